@@ -9,10 +9,12 @@ from hetero_ee_kernels import (
     draft,
     embed,
     kv_write,
+    masked_linear,
     matmul,
     noise,
     norm,
     quantize,
+    row_products,
     sliced_head,
     sparse_ffn,
 )
@@ -23,12 +25,17 @@ from tests.gpu_compilation import Compilation
 
 VOCABULARY_KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
 KINDS = (*VOCABULARY_KINDS, (ZEROS, "zeros"))
+MATRIX = {"words_ptr": "*i32", "scales_ptr": "*i32", "table_ptr": "*i32"}  # in rows
+LISTS = {"neurons_ptr": "*i32", "counts_ptr": "*i32"}
+PRODUCTS = MATRIX | LISTS | {"codes_ptr": "*i32", "code_scales_ptr": "*fp32", "factor": "fp32"}
+PRODUCTS |= dict.fromkeys(("n_neurons", "n_units", "n_quads", "n_blocks", "one"), "i32")
+PRODUCTS_SIZE = {"NEURONS": row_products.NEURONS, "UNROLLED": row_products.UNROLLED}
 
 
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
-    files = (_activate, _attention, _draft, _embed, _kv_write, _matmul, _norm, _quantize, _sliced_head, _sparse_ffn)
-    for listed in files:
+    first = (_activate, _attention, _draft, _embed, _kv_write, _masked_linear)
+    for listed in (*first, _matmul, _norm, _quantize, _sliced_head, _sparse_ffn):
         yield from listed()
 
 
@@ -173,6 +180,24 @@ def _kv_write() -> list[Compilation]:
     return records
 
 
+def _masked_linear() -> list[Compilation]:
+    """The two launches for 11008 neurons: of tokens that may skip some and of others, with and without a bias."""
+    lists, skipping = (
+        LISTS | {"out_ptr": "*fp32"},
+        {"scores_ptr": "*fp32", "may_skip_ptr": "*i32", "n_used_ptr": "*i64"},
+    )
+    products, size = PRODUCTS | {"out_ptr": "*fp32"}, PRODUCTS_SIZE | {"hidden_ptr": None}
+    choose, multiply, bias = masked_linear.choose_kernel, row_products.products_kernel, {"bias_ptr": "*fp32"}
+    plain = size | dict.fromkeys(bias)
+    return [
+        Compilation("masked_choose", choose, lists | skipping, {"N": 11008}, 1),
+        Compilation("masked_choose_all", choose, lists, {"N": 11008} | dict.fromkeys(skipping), 1),
+        Compilation("masked_products", multiply, products, plain, 1, True, PTX),
+        Compilation("masked_products_with_bias", multiply, products | bias, size, 1, True, PTX),
+        Compilation("masked_products_amd", multiply, products, plain, 1, True, GCN),
+    ]
+
+
 def _matmul() -> list[Compilation]:
     """Every kind of tile and every number of tokens, with more pairs of row blocks for prompts."""
     signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
@@ -257,16 +282,13 @@ def _sparse_ffn() -> list[Compilation]:
     """The four launches for an FFN of 11008 neurons; the first with and without what a threshold needs."""
     listing = {"active_ptr": "*fp32", "neurons_ptr": "*i32", "hidden_ptr": "*fp32", "counts_ptr": "*i32"}
     skipping = {"least_ptr": "*fp32", "may_skip_ptr": "*i32", "n_used_ptr": "*i64"}
-    matrix = {"words_ptr": "*i32", "scales_ptr": "*i32", "table_ptr": "*i32"}
-    lists = {"neurons_ptr": "*i32", "counts_ptr": "*i32", "hidden_ptr": "*fp32"}
-    hidden = matrix | lists | {"codes_ptr": "*i32", "code_scales_ptr": "*fp32", "factor": "fp32"}
-    hidden |= dict.fromkeys(("n_units", "n_quads", "n_blocks", "one"), "i32")
-    sections = matrix | lists | {"sums_ptr": "*fp32"}
+    hidden = PRODUCTS | {"hidden_ptr": "*fp32"}
+    of_hidden = PRODUCTS_SIZE | dict.fromkeys(("bias_ptr", "out_ptr"))
+    sections = MATRIX | LISTS | {"hidden_ptr": "*fp32", "sums_ptr": "*fp32"}
     sections |= dict.fromkeys(("m", "n_units", "n_blocks", "n_sections", "n_section_blocks", "one"), "i32")
     fold = {"sums_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
     fold |= dict.fromkeys(("m", "n_columns", "n_padded", "n_sections"), "i32")
     size, n_neurons = {"UNITS": sparse_ffn.UNITS, "ROWS": sparse_ffn.ROWS}, {"N": 11008}
-    of_hidden = {"NEURONS": sparse_ffn.NEURONS, "UNROLLED": sparse_ffn.UNROLLED}
     n_warps, folded = sparse_ffn.N_WARPS, {"FOLDED": sparse_ffn.FOLDED}
     return [
         Compilation("sparse_list", sparse_ffn.list_kernel, listing, n_neurons | dict.fromkeys(skipping), 1),
@@ -275,7 +297,7 @@ def _sparse_ffn() -> list[Compilation]:
             compilation
             for isa, ending in ((PTX, ""), (GCN, "_amd"))
             for compilation in (
-                Compilation(f"sparse_hidden{ending}", sparse_ffn.hidden_kernel, hidden, of_hidden, 1, True, isa),
+                Compilation(f"sparse_hidden{ending}", row_products.products_kernel, hidden, of_hidden, 1, True, isa),
                 Compilation(f"sparse_sections{ending}", sparse_ffn.sections_kernel, sections, size, n_warps, True, isa),
             )
         ),

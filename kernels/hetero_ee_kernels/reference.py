@@ -268,6 +268,22 @@ def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: A
     return torch.sigmoid(inner @ second + second_bias[0])
 
 
+def masked_linear(
+    x: Any, scores: Any, rows: RowMatrix, out: Any = None, *, bias: Any = None, may_skip: Any = None, n_used: Any = None
+) -> Any:
+    """One row at a time, the neurons that it needs alone."""
+    out = x.new_empty(len(x), rows.n_rows) if out is None else out
+    for row, target in enumerate(out):
+        skips = may_skip is not None and bool(may_skip[row])
+        neurons = (scores[row] > 0 if skips else torch.ones_like(target)).nonzero()[:, 0]
+        if n_used is not None and skips:
+            n_used += len(neurons)
+        product = _row_products(x[row : row + 1], rows, neurons).float() * rows.factor
+        target.zero_()
+        target[neurons] = product if bias is None else product + bias[neurons]
+    return out
+
+
 def sparse_ffn(
     x: Any,
     active: Any,

@@ -18,16 +18,13 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
-from hetero_ee_kernels.quantize import SMALLEST, quantize
+from hetero_ee_kernels.quantize import SMALLEST
 from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
-from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, dot4, join4, load_table
-from hetero_ee_kernels.tile_matrix import CODEBOOK
+from hetero_ee_kernels.row_products import BLOCK, KIND, empty_lists, listed, multiply, scales_of
+from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, join4, load_table
 
-BLOCK = tl.constexpr(128)  # neurons whose weights share their steps
-KIND = tl.constexpr(CODEBOOK)  # codes of -8 .. 7 are looked up, too
 MAX_SECTIONS = 32
 PASS_TOKENS = 16  # a prompt's sums of sections would take hundreds of MB at once
-NEURONS, UNROLLED = 16, 4  # a program of `hidden`; units whose rows it asks for at once
 UNITS, ROWS, N_WARPS = 4, 16, 4  # of columns and of neurons in a step of `sections`
 FOLDED = 256  # columns a program
 
@@ -54,72 +51,10 @@ def list_kernel(
     if least_ptr is not None:
         least = tl.load(least_ptr + neuron, mask=inside, other=0.0)
         is_active &= tl.where(tl.abs(active) < least, tl.load(may_skip_ptr + token) == 0, True)
-    ones = is_active.to(tl.int32)
-    at = place * BLOCK + tl.cumsum(ones, 0) - 1
-    tl.store(neurons_ptr + at, neuron, mask=is_active)
+    at, count = listed(is_active, neuron, place, neurons_ptr, counts_ptr)
     tl.store(hidden_ptr + at, active, mask=is_active)
-    count = tl.sum(ones, 0)
-    tl.store(counts_ptr + place, count)
     if n_used_ptr is not None:
         tl.atomic_add(n_used_ptr, tl.where(tl.load(may_skip_ptr + token) != 0, count, 0).to(tl.int64))
-
-
-@triton.jit
-def scales_of(at: tl.tensor) -> Any:
-    """Of a unit's two groups, from the word that holds both."""
-    pair = tl.load(at)
-    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["n_units", "n_quads", "n_blocks", "one"])
-def hidden_kernel(
-    words_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    codes_ptr: tl.tensor,
-    code_scales_ptr: tl.tensor,
-    neurons_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    hidden_ptr: tl.tensor,
-    factor: tl.tensor,
-    n_units: tl.tensor,
-    n_quads: tl.tensor,
-    n_blocks: tl.tensor,
-    one: tl.tensor,
-    NEURONS: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    ISA: tl.constexpr,
-) -> None:
-    """hidden x 2^u up . x for NEURONS of a block's active neurons. one: 1, unknown to the compiler."""
-    token = tl.program_id(0).to(tl.int64)
-    place = token * n_blocks + tl.program_id(1)
-    slot = tl.program_id(2) * NEURONS + tl.arange(0, NEURONS)
-    count = tl.load(counts_ptr + place)
-    if tl.program_id(2) * NEURONS < count:
-        at = place * BLOCK + tl.minimum(slot, count - 1)
-        neuron = tl.load(neurons_ptr + at).to(tl.int64)
-        word = tl.arange(0, 8)
-        words_at = words_ptr + neuron[:, None] * (8 * n_units) + word[None, :]
-        scales_at = scales_ptr + neuron * n_units
-        codes_at = codes_ptr + token * n_quads * 32 + word % 4 * 8 + word // 4
-        code_scales_at = code_scales_ptr + token // 2 * n_quads * 8 + token % 2 * 4
-        table = load_table(table_ptr, ((slot * (one - 1))[:, None] + 0 * word[None, :]), KIND)
-        total = tl.zeros((NEURONS,), tl.float32)
-        nothing = tl.zeros((NEURONS, 8), tl.int32)
-        for unit in tl.range(0, n_units, loop_unroll_factor=UNROLLED):
-            first, second = codebook_entries(tl.load(words_at + 8 * unit), table, ISA)
-            codes = codes_at + unit // 2 * 32 + unit % 2 * 4
-            first = tl.sum(dot4(first, tl.load(codes)[None, :], nothing, ISA), 1).to(tl.float32)
-            second = tl.sum(dot4(second, tl.load(codes + 2)[None, :], nothing, ISA), 1).to(tl.float32)
-            scale, next_scale = scales_of(scales_at + unit)
-            code_scales = code_scales_at + unit // 2 * 8 + unit % 2 * 2
-            total = tl.fma(first, scale * tl.load(code_scales), total)
-            total = tl.fma(second, next_scale * tl.load(code_scales + 1), total)
-        hidden_at = hidden_ptr + at
-        product = tl.load(hidden_at) * (total * factor)
-        tl.store(hidden_at, product, mask=slot < count)
 
 
 @triton.jit
@@ -281,10 +216,11 @@ def sparse_ffn(
     for first in range(0, m, PASS_TOKENS):
         rows = slice(first, min(first + PASS_TOKENS, m))
         skip = None if may_skip is None else may_skip[rows]
-        listed = _listed(active[rows], least, skip, n_used)
+        neurons, hidden, counts = _listed(active[rows], least, skip, n_used)
         if up is not None:
-            _multiply(x[rows], up, *listed)
-        fold_sections(_section_sums(down, *listed, n_blocks_a_section(down.n_rows)), down, out[rows])
+            multiply(x[rows], up, neurons, counts, hidden=hidden)
+        sums = _section_sums(down, neurons, hidden, counts, n_blocks_a_section(down.n_rows))
+        fold_sections(sums, down, out[rows])
     return out
 
 
@@ -311,10 +247,10 @@ def first_sections(
             f"{len(active)} tokens and {down.n_rows} neurons, expected at most {PASS_TOKENS} and a multiple of "
             f"{n_section_blocks * BLOCK.value}."
         )
-    listed = _listed(active, least, may_skip, n_used)
+    neurons, hidden, counts = _listed(active, least, may_skip, n_used)
     if up is not None:
-        _multiply(x, up, *listed)
-    return _section_sums(down, *listed, n_section_blocks, out)
+        multiply(x, up, neurons, counts, hidden=hidden)
+    return _section_sums(down, neurons, hidden, counts, n_section_blocks, out)
 
 
 def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any:
@@ -339,39 +275,12 @@ def n_blocks_a_section(n_neurons: int) -> int:
 
 def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, Any, Any]:
     """Numbers of active neurons (m, blocks, 128), int32, their activations, and how many of each 128 there are."""
-    m, n_neurons = active.shape
-    n_blocks = -(-n_neurons // BLOCK.value)
-    neurons = torch.empty((m, n_blocks, BLOCK.value), dtype=torch.int32, device=active.device)
-    hidden, counts = torch.empty_like(neurons, dtype=torch.float32), neurons.new_empty(m, n_blocks)
-    list_kernel[(m, n_blocks)](
-        active, least, may_skip, neurons, hidden, counts, n_used, n_neurons, num_warps=1, **UNFUSED
+    neurons, counts = empty_lists(active)
+    hidden = torch.empty_like(neurons, dtype=torch.float32)
+    list_kernel[counts.shape](
+        active, least, may_skip, neurons, hidden, counts, n_used, active.shape[1], num_warps=1, **UNFUSED
     )
     return neurons, hidden, counts
-
-
-def _multiply(x: Any, up: RowMatrix, neurons: Any, hidden: Any, counts: Any) -> None:
-    m, n_blocks = counts.shape
-    codes, code_scales = quantize(x)
-    hidden_kernel[(m, n_blocks, BLOCK.value // NEURONS)](
-        up.words,
-        up.scale_pairs,
-        up.table,
-        codes.view(torch.int32),
-        code_scales,
-        neurons,
-        counts,
-        hidden,
-        up.factor,
-        up.n_units,
-        codes.shape[1],
-        n_blocks,
-        1,
-        NEURONS=NEURONS,
-        UNROLLED=UNROLLED,
-        ISA=up.isa,
-        num_warps=1,
-        **UNFUSED,
-    )
 
 
 def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size: int, out: Any = None) -> Any:

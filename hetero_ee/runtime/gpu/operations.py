@@ -15,6 +15,7 @@ NAMES = (
     "kv_write",
     "attention",
     "sliced_head",
+    "masked_linear",
     "sparse_ffn",
     "first_sections",
     "fold_sections",
@@ -40,6 +41,7 @@ class GpuOperations:
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
     sliced_head: Callable[..., Any]
+    masked_linear: Callable[..., Any]
     sparse_ffn: Callable[..., Any]
     first_sections: Callable[..., Any]
     fold_sections: Callable[..., Any]

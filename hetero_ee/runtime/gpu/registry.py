@@ -122,6 +122,7 @@ IMPLEMENTATIONS = (
     _INT4[1],
     *_pair("matmul_int8", "matmul:matmul"),
     *_pair("sliced_head", "sliced_head:sliced_head"),
+    *_pair("masked_linear", "masked_linear:masked_linear"),
     *_pair("sparse_ffn", "sparse_ffn:sparse_ffn"),
     *_pair("first_sections", "sparse_ffn:first_sections"),
     *_pair("fold_sections", "sparse_ffn:fold_sections"),

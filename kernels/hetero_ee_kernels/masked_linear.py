@@ -1,0 +1,83 @@
+"""out[m, N] = 2^e rows[n] . x + bias[n] where a neuron's score is above 0 or its token may not skip any, 0 elsewhere.
+
+rows: int4 rows (row_matrix.py), N neurons, K columns: the first matrix of an FFN, of which a predictor's scores say
+what to read. The product is the h of sparse_ffn.py before its activation, bit for bit, and so the CPU's: what a token
+gets depends neither on m nor on the other tokens. The bias is added to the rounded product.
+
+Two launches, whatever is above 0: one writes which neurons of each block of 128 a token needs, and zeros for all; the
+other multiplies the rows of those with x.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_ee_kernels.checks import UNFUSED, check
+from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.row_products import BLOCK, empty_lists, listed, multiply
+
+PASS_TOKENS = 128  # the lists of a whole prompt would take tens of MB
+
+
+@triton.jit
+def choose_kernel(
+    scores_ptr: tl.tensor,
+    may_skip_ptr: tl.tensor,
+    neurons_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    n_used_ptr: tl.tensor,
+    N: tl.constexpr,
+) -> None:
+    """Of a token and block: numbers of the neurons to be computed, in order, and how many they are; zeros to out."""
+    token = tl.program_id(0).to(tl.int64)
+    place = token * ((N + BLOCK - 1) // BLOCK) + tl.program_id(1)
+    neuron = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = neuron < N
+    is_chosen = inside
+    if may_skip_ptr is not None:
+        may_skip = tl.load(may_skip_ptr + token) != 0
+        score = tl.load(scores_ptr + token * N + neuron, mask=inside, other=0.0)
+        is_chosen &= tl.where(may_skip, score > 0.0, True)
+    _, count = listed(is_chosen, neuron, place, neurons_ptr, counts_ptr)
+    tl.store(out_ptr + token * N + neuron, 0.0, mask=inside)
+    if n_used_ptr is not None:
+        tl.atomic_add(n_used_ptr, tl.where(may_skip, count, 0).to(tl.int64))
+
+
+def masked_linear(
+    x: Any, scores: Any, rows: RowMatrix, out: Any = None, *, bias: Any = None, may_skip: Any = None, n_used: Any = None
+) -> Any:
+    """x fp32 (m, K), scores fp32 (m, N); out: fp32 (m, N), allocated where None; may be the scores. Returns out.
+
+    bias: fp32 (N,). may_skip: int32 (m,), 0 for tokens that need all neurons; without it all tokens do, scores are not
+    read and may be None. n_used: int64 (1,), to which the computed neurons of tokens that may skip are added.
+    Raises ValueError for operands that don't fit.
+    """
+    m = len(x)
+    out = x.new_empty(m, rows.n_rows) if out is None else out
+    _check(x, scores, rows, out, bias, may_skip, n_used)
+    for first in range(0, m, PASS_TOKENS):
+        some = slice(first, min(first + PASS_TOKENS, m))
+        neurons, counts = empty_lists(out[some])
+        skip = (None, None) if may_skip is None else (scores[some], may_skip[some])
+        choose_kernel[counts.shape](*skip, neurons, counts, out[some], n_used, rows.n_rows, num_warps=1, **UNFUSED)
+        multiply(x[some], rows, neurons, counts, bias=bias, out=out[some])
+    return out
+
+
+def _check(x: Any, scores: Any, rows: RowMatrix, out: Any, bias: Any, may_skip: Any, n_used: Any) -> None:
+    m = len(x)
+    check("x", x, (m, rows.n_columns))
+    check("out", out, (m, rows.n_rows))
+    if bias is not None:
+        check("bias", bias, (rows.n_rows,))
+    if may_skip is not None:
+        check("scores", scores, (m, rows.n_rows))
+        check("may_skip", may_skip, (m,), torch.int32)
+    if n_used is not None:
+        check("n_used", n_used, (1,), torch.int64)
+        if may_skip is None:
+            raise ValueError("n_used counts neurons of rows that may skip some: may_skip is needed.")

@@ -1,0 +1,140 @@
+"""Products of a token's x with the rows of listed neurons alone: 2^e rows[n] . x, by steps 1 and 2 of the CPU's
+sparse_ffn.py.
+
+A list is of one token and BLOCK neurons. Every token has programs of its own, which read its own neurons. Those of the
+same block follow each other, so that what several tokens need comes from the L2 cache.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_ee_kernels.checks import UNFUSED
+from hetero_ee_kernels.quantize import quantize
+from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.tile_group import codebook_entries, dot4, load_table
+from hetero_ee_kernels.tile_matrix import CODEBOOK
+
+BLOCK = tl.constexpr(128)  # neurons of a list; those of down share their steps
+KIND = tl.constexpr(CODEBOOK)  # codes of -8 .. 7 are looked up, too
+NEURONS, UNROLLED = 16, 4  # a program; units whose rows it asks for at once
+
+
+@triton.jit
+def listed(
+    is_listed: tl.tensor, neuron: tl.tensor, place: tl.tensor, neurons_ptr: tl.tensor, counts_ptr: tl.tensor
+) -> Any:
+    """Writes the numbers of a token's and block's listed neurons and how many they are -> their places, and that."""
+    ones = is_listed.to(tl.int32)
+    at = place * BLOCK + tl.cumsum(ones, 0) - 1
+    tl.store(neurons_ptr + at, neuron, mask=is_listed)
+    count = tl.sum(ones, 0)
+    tl.store(counts_ptr + place, count)
+    return at, count
+
+
+@triton.jit
+def scales_of(at: tl.tensor) -> Any:
+    """Of a unit's two groups, from the word that holds both."""
+    pair = tl.load(at)
+    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_neurons", "n_units", "n_quads", "n_blocks", "one"])
+def products_kernel(
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    code_scales_ptr: tl.tensor,
+    neurons_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    factor: tl.tensor,
+    n_neurons: tl.tensor,
+    n_units: tl.tensor,
+    n_quads: tl.tensor,
+    n_blocks: tl.tensor,
+    one: tl.tensor,
+    NEURONS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    ISA: tl.constexpr,
+) -> None:
+    """For NEURONS of a block's listed neurons: hidden times the product, in place; without hidden the product, plus a
+    bias where there is one, to out (m, N). one: 1, unknown to the compiler."""
+    token = tl.program_id(0).to(tl.int64)
+    place = token * n_blocks + tl.program_id(1)
+    slot = tl.program_id(2) * NEURONS + tl.arange(0, NEURONS)
+    count = tl.load(counts_ptr + place)
+    if tl.program_id(2) * NEURONS < count:
+        at = place * BLOCK + tl.minimum(slot, count - 1)
+        neuron = tl.load(neurons_ptr + at).to(tl.int64)
+        word = tl.arange(0, 8)
+        words_at = words_ptr + neuron[:, None] * (8 * n_units) + word[None, :]
+        scales_at = scales_ptr + neuron * n_units
+        codes_at = codes_ptr + token * n_quads * 32 + word % 4 * 8 + word // 4
+        code_scales_at = code_scales_ptr + token // 2 * n_quads * 8 + token % 2 * 4
+        table = load_table(table_ptr, ((slot * (one - 1))[:, None] + 0 * word[None, :]), KIND)
+        total = tl.zeros((NEURONS,), tl.float32)
+        nothing = tl.zeros((NEURONS, 8), tl.int32)
+        for unit in tl.range(0, n_units, loop_unroll_factor=UNROLLED):
+            first, second = codebook_entries(tl.load(words_at + 8 * unit), table, ISA)
+            codes = codes_at + unit // 2 * 32 + unit % 2 * 4
+            first = tl.sum(dot4(first, tl.load(codes)[None, :], nothing, ISA), 1).to(tl.float32)
+            second = tl.sum(dot4(second, tl.load(codes + 2)[None, :], nothing, ISA), 1).to(tl.float32)
+            scale, next_scale = scales_of(scales_at + unit)
+            code_scales = code_scales_at + unit // 2 * 8 + unit % 2 * 2
+            total = tl.fma(first, scale * tl.load(code_scales), total)
+            total = tl.fma(second, next_scale * tl.load(code_scales + 1), total)
+        product = total * factor
+        if hidden_ptr is not None:
+            tl.store(hidden_ptr + at, tl.load(hidden_ptr + at) * product, mask=slot < count)
+        else:
+            if bias_ptr is not None:
+                product += tl.load(bias_ptr + neuron)
+            tl.store(out_ptr + token * n_neurons + neuron, product, mask=slot < count)
+
+
+def empty_lists(values: Any) -> tuple[Any, Any]:
+    """For values (m, N): numbers of neurons (m, blocks, 128), int32, and how many there are of each 128."""
+    m, n_neurons = values.shape
+    n_blocks = -(-n_neurons // BLOCK.value)
+    neurons = torch.empty((m, n_blocks, BLOCK.value), dtype=torch.int32, device=values.device)
+    return neurons, neurons.new_empty(m, n_blocks)
+
+
+def multiply(
+    x: Any, rows: RowMatrix, neurons: Any, counts: Any, *, hidden: Any = None, bias: Any = None, out: Any = None
+) -> None:
+    """Listed neurons' products with x (m, K): see products_kernel."""
+    m, n_blocks = counts.shape
+    codes, code_scales = quantize(x)
+    products_kernel[(m, n_blocks, BLOCK.value // NEURONS)](
+        rows.words,
+        rows.scale_pairs,
+        rows.table,
+        codes.view(torch.int32),
+        code_scales,
+        neurons,
+        counts,
+        hidden,
+        bias,
+        out,
+        rows.factor,
+        rows.n_rows,
+        rows.n_units,
+        codes.shape[1],
+        n_blocks,
+        1,
+        NEURONS=NEURONS,
+        UNROLLED=UNROLLED,
+        ISA=rows.isa,
+        num_warps=1,
+        **UNFUSED,
+    )
