@@ -1,7 +1,7 @@
 """Fits a predictor of active neurons to a model on text, layer by layer, and measures what it costs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import astuple, replace
 from functools import partial
 
 import numpy as np
@@ -83,10 +83,9 @@ class PredictorFit:
 
     def _kept_measurement(self, predictor: NeuronPredictor, margin: float) -> PredictorMeasurement:
         def measured() -> Arrays:
-            return {name: np.array(value) for name, value in asdict(self.measure(predictor, margin)).items()}
+            return {"": np.array(astuple(self.measure(predictor, margin)))}
 
-        found = self._kept.once(f"measured {margin}", measured)
-        return PredictorMeasurement(**{name: float(value) for name, value in found.items()})
+        return PredictorMeasurement(*self._kept.once(f"measured {margin}", measured)[""].tolist())
 
     def _layer(self, layer: int, before: NDArray[np.float32] | None) -> Arrays:
         """The layer's part, and the states (tokens, hidden) behind it. before: those before it, None for the first."""

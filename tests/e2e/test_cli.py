@@ -32,7 +32,7 @@ def test_json_is_one_document(cli: Cli, tiny: Path, said: str) -> None:
         *("n_prompt_tokens", "n_generated_tokens", "prompt_s", "generation_s", "prompt_tokens_per_s"),
         *("generated_tokens_per_s", "peak_memory_bytes"),
         *("mode", "exit_layer", "draft_length", "gpu_layers", "plan_hash", "drafts", "exits"),
-        *("bytes_per_token", "predicted_bytes_per_token", "neuron_share"),
+        *("bytes_per_token", "predicted_bytes_per_token", "neuron_share", "predicted_share"),
     }
     assert (document["mode"], document["plan_hash"], document["drafts"]) == ("full", None, None)
     assert (document["schema"], document["version"], document["model"]) == (2, __version__, str(tiny))
