@@ -21,6 +21,8 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
 from hetero_ee.runtime.placement_request import PlacementRequest
 from hetero_ee.sparsity.applied import made_sparse
+from hetero_ee.sparsity.job import order_or_warn
+from hetero_ee.sparsity.order import NeuronOrder
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
@@ -51,6 +53,7 @@ class ModelFiles:
     eos_token_ids: frozenset[int]
     weights: ModelWeights
     calibrations: CalibrationPlace | None  # None for fp32 weights, which have no store
+    order: NeuronOrder | None = None  # of its sparse FFNs, for where a GPU may have the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +124,12 @@ def read_model(
         calibrations = CalibrationPlace(spec, store, folder, quantization)
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))
     spec = as_stored(spec, weights)
+    order = None
     if sparsity is not None and calibrations is not None:
         spec, weights = made_sparse(spec, weights, calibrations, sparsity)
-    return ModelFiles(folder, spec, tokenizer, sampling, defaults.eos_token_ids(tokenizer), weights, calibrations)
+        order = None if sparsity.is_dense else order_or_warn(calibrations, warner(progress))
+    end_ids = defaults.eos_token_ids(tokenizer)
+    return ModelFiles(folder, spec, tokenizer, sampling, end_ids, weights, calibrations, order)
 
 
 def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progress: Progress | None) -> OpenModel:
@@ -161,6 +167,9 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     profile = request.found_profile(spec, files.folder, automatic)
     if profile is None and request.plan is None:
         return None
+    if files.order is not None and (profile is None or profile.gpu is not None):  # a plan may divide FFNs by it
+        spec, weights = files.order.applied(spec, files.weights)
+        files = replace(files, spec=spec, weights=weights)
     calibration = _calibration(files, request.mode, warn)
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:

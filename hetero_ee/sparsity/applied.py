@@ -8,7 +8,7 @@ from hetero_ee.errors import StoreError, UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.curves import SparsityCurves
 from hetero_ee.sparsity.file import WAY_OUT
-from hetero_ee.sparsity.job import found_predictor, found_sparsity
+from hetero_ee.sparsity.job import found_predictor, found_sparsity, order_or_warn
 from hetero_ee.sparsity.predictor import NeuronPredictor
 from hetero_ee.sparsity.predictor_file import WAY_OUT as PREDICTOR_WAY_OUT
 from hetero_ee.sparsity.request import SparsityRequest
@@ -48,6 +48,9 @@ def planned_sparse(
         layout = {"neuron_major": True, "first_in_rows": request.first_in_rows}
         place = CalibrationPlace.of_model(spec, folder, cache, quantizer, **layout)
         place = place if is_store(place.store) else None
+    order = None if place is None else order_or_warn(place, lambda problem: None)
+    if order is not None:
+        spec = replace(spec, hot_curve=order.curve)
     if request.is_predicted:
         return _predicted(spec, None if place is None else found_predictor(place))[1]
     return expecting(spec, request, None if place is None else _known(place, request))

@@ -8,23 +8,28 @@ from typing import TypeVar
 
 from hetero_ee.calibration.job import WAITING, CalibrationRequest
 from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.calibration.stages import SPLIT_CHUNKS
+from hetero_ee.calibration.stages import SPLIT_CHUNKS, Chunk
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import StoreError, UsageError
+from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.sparsity.curves import SparsityCurves
 from hetero_ee.sparsity.factors import FactorTraining
 from hetero_ee.sparsity.file import read_sparsity, write_sparsity
 from hetero_ee.sparsity.fit import PART_TOKENS, SparsityFit
 from hetero_ee.sparsity.material import Material
+from hetero_ee.sparsity.order import NeuronOrder, fitted_order, read_order, write_order
 from hetero_ee.sparsity.predictor import NeuronPredictor
 from hetero_ee.sparsity.predictor_file import read_predictor, write_predictor
 from hetero_ee.sparsity.predictor_fit import FITTED_TOKENS, PredictorFit
+from hetero_ee.sparsity.request import ZERO_ACTIVATIONS
 from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.store.calibration_files import (
     PREDICTOR_SUFFIX,
     SPARSITY_SUFFIX,
+    order_file,
     predictor_file,
     sparsity_file,
 )
@@ -66,6 +71,15 @@ def found_predictor(place: CalibrationPlace) -> NeuronPredictor | None:
     return read_predictor(predictor_file(place.store), place.spec, place.key)
 
 
+def order_or_warn(place: CalibrationPlace, warn: Callable[[str], None]) -> NeuronOrder | None:
+    """The order of the opened store's neurons, None where there is none; one that can't be read is a warning."""
+    try:
+        return read_order(order_file(place.store), place.spec, place.key)
+    except StoreError as error:
+        warn(str(error))
+        return None
+
+
 def calibrate_sparsity(
     executor: Executor,
     tokenizer: Tokenizer,
@@ -97,6 +111,7 @@ def calibrate_sparsity(
             fit = SparsityFit(spec, weights, chunks, progress=progress, kept=kept)
             curves = fit.measured(fit.curves(), targets)
         write_sparsity(curves, place.key, material.description, file, files)
+        _write_order(spec, weights, chunks, place, files)
         kept.remove()
     return SparsityOutcome(curves, file, clock() - start_s)
 
@@ -117,7 +132,7 @@ def calibrate_predictor(
     calibrate_sparsity does.
     """
     spec, weights, file = executor.spec, executor.weights, predictor_file(place.store)
-    if not spec.first_in_rows or spec.predictor_rank:
+    if not spec.first_in_rows or spec.predictor_rank or spec.hot_curve:
         raise UsageError("these FFNs can't be predicted; open the model with sparsity='unpredicted' to calibrate.")
     files, training = FileSystem(), FactorTraining()
     with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
@@ -130,8 +145,19 @@ def calibrate_predictor(
             predictor = PredictorFit(spec, weights, chunks, training, progress=progress, kept=kept).predictor()
         predictor.chosen()
         write_predictor(predictor, place.key, material.description, file, files)
+        _write_order(spec, weights, chunks, place, files)
         kept.remove()
     return PredictorOutcome(predictor, file, clock() - start_s)
+
+
+def _write_order(
+    spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk], place: CalibrationPlace, files: FileSystem
+) -> None:
+    """Of neurons that are often 0, unless these are in it already."""
+    if spec.activation in ZERO_ACTIVATIONS and not spec.hot_curve:
+        order = fitted_order(spec, weights, chunks)
+        if order is not None:
+            write_order(order, place.key, order_file(place.store), files)
 
 
 def _usable(

@@ -89,3 +89,16 @@ def unpack_zeros(scales: Tensor) -> Tensor | None:
 def _by_row(numbers: Tensor) -> Tensor:
     n_blocks, n_groups, _ = numbers.shape
     return numbers.permute(0, 2, 1).reshape(n_blocks * 16, n_groups)
+
+
+def permuted_rows(tiles: Tensor, scales: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Tiles and scales of the same rows in another order, int64 (N,); rows beyond N are padding, and stay."""
+    n_down = len(tiles)
+    rows = torch.cat([order, torch.arange(len(order), n_down * TILE_ROWS)])
+
+    def moved(parts: Tensor) -> Tensor:
+        """(N/16, K/32, lines x 16) with its rows in this order."""
+        split = parts.view(n_down, parts.shape[1], -1, TILE_ROWS).permute(0, 3, 1, 2)
+        return split.flatten(0, 1)[rows].view(split.shape).permute(0, 2, 3, 1).reshape(parts.shape).contiguous()
+
+    return moved(tiles.view(torch.int32)).view(tiles.dtype), moved(scales)  # 4 columns of a row lie together

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hetero_ee import Engine
+from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
@@ -15,7 +16,9 @@ from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.sparsity.order import CURVE_POINTS
 from hetero_ee.weights.model_weights import ModelWeights
+from tests.e2e.test_calibration import text_of
 from tests.emulation import LAPTOP, emulated, planned, prompt_of
 from tests.executor_support import Model, on_kernels, reference
 from tests.families import random_model, save_checkpoint
@@ -97,3 +100,21 @@ def test_an_engine_s_sparse_model_takes_gpu_layers(demo: Path, cache: Path, tmp_
             texts.append(engine.generate("Once upon", max_new_tokens=8).token_ids)
             assert engine.neuron_share is not None and 0 < engine.neuron_share < 0.8
     assert texts[0] == texts[1]
+
+
+def test_a_calibrated_engine_divides_hot_neurons_first(demo: Path, cache: Path, tmp_path: Path) -> None:
+    """In their order wherever there is a GPU, so that where they lie changes no token."""
+    relu = random_model("llama-relu", vocab_size=read_spec(demo).vocab_size, intermediate_size=300)
+    folder, texts = save_checkpoint(relu, tmp_path / "relu", tokenizer_from=demo), []
+    with Engine.from_pretrained(folder, sparsity="dense", threads=1, profile="off") as engine:
+        engine.calibrate_sparsity(CalibrationRequest(texts=[text_of(700)], n_tokens=700), target=0.5)
+    for override in (["layers.*=gpu"], [r".*\.ffn=hot-1", "layers.*=gpu"]):
+        placed = {"profile": LAPTOP, "emulate": True, "override": override}
+        with Engine.from_pretrained(folder, sparsity="exact", threads=1, **placed) as engine:
+            curve = engine.spec.hot_curve
+            assert len(curve) == CURVE_POINTS and curve[CURVE_POINTS // 2] > 0.52
+            texts.append(engine.generate("Once upon", max_new_tokens=8).token_ids)
+            assert (engine.plan is not None and "hot-1" in engine.plan.decode_placements) or len(texts) == 1
+    assert texts[0] == texts[1]
+    with Engine.from_pretrained(folder, sparsity="exact", threads=1, profile="off") as engine:
+        assert not engine.spec.hot_curve, "nothing is copied without a GPU"

@@ -11,6 +11,7 @@ PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
 CERTIFICATE_PARTIAL_SUFFIX = ".certificate" + PARTIAL_SUFFIX
 SPARSITY_SUFFIX = ".sparsity"  # of the file with what is known of the store's neurons
 PREDICTOR_SUFFIX = ".predictor"  # of the file with what says which of them may be active
+ORDER_SUFFIX = ".order"  # of the file with how often they are active
 JSON_FILE, TENSORS_FILE, CERTIFICATE_FILE = "calibration.json", "calibration.safetensors", "certificate.bin"
 
 
@@ -27,6 +28,11 @@ def sparsity_file(store: Path) -> Path:
 def predictor_file(store: Path) -> Path:
     """Where the predictor of the active neurons of the store in `store` lies, or would lie."""
     return store.with_name(store.name + FOLDER_SUFFIX + PREDICTOR_SUFFIX)
+
+
+def order_file(store: Path) -> Path:
+    """Where the order of the neurons of the store in `store` lies, or would lie."""
+    return store.with_name(store.name + FOLDER_SUFFIX + ORDER_SUFFIX)
 
 
 def has_calibration(store: Path) -> bool:
@@ -51,7 +57,7 @@ def remove_calibration(store: Path, files: FileSystem) -> None:
     folder = calibration_folder(store)
     folders = [folder.with_name(folder.name + end) for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)]
     of_neurons = [end + more for end in (SPARSITY_SUFFIX, PREDICTOR_SUFFIX) for more in ("", PARTIAL_SUFFIX)]
-    names = [folder.name + end for end in (PARTIAL_SUFFIX, CERTIFICATE_PARTIAL_SUFFIX, *of_neurons)]
+    names = [folder.name + end for end in (PARTIAL_SUFFIX, CERTIFICATE_PARTIAL_SUFFIX, ORDER_SUFFIX, *of_neurons)]
     singles = [folder.with_name(name + end) for name in names for end in ("", UNFINISHED_SUFFIX)]
     certificates = CERTIFICATE_FILE, CERTIFICATE_FILE + UNFINISHED_SUFFIX
     if not any(map(os.path.lexists, [*folders, *singles])):

@@ -1,0 +1,161 @@
+"""The order of neurons by how often they are active, measured on text: the first are the hot ones.
+
+Its file lies beside the store whose neurons it is of: 32 bytes of SHA-256, then the safetensors file that they are the
+checksum of: "record", JSON; "order", int64 (n_layers, ffn); "curve", fp32. Nothing that is read is trusted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
+from hetero_ee.calibration.tensor_files import Arrays, checksummed, parsed_checksummed, read_whole
+from hetero_ee.errors import StoreError
+from hetero_ee.hub.regular_file import find_file
+from hetero_ee.models.blocks import Block, least_activations
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.sparsity.recorder import FfnRecorder
+from hetero_ee.sparsity.thresholds import neuron_blocks
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.rows import RowWeight
+from hetero_ee.weights.store.filesystem import FileSystem, replace_file, store_errors
+from hetero_ee.weights.tiles import permuted_rows
+from hetero_ee.weights.weight import TileWeight, Weight
+from hetero_ee_profiles.records import from_json, to_json
+
+FORMAT_VERSION = 1
+MEASURED_TOKENS = 1024  # for the order, and as many for the curve
+CURVE_POINTS = 32
+WORTH_IT = 0.9  # of its neurons a token must need fewer: with all of them none is hot
+RECORD_BYTES = 2**16  # and everything else that is no order
+BY_NEURON = ("gate", "up", "down", "predictor_out")  # matrices with a row for each
+BIASES = ("gate_bias", "up_bias", "predictor_out_bias")  # down's is of its columns
+WAY_OUT = "calibrate sparsity again"
+
+
+@dataclass(frozen=True, slots=True)
+class OrderRecord:
+    """What the file holds beside its arrays. key: of the store."""
+
+    version: int
+    key: str
+
+    @staticmethod
+    def check_version(version: object) -> None:
+        if version != FORMAT_VERSION:
+            raise ValueError(f"it has format version {version!r}, this engine reads {FORMAT_VERSION}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeuronOrder:
+    """order: int64 (n_layers, ffn), a layer's neurons by number, the hottest first. curve: see ModelSpec.hot_curve, of
+    text that the order was not made of."""
+
+    order: NDArray[np.int64]
+    curve: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.order.dtype != np.int64 or self.order.ndim != 2:
+            raise ValueError("its order has another type or shape")
+        if not np.array_equal(
+            np.sort(self.order, axis=1), np.tile(np.arange(self.order.shape[1]), (len(self.order), 1))
+        ):
+            raise ValueError("its order lacks neurons, or has some twice")
+        points = (0.0, *self.curve, 1.0)
+        if len(self.curve) != CURVE_POINTS or not all(0 <= a <= b <= 1 for a, b in pairwise(points)):
+            raise ValueError("its curve does not ascend from 0 to 1")
+
+    def applied(self, spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
+        """The same model with its neurons in this order, in memory of its own, and what planning is to know of it."""
+        matrices, vectors = dict(weights.matrices), dict(weights.vectors)
+        for block, row in zip(neuron_blocks(spec), torch.from_numpy(self.order), strict=True):
+            for name in _names(block, BY_NEURON):
+                matrices[name] = _permuted(matrices[name], row.long())
+            for name in (*_names(block, BIASES), least_activations(block)):
+                if name in vectors:
+                    vectors[name] = vectors[name][row.long()]
+        return replace(spec, hot_curve=self.curve), replace(weights, matrices=matrices, vectors=vectors)
+
+
+class ActivityRecorder(FfnRecorder):
+    """Counts how often each neuron is active, of whole chunks but their first tokens: int64 (n_layers, ffn)."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        super().__init__(spec, weights)
+        self.counts, self.n_tokens = np.zeros((spec.n_layers, spec.ffn_size), np.int64), 0
+
+    def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
+        self.counts[layer] += active[FIRST_SPARSE:].count_nonzero(dim=0).numpy()
+        self.n_tokens += len(active[FIRST_SPARSE:]) if layer == 0 else 0
+
+
+def fitted_order(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> NeuronOrder | None:
+    """By the neurons that are not 0: ordered on chunks of TRAIN, the curve of HELD_OUT. None where most are active."""
+    fitted, held_out = (
+        _activity(spec, weights, [chunks[number] for number in first_numbers(chunks, part, MEASURED_TOKENS)])
+        for part in (TRAIN, HELD_OUT)
+    )
+    order = np.argsort(-fitted.counts, axis=1, kind="stable").astype(np.int64)
+    taken = np.take_along_axis(held_out.counts, order, axis=1).sum(axis=0).cumsum()
+    if taken[-1] > WORTH_IT * held_out.counts.size * held_out.n_tokens or not taken[-1]:
+        return None
+    ends = np.arange(1, CURVE_POINTS + 1) * spec.ffn_size / CURVE_POINTS
+    curve = np.interp(ends, np.arange(spec.ffn_size + 1), np.concatenate([[0], taken / taken[-1]]))
+    return NeuronOrder(order, tuple(map(float, curve)))
+
+
+def write_order(order: NeuronOrder, key: str, file: Path, files: FileSystem | None = None) -> None:
+    """Whole or not at all, replacing what was there. Raises StoreError, DiskFullError."""
+    record = np.frombuffer(to_json(OrderRecord(FORMAT_VERSION, key)).encode(), np.uint8)
+    arrays: Arrays = {"record": record, "order": order.order, "curve": np.array(order.curve, np.float32)}
+    with store_errors(file):
+        replace_file(file, checksummed(arrays), files or FileSystem())
+
+
+def read_order(file: Path, spec: ModelSpec, key: str) -> NeuronOrder | None:
+    """What `file` holds, None where it is not there, or of other weights: nothing needs it. Raises StoreError, in one
+    sentence with the way out, where it is damaged or of another version."""
+    found = find_file(file.parent, file.name, StoreError)
+    if found is None:
+        return None
+    try:
+        most_bytes = RECORD_BYTES + 8 * spec.n_layers * spec.ffn_size
+        arrays = parsed_checksummed(read_whole(found, most_bytes, "an order of neurons"))
+        if set(arrays) != {"record", "order", "curve"} or arrays["record"].dtype != np.uint8:
+            raise ValueError("arrays are missing, or there are others")
+        record = from_json(OrderRecord, arrays["record"].tobytes().decode())
+        read = NeuronOrder(arrays["order"], tuple(map(float, arrays["curve"])))
+    except ValueError as error:
+        raise StoreError(f"the order of neurons {file} is damaged ({error}); {WAY_OUT}, or delete it.") from error
+    return read if record.key == key and read.order.shape == (spec.n_layers, spec.ffn_size) else None
+
+
+def _activity(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> ActivityRecorder:
+    recorder = ActivityRecorder(spec, weights)
+    executor = ReferenceExecutor(spec, weights, max(map(len, chunks)), recorder)
+    for chunk in chunks:
+        sequence = executor.cache.open_new()
+        executor.hidden(Batch.of_sequence(sequence, 0, list(chunk)))
+        executor.cache.close(sequence)
+    return recorder
+
+
+def _names(block: Block, shorts: Iterable[str]) -> list[str]:
+    return [block.tensors[short].name for short in shorts if short in block.tensors]
+
+
+def _permuted(weight: Weight, order: Tensor) -> Weight:
+    if isinstance(weight, RowWeight):
+        return replace(weight, codes=weight.codes[order], scales=weight.scales[order])
+    assert isinstance(weight, TileWeight), "FFNs in rows are quantized"
+    tiles, scales = permuted_rows(weight.tiles, weight.scales, order)
+    return replace(weight, tiles=tiles, scales=scales)
