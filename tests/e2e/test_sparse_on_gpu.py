@@ -23,7 +23,7 @@ from tests.emulation import LAPTOP, emulated, planned, prompt_of
 from tests.executor_support import Model, on_kernels, reference
 from tests.families import random_model, save_checkpoint
 from tests.logged_machine import Log
-from tests.sparse_models import stored_by_neurons, with_least
+from tests.sparse_models import WHOLE_NEURONS, stored_by_neurons, with_least, with_predictor
 from tests.stand_in_machine import on_stand_in, reference_cpu, stand_in_gpu, torch_operations
 
 HALF = ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"))
@@ -37,10 +37,13 @@ PLACES = {
 TEXT = [1, 17, 30, 3, 99, 42, 7, 12, 9, 31]
 
 
-@pytest.fixture(scope="module", params=["llama-relu", "opt"])
+@pytest.fixture(scope="module", params=["llama-relu", "llama-relu predicted", "opt", "opt predicted"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    size = {"ffn_dim" if request.param == "opt" else "intermediate_size": 300}  # three sections
-    folder = save_checkpoint(random_model(request.param, **size), tmp_path_factory.mktemp(request.param))
+    family, *predicted = request.param.split()
+    size = {"ffn_dim" if family == "opt" else "intermediate_size": 300}  # three sections
+    folder = save_checkpoint(random_model(family, **size), tmp_path_factory.mktemp(family))
+    if predicted:
+        return with_predictor(stored_by_neurons(folder, WHOLE_NEURONS), bias=0.5)  # what is near it is not active
     return with_least(stored_by_neurons(folder), 0.5)
 
 
@@ -80,7 +83,8 @@ def test_a_gpu_computes_what_the_cpu_does(model: Model, places: str, kernels: Pa
     run(model, places, charged, emulated)
     assert charged.names == log.names, "an emulated GPU is charged for other steps"
     ffns = [each for each in log.runs if any(name.endswith("ffn") for name in each.names) and each.operations]
-    steps = {"matmul_int4", "activate", "first_sections" if places == "hot neurons" else "sparse_ffn"}
+    steps = {"activate", "first_sections" if places == "hot neurons" else "sparse_ffn"}
+    steps |= {"masked_linear" if model[0].predictor_rank else "matmul_int4"}
     assert ffns and any(steps <= set(each.operations) for each in ffns)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.blocks import Block, BlockKind, first_matrix
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentBuffers, SegmentRoom
@@ -212,12 +212,34 @@ class GpuSegment:
     def _sum_neurons(self, block: Block, b: SegmentBuffers) -> None:
         """An FFN whose inactive neurons are not read."""
         spec, weights = self.spec, self._weights
-        self._multiply(b.normed, block, "gate" if spec.gated else "up", b.inner)
+        if spec.predictor_rank:
+            self._score(block, b)
+        self._multiply_first(block, b, b.inner)
         self._ops.activate(b.inner, spec.activation, b.active, gated=False, threshold=spec.activation_threshold)
         up = weights.neurons(block, "up") if spec.gated else None
         skips = {"least": weights.least(block), "may_skip": b.may_skip, "n_used": self._room.n_used}
         self._ops.sparse_ffn(b.normed, b.active, up, weights.neurons(block, "down"), b.delta, **skips)
         self._add_down_bias(block, b)
+
+    def _multiply_first(self, block: Block, b: SegmentBuffers, out: Tensor) -> None:
+        """out (m, N): what says which of the block's first N neurons are active, before its activation. With a
+        predictor, its scores are in b.inner."""
+        name, weights, skips = first_matrix(self.spec), self._weights, {}
+        if not self.spec.first_in_rows:
+            self._multiply(b.normed, block, name, out)
+            return
+        if self.spec.predictor_rank:
+            skips = {"may_skip": b.may_skip, "n_used": self._room.n_predicted}
+        if out is not b.inner:
+            out.copy_(b.inner[:, : out.shape[1]])
+        bias = weights.vector(block, f"{name}_bias")
+        self._ops.masked_linear(b.normed, out, weights.neurons(block, name), out, bias=bias, **skips)
+
+    def _score(self, block: Block, b: SegmentBuffers) -> None:
+        """b.inner: the predictor's word on every neuron."""
+        low = b.normed.new_empty(len(b.normed), self.spec.predictor_rank)
+        self._multiply(b.normed, block, "predictor_in", low)
+        self._multiply(low, block, "predictor_out", b.inner)
 
     def _add_down_bias(self, block: Block, b: SegmentBuffers) -> None:
         bias = self._weights.vector(block, "down_bias")

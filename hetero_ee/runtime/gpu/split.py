@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, first_matrix
+from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hot import BLOCK, MAX_SECTIONS, section_blocks
 from hetero_ee.runtime.batch import Batch
@@ -43,7 +43,7 @@ class GpuSplit(GpuSegment, SplitFfn):
         self._room.n_neurons += int(batch.may_skip().sum()) * self._n_first
         with entered(self._device):
             ((_, m),) = self._placed(hidden, batch)
-            self._steps[0].run(m, self._score)
+            self._steps[0].run(m, self._enter)
             b = self._room.buffers.first(m)
             return torch.cat([b.normed, b.inner[:, self._n_first :]], 1) if self.spec.predictor_rank else b.normed
 
@@ -65,18 +65,18 @@ class GpuSplit(GpuSegment, SplitFfn):
             self._steps[2].run(m, self._fold)
             return b.x.clone()
 
-    def _score(self, m: int) -> None:
+    def _enter(self, m: int) -> None:
         """buffers.normed, and a predictor's scores in buffers.inner."""
         b = self._room.buffers.first(m)
         self._normed(self._block, b, None)
         if self.spec.predictor_rank:
-            raise NotImplementedError
+            self._score(self._block, b)
 
     def _add_up(self, m: int) -> None:
         spec, ops, weights, block = self.spec, self._ops, self._weights, self._block
         b = self._room.buffers.first(m)
         first, active = (b.normed.new_empty(m, self._n_first) for _ in range(2))
-        self._multiply(b.normed, block, first_matrix(spec), first)
+        self._multiply_first(block, b, first)
         ops.activate(first, spec.activation, active, gated=False, threshold=spec.activation_threshold)
         up = weights.neurons(block, "up") if spec.gated else None
         skips = {"least": weights.least(block), "may_skip": b.may_skip, "n_used": self._room.n_used}
