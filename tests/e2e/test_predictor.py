@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from hetero_ee.weights.store.library import remove_stored, stored_models
 from hetero_ee.weights.store.manifest import read_manifest
 from tests.command_line import Cli
 from tests.e2e.test_calibration import text_of
-from tests.e2e.test_relu_twin import TWIN
+from tests.e2e.test_relu_twin import N_TOKENS, TWIN, openings
 
+LONG: dict[str, Any] = {"max_new_tokens": N_TOKENS, "ignore_eos": True}
 PROMPT = "Once upon a time, there was a little"
 SETTINGS = CalibrationSettings(save_every_s=0.0)
 WORDS = CalibrationRequest(texts=[text_of(800)], n_tokens=600, settings=SETTINGS)
@@ -72,6 +74,12 @@ def test_the_twin_s_neurons_are_predicted_as_well_as_docs_say(cache: Path) -> No
     chosen = calibrated(request=whole).predictor.chosen()
     assert chosen.kl_nats <= MAX_PREDICTED_KL_NATS
     assert chosen.recall > 0.7 and chosen.predicted_share < 0.2 and chosen.active_share < 0.1
+    texts = []
+    for sparsity in (UNPREDICTED, PREDICTED):
+        with opened(sparsity) as engine:
+            texts.append([engine.generate(each, temperature=0, **LONG).token_ids for each in openings(200)])
+    alike = [sum(accumulate((a == b for a, b in zip(*pair, strict=True)), min)) for pair in zip(*texts, strict=True)]
+    assert sum(alike) / (len(alike) * N_TOKENS) > 0.6  # of all tokens, those before a text's first difference
 
 
 def with_bias(predictor: NeuronPredictor, bias: float) -> NeuronPredictor:

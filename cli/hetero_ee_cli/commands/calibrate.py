@@ -115,8 +115,6 @@ def _existing(
     from hetero_ee.sparsity.job import found_predictor, found_sparsity
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.store.library import model_folder
-    from hetero_ee.weights.store.manifest import read_manifest
-    from hetero_ee.weights.store.reader import is_store
 
     quantizer, named = options["quantizer"], {name: options[name] for name in ("revision", "offline")}
     if quantizer == UNQUANTIZED:
@@ -126,10 +124,6 @@ def _existing(
         folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
     layout = {"neuron_major": asked is not None, "first_in_rows": asked is not None and asked.first_in_rows}
     place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer, **layout)
-    if is_store(place.store):  # whatever was asked: an opened store is laid out as it is
-        made = read_manifest(place.store)
-        spec = replace(place.spec, neuron_major=made.neuron_major, first_in_rows=made.first_in_rows)
-        place = replace(place, spec=spec)
     found = found_calibration(place)
     if found is None:
         model = options["model"]
