@@ -15,7 +15,9 @@ FOLDER = Path(__file__).parent
 FILES = [f"test_{name}.py" for name in ("simd_float", "norm", "rope", "attention", "activate", "embed", "sparse_ffn")]
 PRODUCTS = [f"test_{name}.py" for name in ("exact_products", "matmul")]
 CORE = "accurate_in_random or writes_what or fp16 or catches or bits_are or equals_numpy or whole_range or matches"
+AVX512 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512vnni"
 TARGETS = {
+    "avx512 without vbmi": ("cascadelake", AVX512),
     "avx2": ("haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt"),
     "haswell without features": ("haswell", ""),
     "avxvnni": ("alderlake", "+avx,+avx2,+avxvnni,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt"),
@@ -48,6 +50,8 @@ def cpu_flags():
 
 
 def skip_where_it_cannot_run(target):
+    if target.startswith("avx512") and "avx512_vnni" not in cpu_flags():
+        pytest.skip("this CPU has no AVX-512 VNNI; test_instruction_sets.py compiles it and reads the assembly")
     if target == "avxvnni" and "avx_vnni" not in cpu_flags():
         pytest.skip("this CPU has no AVX-VNNI; test_instruction_sets.py compiles it and reads the assembly")
 
