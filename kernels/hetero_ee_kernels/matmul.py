@@ -32,28 +32,28 @@ MAX_PAIRS = 2  # row blocks a program, in pairs, for prompts: each activation th
 
 
 @triton.jit
-def added(totals: tl.tensor, numbers: tl.tensor, scales: tl.tensor, x_scale: tl.tensor) -> Any:
+def added(
+    totals: tl.tensor,
+    sums: tl.tensor,
+    zeros: tl.tensor,
+    x_sum: tl.tensor,
+    scales: tl.tensor,
+    x_scale: tl.tensor,
+    KIND: tl.constexpr,
+) -> Any:
     """Totals of 4 rows plus their share of a group."""
     return (
-        tl.fma(numbers[0], scales[0] * x_scale, totals[0]),
-        tl.fma(numbers[1], scales[1] * x_scale, totals[1]),
-        tl.fma(numbers[2], scales[2] * x_scale, totals[2]),
-        tl.fma(numbers[3], scales[3] * x_scale, totals[3]),
+        tl.fma(number_of(sums[0], zeros[0], x_sum, KIND), scales[0] * x_scale, totals[0]),
+        tl.fma(number_of(sums[1], zeros[1], x_sum, KIND), scales[1] * x_scale, totals[1]),
+        tl.fma(number_of(sums[2], zeros[2], x_sum, KIND), scales[2] * x_scale, totals[2]),
+        tl.fma(number_of(sums[3], zeros[3], x_sum, KIND), scales[3] * x_scale, totals[3]),
     )
 
 
 @triton.jit
-def numbers_of(sums: tl.tensor, zeros: tl.tensor, x_sum: tl.tensor, KIND: tl.constexpr) -> Any:
-    """A group's sums of 4 rows in fp32, less zero points times x_sum, -16 times the sum of the token's activations."""
-    if KIND == 3:
-        return (
-            tl.fma(zeros[0], x_sum, to_float(sums[0])),
-            tl.fma(zeros[1], x_sum, to_float(sums[1])),
-            tl.fma(zeros[2], x_sum, to_float(sums[2])),
-            tl.fma(zeros[3], x_sum, to_float(sums[3])),
-        )
-    else:
-        return to_float(sums[0]), to_float(sums[1]), to_float(sums[2]), to_float(sums[3])
+def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.constexpr) -> Any:
+    """A group's sum in fp32, less a zero point times x_sum, -16 times the sum of the token's activations."""
+    return tl.fma(zero, x_sum, to_float(total)) if KIND == 3 else to_float(total)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def zero_points(
         sums = mma((ones, ones, ones, ones), b, ISA)
         return zeros, to_float(sums[0]) * -16.0, to_float(sums[1]) * -16.0
     else:
-        return 0, 0, 0
+        return (0, 0, 0, 0), 0, 0
 
 
 @triton.jit
@@ -109,9 +109,9 @@ def add_quads(
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
         if words_at.shape[0] == 1:
             zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
-        even = added(even, numbers_of((c[0], c[2], d[0], d[2]), zeros, even_sum, KIND), scales, even_scales[i])
+        even = added(even, (c[0], c[2], d[0], d[2]), zeros, even_sum, scales, even_scales[i], KIND)
         if not IS_ONE:
-            odd = added(odd, numbers_of((c[1], c[3], d[1], d[3]), zeros, odd_sum, KIND), scales, odd_scales[i])
+            odd = added(odd, (c[1], c[3], d[1], d[3]), zeros, odd_sum, scales, odd_scales[i], KIND)
     at = (words_at + STEP * TILE, scales_at + STEP * SCALES, codes_at + STEP * 8, code_scales_at + STEP * 2)
     return (even, odd), at
 
