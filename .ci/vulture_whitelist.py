@@ -37,4 +37,3 @@ speedup, tokens_before_divergence, first_divergences, scored_mean_depth, cpu_pas
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
 
 # For sparsity, which follows.
-masked_linear  # of the GPU: its segments call it next
