@@ -1,0 +1,30 @@
+"""Triton's interpreter without two things that take two thirds of its time here."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import triton.language as tl
+
+from tests.gpu_support import IS_INTERPRETED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    """No look at every integer sum for an overflow: it wraps as on a GPU, and the result is compared. And a launch has
+    prepared `tl` for its kernel; each call of a function of ours would do it again."""
+    with pytest.MonkeyPatch.context() as patch:
+        if IS_INTERPRETED:
+            from triton.runtime import interpreter
+
+            builder, prepare = interpreter.interpreter_builder, interpreter.InterpretedFunction.__call__
+
+            def called(function: Any, *arguments: Any, **options: Any) -> Any:
+                if function.fn.__globals__.get("tl") is tl:
+                    return function.rewrite()(*arguments, **options)
+                return prepare(function, *arguments, **options)  # Triton's own, which say `core`
+
+            patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+            patch.setattr(interpreter.InterpretedFunction, "__call__", called)
+        yield
