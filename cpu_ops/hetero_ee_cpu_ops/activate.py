@@ -18,7 +18,7 @@ import numpy as np
 from numba import types
 
 from hetero_ee_cpu_ops.atomics import call_chunk
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import word
 from hetero_ee_cpu_ops.simd.floats import (
@@ -86,7 +86,7 @@ soft_cap = operation(2, _soft_cap, "soft_cap", "c tanh(v / c).")
 fatrelu = operation(2, lambda v, limit: v.where(">=", limit, v, 0.0), "fatrelu", "v where v >= limit, else 0.")
 
 
-@compiled
+@inner
 def _applied(kind: int, v: Any, threshold: Any) -> Any:
     if kind == 0:
         return silu(v)
@@ -101,7 +101,7 @@ def _applied(kind: int, v: Any, threshold: Any) -> Any:
     return fatrelu(v, threshold)
 
 
-@compiled
+@inner
 def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> None:
     """n outputs at `out`; up: address of the second factor, 0 where there is none."""
     limit = spread(np.float32(threshold))

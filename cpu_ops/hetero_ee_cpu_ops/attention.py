@@ -45,7 +45,7 @@ from hetero_ee_cpu_ops.attention_block import (
     block_weights,
     finish_query,
 )
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION, VALUE_SCALES, VALUES
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import target_has, word
@@ -62,7 +62,7 @@ QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WIN
 N_ARGUMENTS, ARGUMENT_BYTES = 13, 104
 
 
-@compiled
+@inner
 def _run_end(table: int, row: int, n_rows: int) -> int:
     """The end of the rows from `row` on that share a sequence."""
     line = table + 8 * COLUMNS * row
@@ -72,14 +72,14 @@ def _run_end(table: int, row: int, n_rows: int) -> int:
     return end
 
 
-@compiled
+@inner
 def _even(n_queries: int, most: int) -> int:
     """The size of a sequence's parts: as few as there can be, about equal, in whole tiles but for the last."""
     n_parts = -(-n_queries // most)
     return -(-n_queries // (TILE_QUERIES * n_parts)) * TILE_QUERIES
 
 
-@compiled
+@inner
 def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
     n_parts, row = 0, 0
     while row < n_rows:
@@ -90,7 +90,7 @@ def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
     return n_parts
 
 
-@compiled
+@inner
 def _part(arguments: int, number: int) -> Any:
     """First query and end of the part of that number: queries are counted over rows and a row's heads."""
     table, n_rows, group = word(arguments, TABLE), word(arguments, N_ROWS), word(arguments, GROUP)
@@ -106,7 +106,7 @@ def _part(arguments: int, number: int) -> Any:
         row = end
 
 
-@compiled
+@inner
 def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: int) -> Any:
     """Queries first..end-1 into the frame, filled up to tiles of `height`; the range of positions that they see."""
     n_features, group = word(arguments, HEAD_DIM), word(arguments, GROUP)
@@ -123,7 +123,7 @@ def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: 
     return low, high
 
 
-@compiled
+@inner
 def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: int, element: Any) -> None:
     """One key head and queries first..end-1 of one sequence, in tiles of len(rows) queries."""
     n_kv_heads, group, head_dim = word(arguments, N_KV_HEADS), word(arguments, GROUP), word(arguments, HEAD_DIM)
@@ -155,7 +155,7 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
         finish_query(frame, number, word(arguments, OUT) + 4 * at * head_dim, head_dim, padded)
 
 
-@compiled
+@inner
 def _item(tiles: Any, arguments: int, index: int, element: Any) -> None:
     """One key head and a part of one sequence's queries, in _chunk's lowest tiles that hold them; 5 take 4 + 1."""
     n_kv_heads = word(arguments, N_KV_HEADS)

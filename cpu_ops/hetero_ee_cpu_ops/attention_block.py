@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetero_ee_cpu_ops.activate import soft_cap
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     add,
@@ -59,7 +59,7 @@ FRAME_BYTES = RANGES + 16 * MAX_QUERIES
 ONE, FOUR = (0,), (0,) * 4
 
 
-@compiled
+@inner
 def begin_query(frame: int, number: int, query: int, head_dim: int, padded: int, first: int, end: int) -> None:
     """Query `number` of an item; query: the address of its features, 0 for none, which fills a tile."""
     at, total = frame + QUERIES + 4 * number * padded, frame + SUMS + 4 * number * padded
@@ -73,7 +73,7 @@ def begin_query(frame: int, number: int, query: int, head_dim: int, padded: int,
     write_integer(end, frame + RANGES + 16 * number + 8)
 
 
-@compiled
+@inner
 def finish_query(frame: int, number: int, out: int, head_dim: int, padded: int) -> None:
     inverse = spread(np.float32(1.0 / read_float(frame + STATES + 8 * number + 4)))
     total = frame + SUMS + 4 * number * padded
@@ -81,13 +81,13 @@ def finish_query(frame: int, number: int, out: int, head_dim: int, padded: int) 
         store_lanes(multiply(load16(total + 4 * i, F32), inverse), out + 4 * i, min(16, head_dim - i), F32)
 
 
-@compiled
+@inner
 def _fetch(address: int, n_bytes: int) -> None:
     for offset in range(0, n_bytes, 64):
         prefetch_far(address + offset)
 
 
-@compiled
+@inner
 def _unpack(source: int, stride: int, n: int, n_features: int, width: int, piece: int, element: Any) -> None:
     """`width` features of n positions in fp32, zeros beyond the n_features that there are."""
     for position in range(n):
@@ -101,7 +101,7 @@ def _unpack(source: int, stride: int, n: int, n_features: int, width: int, piece
                 store16(value, target + 4 * i)
 
 
-@compiled
+@inner
 def _products(
     cells: Any, rows: Any, queries: int, padded: int, keys: int, stride: int, scores: int, ahead: int,
     stored: Any, element: Any,
@@ -123,7 +123,7 @@ def _products(
         store_sums(totals, rows, scores + 4 * key, 4 * BLOCK)
 
 
-@compiled
+@inner
 def _sees(frame: int, number: int, n: int, start: int, end: int) -> bool:
     """Whether any of these n queries sees any of positions start..end-1."""
     for other in range(number, number + n):
@@ -133,7 +133,7 @@ def _sees(frame: int, number: int, n: int, start: int, end: int) -> bool:
     return False
 
 
-@compiled
+@inner
 def _piece_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, padded: int, start: int, piece: int, keys: int, stride: int,
     ahead: int, stored: Any, element: Any,
@@ -152,7 +152,7 @@ def _piece_scores(
         ahead = 0
 
 
-@compiled
+@inner
 def block_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
     keys: int, ahead: int, element: Any,
@@ -173,13 +173,13 @@ def block_scores(
             )
 
 
-@compiled
+@inner
 def _correct(before: Any, highest: Any) -> Any:
     """The factor for earlier blocks' sums; where the maximum stays, exactly 1."""
     return np.float32(1) if before == highest else first_lane(exponential(spread(np.float32(before - highest))))
 
 
-@compiled
+@inner
 def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
     """_softmax of a whole block, in registers."""
     a, b = multiply(load16(scores, F32), spread(factor)), multiply(load16(scores + 64, F32), spread(factor))
@@ -210,7 +210,7 @@ def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int,
     return correction
 
 
-@compiled
+@inner
 def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
     """Turns scores of lanes first..end-1 of a block into weights; returns the factor for earlier blocks' sums.
 
@@ -242,7 +242,7 @@ def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, va
     return correction
 
 
-@compiled
+@inner
 def _cap(scores: int, first: int, end: int, factor: Any, cap: Any, key_scales: int) -> None:
     """Scores of lanes first..end-1 of a block, with all their factors, within +-cap."""
     for lane in range(first & ~15, end, 16):
@@ -253,7 +253,7 @@ def _cap(scores: int, first: int, end: int, factor: Any, cap: Any, key_scales: i
         store16(soft_cap(score, spread(cap)), at)
 
 
-@compiled
+@inner
 def block_weights(
     frame: int, n_queries: int, padded: int, start: int, factor: Any, cap: Any, key_scales: int, value_scales: int
 ) -> None:
@@ -280,7 +280,7 @@ def block_weights(
                     store16(multiply(load16(total + 4 * i, F32), spread(correction)), total + 4 * i)
 
 
-@compiled
+@inner
 def _weigh_part(
     cells: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, padded: int, ahead: int,
     stored: Any, element: Any,
@@ -296,7 +296,7 @@ def _weigh_part(
     store_tile(totals, rows, sums, 4 * padded)
 
 
-@compiled
+@inner
 def _weigh(
     tile: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, width: int, padded: int,
     ahead: int, stored: Any, element: Any,
@@ -313,7 +313,7 @@ def _weigh(
         i += 16
 
 
-@compiled
+@inner
 def _weigh_alone(
     frame: int, number: int, first: int, end: int, values: int, stride: int, sums: int, width: int, padded: int,
     element: Any,
@@ -326,7 +326,7 @@ def _weigh_alone(
         )
 
 
-@compiled
+@inner
 def _weigh_tile(
     tile: Any, rows: Any, frame: int, number: int, start: int, values: int, stride: int, sums: int, width: int,
     padded: int, ahead: int, stored: Any, element: Any,
@@ -351,7 +351,7 @@ def _weigh_tile(
         _weigh_alone(frame, other, common_end, end, values, stride, sums, width, padded, element)
 
 
-@compiled
+@inner
 def _weigh_all(
     tile: Any, rows: Any, frame: int, n_queries: int, start: int, values: int, stride: int, sums: int, width: int,
     padded: int, ahead: int, stored: Any, element: Any,
@@ -373,7 +373,7 @@ def _weigh_all(
         ahead = 0
 
 
-@compiled
+@inner
 def block_values(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
     values: int, ahead: int, element: Any,

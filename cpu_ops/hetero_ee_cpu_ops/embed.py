@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.floats import first_lane, load_lanes
 
@@ -22,7 +22,7 @@ HALF = np.uint16(0)  # what a scale is stored as
 SCALES, IDS, OUT = array_in(types.uint16, 3), array_in(types.int64, 1), array_out(types.float32, 2)
 
 
-@compiled
+@inner
 def _bad_ids(ids: Any, n_rows: int) -> bool:
     bad = False
     for token in ids:
@@ -30,7 +30,7 @@ def _bad_ids(ids: Any, n_rows: int) -> bool:
     return bad
 
 
-@compiled
+@inner
 def _bad_shapes(tiles: Any, scales: Any, ids: Any, n_rows: int, out: Any) -> bool:
     n_blocks, n_groups, _ = tiles.shape
     if scales.shape != (n_blocks, n_groups, 16) or n_rows > 16 * n_blocks or _bad_ids(ids, n_rows):
@@ -38,7 +38,7 @@ def _bad_shapes(tiles: Any, scales: Any, ids: Any, n_rows: int, out: Any) -> boo
     return out.shape[0] != ids.size or not 32 * (n_groups - 1) < out.shape[1] <= 32 * n_groups
 
 
-@compiled
+@inner
 def _row_factor(scales: Any, block: int, group: int, row: int, factor: float) -> Any:
     at = scales.ctypes.data + 2 * ((block * scales.shape[1] + group) * 16 + row)
     return np.float32(first_lane(load_lanes(at, 0, 1, HALF)) * np.float32(factor))

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, I32X16, call, load
 from hetero_ee_cpu_ops.simd.floats import integers
@@ -59,7 +59,7 @@ def key_of(typing: Any, value: Any) -> Any:
     return types.int32(types.float32), codegen
 
 
-@compiled
+@inner
 def _take(best: Any, logits: Any, first: int, end: int) -> None:
     """best, descending, after the values first..end-1; a NaN goes to the front."""
     last = best.size - 1
@@ -74,7 +74,7 @@ def _take(best: Any, logits: Any, first: int, end: int) -> None:
         best[at] = value
 
 
-@compiled
+@inner
 def _greatest(logits: Any, best: Any) -> None:
     """best (k,) becomes the k greatest values, descending."""
     best[:] = -np.inf
@@ -86,7 +86,7 @@ def _greatest(logits: Any, best: Any) -> None:
     _take(best, logits, i, n)
 
 
-@compiled
+@inner
 def _probability(features: Any, columns: Any, first_bias: Any, second: Any, second_bias: Any) -> float:
     """The network; columns (3k, h): its first matrix, transposed, so that the sums run beside each other."""
     inner = first_bias.copy()

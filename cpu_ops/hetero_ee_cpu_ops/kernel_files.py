@@ -21,6 +21,7 @@ from numba import njit, types
 from numba.core.caching import FunctionCache, _Cache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
+from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
@@ -79,6 +80,20 @@ def compiled(function: Callable[..., Any] | None = None, *, signature: Any = Non
     if signature is not None:
         dispatcher.compile(signature)
         dispatcher.disable_compile()
+    return dispatcher
+
+
+class Inner(CPUDispatcher):
+    """A function that has nothing for Python to call it by."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise TypeError(f"{self.py_func.__name__} is called by compiled functions alone.")
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """Decorator: compiled for compiled functions alone, and kept. A quarter less to compile, and the same code."""
+    dispatcher = Inner(function, targetoptions={"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True})
+    dispatcher._cache = KernelFiles(function)
     return dispatcher
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION
 from hetero_ee_cpu_ops.lazy import array_in, entry
 from hetero_ee_cpu_ops.simd.floats import (
@@ -32,7 +32,7 @@ F32, HALF, BYTE = np.float32(0), np.uint16(0), np.int8(0)  # stored as
 SMALLEST = np.float32(1e-30)  # 127 / 1e-30 is still a finite fp32
 
 
-@compiled
+@inner
 def _head(source: int, target: int, scale_at: int, n: int, element: Any) -> None:
     """One head of n features; scale_at: where its scale goes, 0 where there is none."""
     inverse = spread(np.float32(1))
@@ -52,7 +52,7 @@ def _head(source: int, target: int, scale_at: int, n: int, element: Any) -> None
         store_lanes(value, target + i * element_bytes(element), count, element)
 
 
-@compiled
+@inner
 def _write(
     x: Any, table: Any, layer: int, n_kv_heads: int, head_dim: int, first_key: int, first_value: int, element: Any
 ) -> int:

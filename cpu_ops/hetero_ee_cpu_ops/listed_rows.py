@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.quantize import (
     BYTES_A_GROUP,
@@ -59,7 +59,7 @@ def offset_bytes() -> int:
     return 8 if adds_in_16_bits(cpu_target.target_context) else 4
 
 
-@compiled(nogil=True)
+@inner
 def place_codes(arguments: Any, workspace: int, n_tokens: int) -> None:
     """Says where a pass's activations lie once they are quantized; n_tokens: of the largest pass."""
     n_groups = 2 * arguments[N_UNITS] * n_tokens
@@ -88,7 +88,7 @@ def _quantize(arguments: int, index: int) -> None:
 QUANTIZE = Chunk(_quantize)
 
 
-@compiled(nogil=True)
+@inner
 def begin_list(frame: int, rows: int, count: int) -> None:
     """None of the list's rows has been asked for."""
     write_integer(rows, frame + ROWS)
@@ -97,7 +97,7 @@ def begin_list(frame: int, rows: int, count: int) -> None:
         write_integer(0, frame + at)
 
 
-@compiled(nogil=True)
+@inner
 def ask(arguments: int, frame: int, n_pieces: int) -> None:
     """Asks for pieces of the rows that come next, of the first matrix and then of the second, row after row: as memory
     has them, its prefetcher helps."""
@@ -123,7 +123,7 @@ def ask(arguments: int, frame: int, n_pieces: int) -> None:
     write_integer(end, frame + CURSOR + 8)
 
 
-@compiled(nogil=True)
+@inner
 def ask_for_tile(arguments: int, frame: int) -> None:
     """Asks for the first 16 rows, before any is needed."""
     n_units = word(arguments, N_UNITS)
@@ -131,7 +131,7 @@ def ask_for_tile(arguments: int, frame: int) -> None:
     ask(arguments, frame, TILE * ((n_units * UNIT_BYTES + PIECE - 1) // PIECE))
 
 
-@compiled(nogil=True)
+@inner
 def point_at(arguments: int, frame: int, at: int, n_asked: int) -> None:
     """Makes the 16 rows from the list's `at` on those that meet; of n_asked rows those that come next are asked for."""
     n_units, rows = word(arguments, N_UNITS), word(frame + ROWS, 0)
@@ -143,7 +143,7 @@ def point_at(arguments: int, frame: int, at: int, n_asked: int) -> None:
     write_integer(min(at + TILE + AHEAD, n_asked), frame + LIMIT)
 
 
-@compiled(nogil=True)
+@inner
 def inputs(arguments: int, token: int, unit: int) -> Any:
     """Where a unit's codes, scales and offsets of a token lie, and how many tokens' lie side by side there."""
     top = token & -ROW_BLOCK
@@ -153,7 +153,7 @@ def inputs(arguments: int, token: int, unit: int) -> Any:
     return word(arguments, CODES) + GROUP * entry, word(arguments, CODE_SCALES) + 4 * entry, offset, r
 
 
-@compiled(nogil=True)
+@inner
 def meet(tokens: Any, arguments: int, frame: int, first: int) -> Any:
     """The products, without the factor, of the 16 rows that meet with len(tokens) tokens from `first` on."""
     n_units, table, offset_bytes = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.listed_rows import (
     FACTOR,
@@ -68,13 +68,13 @@ N_ARGUMENTS = OTHERS + 6
 where_positive = operation(2, lambda a, b: b.where(">", 0.0, a, 0.0), "where_positive", "a where b > 0, else 0.")
 
 
-@compiled(nogil=True)
+@inner
 def _load(address: int, count: int) -> Any:
     """16 fp32, zeros from the count on, which are not read."""
     return load16(address, F32) if count >= 16 else load_lanes(address, 0, count, F32)
 
 
-@compiled(nogil=True)
+@inner
 def _store(value: Any, address: int, count: int) -> None:
     if count >= 16:
         store16(value, address)
@@ -82,7 +82,7 @@ def _store(value: Any, address: int, count: int) -> None:
         store_lanes(value, address, count, F32)
 
 
-@compiled(nogil=True)
+@inner
 def _list(arguments: int, first: int, end: int, rows: int) -> int:
     """Lists the neurons of first .. end - 1 that any token wants, filled up to whole tiles with the last one. Returns
     how many they are."""
@@ -105,7 +105,7 @@ def _list(arguments: int, first: int, end: int, rows: int) -> int:
     return count
 
 
-@compiled(nogil=True)
+@inner
 def _clear(arguments: int, first: int, end: int) -> None:
     """Zeros of every token for neurons first .. end - 1."""
     n_neurons = word(arguments, N_NEURONS)
@@ -115,7 +115,7 @@ def _clear(arguments: int, first: int, end: int) -> None:
             _store(spread(F32), out + 4 * (token * n_neurons + neuron), end - neuron)
 
 
-@compiled(nogil=True)
+@inner
 def _add_strip(arguments: int, frame: int, token: int, start: int, n: int) -> None:
     """Adds the n unpacked units from `start` on to the sums of 8 tokens from `token` on."""
     x, scale, offset, r = inputs(arguments, token, start)
@@ -130,7 +130,7 @@ def _add_strip(arguments: int, frame: int, token: int, start: int, n: int) -> No
     store_tile(totals, EIGHT, sums, 64)
 
 
-@compiled(nogil=True)
+@inner
 def _unpacked_products(arguments: int, frame: int, n_tokens: int) -> None:
     """Those of the first n_tokens, a multiple of 8, strip after strip."""
     n_units, table = word(arguments, N_UNITS), word(arguments, FIRST + TABLE)
@@ -148,7 +148,7 @@ def _unpacked_products(arguments: int, frame: int, n_tokens: int) -> None:
         store16(multiply(load16(at, F32), factor), at)
 
 
-@compiled(nogil=True)
+@inner
 def _products(arguments: int, frame: int) -> None:
     """The products of the 16 rows that meet with all tokens, to SUMS."""
     n_tokens, token, factor = word(arguments, N_TOKENS), 0, read_float(arguments + 8 * (FIRST + FACTOR))
@@ -169,7 +169,7 @@ def _products(arguments: int, frame: int) -> None:
         store_rows(meet(ONE, arguments, frame, token), factor, sums + 64 * token, 64)
 
 
-@compiled(nogil=True)
+@inner
 def _give_out(arguments: int, frame: int, rows: int, count: int) -> None:
     """The sums of `count` listed neurons, 16 at most, to the tokens that want them."""
     n_neurons, first, neuron = word(arguments, N_NEURONS), word(arguments, FIRST_TOKEN), word(rows, 0)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from hetero_ee_cpu_ops.kernel_files import compiled, compiled_chunk
+from hetero_ee_cpu_ops.kernel_files import compiled, compiled_chunk, inner
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.quantize import (
     BYTES_A_GROUP,
@@ -71,7 +71,7 @@ ROWS_A_PASS, N_PARTS = 19, 20
 N_ARGUMENTS = 21
 
 
-@compiled(nogil=True)
+@inner
 def _operands(kind: Any, row: int, arguments: int) -> Any:
     """Of one row's codes, scale and offset the addresses for group 0, and how many rows lie side by side there."""
     n_groups = word(arguments, N_GROUPS)
@@ -82,7 +82,7 @@ def _operands(kind: Any, row: int, arguments: int) -> Any:
     return codes, scale, word(arguments, OFFSETS) + entry * (8 if len(kind) == 4 else 4), r
 
 
-@compiled(nogil=True)
+@inner
 def _source(kind: Any, block: int, arguments: int) -> Any:
     """Addresses of a row block's tiles and scales."""
     chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
@@ -91,7 +91,7 @@ def _source(kind: Any, block: int, arguments: int) -> Any:
     return word(arguments, TILES) + group * tile_bytes, word(arguments, SCALES) + group * scales_bytes
 
 
-@compiled(nogil=True)
+@inner
 def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
     """16 outputs for each of len(rows) rows of x from `row` on."""
     tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
@@ -112,7 +112,7 @@ def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> No
     store_rows(totals, read_float(arguments + 8 * FACTOR), word(arguments, OUTPUT) + row * n + block * 64, n)
 
 
-@compiled(nogil=True)
+@inner
 def _row_block_fours(kind: Any, block: int, first: int, end: int, arguments: int, frame: int) -> None:
     """The same for rows first .. end - 1, fours of them, by tiles that are unpacked once for all of them."""
     tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.floats import (
     add,
@@ -38,7 +38,7 @@ ABSENT, NO_DELTA = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)  # stan
 READ_1, READ_2, WRITE_2 = array_in(types.float32, 1), array_in(types.float32, 2), array_out(types.float32, 2)
 
 
-@compiled
+@inner
 def _sum_of(x: int, n: int, mean: Any, squared: bool) -> Any:
     """Sum of (x - mean)^2, or of x."""
     a = b = c = d = spread(F32)
@@ -65,7 +65,7 @@ def _sum_of(x: int, n: int, mean: Any, squared: bool) -> Any:
     return lane_sum(add(add(a, c), add(b, d)))
 
 
-@compiled
+@inner
 def _add_to(x: int, delta: int, n: int) -> None:
     for i in range(0, n, 16):
         count = min(16, n - i)
@@ -76,7 +76,7 @@ def _add_to(x: int, delta: int, n: int) -> None:
             store_lanes(both, x + 4 * i, count, F32)
 
 
-@compiled
+@inner
 def _scaled(x: Any, mean: Any, inverse: Any, scale: Any, bias: Any, has_scale: bool, has_bias: bool) -> Any:
     y = multiply(subtract(x, mean), inverse)
     if has_scale:
@@ -84,7 +84,7 @@ def _scaled(x: Any, mean: Any, inverse: Any, scale: Any, bias: Any, has_scale: b
     return add(y, bias) if has_bias else y
 
 
-@compiled
+@inner
 def _norm_row(x: int, out: int, n: int, scale: int, bias: int, eps: float, centered: bool) -> None:
     """One row; scale and bias are 0 where absent."""
     mean = np.float32(_sum_of(x, n, F32, False) / n) if centered else F32

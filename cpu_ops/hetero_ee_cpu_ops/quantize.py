@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I8, I16, I32, I32X16, call, constant, load, splat, word
 from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT, adds_in_16_bits
 
@@ -78,7 +78,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
     builder.store(value, builder.inttoptr(target, value.type.as_pointer())).align = 1
 
 
-@compiled(nogil=True)
+@inner
 def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -> None:
     """Rows 8 * index .. of x, whose columns are whole groups."""
     top = index * ROW_BLOCK

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import compiled, inner
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.listed_rows import (
     AHEAD,
@@ -91,13 +91,13 @@ def list_bytes(n_neurons: int, n_tokens: int) -> int:
     return (8 + 4 * n_tokens) * n_neurons
 
 
-@compiled(nogil=True)
+@inner
 def _active(address: int, count: int) -> Any:
     """16 activations, zeros from the count on, which are not read."""
     return load16(address, F32) if count >= 16 else load_lanes(address, 0, count, F32)
 
 
-@compiled(nogil=True)
+@inner
 def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: int) -> int:
     """Lists the neurons of first .. end - 1 that any token has active, and every token's activations of them; both are
     filled up to whole tiles, with the last one and zeros. Returns how many they are."""
@@ -121,7 +121,7 @@ def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: 
     return count
 
 
-@compiled(nogil=True)
+@inner
 def _scales(address: int, end: int) -> Any:
     """16 scales as f32x16; nothing is read from `end` on."""
     if address + 2 * STRIP_GROUPS <= end:
@@ -129,14 +129,14 @@ def _scales(address: int, end: int) -> Any:
     return load_lanes(address, 0, (end - address) // 2, F16)
 
 
-@compiled(nogil=True)
+@inner
 def _products(tokens: Any, arguments: int, frame: int, first: int, hidden: int, stride: int) -> None:
     """h of the 16 neurons that meet, whose activations are at `hidden`, for len(tokens) tokens from `first` on."""
     totals = meet(tokens, arguments, frame, first)
     gate_rows(totals, read_float(arguments + 8 * (UP + FACTOR)), hidden + stride * first, stride)
 
 
-@compiled(nogil=True)
+@inner
 def _meet_up(arguments: int, frame: int, count: int, hidden: int, stride: int) -> None:
     """Makes h of the listed neurons' activations."""
     n_tokens = word(arguments, N_TOKENS)
@@ -157,7 +157,7 @@ def _meet_up(arguments: int, frame: int, count: int, hidden: int, stride: int) -
             _products(ONE, arguments, frame, token, h, stride)
 
 
-@compiled(nogil=True)
+@inner
 def _weigh(frame: int, n_rows: int, token: int) -> None:
     """One token's weights of a block's rows in the 16 groups whose scales are at SCALES."""
     scales, hidden = frame + SCALES, frame + HIDDEN + 4 * BLOCK * token
@@ -173,7 +173,7 @@ def _weigh(frame: int, n_rows: int, token: int) -> None:
     store_offsets(total, frame + OFFSETS + FACTOR_BYTES * token)
 
 
-@compiled(nogil=True)
+@inner
 def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, unit: int, token: int) -> None:
     """Adds the block's rows to the sums of len(tokens) tokens, len(cells) vectors of them from `unit` on."""
     at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
@@ -190,7 +190,7 @@ def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, uni
     finish_sums(sums, tokens, groups + OFFSETS, groups + FACTORS, out, stride)
 
 
-@compiled(nogil=True)
+@inner
 def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
     """Adds the block's rows to every token's sums of the units from `start` on."""
     n_tokens, end, token = word(arguments, N_TOKENS), min(start + STRIP_UNITS, word(arguments, N_UNITS)), 0
@@ -212,7 +212,7 @@ def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
             unit += 1
 
 
-@compiled(nogil=True)
+@inner
 def _block(arguments: int, frame: int, first: int, count: int, hidden: int, stride: int) -> None:
     """Adds the share of `count` listed neurons of a block, from the list's `first` on, to the section's sums."""
     rows, n_units, n_tokens = word(frame + ROWS, 0) + 8 * first, word(arguments, N_UNITS), word(arguments, N_TOKENS)
@@ -235,7 +235,7 @@ def _block(arguments: int, frame: int, first: int, count: int, hidden: int, stri
         _strip(arguments, frame, n_rows, start)
 
 
-@compiled(nogil=True)
+@inner
 def _clear(address: int, n_bytes: int) -> None:
     for at in range(0, n_bytes, 64):
         store16(spread(F32), address + at)

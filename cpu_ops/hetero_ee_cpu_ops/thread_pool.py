@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hetero_ee_cpu_ops.atomics import add, call_chunk, load_acquire, pause, replace, store_release
-from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.kernel_files import compiled, inner
 
 COUNT_BITS = 20
 MAX_CHUNKS = 2**COUNT_BITS - 1
@@ -26,7 +26,7 @@ TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192
 SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model takes between two shared operations
 
 
-@compiled(nogil=True)
+@inner
 def _claim_and_run(shared: int) -> bool:
     """Runs one chunk if there is one."""
     ticket = load_acquire(shared + TICKET)

@@ -19,7 +19,7 @@ from hetero_ee.errors import DiskFullError
 from hetero_ee.runtime import kernel_cache
 from hetero_ee.runtime.kernel_cache import FILLED_FILE, KernelCache, kernel_cache_folder, use_kernel_cache
 from hetero_ee_cpu_ops import kernel_files
-from hetero_ee_cpu_ops.kernel_files import SUFFIX, UNFINISHED, KernelFiles, compiled, read_kernel, write_kernel
+from hetero_ee_cpu_ops.kernel_files import SUFFIX, UNFINISHED, KernelFiles, compiled, inner, read_kernel, write_kernel
 
 PROGRAM = """
 import sys
@@ -156,6 +156,17 @@ def test_each_signature_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytes
     target = double.targetctx
     found = [again.load_overload((kind,), target) for kind in (types.int64, types.float64, types.float32)]
     assert [code and code.signature.return_type for code in found] == [types.int64, types.float64, None]
+
+
+def test_a_function_for_compiled_ones_is_kept_and_not_called_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    first, again = (inner(function) for function in [lambda x: x + x] * 2)
+    assert compiled(lambda x: first(x) + 1)(2) == 5 and compiled(lambda x: again(x) + 2)(2) == 6
+    assert [sum(each.stats.cache_hits.values()) for each in (first, again)] == [0, 1]
+    with pytest.raises(TypeError, match="by compiled functions alone"):
+        first(2)
 
 
 def remarks(cache: Path) -> list[str]:
