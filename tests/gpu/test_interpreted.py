@@ -1,4 +1,4 @@
-"""Runs the tests below interpreted/ in Triton's interpreter, in processes of their own. With a GPU, they run on that.
+"""Runs the tests below interpreted/ in Triton's interpreter, in a process of their own. With a GPU, they run on that.
 
 One of them by hand: TRITON_INTERPRET=1 pytest tests/gpu/interpreted/test_norm.py
 """
@@ -15,15 +15,14 @@ from tests.gpu_support import can_run_kernels
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
-LONG = ("test_gpu_probes", "test_gpu_segment", "test_matmul")  # each of them takes as long as all others together
 TIMEOUT_S = 1800
 
 pytestmark = pytest.mark.skipif(can_run_kernels(), reason="the tests below interpreted/ run in this very process")
 
 
-def run(files: list[Path], report: Path, *options: str) -> dict[str, list[str]]:
+def run(report: Path, *options: str) -> dict[str, list[str]]:
     """Of each file that has any: a line for each of its tests, beginning with what became of it."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", *map(str, files), *options]
+    command = [sys.executable, "-m", "pytest", "-n", "0", *map(str, FILES), *options]
     command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -42,12 +41,10 @@ def outcome(case: ElementTree.Element) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("long", [*LONG, None])
-def test_in_the_interpreter(long: str | None, tmp_path: Path) -> None:
-    files = [file for file in FILES if (file.stem == long if long else file.stem not in LONG)]
-    assert set(run(files, tmp_path / "report.xml")) == {file.name for file in files}
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    assert set(run(tmp_path / "report.xml")) == {file.name for file in FILES}
 
 
 @pytest.mark.slow
 def test_whole_grids_in_the_interpreter(tmp_path: Path) -> None:
-    assert run(FILES, tmp_path / "report.xml", "-m", "slow")
+    assert run(tmp_path / "report.xml", "-m", "slow")
