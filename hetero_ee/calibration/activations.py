@@ -4,12 +4,14 @@ The moments weight quantization errors (which column matters), the frequencies a
 reference operations, as these see every matrix with its input.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from hetero_ee.calibration.traces import FIRST_COUNTED
-from hetero_ee.models.blocks import BlockKind, decoder_blocks
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.speculation.exits.calibration import FREQUENCY
@@ -34,7 +36,7 @@ class ActivationRecorder(BatchedTorchOps):
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         self._spec = spec
         self._names: dict[int, str] = {}
-        for block in decoder_blocks(spec):
+        for block in _watched(spec):
             if block.kind in (BlockKind.ATTENTION, BlockKind.FFN):
                 for tensor in block.tensors.values():
                     if tensor.name in weights.matrices:
@@ -75,7 +77,7 @@ class ActivationRecorder(BatchedTorchOps):
 def activation_names(spec: ModelSpec) -> dict[str, int]:
     """Every name that an ActivationRecorder sums under, with its number of features."""
     sizes: dict[str, int] = {}
-    for block in decoder_blocks(spec):
+    for block in _watched(spec):
         for short, tensor in block.tensors.items():
             if block.kind in (BlockKind.ATTENTION, BlockKind.FFN) and len(tensor.shape) == 2:
                 n_features = spec.ffn_size if short == "down" else tensor.shape[1]
@@ -83,3 +85,8 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
                 if short == "down":
                     sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = n_features
     return sizes
+
+
+def _watched(spec: ModelSpec) -> list[Block]:
+    """The store's own tensors: a predictor of active neurons comes and goes beside it."""
+    return decoder_blocks(replace(spec, predictor_rank=0))

@@ -22,11 +22,15 @@ TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class FactorTraining:
-    """A number of steps, not of passes over the inputs: the time does not depend on the text."""
+    """A number of steps, so that the time does not depend on the text; fewer for a short one."""
 
     n_steps: int = 300
     batch_tokens: int = 512
+    most_passes: int = 40  # over the inputs: of 512 tokens more than these learn the tokens alone
     seed: int = 0
+
+    def steps(self, n_tokens: int) -> int:
+        return min(self.n_steps, max(1, self.most_passes * n_tokens // self.batch_tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +60,11 @@ def fit_factors(
     moments = [(torch.zeros_like(part), torch.zeros_like(part)) for part in parameters]
     mean_score = float(scores.sum(dtype=torch.float64)) / max(1, int(scores.count_nonzero()))
     random = torch.Generator().manual_seed(training.seed)
-    for step in range(training.n_steps):
+    n_steps = training.steps(len(inputs))
+    for step in range(n_steps):
         chosen = torch.randint(len(inputs), (training.batch_tokens,), generator=random)
         gradients = _gradients(parameters, inputs[chosen], scores[chosen].float() / max(TINY, mean_score))
-        falling = 1 - step / training.n_steps
+        falling = 1 - step / n_steps
         for part, of_part, gradient, rate in zip(parameters, moments, gradients, rates, strict=True):
             _step(part, of_part, gradient, falling * rate, step + 1)
     return Factors(*parameters)

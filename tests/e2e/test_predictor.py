@@ -167,6 +167,8 @@ def test_the_command_line_calibrates_plans_and_generates(cli: Cli, tmp_path: Pat
     planned = planned_sparse(read_spec(TWIN), TWIN, cache, None, asked)
     assert (planned.predictor_rank, planned.predicted_share) == (32, shown["predicted_share"])
     assert planned.active_shares == (shown["recall"] * shown["active_share"], shown["active_share"])
+    on_paper = cli("plan", TWIN, "--sparsity", "predicted", "--hardware", "rtx-4060-laptop-8gb", "--json")
+    assert on_paper.code == 0 and on_paper.err == ""  # the calibration of its exits is read, too
     ended = cli("generate", PROMPT, "-m", store.path, "-n", 12, "-t", 1, "--sparsity", "predicted", "--json")
     document = json.loads(ended.out)
     assert ended.code == 0 and 0 < document["neuron_share"] < document["predicted_share"] < 0.6

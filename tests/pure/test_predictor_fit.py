@@ -61,10 +61,10 @@ def planted(n_tokens: int = 2000, rank: int = 8) -> tuple[torch.Tensor, torch.Te
 
 
 def test_of_a_first_matrix_of_low_rank_the_factors_find_the_active_neurons() -> None:
-    inputs, scores, first, shift = planted()
-    found = fit_factors(inputs[:1500], scores[:1500], first, shift, 8, FactorTraining())
-    logits = inputs[1500:] @ found.inner.T @ found.outer.T + found.bias
-    is_active, is_predicted = scores[1500:] > 0, logits > -2
+    inputs, scores, first, shift = planted(5000)
+    found = fit_factors(inputs[:4000], scores[:4000], first, shift, 8, FactorTraining())
+    logits = inputs[4000:] @ found.inner.T @ found.outer.T + found.bias
+    is_active, is_predicted = scores[4000:] > 0, logits > -2
     recall = (is_active & is_predicted).sum() / is_active.sum()
     assert is_active.float().mean() == pytest.approx(0.1, abs=0.03)
     assert recall > 0.95 and is_predicted.float().mean() < 0.2
@@ -77,6 +77,11 @@ def test_what_adds_most_is_found_first() -> None:
     recall = (is_active & is_predicted).sum() / is_active.sum()
     found_score = scores[is_predicted].double().sum() / scores.double().sum()
     assert 0.3 < recall < 0.9 and found_score > recall + 0.1
+
+
+def test_a_short_text_takes_fewer_steps() -> None:
+    training = FactorTraining()
+    assert [training.steps(n_tokens) for n_tokens in (1, 512, 1024, 4096, 8192)] == [1, 40, 80, 300, 300]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
