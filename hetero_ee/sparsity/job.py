@@ -15,14 +15,14 @@ from hetero_ee.errors import StoreError, UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.sparsity.curves import SparsityCurves
-from hetero_ee.sparsity.factors import FactorTraining
 from hetero_ee.sparsity.file import read_sparsity, write_sparsity
 from hetero_ee.sparsity.fit import PART_TOKENS, SparsityFit
 from hetero_ee.sparsity.material import Material
 from hetero_ee.sparsity.order import NeuronOrder, fitted_order, read_order, write_order
-from hetero_ee.sparsity.predictor import NeuronPredictor
-from hetero_ee.sparsity.predictor_file import read_predictor, write_predictor
-from hetero_ee.sparsity.predictor_fit import FITTED_TOKENS, PredictorFit
+from hetero_ee.sparsity.prediction.factors import FactorTraining
+from hetero_ee.sparsity.prediction.file import read_predictor, write_predictor
+from hetero_ee.sparsity.prediction.fit import FITTED_TOKENS, PredictorFit
+from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
 from hetero_ee.sparsity.request import ZERO_ACTIVATIONS
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.model_weights import ModelWeights

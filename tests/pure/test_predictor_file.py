@@ -11,8 +11,8 @@ import torch
 
 from hetero_ee.calibration.tensor_files import Arrays, checksummed, parsed_checksummed
 from hetero_ee.errors import DiskFullError, StoreError
-from hetero_ee.sparsity.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
-from hetero_ee.sparsity.predictor_file import layer_arrays, read_predictor, write_predictor
+from hetero_ee.sparsity.prediction.file import layer_arrays, read_predictor, write_predictor
+from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
 from hetero_ee.weights.quantizers import quantize
 from tests.calibration_support import KEY, FailingDisk, small_spec
 

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from hetero_ee.calibration.tensor_files import PartialCalibration
 from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.sparsity.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.sparsity.fit import SparsityFit
 from hetero_ee.sparsity.kept import KeptSteps
-from hetero_ee.sparsity.predictor import (
+from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
+from hetero_ee.sparsity.prediction.file import layer_arrays
+from hetero_ee.sparsity.prediction.fit import PredictorFit
+from hetero_ee.sparsity.prediction.predictor import (
     MARGINS,
     MAX_PREDICTED_KL_NATS,
     NeuronPredictor,
     PredictorMeasurement,
     least_within,
 )
-from hetero_ee.sparsity.predictor_file import layer_arrays
-from hetero_ee.sparsity.predictor_fit import PredictorFit
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.weight import DenseWeight
@@ -180,7 +180,7 @@ def test_a_fit_that_was_broken_off_goes_on_to_the_same_bytes(
         n_fitted += 1
         return fit_factors(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hetero_ee.sparsity.predictor_fit.fit_factors", counted)
+    monkeypatch.setattr("hetero_ee.sparsity.prediction.fit.fit_factors", counted)
     steps = kept(tmp_path)
     assert bits(fit("llama-relu", kept=steps).predictor()) == whole
     assert n_fitted == max(0, 4 - call)  # of 4 layers, those that were done are not fitted again

@@ -20,7 +20,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.sparsity.curves import SparsityCurves
-    from hetero_ee.sparsity.predictor import NeuronPredictor
+    from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
     from hetero_ee.sparsity.request import SparsityRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit

@@ -20,11 +20,11 @@ from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
-from hetero_ee.sparsity.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.sparsity.held_out import HeldOut
 from hetero_ee.sparsity.kept import OF, KeptSteps
-from hetero_ee.sparsity.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement, least_within
-from hetero_ee.sparsity.predictor_file import layer_arrays, parsed_layer
+from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
+from hetero_ee.sparsity.prediction.file import layer_arrays, parsed_layer
+from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement, least_within
 from hetero_ee.sparsity.thresholds import neuron_blocks
 from hetero_ee.weights.model_weights import ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize

@@ -19,7 +19,7 @@ from hetero_ee.errors import StoreError
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES
-from hetero_ee.sparsity.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
+from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
 from hetero_ee.weights.quantizers import FITTED_LIMIT, MAX_EXPONENT, MIN_EXPONENT
 from hetero_ee.weights.store.filesystem import FileSystem, replace_file, store_errors
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, TILE_ROWS, region_bytes, tile_grid
