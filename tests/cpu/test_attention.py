@@ -129,7 +129,6 @@ def random_case(seed, kind=None):
     return Case(kind, n_kv_heads, group, head_dim, window, texts, rows, queries)
 
 
-@pytest.mark.long  # the kernels of each kind of cache are compiled for it
 def test_accurate_in_random_cases():
     for seed in range(150):
         case = random_case(seed)

@@ -79,7 +79,7 @@ def test_generic_code_has_none_of_them(kind: str, tmp_path: Path) -> None:
     assert not any(kernel[word] for word in ("missing", "dot", "pair", "wide", "half_wide"))
 
 
-# Generic code of it takes LLVM a minute and a half; test_other_targets.py runs that of the tiles' kernels.
+# Generic code of it takes LLVM a minute and a half.
 @pytest.mark.parametrize(
     "target", [pytest.param(t, marks=[pytest.mark.slow] if t == "generic" else []) for t in TARGETS]
 )

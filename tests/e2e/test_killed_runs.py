@@ -3,15 +3,15 @@
 import json
 import os
 import random
+import shutil
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from hetero_ee_cpu_ops.kernel_files import SUFFIX, read_kernel
+from hetero_ee_cpu_ops.kernel_files import SUFFIX, UNFINISHED, read_kernel
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.records import from_json, read_record
 from tests.command_line import PROMPT, Ended
@@ -19,6 +19,7 @@ from tests.killed_processes import ERR, OUT, started
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")]
 PATIENCE_S = 400
+WHOLE_S = 30  # about what a first generate takes beside other tests: half a minute of compiling, mostly
 # Of runs of which each goes on from what the one before has left; behind them a run that may end.
 SEEDS_AND_KILLS = [(3, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(20))]
 GENERATE = ("generate", PROMPT, "-n", 12, "--temp", 0, "-t", 1)
@@ -58,26 +59,27 @@ def check_files(folder: Path) -> None:
             pass
 
 
+def with_kernels(folder: Path, kernels: Path) -> Path:
+    """The folder, with a copy of what this run of the tests has compiled already."""
+    shutil.copytree(kernels, folder / "cache" / "kernels", ignore=shutil.ignore_patterns(f"*{UNFINISHED}"))
+    return folder
+
+
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
-    """What an undisturbed first generate says, and its seconds."""
-    folder = tmp_path_factory.mktemp("first")
-    start_s = time.monotonic()
-    ran = ended(folder, GENERATE)
-    assert ran.code == 0 and "Compiling" in ran.err, ran.err
-    return ran.out, time.monotonic() - start_s
+def said(kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What an undisturbed first generate says."""
+    ran = ended(with_kernels(tmp_path_factory.mktemp("first"), kernels), GENERATE)
+    assert ran.code == 0, ran.err
+    return ran.out
 
 
 @pytest.mark.parametrize(("seed", "n_kills"), SEEDS_AND_KILLS)
-def test_a_first_generate_killed_at_any_moment(
-    first: tuple[str, float], tmp_path: Path, seed: int, n_kills: int
-) -> None:
+def test_a_first_generate_killed_at_any_moment(said: str, tmp_path: Path, seed: int, n_kills: int) -> None:
     """Conversion, measurement, plan and compilation, wherever the kills before have left them."""
-    said, whole_s = first
     chance = random.Random(seed)
     n_killed = 0
     while n_killed < n_kills:
-        n_killed += killed(tmp_path, GENERATE, chance.random() * whole_s)
+        n_killed += killed(tmp_path, GENERATE, chance.random() * WHOLE_S)
     for _ in range(2):
         ran = ended(tmp_path, GENERATE)
         assert (ran.code, ran.out) == (0, said), ran.err
@@ -86,8 +88,10 @@ def test_a_first_generate_killed_at_any_moment(
 
 
 @pytest.mark.parametrize(("seed", "n_kills"), SEEDS_AND_KILLS)
-def test_a_profile_killed_at_any_moment(tmp_path: Path, seed: int, n_kills: int) -> None:
-    """Measured again each time, first without an earlier profile, then beside one that stays in use."""
+def test_a_profile_killed_at_any_moment(kernels: Path, tmp_path: Path, seed: int, n_kills: int) -> None:
+    """Measured again each time, first without an earlier profile, then beside one that stays in use. Most kernels are
+    there: the test above compiles them."""
+    with_kernels(tmp_path, kernels)
     chance = random.Random(seed)
     n_killed = 0
     while n_killed < n_kills:
