@@ -94,7 +94,7 @@ def shapes_sha256(spec: ModelSpec) -> str:
     Later fields count where they are not as in models of before there were any, whose plans stay theirs.
     """
     values, rope = asdict(spec), spec.rope
-    for expected in ("active_shares", "hot_curve"):  # no shapes
+    for expected in ("active_shares", "predicted_share", "hot_curve"):  # no shapes
         del values[expected]
     for field in fields(spec):
         if field.name not in FIRST_FIELDS and values.get(field.name) == field.default and field.name in values:

@@ -100,6 +100,14 @@ def test_hot_neurons_on_the_gpu_beat_whole_ffns_there(spec: ModelSpec, profile: 
     assert again.decode_placements == made.decode_placements and again.sha256 == made.sha256
 
 
+@pytest.mark.parametrize("placement", ["hot-6", "hot-26"])
+def test_neither_device_waits_for_the_other_s_neurons(placement: str) -> None:
+    """Not even where the GPU's take longer than the CPU's, but no longer than those and their way."""
+    limits = Limits(overrides=((r".*\.ffn", placement), ("layers.*|head", "gpu")), context_tokens=64, mode="full")
+    simulation, _ = of_shapes(HOT, make_plan(HOT, measured(), limits), measured(), 8, 8)
+    assert simulation.generation_s == pytest.approx(simulation.predicted_generation_s, rel=0.001)
+
+
 def test_only_sparse_ffns_of_enough_sections_are_divided() -> None:
     for spec, pattern, placement in ((SPARSE, r"layers\.0\.attention", "hot-1"), (SPARSE, r".*\.ffn", "hot-29")):
         with pytest.raises(UsageError, match="not so many sections"):
@@ -118,6 +126,7 @@ def test_fewer_neurons_take_less_time_of_texts_alone(place: str) -> None:
     assert texts == sorted(texts, reverse=True) and texts[2] < 0.8 * texts[0]
     assert len(set(prompts)) == 1
     check_fits(made, BIG)  # what is expected is no shape
+    check_fits(make_plan(PREDICTED, PROFILE, PLACES[place]), replace(PREDICTED, predicted_share=0.3, hot_curve=()))
 
 
 def test_several_tokens_need_more_neurons_than_one() -> None:

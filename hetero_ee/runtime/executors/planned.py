@@ -301,7 +301,8 @@ class PlannedExecutor(Executor):
         return _Flow(found, (event,) if segment.on_gpu else ())
 
     def _split(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
-        """An FFN. The GPU is given its neurons before the host waits for their input and adds up the CPU's."""
+        """An FFN. The GPU is given its neurons before the host waits for their input and adds up the CPU's, whose sum does
+        not wait for the GPU's: what was moved there before has been read by then."""
         (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
         first, hot, cold = split_works(self.spec, block, batch, segment.place)
         n_hot, to_gpu = hot_neurons(self.spec.ffn_size, segment.place), self.machine.copier.to_gpu
@@ -310,7 +311,7 @@ class PlannedExecutor(Executor):
         sums, added = gpu.run([hot], lambda: there.first_sums(x, batch))
         moved = self._moved(_Flow(x, (begun,)), False)
         rest, _ = self._ran(cpu, [cold], lambda: here.rest(moved.hidden, batch), moved.ready)
-        back = self._moved(_Flow(rest), True)
+        back = self._moved(_Flow(rest, (begun,)), True)
         found, event = gpu.run([], lambda: to_gpu(there.end(flow.hidden, x, sums, back.hidden)), (added, *back.ready))
         return _Flow(found, (event,))
 
