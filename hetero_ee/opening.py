@@ -37,6 +37,8 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.library import open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.host.host import this_host
+from hetero_ee_profiles.host.memory import memory_info
 from hetero_ee_profiles.host.process import capped_threads, physical_core_count, surplus_threads, usable_threads
 
 Warn = Callable[[str], None]
@@ -168,8 +170,8 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     if profile is None and request.plan is None:
         return None
     if files.order is not None and (profile is None or profile.gpu is not None):  # a plan may divide FFNs by it
-        spec, weights = files.order.applied(spec, files.weights)
-        files = replace(files, spec=spec, weights=weights)
+        files = _in_order(files, files.order, warn)
+        spec = files.spec
     calibration = _calibration(files, request.mode, warn)
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
@@ -195,6 +197,20 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
         opened.executor.close()
         raise
     return OpenModel(files, opened.executor, threads, opened, drafting, exits)
+
+
+def _in_order(files: ModelFiles, order: NeuronOrder, warn: Warn) -> ModelFiles:
+    """With its sparse FFNs copied, the most active neurons first; as it is where not all of it has room: what is copied
+    can't be read from the disk when it is used."""
+    n_bytes, available_bytes = files.weights.n_bytes, memory_info(this_host()).available_bytes
+    if n_bytes > available_bytes:
+        warn(
+            f"FFNs are not divided into hot and cold neurons: the model takes {n_bytes / 2**30:.2f} GiB of RAM and "
+            f"{available_bytes / 2**30:.2f} GiB are available."
+        )
+        return files
+    spec, weights = order.applied(files.spec, files.weights)
+    return replace(files, spec=spec, weights=weights)
 
 
 def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration | None:

@@ -202,7 +202,7 @@ def _traced_on_cpu(
     from hetero_ee.runtime.trace import SpanRecorder
 
     recorder = SpanRecorder()
-    machine = host_machine(clock, recorder)
+    machine = host_machine(clock, recorder, weights.held_bytes)
 
     def opened(made: Plan) -> PlannedExecutor:
         return open_plan(spec, weights, made, machine, lambda layers: _planned_on_cpu(spec, weights, made, progress))
@@ -247,7 +247,7 @@ def _on_gpu(
     traces: bool,
 ) -> Opened:
     """The plan on this machine's GPU and CPU, after a warm-up pass of its largest size."""
-    from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_executor
+    from hetero_ee.runtime.devices.cuda_machine import cuda_machine, free_ram_bytes, gpu_executor
     from hetero_ee.runtime.execution import open_plan, warmed_up
     from hetero_ee.runtime.executors.planned import PlannedExecutor
     from hetero_ee.runtime.executors.replanning import ReplanningExecutor
@@ -256,7 +256,7 @@ def _on_gpu(
     recorder = SpanRecorder() if traces else None
 
     def opened(made: Plan) -> PlannedExecutor:
-        machine = cuda_machine(gpu, spec, made, clock, recorder)
+        machine = cuda_machine(gpu, spec, made, clock, recorder, lambda: free_ram_bytes() + weights.held_bytes)
         on_cpu = partial(_open_layers, spec, weights, made, made.threads)
         executor = open_plan(spec, weights, made, machine, on_cpu, partial(gpu_executor, gpu, spec, weights, made))
         with recorder.forgetting() if recorder is not None else nullcontext():

@@ -76,14 +76,16 @@ class NeuronOrder:
 
     def applied(self, spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
         """The same model with its neurons in this order, in memory of its own, and what planning is to know of it."""
-        matrices, vectors = dict(weights.matrices), dict(weights.vectors)
+        matrices, vectors, held_bytes = dict(weights.matrices), dict(weights.vectors), weights.held_bytes
         for block, row in zip(neuron_blocks(spec), torch.from_numpy(self.order), strict=True):
             for name in _names(block, BY_NEURON):
                 matrices[name] = _permuted(matrices[name], row.long())
+                held_bytes += matrices[name].n_bytes
             for name in (*_names(block, BIASES), least_activations(block)):
                 if name in vectors:
                     vectors[name] = vectors[name][row.long()]
-        return replace(spec, hot_curve=self.curve), replace(weights, matrices=matrices, vectors=vectors)
+        made = replace(weights, matrices=matrices, vectors=vectors, held_bytes=held_bytes)
+        return replace(spec, hot_curve=self.curve), made
 
 
 class ActivityRecorder(FfnRecorder):

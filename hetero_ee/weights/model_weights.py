@@ -28,6 +28,7 @@ class ModelWeights:
     vectors: dict[str, Tensor]  # norms, biases, position tables, fp32
     quantizer: str = UNQUANTIZED  # what made the matrices
     watch: FileWatch | None = None  # over the files they are mapped from
+    held_bytes: int = 0  # of their memory, what counts as used by this process: not mapped, but copied
 
     @property
     def n_bytes(self) -> int:

@@ -96,6 +96,16 @@ def test_a_plan_is_run_on_the_gpu(model: Model, driver: StandInCuda, text: list[
     assert found.plan.n_bytes("gpu") > 0 and found.clock is time.perf_counter
 
 
+def test_weights_that_were_copied_are_claimed_once(
+    model: Model, driver: StandInCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (spec, weights), plan = model, plan_of(model)
+    monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: plan.n_bytes("cpu") - 1000)
+    with pytest.raises(DeviceMemoryError):
+        opened(model, driver, [], plan=plan)
+    opened((spec, replace(weights, held_bytes=1000)), driver, [], plan=plan).executor.close()
+
+
 def test_where_time_goes_is_recorded_when_asked_for(model: Model, driver: StandInCuda) -> None:
     pins = (("embedding", "cpu"), *STREAMED)
     found = opened(model, driver, [], traces=True, limits=Limits(overrides=pins, context_tokens=CONTEXT_TOKENS))

@@ -18,6 +18,7 @@ from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.sparsity.order import CURVE_POINTS
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee_profiles.host.memory import MemoryInfo
 from tests.e2e.test_calibration import text_of
 from tests.emulation import LAPTOP, emulated, planned, prompt_of
 from tests.executor_support import Model, on_kernels, reference
@@ -106,7 +107,9 @@ def test_an_engine_s_sparse_model_takes_gpu_layers(demo: Path, cache: Path, tmp_
     assert texts[0] == texts[1]
 
 
-def test_a_calibrated_engine_divides_hot_neurons_first(demo: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_calibrated_engine_divides_hot_neurons_first(
+    demo: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In their order wherever there is a GPU, so that where they lie changes no token."""
     relu = random_model("llama-relu", vocab_size=read_spec(demo).vocab_size, intermediate_size=300)
     folder, texts = save_checkpoint(relu, tmp_path / "relu", tokenizer_from=demo), []
@@ -122,3 +125,6 @@ def test_a_calibrated_engine_divides_hot_neurons_first(demo: Path, cache: Path, 
     assert texts[0] == texts[1]
     with Engine.from_pretrained(folder, sparsity="exact", threads=1, profile="off") as engine:
         assert not engine.spec.hot_curve, "nothing is copied without a GPU"
+    monkeypatch.setattr("hetero_ee.opening.memory_info", lambda host: MemoryInfo(2**30, 2**10, 0, None, None))
+    with Engine.from_pretrained(folder, sparsity="exact", threads=1, profile=LAPTOP, emulate=True) as engine:
+        assert not engine.spec.hot_curve, "nothing is copied that has no room"

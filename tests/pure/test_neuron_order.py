@@ -43,6 +43,8 @@ def test_the_model_is_the_same_in_another_order(model: Model) -> None:
     order = some_order(spec.n_layers, spec.ffn_size)
     ordered = order.applied(spec, weights)
     assert ordered[0] == replace(spec, hot_curve=order.curve)
+    copied = [weights.matrices[name] for name in weights.matrices if ".ffn." in name and "predictor_in" not in name]
+    assert ordered[1].held_bytes == sum(weight.n_bytes for weight in copied)
     for block, row in zip(neuron_blocks(spec), order.order, strict=True):
         name = block.tensors["down"].name
         assert torch.equal(ordered[1].matrices[name].dequantize(), weights.matrices[name].dequantize()[row])

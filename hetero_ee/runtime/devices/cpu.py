@@ -66,7 +66,9 @@ class CpuDevice(Device):
             raise
 
 
-def host_machine(clock: Callable[[], float] = time.perf_counter, recorder: SpanRecorder | None = None) -> Machine:
-    """This computer without a GPU."""
-    device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
+def host_machine(
+    clock: Callable[[], float] = time.perf_counter, recorder: SpanRecorder | None = None, held_bytes: int = 0
+) -> Machine:
+    """This computer without a GPU. held_bytes: of weights that a plan claims memory for and that have it already."""
+    device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes + held_bytes, recorder)
     return Machine(device, None, None, CpuCopier())
