@@ -301,8 +301,8 @@ class PlannedExecutor(Executor):
         return _Flow(found, (event,) if segment.on_gpu else ())
 
     def _split(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
-        """An FFN. The GPU is given its neurons before the host waits for their input and adds up the CPU's, whose sum does
-        not wait for the GPU's: what was moved there before has been read by then."""
+        """An FFN. The GPU is given its neurons before the host waits for their input and adds up the CPU's; that sum's
+        way is free at once, as all that was moved to the GPU before was read before it began."""
         (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
         first, hot, cold = split_works(self.spec, block, batch, segment.place)
         n_hot, to_gpu = hot_neurons(self.spec.ffn_size, segment.place), self.machine.copier.to_gpu
