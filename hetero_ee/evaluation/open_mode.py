@@ -12,11 +12,12 @@ from torch import Tensor
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.scoring import n_changed, score
 from hetero_ee.engine import Engine
+from hetero_ee.planning.hot import SPLITS
 from hetero_ee.speculation.early_exit import score_early
 from hetero_ee.speculation.exit_statistics import ExitCounts
 
 FULL = "full"
-ON_CPU = ("cpu", "disk")  # placements of layers that the CPU computes
+ON_CPU = ("cpu", "disk", *SPLITS)  # placements of layers that the CPU computes, or has a part in
 
 
 @dataclass(frozen=True, slots=True)

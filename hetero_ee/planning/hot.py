@@ -43,13 +43,12 @@ def hot_sections(placement: str) -> int:
 
 def hot_neurons(n_neurons: int, placement: str) -> int:
     """Of so many neurons those on the GPU."""
-    return hot_sections(placement) * section_blocks(n_neurons) * BLOCK
+    return hot_sections(placement) * section_neurons(n_neurons)
 
 
-def section_blocks(n_neurons: int) -> int:
-    """Of BLOCK neurons in a section."""
-    n_blocks = -(-n_neurons // BLOCK)
-    return -(-n_blocks // MAX_SECTIONS)
+def section_neurons(n_neurons: int) -> int:
+    """In each section, whole blocks, but for what the last one lacks."""
+    return -(-n_neurons // (BLOCK * MAX_SECTIONS)) * BLOCK
 
 
 def splits(n_neurons: int, *, every: bool = False) -> list[str]:

@@ -241,7 +241,7 @@ def first_sections(
 
     The rest as in sparse_ffn; m is PASS_TOKENS at most, and N whole sections. Raises ValueError, too.
     """
-    check_operands(x, active, up, down, active.new_empty(len(active), down.n_columns), least, may_skip, n_used)
+    check_operands(x, active, up, down, None, least, may_skip, n_used)
     if len(active) > PASS_TOKENS or down.n_rows % (n_section_blocks * BLOCK.value):
         raise ValueError(
             f"{len(active)} tokens and {down.n_rows} neurons, expected at most {PASS_TOKENS} and a multiple of "
@@ -320,7 +320,8 @@ def check_operands(
         raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
     m = len(active)
     check("active", active, (m, down.n_rows))
-    check("out", out, (m, down.n_columns))
+    if out is not None:
+        check("out", out, (m, down.n_columns))
     if up is not None:
         check("x", x, (m, down.n_columns))
     if least is not None:

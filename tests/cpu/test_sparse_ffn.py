@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetero_ee.planning.hot import section_neurons
 from hetero_ee_cpu_ops.rows import RowMatrix
 from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_a_section
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
@@ -115,7 +116,7 @@ def test_the_sections_from_one_on_are_a_prefix_of_the_sum(operations: list[Spars
     case = Case((4200, 96), 3)
     active = case.random_share(0.3)
     n_sections = -(-33 // n_blocks_a_section(4200))
-    assert n_blocks_a_section(4200) == 2 and n_sections == 17
+    assert n_blocks_a_section(4200) == 2 == section_neurons(4200) // 128 and n_sections == 17
     whole = case.run(operations[0], active)
     for section in (0, 1, 7, 16):
         only = active.copy()

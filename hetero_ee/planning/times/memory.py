@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.hot import SPLITS, halves
+from hetero_ee.planning.hot import MAX_SECTIONS, SPLITS, halves
 from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, STREAMED
 
@@ -15,7 +15,6 @@ GRAPH_BYTES = 64 * 2**20  # kernels and library workspaces: an allowance, not me
 GRAPH_LAYER_BYTES = 2**14  # one layer's CUDA graph for one number of rows, some ten launches: likewise
 N_STATES = 7  # of a pass beside its buffers: 4 on their way over the link, a segment's result, the final norm's two
 CODE_BYTES = 1.125  # an activation as a product takes it: int8, and of 32 an fp32 scale
-SPARSE_SECTIONS = 32  # of neurons, at most, whose sums a sparse FFN keeps apart
 DRAFT_HEAD = "draft head"  # the term that says where it is computed
 DRAFT_ROWS = "draft vocabulary"  # of a head that the CPU computes, beside the model's head on the GPU
 
@@ -91,7 +90,7 @@ def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -
         MemoryTerm("gpu", "attention workspace", rounded(MAX_DECODE_TOKENS * n_attended * FLOAT_BYTES)),
     ]
     if spec.neuron_major:
-        width = SPARSE_SECTIONS * spec.hidden_size + 2 * spec.ffn_size
+        width = MAX_SECTIONS * spec.hidden_size + 2 * spec.ffn_size
         terms.append(MemoryTerm("gpu", "sparse sums", rounded(MAX_DECODE_TOKENS * width * FLOAT_BYTES)))
     if spec.ropes:
         n_bytes = len(spec.ropes) * context_tokens * spec.head_dim * FLOAT_BYTES

@@ -6,7 +6,7 @@ It computes what the reference computes, with each residual added inside the nor
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind, first_matrix, least_activations
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import section_neurons
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.runtime.kv.cpu import CpuKvCache
@@ -33,10 +34,11 @@ from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
 from hetero_ee_cpu_ops.rope import Rope
 from hetero_ee_cpu_ops.rows import RowMatrix
-from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_a_section
+from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 COMPILING = "Compiling the CPU kernels"
+ALL = slice(None, None)  # of an FFN's neurons
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class CpuExecutor(HostExecutor):
         self._linears, self._rows = self._taken(weights)
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
         self._foreign: dict[Weight, _Linear] = {}
+        self._parts: dict[tuple[str, int | None, int | None], RowMatrix] = {}  # see _some_rows
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING) -> None:
         """Compiles what the first token needs, or loads it from the disk, by one pass over one token."""
@@ -262,38 +265,39 @@ class CpuExecutor(HostExecutor):
             return None
         return self._multiplied(self._multiplied(normed, block, "predictor_in"), block, "predictor_out")
 
-    def _active(
-        self, block: Block, normed: Any, batch: Batch, scores: Any, begin: int = 0, end: int | None = None
-    ) -> Any:
-        """Activations (m, ffn), 0 where a neuron is not active, or is none of those from begin to end."""
-        spec, neurons = self.spec, slice(begin, end)
-        first = self._first(block, normed, batch, scores, begin)
-        if end is not None:
-            first = np.ascontiguousarray(first[:, : end - begin])
+    def _active(self, block: Block, normed: Any, batch: Batch, scores: Any, neurons: slice = ALL) -> Any:
+        """Activations (m, ffn), 0 where a neuron is not active, or is none of these. scores: of these alone."""
+        spec, first = self.spec, self._first(block, normed, batch, scores, neurons)
         active = activate(first, spec.activation, gated=False, threshold=spec.activation_threshold, pool=self._pool)
         least = self._vectors.get(least_activations(block))
         if least is not None:
             active[batch.may_skip()[:, None] & (np.abs(active) < least[neurons])] = 0.0
-        self._neurons.count(active, batch, None if scores is None else scores[:, neurons])
-        if active.shape[1] == spec.ffn_size:
+        self._neurons.count(active, batch, scores)
+        if neurons == ALL:
             return active
         whole = np.zeros((len(active), spec.ffn_size), np.float32)
         whole[:, neurons] = active
         return whole
 
-    def _first(self, block: Block, normed: Any, batch: Batch, scores: Any, begin: int) -> Any:
-        """What says which neurons are active, before its activation, of those from `begin` on."""
-        name = first_matrix(self.spec)
+    def _first(self, block: Block, normed: Any, batch: Batch, scores: Any, neurons: slice) -> Any:
+        """What says which of these neurons are active, before its activation."""
+        short = first_matrix(self.spec)
+        name = block.tensors[short].name
         if not self.spec.first_in_rows:
-            return self._product(normed, self._linears[block.tensors[name].name], begin)
-        rows, bias = self._rows[block.tensors[name].name], self._vector(block, f"{name}_bias")
-        may_skip = None if scores is None else batch.may_skip()
-        if begin:  # every row has its own score: none of those before, and all of a token that may not skip
-            scores = np.ones((len(normed), rows.n_rows), np.float32) if scores is None else scores.copy()
-            scores[~batch.may_skip()] = 1
-            scores[:, :begin] = -1
-            may_skip = np.ones(len(normed), bool)
-        return np.ascontiguousarray(self._masked_linear(normed, scores, rows, bias, may_skip)[:, begin:])
+            product = self._product(normed, self._linears[name], neurons.start or 0)
+            return product if neurons.stop is None else np.ascontiguousarray(product[:, : neurons.stop])
+        rows = self._rows[name] if neurons == ALL else self._some_rows(name, neurons)
+        bias, may_skip = self._vector(block, f"{short}_bias"), None if scores is None else batch.may_skip()
+        return self._masked_linear(normed, scores, rows, None if bias is None else bias[neurons], may_skip)
+
+    def _some_rows(self, name: str, neurons: slice) -> RowMatrix:
+        """Of a matrix of the model's."""
+        key = name, neurons.start, neurons.stop
+        if key not in self._parts:
+            weight = self.weights.matrices[name]
+            assert isinstance(weight, RowWeight), "not in rows"
+            self._parts[key] = _row_matrix(replace(weight, codes=weight.codes[neurons], scales=weight.scales[neurons]))
+        return self._parts[key]
 
     def _normed(self, block: Block, x: Any, delta: Any) -> Any:
         """The block's norm of x, x itself where it has none; first adds delta, the block before's output, to x."""
@@ -362,7 +366,7 @@ class _CpuSplit(SplitFfn):
 
     def __init__(self, of: CpuExecutor, block: Block, n_first: int) -> None:
         self._of, self._block, self._n_first, self._width = of, block, n_first, of.spec.hidden_size
-        self._section = n_first // (128 * n_blocks_a_section(of.spec.ffn_size))
+        self._section = n_first // section_neurons(of.spec.ffn_size)
 
     def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
         x = self._of._normed(self._block, np.array(hidden.numpy(), order="C"), None)
@@ -371,14 +375,15 @@ class _CpuSplit(SplitFfn):
 
     def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
         normed = self._normed(x)
-        scores = self._of._scores(self._block, normed)
-        return torch.from_numpy(self._of._active(self._block, normed, batch, scores, end=self._n_first))
+        scores, neurons = self._of._scores(self._block, normed), slice(None, self._n_first)
+        scores = None if scores is None else np.ascontiguousarray(scores[:, neurons])
+        return torch.from_numpy(self._of._active(self._block, normed, batch, scores, neurons))
 
     def rest(self, x: Tensor, batch: Batch) -> Tensor:
         normed, scores = self._normed(x), None
         if x.shape[1] > self._width:
-            scores = np.pad(x.numpy()[:, self._width :], ((0, 0), (self._n_first, 0)))
-        active = self._of._active(self._block, normed, batch, scores, self._n_first)
+            scores = np.ascontiguousarray(x.numpy()[:, self._width :])
+        active = self._of._active(self._block, normed, batch, scores, slice(self._n_first, None))
         rows = self._of._neuron_rows(self._block)
         return torch.from_numpy(self._of._sparse_ffn.from_section(normed, active, *rows, self._section))
 

@@ -230,8 +230,8 @@ class GpuSegment:
             return
         if self.spec.predictor_rank:
             skips = {"may_skip": b.may_skip, "n_used": self._room.n_predicted}
-        if out is not b.inner:
-            out.copy_(b.inner[:, : out.shape[1]])
+            if out is not b.inner:
+                out.copy_(b.inner[:, : out.shape[1]])
         bias = weights.vector(block, f"{name}_bias")
         self._ops.masked_linear(b.normed, out, weights.neurons(block, name), out, bias=bias, **skips)
 

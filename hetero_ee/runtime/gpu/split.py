@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.hot import BLOCK, MAX_SECTIONS, section_blocks
+from hetero_ee.planning.hot import BLOCK, MAX_SECTIONS, section_neurons
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import SplitFfn
 from hetero_ee.runtime.gpu.buffers import SegmentRoom
@@ -35,7 +35,7 @@ class GpuSplit(GpuSegment, SplitFfn):
     ) -> None:
         super().__init__(spec, weights, [block], cache, operations, recorder, room)
         self._block, self._n_first = block, n_first
-        self._section_blocks = section_blocks(spec.ffn_size)
+        self._section = section_neurons(spec.ffn_size)
         self._steps = [Replays(recorder) for _ in range(3)]
 
     @torch.inference_mode()
@@ -81,7 +81,7 @@ class GpuSplit(GpuSegment, SplitFfn):
         up = weights.neurons(block, "up") if spec.gated else None
         skips = {"least": weights.least(block), "may_skip": b.may_skip, "n_used": self._room.n_used}
         down = weights.neurons(block, "down")
-        ops.first_sections(b.normed, active, up, down, self._section_blocks, self._sums(m), **skips)
+        ops.first_sections(b.normed, active, up, down, self._section // BLOCK, self._sums(m), **skips)
 
     def _fold(self, m: int) -> None:
         """buffers.x after the FFN, of the other neurons' sum in buffers.delta."""
@@ -93,6 +93,6 @@ class GpuSplit(GpuSegment, SplitFfn):
 
     def _sums(self, m: int) -> Tensor:
         """Of m rows, where the next pass of as many has them too."""
-        n_sections = self._n_first // (BLOCK * self._section_blocks)
+        n_sections = self._n_first // self._section
         width = UNIT_COLUMNS * self._weights.neurons(self._block, "down").n_units
         return self._room.section_sums(MAX_SECTIONS * width)[: n_sections * m * width].view(n_sections, m, width)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.planning.hot import section_neurons
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.operations import gpu_operations
@@ -83,6 +84,7 @@ def test_the_first_sections_are_added_to_the_rest(n_neurons: int, is_gated: bool
     case = Case((n_neurons, 32), 2, is_gated=is_gated)
     active = SETS["another for each token"](case.active).astype(np.float32)
     whole, size = case.run(active), n_blocks_a_section(n_neurons)
+    assert section_neurons(n_neurons) == size * 128, "plans divide FFNs where the kernels do"
     x, down = torch.tensor(case.x, device=DEVICE) if case.up else None, case.down_matrix
     for section in (1, 2, 5):
         rest = definition.reference(case.x, active, case.up, case.down, section)
