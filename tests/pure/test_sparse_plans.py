@@ -176,3 +176,6 @@ def test_plan_and_simulate_take_sparsity(cli: Cli) -> None:
     assert "with 30% of its neurons active" in planned.out.replace("\n", " ")
     assert "--sparsity 0.7" in planned.out.splitlines()[-1]
     assert "SIMULATED" in cli("simulate", *shapes, "-ngl", "12", "--prompt-tokens", "64", "-n", "4").out
+    pins = ("-ot", ".*ffn=hot-1", "-ot", "layers.*=gpu", "-c", "64")
+    simulated = cli("simulate", *shapes, *pins, "--prompt-tokens", "8", "-n", "4").out
+    assert "0 whole layers and 32 layers' attention and hot neurons of 32 FFNs on the GPU" in simulated

@@ -102,13 +102,12 @@ def cuda_machine(
 def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuExecutor:
     """What computes the plan's parts on the GPU, where these layers' keys and values lie. Raises DeviceMemoryError."""
     places = {part.name: part.decode_placement for part in plan.parts}
-    kept = [block for block in decoder_blocks(spec) if places.get(block.name) == GPU]
-    hot = {block.name: hot_neurons(spec.ffn_size, places.get(block.name, "")) for block in decoder_blocks(spec)}
-    split = [block for block in decoder_blocks(spec) if hot[block.name]]
-    weights = with_first_neurons(weights, [(block, hot[block.name]) for block in split])
-    kept += split
+    blocks = [(block, places.get(block.name, "")) for block in decoder_blocks(spec)]
+    hot = [(block, n) for block, place in blocks if (n := hot_neurons(spec.ffn_size, place))]
+    weights = with_first_neurons(weights, hot)
+    kept = [block for block, place in blocks if place == GPU] + [block for block, _ in hot]
     if places["head"] == GPU:
-        kept += [block for block in decoder_blocks(spec) if block.kind is BlockKind.FINAL_NORM]
+        kept += [block for block, _ in blocks if block.kind is BlockKind.FINAL_NORM]
     visits = any(part.prefill_placement == VISIT and part.kv_bytes for part in plan.parts)
     with driver_errors("the model", gpu.driver.free_bytes):
         cache = GpuKvCache(
