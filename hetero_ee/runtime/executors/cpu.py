@@ -246,7 +246,8 @@ class CpuExecutor(HostExecutor):
 
     def _summed_neurons(self, block: Block, normed: Any, batch: Batch) -> Any:
         """An FFN whose inactive neurons are not read."""
-        active = self._active(block, normed, batch, self._scores(block, normed))
+        scores = self._scores(block, normed) if batch.may_skip().any() else None  # a prompt's tokens need all
+        active = self._active(block, normed, batch, scores)
         return self._biased(block, self._sparse_ffn(normed, active, *self._neuron_rows(block)))
 
     def _neuron_rows(self, block: Block) -> tuple[RowMatrix | None, RowMatrix]:
