@@ -84,11 +84,12 @@ class CalibrationPlace:
         return None if where is None else read_certificate(where, calibration, self._key_in(where))
 
     def _spec_in(self, folder: Path) -> ModelSpec:
-        """With FFNs laid out as those were that the calibration in the folder watched."""
+        """With FFNs laid out as those were that the calibration in the folder watched, and no predictor in them."""
         is_own = folder == self.folder or self.quantization is None
         like = read_manifest(self.store) if is_own else self.quantization
         assert like is not None
-        return replace(self.spec, neuron_major=like.neuron_major, first_in_rows=like.first_in_rows)
+        neuron_major, first_in_rows = like.neuron_major, like.first_in_rows
+        return replace(self.spec, neuron_major=neuron_major, first_in_rows=first_in_rows, predictor_rank=0)
 
     def _key_in(self, folder: Path) -> str:
         if folder == self.folder or self.checkpoint is None or self.quantization is None:

@@ -114,7 +114,7 @@ def _check_override(pattern: str, placement: str) -> None:
     if placement not in (*PLACEMENTS, *SPLITS):
         raise UsageError(
             f"override {shown(f'{pattern}={placement}')} names no placement; expected one of {', '.join(PLACEMENTS)}, "
-            "or hot-N."
+            f"or {SPLITS[0]} to {SPLITS[-1]} of a sparse FFN."
         )
     try:
         re.compile(pattern)

@@ -201,9 +201,11 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
 
 
 def _check_split(pattern: str, placement: str, parts: Sequence[Part]) -> None:
+    asked = f"override {shown(f'{pattern}={placement}')} divides"
     for part in parts:
-        if part.neurons is None or placement not in splits(part.neurons.n_neurons, every=True):
-            raise UsageError(
-                f"override {shown(f'{pattern}={placement}')} divides the neurons of {part.name}, which has not so many "
-                "sections of them; let it name sparse FFNs alone, and fewer sections."
-            )
+        if part.neurons is None:
+            raise UsageError(f"{asked} {part.name}, which is no sparse FFN; let it name FFNs alone, with --sparsity.")
+        known = splits(part.neurons.n_neurons, every=True)
+        if placement not in known:
+            most = f"at most {known[-1]} does" if known else "which is too small; leave it out"
+            raise UsageError(f"{asked} the {part.neurons.n_neurons:,} neurons of {part.name}, {most}.")

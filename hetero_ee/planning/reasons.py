@@ -123,7 +123,7 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
     for device, (part, placement) in known.items():
         times = costs.cpu if device == "CPU" else costs.profile.gpu
         gain, even = costs.sparse_gain(part, placement)
-        pays = f"it pays with up to {even:.0%} active"
+        pays = f"it pays with up to {even:.0%} active" if even >= 0.005 else "it never pays"
         if times is None or not times.rows:
             pays = "that is not measured: rows are taken to cost what tiles do a byte"
         yield (

@@ -161,6 +161,14 @@ def test_the_command_line_calibrates_plans_and_generates(cli: Cli, tmp_path: Pat
     there = cli("calibrate", "-m", TWIN, "--sparsity", "predicted", "--show", "--json")
     assert json.loads(there.out)["predictor"] == shown
     (store,) = stored_models(cache)
+    plan = cli("plan", TWIN, "--sparsity", "predicted", "--hardware", "rtx-4060-laptop-8gb")
+    assert plan.code == 0 and "damaged" not in plan.err and "Exact mode was declined: with calibration" in plan.out
+    file = store.path.with_name(store.path.name + ".calibration.predictor")
+    file.rename(tmp_path / file.name)
+    lacking = cli("calibrate", "-m", TWIN, "--sparsity", "predicted", "--show")
+    assert "Only the exits are calibrated; run hetero-ee calibrate --sparsity predicted for the" in lacking.err
+    assert "predicted:" not in lacking.out
+    (tmp_path / file.name).rename(file)
     assert cli("convert", TWIN, "--sparsity", "predicted").out.strip() == str(store.path)
     asked = SparsityRequest.parsed(PREDICTED)
     assert asked is not None
@@ -175,7 +183,6 @@ def test_the_command_line_calibrates_plans_and_generates(cli: Cli, tmp_path: Pat
     ended = cli("generate", PROMPT, "-m", store.path, "-n", 12, "-t", 1, "--sparsity", "predicted")
     shares = document["neuron_share"], document["predicted_share"]
     assert "{:.0%} of FFN neurons used, {:.0%} predicted".format(*shares) in ended.err
-    file = store.path.with_name(store.path.name + ".calibration.predictor")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -109,8 +109,12 @@ def test_neither_device_waits_for_the_other_s_neurons(placement: str) -> None:
 
 
 def test_only_sparse_ffns_of_enough_sections_are_divided() -> None:
-    for spec, pattern, placement in ((SPARSE, r"layers\.0\.attention", "hot-1"), (SPARSE, r".*\.ffn", "hot-29")):
-        with pytest.raises(UsageError, match="not so many sections"):
+    for spec, pattern, placement, problem in (
+        (SPARSE, r"layers\.0\.attention", "hot-1", "layers.0.attention, which is no sparse FFN"),
+        (replace(SPARSE, neuron_major=False), r".*\.ffn", "hot-1", "layers.0.ffn, which is no sparse FFN"),
+        (SPARSE, r".*\.ffn", "hot-29", "neurons of layers.0.ffn, at most hot-28 does"),
+    ):
+        with pytest.raises(UsageError, match=problem):
             make_plan(spec, PROFILE, Limits(overrides=((pattern, placement),), context_tokens=64))
     with pytest.raises(UsageError, match="names no placement"):
         Limits(overrides=((".*", "hot-32"),))

@@ -20,6 +20,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.sparsity.curves import SparsityCurves
+    from hetero_ee.sparsity.job import PredictorOutcome, SparsityOutcome
     from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
     from hetero_ee.sparsity.request import SparsityRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
@@ -85,9 +86,11 @@ def calibrate(
             outcome = opened.calibrate(request, progress)
             if asked is not None and asked.is_predicted:
                 whole = request if tokens is not None else replace(request, n_tokens=PREDICTOR_TOKENS)
-                predictor = opened.calibrate_predictor(whole, progress).predictor
+                fitted = opened.calibrate_predictor(whole, progress)
+                outcome, predictor = _together(outcome, fitted), fitted.predictor
             elif asked is not None and not asked.is_exact:
-                sparsity = opened.calibrate_sparsity(request, progress, asked.share).curves
+                measured = opened.calibrate_sparsity(request, progress, asked.share)
+                outcome, sparsity = _together(outcome, measured), measured.curves
     if not as_json:
         _print_table(outcome.calibration)
         _print_certificate(outcome.certificate)
@@ -112,7 +115,9 @@ def _existing(
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.hub.config_file import read_spec
+    from hetero_ee.sparsity.file import WAY_OUT
     from hetero_ee.sparsity.job import found_predictor, found_sparsity
+    from hetero_ee.sparsity.prediction.file import WAY_OUT as PREDICTOR_WAY_OUT
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.store.library import model_folder
 
@@ -127,10 +132,19 @@ def _existing(
     found = found_calibration(place)
     if found is None:
         model = options["model"]
-        command = shlex.join(["hetero-ee", "calibrate", *(["-m", model] if model else [])])
+        again = {"-m": model, "--sparsity": options["sparsity"]}
+        command = shlex.join(["hetero-ee", "calibrate", *(word for item in again.items() if item[1] for word in item)])
         raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
     found = replace(found, certificate=place.certificate(found.calibration))
-    return found, found_sparsity(place), found_predictor(place)
+    curves, predictor = found_sparsity(place), found_predictor(place)
+    if asked is not None and (predictor if asked.is_predicted else asked.is_exact or curves) is None:
+        say(f"Only the exits are calibrated; {PREDICTOR_WAY_OUT if asked.is_predicted else WAY_OUT} for the neurons.")
+    return found, curves, predictor
+
+
+def _together(exits: "CalibrationOutcome", neurons: "SparsityOutcome | PredictorOutcome") -> "CalibrationOutcome":
+    """New where either is, and in the seconds of both."""
+    return replace(exits, seconds=exits.seconds + neurons.seconds, is_new=exits.is_new or neurons.is_new)
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
@@ -220,8 +234,12 @@ def _print_sparsity(curves: "SparsityCurves | None") -> None:
     if curves is None:
         return
     print("\nneurons left out: asked  on held-out text  KL divergence (nats)")
+    automatic = None
+    with suppress(UsageError):  # no share is good enough
+        automatic = curves.auto().target
     for each in sorted(curves.measured, key=lambda each: each.target):
-        print(f"{each.target:23.0%}  {each.share:16.1%}  {each.kl_nats:20.5f}")
+        name = "  auto" if each.target == automatic else ""
+        print(f"{each.target:23.0%}  {each.share:16.1%}  {each.kl_nats:20.5f}{name}")
 
 
 def _print_predictor(predictor: "NeuronPredictor | None") -> None:
