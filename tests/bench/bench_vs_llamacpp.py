@@ -235,7 +235,7 @@ class OurModel:
 
 
 def heading(models: dict[str, Model]) -> str:
-    names = [name if name == OURS else f"llama.cpp {name}" for name in models]
+    names = [name if name.startswith(OURS) else f"llama.cpp {name}" for name in models]
     columns = ["threads", "context", "step", *(f"{name} ms" for name in names), "ratio"]
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
