@@ -28,7 +28,8 @@ def server(tiny: Path) -> Iterator[RunningServer]:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if chromium() is None:
         pytest.skip("there is no Chromium here; Debian's package is called chromium")
-    with tempfile.TemporaryDirectory() as folder, Browser(Path(folder)) as running:
+    # Its helpers may write there for a moment after it has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Browser(Path(folder)) as running:
         running.look(1280, 800)
         yield running
 
