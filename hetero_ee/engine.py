@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack, overload
 
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
+from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
@@ -363,10 +364,8 @@ class Engine:
         request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force, certify=certify)
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
-        if self.calibrations is None:
-            raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
-        executor, ending = self.executor, self._ending(self.executor)
-        return calibrate(executor, self._tokenizer, ending, self.calibrations, request, progress=progress)
+        place, executor = self._place("a calibration"), self.executor
+        return calibrate(executor, self._tokenizer, self._ending(executor), place, request, progress=progress)
 
     def calibrate_sparsity(
         self, request: CalibrationRequest | None = None, progress: Progress | None = None, target: float | None = None
@@ -376,10 +375,8 @@ class Engine:
         Of a model opened with sparsity="dense". request: as in `calibrate`. target: a share to measure beside those
         that "auto" is chosen from. What is there already is returned as it is. Raises as `calibrate` does.
         """
-        if self.calibrations is None:
-            raise UsageError(f"sparsity belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
-        executor, targets = self.executor, () if target is None else (target,)
-        place, request = self.calibrations, CalibrationRequest.of(request)
+        place, executor, request = self._place("sparsity"), self.executor, CalibrationRequest.of(request)
+        targets = () if target is None else (target,)
         return calibrate_sparsity(executor, self._tokenizer, self._ending(executor), place, request, targets, progress)
 
     def calibrate_predictor(
@@ -390,9 +387,7 @@ class Engine:
         Of a model with ReLU opened with sparsity="unpredicted". request: as in `calibrate`, None for 16,384 tokens of
         the model's own. What is there already is returned as it is. Raises as `calibrate` does.
         """
-        if self.calibrations is None:
-            raise UsageError(f"sparsity belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
-        executor, place = self.executor, self.calibrations
+        place, executor = self._place("sparsity"), self.executor
         request = CalibrationRequest(n_tokens=PREDICTOR_TOKENS) if request is None else CalibrationRequest.of(request)
         return calibrate_predictor(executor, self._tokenizer, self._ending(executor), place, request, progress)
 
@@ -450,6 +445,12 @@ class Engine:
     @property
     def _clock(self) -> Callable[[], float]:
         return time.perf_counter if self._opened is None else self._opened.clock
+
+    def _place(self, what: str) -> CalibrationPlace:
+        """Where it is kept. Raises UsageError where there is no store."""
+        if self.calibrations is None:
+            raise UsageError(f"{what} belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
+        return self.calibrations
 
     def _ending(self, executor: Executor) -> Ending:
         return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow, self._grammars.constraint)

@@ -1,8 +1,7 @@
-"""A certificate on disk: certificate.bin in a calibration's folder.
+"""A certificate on disk: the recorded file certificate.bin in a calibration's folder.
 
-32 bytes of SHA-256, then the safetensors file that they are the checksum of: "record", JSON; "judgements", packed by
-zlib, the exit layers one after the other; "prompt_lengths" and "n_tokens", two bytes a prompt. Nothing that is read is
-trusted.
+Its arrays are "judgements", packed by zlib, the exit layers one after the other; "prompt_lengths" and "n_tokens", two
+bytes a prompt.
 """
 
 import zlib
@@ -12,14 +11,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from hetero_ee.calibration.tensor_files import checksummed, parsed_checksummed, read_whole
+from hetero_ee.calibration.recorded_file import read_recorded, require_version, write_recorded
+from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.errors import StoreError
-from hetero_ee.hub.regular_file import find_file
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate, OnPolicy
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE
-from hetero_ee.weights.store.filesystem import FileSystem, replace_file, store_errors
-from hetero_ee_profiles.records import from_json, to_json
+from hetero_ee.weights.store.filesystem import FileSystem
 
 FORMAT_VERSION = 1
 MAX_BYTES = 256 * 2**20
@@ -43,8 +41,7 @@ class CertificateRecord:
 
     @staticmethod
     def check_version(version: object) -> None:
-        if version != FORMAT_VERSION:
-            raise ValueError(f"it has format version {version!r}, this engine reads {FORMAT_VERSION}")
+        require_version(version, FORMAT_VERSION)
 
 
 def write_certificate(certificate: Certificate, folder: Path, files: FileSystem | None = None) -> None:
@@ -53,23 +50,22 @@ def write_certificate(certificate: Certificate, folder: Path, files: FileSystem 
     names = (field.name for field in fields(CertificateRecord) if field.name != "version")
     record = CertificateRecord(FORMAT_VERSION, *(getattr(known, name) for name in names))
     arrays = {
-        "record": np.frombuffer(to_json(record).encode(), np.uint8),
         "judgements": np.frombuffer(zlib.compress(np.ascontiguousarray(known.judgements.T).tobytes(), 9), np.uint8),
         "prompt_lengths": known.prompt_lengths.astype("<u2").view(np.uint8),
         "n_tokens": known.n_tokens.astype("<u2").view(np.uint8),
     }
-    with store_errors(folder / CERTIFICATE_FILE):
-        replace_file(folder / CERTIFICATE_FILE, checksummed(arrays), files or FileSystem())
+    write_recorded(record, arrays, folder / CERTIFICATE_FILE, files)
 
 
 def read_certificate(folder: Path, calibration: Calibration, key: str) -> Certificate | None:
     """The certificate in `folder`, None where there is none. Raises StoreError, in one sentence with the way out, for
     one that is damaged, of another version, or of other weights or exits."""
-    file = find_file(folder, CERTIFICATE_FILE, StoreError)
-    if file is None:
-        return None
+    file = folder / CERTIFICATE_FILE
     try:
-        found = _parsed(read_whole(file, MAX_BYTES, "a certificate"))
+        read = read_recorded(CertificateRecord, file, MAX_BYTES, "a certificate")
+        if read is None:
+            return None
+        found = _parsed(*read)
     except (ValueError, zlib.error) as error:
         raise StoreError(f"the certificate {file} is damaged ({error}); {WAY_OUT} again.") from error
     if found.key != key or found.exits_digest != calibration.exits_digest:
@@ -80,14 +76,12 @@ def read_certificate(folder: Path, calibration: Calibration, key: str) -> Certif
     return found
 
 
-def _parsed(data: bytes) -> Certificate:
+def _parsed(record: CertificateRecord, arrays: Arrays) -> Certificate:
     """Raises ValueError, zlib.error."""
-    arrays = parsed_checksummed(data)
-    if set(arrays) != {"record", "judgements", "prompt_lengths", "n_tokens"}:
+    if set(arrays) != {"judgements", "prompt_lengths", "n_tokens"}:
         raise ValueError("arrays are missing, or there are others")
     if any(array.dtype != np.uint8 or array.ndim != 1 for array in arrays.values()):
         raise ValueError("an array is of another type or shape")
-    record = from_json(CertificateRecord, arrays["record"].tobytes().decode())
     prompt_lengths, n_tokens = (arrays[name].view("<u2").astype(np.uint16) for name in ("prompt_lengths", "n_tokens"))
     n_all, n_exit_layers = int(n_tokens.sum()), len(record.exit_layers)
     if not 0 < n_all * n_exit_layers <= MAX_JUDGEMENTS or len(n_tokens) > MAX_PROMPTS:

@@ -1,7 +1,7 @@
 """The order of neurons by how often they are active, measured on text: the first are the hot ones.
 
-Its file lies beside the store whose neurons it is of: 32 bytes of SHA-256, then the safetensors file that they are the
-checksum of: "record", JSON; "order", int64 (n_layers, ffn); "curve", fp32. Nothing that is read is trusted.
+On disk it is one recorded file beside the store whose neurons it is of, with the arrays "order", int64 (n_layers, ffn),
+and "curve", fp32.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,30 +14,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.calibration.recorded_file import read_recorded, require_version, write_recorded
 from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
-from hetero_ee.calibration.tensor_files import Arrays, checksummed, parsed_checksummed, read_whole
+from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.errors import StoreError
-from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.blocks import Block, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.recorder import FfnRecorder
 from hetero_ee.sparsity.thresholds import neuron_blocks
+from hetero_ee.weights.first_neurons import BY_NEURON
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
-from hetero_ee.weights.store.filesystem import FileSystem, replace_file, store_errors
+from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.tiles import permuted_rows
 from hetero_ee.weights.weight import TileWeight, Weight
-from hetero_ee_profiles.records import from_json, to_json
 
 FORMAT_VERSION = 1
 MEASURED_TOKENS = 1024  # for the order, and as many for the curve
 CURVE_POINTS = 32
 WORTH_IT = 0.9  # of its neurons a token must need fewer: with all of them none is hot
 RECORD_BYTES = 2**16  # and everything else that is no order
-BY_NEURON = ("gate", "up", "down", "predictor_out")  # matrices with a row for each
-BIASES = ("gate_bias", "up_bias", "predictor_out_bias")  # down's is of its columns
+ORDERED = (*BY_NEURON, "predictor_out")  # matrices with a row for each
+BIASES = tuple(f"{short}_bias" for short in ORDERED if short != "down")  # down's is of its columns
 WAY_OUT = "calibrate sparsity again"
 
 
@@ -50,8 +50,7 @@ class OrderRecord:
 
     @staticmethod
     def check_version(version: object) -> None:
-        if version != FORMAT_VERSION:
-            raise ValueError(f"it has format version {version!r}, this engine reads {FORMAT_VERSION}")
+        require_version(version, FORMAT_VERSION)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +77,7 @@ class NeuronOrder:
         """The same model with its neurons in this order, in memory of its own, and what planning is to know of it."""
         matrices, vectors, held_bytes = dict(weights.matrices), dict(weights.vectors), weights.held_bytes
         for block, row in zip(neuron_blocks(spec), torch.from_numpy(self.order), strict=True):
-            for name in _names(block, BY_NEURON):
+            for name in _names(block, ORDERED):
                 matrices[name] = _permuted(matrices[name], row.long())
                 held_bytes += matrices[name].n_bytes
             for name in (*_names(block, BIASES), least_activations(block)):
@@ -117,24 +116,21 @@ def fitted_order(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]
 
 def write_order(order: NeuronOrder, key: str, file: Path, files: FileSystem | None = None) -> None:
     """Whole or not at all, replacing what was there. Raises StoreError, DiskFullError."""
-    record = np.frombuffer(to_json(OrderRecord(FORMAT_VERSION, key)).encode(), np.uint8)
-    arrays: Arrays = {"record": record, "order": order.order, "curve": np.array(order.curve, np.float32)}
-    with store_errors(file):
-        replace_file(file, checksummed(arrays), files or FileSystem())
+    arrays: Arrays = {"order": order.order, "curve": np.array(order.curve, np.float32)}
+    write_recorded(OrderRecord(FORMAT_VERSION, key), arrays, file, files)
 
 
 def read_order(file: Path, spec: ModelSpec, key: str) -> NeuronOrder | None:
     """What `file` holds, None where it is not there, or of other weights: nothing needs it. Raises StoreError, in one
     sentence with the way out, where it is damaged or of another version."""
-    found = find_file(file.parent, file.name, StoreError)
-    if found is None:
-        return None
     try:
         most_bytes = RECORD_BYTES + 8 * spec.n_layers * spec.ffn_size
-        arrays = parsed_checksummed(read_whole(found, most_bytes, "an order of neurons"))
-        if set(arrays) != {"record", "order", "curve"} or arrays["record"].dtype != np.uint8:
+        found = read_recorded(OrderRecord, file, most_bytes, "an order of neurons")
+        if found is None:
+            return None
+        record, arrays = found
+        if set(arrays) != {"order", "curve"}:
             raise ValueError("arrays are missing, or there are others")
-        record = from_json(OrderRecord, arrays["record"].tobytes().decode())
         read = NeuronOrder(arrays["order"], tuple(map(float, arrays["curve"])))
     except ValueError as error:
         raise StoreError(f"the order of neurons {file} is damaged ({error}); {WAY_OUT}, or delete it.") from error

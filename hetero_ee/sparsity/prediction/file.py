@@ -1,7 +1,5 @@
-"""A predictor of active neurons on disk: one file beside the store whose neurons it is of.
-
-32 bytes of SHA-256, then the safetensors file that they are the checksum of: "record", JSON, and of each layer, as
-"0/inner.tiles", the arrays of layer_arrays. Nothing that is read is trusted.
+"""A predictor of active neurons on disk: one recorded file beside the store whose neurons it is of, with the arrays of
+layer_arrays for each layer, as "0/inner.tiles".
 """
 
 from collections.abc import Mapping
@@ -14,17 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.calibration.tensor_files import Arrays, checksummed, parsed_checksummed, read_whole
+from hetero_ee.calibration.recorded_file import read_recorded, require_version, write_recorded
+from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.errors import StoreError
-from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
 from hetero_ee.weights.quantizers import FITTED_LIMIT, MAX_EXPONENT, MIN_EXPONENT
-from hetero_ee.weights.store.filesystem import FileSystem, replace_file, store_errors
+from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, TILE_ROWS, region_bytes, tile_grid
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_profiles.records import from_json, to_json
 
 FORMAT_VERSION = 1
 RECORD_BYTES = 2**20  # and everything else that is no tile, scale or bias
@@ -46,33 +43,27 @@ class PredictorRecord:
 
     @staticmethod
     def check_version(version: object) -> None:
-        if version != FORMAT_VERSION:
-            raise ValueError(f"it has format version {version!r}, this engine reads {FORMAT_VERSION}")
+        require_version(version, FORMAT_VERSION)
 
 
 def write_predictor(
     predictor: NeuronPredictor, key: str, text: str, file: Path, files: FileSystem | None = None
 ) -> None:
     """Whole or not at all, replacing what was there. Raises StoreError, DiskFullError."""
-    record = to_json(PredictorRecord(FORMAT_VERSION, key, text, predictor.rank, predictor.measured))
-    arrays: Arrays = {"record": np.frombuffer(record.encode(), np.uint8)}
-    for number, layer in enumerate(predictor.layers):
-        arrays |= {f"{number}/{name}": array for name, array in layer_arrays(layer).items()}
-    with store_errors(file):
-        replace_file(file, checksummed(arrays), files or FileSystem())
+    layers = enumerate(predictor.layers)
+    arrays = {f"{number}/{name}": array for number, layer in layers for name, array in layer_arrays(layer).items()}
+    record = PredictorRecord(FORMAT_VERSION, key, text, predictor.rank, predictor.measured)
+    write_recorded(record, arrays, file, files)
 
 
 def read_predictor(file: Path, spec: ModelSpec, key: str) -> NeuronPredictor | None:
     """What `file` holds, None where it is not there. Raises StoreError, in one sentence with the way out, where it is
     damaged, of another version or of other weights."""
-    found = find_file(file.parent, file.name, StoreError)
-    if found is None:
-        return None
     try:
-        arrays = parsed_checksummed(read_whole(found, _most_bytes(spec), "a predictor of active neurons"))
-        if arrays.get("record", np.zeros(0)).dtype != np.uint8:
-            raise ValueError("it has no record")
-        record = from_json(PredictorRecord, arrays.pop("record").tobytes().decode())
+        found = read_recorded(PredictorRecord, file, _most_bytes(spec), "a predictor of active neurons")
+        if found is None:
+            return None
+        record, arrays = found
         if record.key != key:
             raise StoreError(
                 f"the predictor of active neurons {file} is of another model or of other weights than these; {WAY_OUT} "
