@@ -27,13 +27,14 @@ from hetero_ee_cpu_ops.quantize import (
 from hetero_ee_cpu_ops.row_unit import add_unit, unpack_scales
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
 from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
-from hetero_ee_cpu_ops.simd.floats import write_integer
+from hetero_ee_cpu_ops.simd.floats import load16, load_lanes, write_integer
 from hetero_ee_cpu_ops.tile_group import adds_in_16_bits
 
 TILE, BLOCK = 16, 128  # rows that meet up together, and the most whose addresses a frame holds
 PASS_TOKENS = 8  # rows are read once for them
 STRIP_GROUPS = 16  # a register of scales
 STRIP_UNITS = STRIP_GROUPS // 2
+F32 = np.float32(0)  # says what a load finds
 AHEAD, PIECE = 64, 256  # rows that are asked for before they are needed; bytes that are asked for at once
 # Offsets in a chunk's frame, in bytes.
 CURSOR, ASKED, LIMIT = 0, 16, 24  # what to ask for next and where its row ends; rows asked for, and to ask for by now
@@ -86,6 +87,12 @@ def _quantize(arguments: int, index: int) -> None:
 
 
 QUANTIZE = Chunk(_quantize)
+
+
+@inner
+def load_first(address: int, count: int) -> Any:
+    """16 fp32, zeros from the count on, which are not read."""
+    return load16(address, F32) if count >= 16 else load_lanes(address, 0, count, F32)
 
 
 @inner

@@ -31,6 +31,7 @@ from hetero_ee_cpu_ops.listed_rows import (
     ask_for_tile,
     begin_list,
     inputs,
+    load_first,
     meet,
     point_at,
 )
@@ -42,7 +43,6 @@ from hetero_ee_cpu_ops.simd.bytes import lowest_bit, nonzero_lanes, store_rows, 
 from hetero_ee_cpu_ops.simd.floats import (
     add,
     load16,
-    load_lanes,
     multiply,
     operation,
     read_float,
@@ -69,12 +69,6 @@ where_positive = operation(2, lambda a, b: b.where(">", 0.0, a, 0.0), "where_pos
 
 
 @inner
-def _load(address: int, count: int) -> Any:
-    """16 fp32, zeros from the count on, which are not read."""
-    return load16(address, F32) if count >= 16 else load_lanes(address, 0, count, F32)
-
-
-@inner
 def _store(value: Any, address: int, count: int) -> None:
     if count >= 16:
         store16(value, address)
@@ -94,7 +88,7 @@ def _list(arguments: int, first: int, end: int, rows: int) -> int:
         else:
             bits = 0
             for token in range(n_tokens):
-                found = _load(scores + 4 * (token * n_neurons + start), end - start)
+                found = load_first(scores + 4 * (token * n_neurons + start), end - start)
                 bits |= nonzero_lanes(where_positive(spread(F32_ONE), found))
         while bits:
             write_integer(start + lowest_bit(bits), rows + 8 * count)
@@ -180,9 +174,9 @@ def _give_out(arguments: int, frame: int, rows: int, count: int) -> None:
         if adjacent:
             value = load16(sums, F32)
             if bias:
-                value = add(value, _load(bias + 4 * neuron, count))
+                value = add(value, load_first(bias + 4 * neuron, count))
             if word(word(arguments, SKIPS), first + token):
-                value = where_positive(value, _load(scores + 4 * neuron, count))
+                value = where_positive(value, load_first(scores + 4 * neuron, count))
             _store(value, out + 4 * neuron, count)
             continue
         for lane in range(count):  # all tokens may skip, where not all rows are read

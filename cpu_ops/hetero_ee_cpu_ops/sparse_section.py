@@ -39,6 +39,7 @@ from hetero_ee_cpu_ops.listed_rows import (
     ask,
     ask_for_tile,
     begin_list,
+    load_first,
     meet,
     point_at,
 )
@@ -92,12 +93,6 @@ def list_bytes(n_neurons: int, n_tokens: int) -> int:
 
 
 @inner
-def _active(address: int, count: int) -> Any:
-    """16 activations, zeros from the count on, which are not read."""
-    return load16(address, F32) if count >= 16 else load_lanes(address, 0, count, F32)
-
-
-@inner
 def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: int) -> int:
     """Lists the neurons of first .. end - 1 that any token has active, and every token's activations of them; both are
     filled up to whole tiles, with the last one and zeros. Returns how many they are."""
@@ -106,7 +101,7 @@ def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: 
     for start in range(first, end, 16):
         bits = 0
         for token in range(n_tokens):
-            bits |= nonzero_lanes(_active(active + 4 * (token * n_neurons + start), end - start))
+            bits |= nonzero_lanes(load_first(active + 4 * (token * n_neurons + start), end - start))
         while bits:
             neuron = start + lowest_bit(bits)
             bits &= bits - 1
