@@ -8,13 +8,13 @@ import numpy as np
 
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-GUARD_BYTES, GUARD = 64, 0xA5
+GUARD_BYTES, GUARD = 256, 0xA5
 
 
 class Guarded:
     """An output array with bytes before and after it that nobody may write."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         self._bytes = np.full(size + 2 * GUARD_BYTES, GUARD, np.uint8)
         self.array = self._bytes[GUARD_BYTES : GUARD_BYTES + size].view(dtype).reshape(shape)
@@ -22,6 +22,21 @@ class Guarded:
     def check(self) -> None:
         assert (self._bytes[:GUARD_BYTES] == GUARD).all(), "bytes before the output were written"
         assert (self._bytes[self._bytes.size - GUARD_BYTES :] == GUARD).all(), "bytes after the output were written"
+
+
+class GuardedAllocations:
+    """In place of np.empty: what an operation allocates by itself, guarded."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Guarded] = []
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        self.arrays.append(Guarded(shape, dtype))
+        return self.arrays[-1].array
+
+    def check(self) -> None:
+        for each in self.arrays:
+            each.check()
 
 
 def guarded_copy(values: Any) -> Guarded:

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_ee_cpu_ops.masked_linear import MaskedLinear
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
-from tests.cpu_support import assert_same_bits, teams
+from tests.cpu_support import GuardedAllocations, assert_same_bits, teams
 from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, masked_reference
 
 SHAPES = ((64, 64), (65, 32), (200, 96), (1, 32), (300, 1056))
@@ -109,23 +109,16 @@ def test_a_tokens_bits_do_not_depend_on_batch_or_threads(operations: list[Masked
 
 def test_nothing_is_written_beside_the_output(operation: MaskedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array the operation allocates lies between guard bytes that must survive."""
-    guarded, guard = [], 256
-
-    def empty(shape: Any, dtype: Any) -> Any:
-        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        memory = np.full(n_bytes + 2 * guard, 171, np.uint8)
-        guarded.append(memory)
-        return memory[guard : guard + n_bytes].view(dtype).reshape(shape)
-
+    allocated = GuardedAllocations()
     for shape in SHAPES:
         case = Case(shape, 11)
         with monkeypatch.context() as patch:
-            patch.setattr("hetero_ee_cpu_ops.masked_linear.np.empty", empty)
+            patch.setattr("hetero_ee_cpu_ops.masked_linear.np.empty", allocated.empty)
             found = [operation(case.x, case.scores, case.matrix, None, skips) for skips in (None, case.skips)]
         for skips, each in zip((None, case.skips), found, strict=True):
             assert_same_bits(each, masked_reference(case.x, case.scores, case.rows, None, skips))
-    assert len(guarded) == 4 * len(SHAPES)
-    assert all((memory[:guard] == 171).all() and (memory[-guard:] == 171).all() for memory in guarded)
+    assert len(allocated.arrays) == 4 * len(SHAPES)
+    allocated.check()
 
 
 def test_no_tokens_give_no_rows(operation: MaskedLinear) -> None:

@@ -16,6 +16,7 @@ from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from tests.cpu_support import GuardedAllocations
 
 KINDS = ("rtn", "codebook", "wide", "int8", "zeros")
 WIDE = (-128, -97, -70, -54, -40, -27, -16, -5, 0, 9, 28, 40, 54, 70, 90, 127)  # beyond what is fitted, as NF4's
@@ -137,22 +138,15 @@ def test_rows_from_a_row_block_on_have_the_bits_of_the_whole_product(matmul: Mat
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_written_beside_the_output(matmul: Matmul, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array the operation allocates lies between guard bytes that must survive."""
-    guarded, guard = [], 256
-
-    def empty(shape: Any, dtype: Any) -> Any:
-        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        memory = np.full(n_bytes + 2 * guard, 171, np.uint8)
-        guarded.append(memory)
-        return memory[guard : guard + n_bytes].view(dtype).reshape(shape)
-
+    allocated = GuardedAllocations()
     for shape in SHAPES:
         case = Case.random(kind, shape, 11)
         expected = matmul(case.x, case.matrix())
         with monkeypatch.context() as patch:
-            patch.setattr("hetero_ee_cpu_ops.matmul.np.empty", empty)
+            patch.setattr("hetero_ee_cpu_ops.matmul.np.empty", allocated.empty)
             assert np.array_equal(matmul(case.x, case.matrix()), expected)
-    assert len(guarded) == 2 * len(SHAPES)
-    assert all((memory[:guard] == 171).all() and (memory[-guard:] == 171).all() for memory in guarded)
+    assert len(allocated.arrays) == 2 * len(SHAPES)
+    allocated.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)

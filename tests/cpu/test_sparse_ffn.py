@@ -10,7 +10,7 @@ from hetero_ee.planning.hot import section_neurons
 from hetero_ee_cpu_ops.rows import RowMatrix
 from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_a_section
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
-from tests.cpu_support import assert_same_bits, teams
+from tests.cpu_support import GuardedAllocations, assert_same_bits, teams
 from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, reference
 
 SHAPES = ((64, 64), (65, 32), (200, 96), (1, 32), (300, 1056), (4200, 128))  # the last: two blocks a section
@@ -180,22 +180,15 @@ def test_the_largest_sums_stay_exact(operation: SparseFfn) -> None:
 
 def test_nothing_is_written_beside_the_output(operation: SparseFfn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array the operation allocates lies between guard bytes that must survive."""
-    guarded, guard = [], 256
-
-    def empty(shape: Any, dtype: Any) -> Any:
-        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        memory = np.full(n_bytes + 2 * guard, 171, np.uint8)
-        guarded.append(memory)
-        return memory[guard : guard + n_bytes].view(dtype).reshape(shape)
-
+    allocated = GuardedAllocations()
     for shape in SHAPES:
         case = Case(shape, 11)
         expected = case.run(operation, case.active)
         with monkeypatch.context() as patch:
-            patch.setattr("hetero_ee_cpu_ops.sparse_ffn.np.empty", empty)
+            patch.setattr("hetero_ee_cpu_ops.sparse_ffn.np.empty", allocated.empty)
             assert_same_bits(case.run(operation, case.active), expected)
-    assert len(guarded) == 3 * len(SHAPES)
-    assert all((memory[:guard] == 171).all() and (memory[-guard:] == 171).all() for memory in guarded)
+    assert len(allocated.arrays) == 3 * len(SHAPES)
+    allocated.check()
 
 
 def test_no_tokens_give_no_rows(operation: SparseFfn) -> None:
