@@ -29,8 +29,8 @@ FRAGMENT = re.compile(r"(?:Of|For|That|What|The same|Those|Whose|As|So|Likewise)
 WORDS = re.compile(
     r"\bNone where\b|\b[Rr]aises \w+ where\b|\bbe had\b|\banew\b|\bwhoever\b|\bnobody\b|\bwhat (?:is|was) asked for\b"
     r"|\b(?:behind|beyond) (?:\d|the (?:marker|context|prompt))|\bbeside\b|\bdearer\b|\bg(?:o|one|oes) on with\b"
-    r"|\bfor want of\b|\bin turns?\b|\bso many\b|\bis none\b|(?<!there )\bis no (?!longer\b)|\blies?\b|\bha(?:s|ve|d) room for\b"
-    r"|\bcrossings?\b|\bwaiting tokens?\b|\bas \w+ (?:has|have) it\b|\bare told\b|\bis told\b"
+    r"|\bfor want of\b|\bin turns?\b|\bso many\b|\bis none\b|(?<!there )\bis no (?!longer\b)|\blies?\b"
+    r"|\bha(?:s|ve|d) room for\b|\bcrossings?\b|\bwaiting tokens?\b|\bas \w+ (?:has|have) it\b|\bare told\b|\bis told\b"
 )
 QUOTED = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
 
