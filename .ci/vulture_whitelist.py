@@ -25,7 +25,7 @@ BaseFileLock
 # Python callers'.
 _.count_tokens, _.astream, _.measure
 
-# Loaded by name: strings in hetero_ee/runtime/gpu/registry.py.
+# Loaded by name: strings in hetero_ee/ops/registry.py.
 bitsandbytes_matrix
 tile_matrix
 exit_predictor  # of the GPU: for exits that are judged there

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee import Engine, ModelSpec, SamplingParams
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer
 

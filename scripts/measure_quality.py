@@ -24,13 +24,13 @@ from torch import Tensor
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.planning.parts import KV_BYTES
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint, weight_files
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint

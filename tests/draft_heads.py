@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, DraftHeadLayer
 from hetero_ee.speculation.sources.draft_head_opening import draft_vocabulary, head_on_cpu

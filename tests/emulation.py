@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Timeline

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized, load_dense
 from hetero_ee.weights.quantizers import quantize

@@ -9,10 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.kv.devices import DeviceCaches
-from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.speculation.missing_kv import MissingKv
 from hetero_ee.speculation.waiting import WaitingToken
 from tests.executor_support import MAX_TOKENS, Model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from tests.kv_contents import read_back
 
 N_KV_HEADS, HEAD_DIM = 3, 4

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hetero_ee.runtime.kv.devices import DeviceCaches
-from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee.kv.devices import DeviceCaches
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee_kernels.reference import read
 
 

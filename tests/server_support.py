@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.server import bind, http_server, url_of
 from hetero_ee.serving.settings import ServerSettings

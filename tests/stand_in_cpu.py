@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.runtime.executors import cpu as cpu_executor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_table import POSITION
 from hetero_ee_cpu_ops.kv_write import KvWrite

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
+from hetero_ee.ops.registry import Registry
+from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.cuda_copier import CudaCopier
 from hetero_ee.runtime.devices.cuda_machine import Gpu, cuda_machine, gpu_executor
@@ -19,10 +23,6 @@ from hetero_ee.runtime.execution import open_plan, planned_cache
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu.registry import Registry
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from tests.stand_in_cuda import StandInCuda
 

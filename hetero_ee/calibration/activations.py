@@ -13,7 +13,7 @@ from torch import Tensor
 from hetero_ee.calibration.traces import FIRST_COUNTED
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.speculation.exits.calibration import FREQUENCY
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap

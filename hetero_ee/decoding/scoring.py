@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.logprobs import TokenLogprobs, token_logprobs
 from hetero_ee.decoding.texts import Continuation, Ending, require_room
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 
 SCORED_TOKENS = 128  # in one pass beside other texts: their logits, a vocabulary each, are memory that no plan counts

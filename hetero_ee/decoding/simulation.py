@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from hetero_ee.decoding.result import GenerationResult
 from hetero_ee.errors import UsageError
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import LANES, Span, Timeline
 from hetero_ee.runtime.execution import open_plan

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import KV_TYPE, kv_bytes_per_token
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.pass_probe import SMALLEST_S, PassSamples, probe_pass, time_pass
 from hetero_ee.profiling.preset import LEAST_TOKENS, PassSampling, Point, Preset, affordable_points
 from hetero_ee.runtime.executors.cpu import CpuExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import CODEBOOK, random_weights
 from hetero_ee.weights.weight import TileWeight

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
+from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.cpu import memory_reader
 from hetero_ee.profiling.machine_profile import WAY_OUT, reason
 from hetero_ee.profiling.preset import Point, Preset
 from hetero_ee.profiling.rows import gpu_rows
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftNoise, noise_words
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
-from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee.runtime.gpu.segment import GpuSegment
-from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
 from hetero_ee.weights.weight import TileWeight

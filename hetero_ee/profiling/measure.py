@@ -7,12 +7,12 @@ from pathlib import Path
 
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.disturbance import disturbances
 from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu, with_rows
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
 from hetero_ee.profiling.rows import cpu_rows
-from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_profiles.disk_probe import probe_disk_bytes_per_s
 from hetero_ee_profiles.gpu.platform import GpuPlatform
 from hetero_ee_profiles.hardware import (

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.preset import PassSampling
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.probe_samples import Clock

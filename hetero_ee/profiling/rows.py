@@ -9,11 +9,11 @@ import torch
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.gpu_operations import gpu_operations
+from hetero_ee.ops.gpu_weights import row_matrix
+from hetero_ee.ops.registry import Registry
 from hetero_ee.planning.parts import neuron_rows
 from hetero_ee.profiling.preset import Preset
-from hetero_ee.runtime.gpu.operations import gpu_operations
-from hetero_ee.runtime.gpu.registry import Registry
-from hetero_ee.runtime.gpu.weights import row_matrix
 from hetero_ee.weights.random_weights import random_rows
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee_cpu_ops.rows import RowMatrix

@@ -1,1 +1,1 @@
-"""Running the decoder: batches, executors, KV caches, devices and what a GPU runs."""
+"""Running the decoder: executors, devices and what a GPU runs."""

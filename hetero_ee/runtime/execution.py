@@ -5,6 +5,8 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
@@ -14,12 +16,10 @@ from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, STREAMED
 from hetero_ee.planning.times.traffic import KV, WEIGHTS
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.route import Route
 from hetero_ee.runtime.streaming.streaming import WeightStream
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams, streamed_blocks, visiting_bytes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
@@ -21,7 +22,6 @@ from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hot import halves
@@ -21,7 +22,6 @@ from hetero_ee.planning.parts import (
     kv_bytes_per_token,
     neuron_rows,
 )
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS
 from hetero_ee.weights.tiles import TILE_ROWS

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
 from hetero_ee.config import Progress
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.sparsity.curves import Measurement, SparsityCurves, largest_within
 from hetero_ee.sparsity.dealing import SHARES
 from hetero_ee.sparsity.held_out import HeldOut

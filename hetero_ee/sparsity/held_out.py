@@ -7,11 +7,11 @@ from torch import Tensor
 
 from hetero_ee.calibration.stages import HELD_OUT, Chunk, first_numbers
 from hetero_ee.config import Progress
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.neurons import NeuronCounts
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 
 MEASURING = "Measuring sparsity"

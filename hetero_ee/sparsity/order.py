@@ -18,9 +18,9 @@ from hetero_ee.calibration.recorded_file import read_recorded, require_version, 
 from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
 from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.errors import StoreError
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import Block, least_activations
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.recorder import FfnRecorder
 from hetero_ee.sparsity.thresholds import neuron_blocks

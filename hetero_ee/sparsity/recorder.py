@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.kv.batch import FIRST_SPARSE
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import FIRST_SPARSE
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.waiting import WaitingToken, advance, batch_of, stacked
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numba.core.registry import cpu_target
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.known_shapes import known_spec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kernel_files import compiled

@@ -186,8 +186,8 @@ def overhead_us_per_layer() -> float:
     import torch
 
     from hetero_ee.hub.config_file import read_spec
+    from hetero_ee.kv.batch import Batch
     from hetero_ee.models.blocks import all_tensors, decoder_blocks
-    from hetero_ee.runtime.batch import Batch
     from hetero_ee.runtime.executors.cpu import CpuExecutor
     from hetero_ee.weights.model_weights import ModelWeights, is_quantized
     from hetero_ee.weights.quantizers import quantize

@@ -20,8 +20,8 @@ import torch
 from hetero_ee.config import demo_model_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint

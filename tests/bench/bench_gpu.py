@@ -45,6 +45,7 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.registry import Registry
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import DraftRates, Statistics
@@ -52,7 +53,6 @@ from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_
 from hetero_ee.profiling.machine_profile import versions
 from hetero_ee.profiling.measure import Subject, measure_profile
 from hetero_ee.profiling.preset import FULL, Preset
-from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting

@@ -24,9 +24,9 @@ from torch import Tensor
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.dealing import SHARES, dealt_shares
 from hetero_ee.sparsity.fit import SparsityFit, weighted_scores

@@ -28,11 +28,11 @@ from llamacpp import LlamaCpp, build_without_amx, check_build, probe_command, sy
 
 from hetero_ee.config import cache_folder
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import KINDS, CpuKvCache
 from hetero_ee.models.blocks import BlockKind, decoder_blocks, least_activations
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv.cpu import KINDS, CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_profiles.host.process import physical_core_count

@@ -16,6 +16,7 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
@@ -23,7 +24,6 @@ from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import DraftRates, ExitRates, Statistics
 from hetero_ee.planning.times.prediction import step_times
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline

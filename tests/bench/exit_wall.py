@@ -11,9 +11,9 @@ from exit_rows import MEASURED, Row, StepCosts, StepCounts, Timed, described_row
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, data_folder
+from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.limits import Limits
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.captured import cut
 from hetero_ee.runtime.executors.executor import Executor
 from tests.emulation import emulated, planned, prompt_of

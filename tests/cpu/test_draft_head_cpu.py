@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu

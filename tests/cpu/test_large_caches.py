@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.runtime.executors.cpu import _sequence_cache
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_table import kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import KV_TYPE, model_parts
 from hetero_ee.planning.times.costs import Costs
@@ -16,7 +17,6 @@ from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model, speed_since
 from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
 from hetero_ee.profiling.preset import MOST_PASSES, QUICK, USUAL_PASSES, PassSampling, product_shapes
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_cpu_ops.attention import Attention

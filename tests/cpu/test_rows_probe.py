@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.gpu import GpuMetrics, with_rows
 from hetero_ee.profiling.preset import QUICK
 from hetero_ee.profiling.rows import SHARES, TOKENS, cpu_rows, gpu_rows
-from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP

@@ -16,7 +16,7 @@ from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
 from hetero_ee.calibration.tensor_files import checksummed, parsed_checksummed
 from hetero_ee.calibration.texts import MOST_PROMPT_TOKENS, text_prompts
 from hetero_ee.errors import DiskFullError, StoreError
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.speculation.exits.certificate import Certificate, levels_of
 from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, calibration_folder

@@ -10,8 +10,8 @@ import torch
 
 from hetero_ee import Engine, GenerationResult
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv import cpu as kv_cache
+from hetero_ee.kv import cpu as kv_cache
+from hetero_ee.kv.batch import Batch
 from hetero_ee.text.chat_template import ChatTemplate, Message
 from tests.chat_support import LINES, text_of
 

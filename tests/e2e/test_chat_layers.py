@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee import Engine
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from tests.chat_support import LINES
 from tests.e2e.test_chat_faults import N_LAYERS, N_TOKENS, OPENING, QUESTION, assert_goes_on

@@ -13,8 +13,8 @@ import pytest
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.scoring import score
 from hetero_ee.evaluation.open_mode import EngineMode
+from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.limits import Limits
-from hetero_ee.runtime.batch import Batch
 from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli, Ended
 from tests.emulation import LAPTOP

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.quantizers import quantize

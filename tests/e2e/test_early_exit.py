@@ -123,7 +123,7 @@ def test_tokens_are_those_of_one_token_at_a_time(executor: Executor, seed: int) 
 
 def said_after(executor: Executor, token_ids: Sequence[int], depth: int) -> int:
     """The likeliest token after a text whose last token passes so many layers, all others passing every one."""
-    from hetero_ee.runtime.batch import Batch
+    from hetero_ee.kv.batch import Batch
 
     sequence = executor.cache.open_new()
     try:
@@ -144,7 +144,7 @@ def test_the_cache_holds_what_is_whole(executor: Executor, model: Model) -> None
     assert len(prompt) <= whole < len(prompt) + N_NEW - 1
     again = on_kernels(model)
     fresh = again.cache.open_new()
-    from hetero_ee.runtime.batch import Batch
+    from hetero_ee.kv.batch import Batch
 
     token_ids = [*prompt, *(token.token_id for token in tokens)]
     again.hidden(Batch.of_sequence(fresh, 0, token_ids[:whole]))

@@ -9,13 +9,13 @@ import torch
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.statistics import ExitRates, Statistics
 from hetero_ee.planning.times.steps import StepTimes, exit_steps
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.speculation.drafting import Drafting

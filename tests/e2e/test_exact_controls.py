@@ -12,12 +12,12 @@ from torch import Tensor
 from hetero_ee import Engine
 from hetero_ee.decoding import texts
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.speculation import drafts
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.statistics import DraftCounts

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hetero_ee.errors import DeviceMemoryError
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.speculation.missing_kv import MISSING_KV, missing_kv
 from tests.device_support import no_memory

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
+from hetero_ee.ops.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import FAMILIES, edit_config, random_model, save_checkpoint

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, load_dense

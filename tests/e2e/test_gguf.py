@@ -14,11 +14,11 @@ from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.planner import shapes_sha256
 from hetero_ee.profiling.preset import product_shapes
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.dummy import dummy_weights
 from hetero_ee.runtime.executors.reference import ReferenceExecutor

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from hetero_ee.errors import DeviceMemoryError, UsageError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
-from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
 from hetero_ee_profiles.reference import reference_profile

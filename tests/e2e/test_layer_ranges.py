@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.executors.executor import Executor
 from tests.device_support import SPEC, round_profile

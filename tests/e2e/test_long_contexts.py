@@ -10,13 +10,13 @@ from torch import Tensor
 
 from hetero_ee.engine import Engine
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import KINDS, CpuKvCache
 from hetero_ee.models.rope import RopeSpec
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.planning.limits import Limits
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.kv.cpu import KINDS, CpuKvCache
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from hetero_ee_profiles.reference import reference_profile

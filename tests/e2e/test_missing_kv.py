@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.limits import EXIT_KV
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.missing_kv import MISSING_KV, missing_kv
 from tests.emulation import emulated, planned

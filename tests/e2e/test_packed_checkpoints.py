@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.fields import MAX_SIZE
 from hetero_ee.models.saved_format import SavedFormat
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.planner import shapes_sha256
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache

@@ -10,14 +10,14 @@ import torch
 
 from hetero_ee import Engine
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, load_dense

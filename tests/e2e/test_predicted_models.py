@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.manifest import read_manifest
 from hetero_ee.weights.store.verification import verify

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.execution import warmed_up
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
-from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import Fault, no_memory

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from tests.executor_support import contents, executor_for, hidden_alone, model_of
 

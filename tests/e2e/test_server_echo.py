@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from tests.server_support import RunningServer, events, eventually, opened, serving
 
 PROMPT = "Once upon a time, there was a dog"

@@ -8,7 +8,7 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.quantizers import quantize

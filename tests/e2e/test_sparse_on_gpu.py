@@ -10,12 +10,12 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.sparsity.order import CURVE_POINTS
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.host.memory import MemoryInfo

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense

@@ -18,12 +18,12 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Placement, open_on_cpu, open_placed

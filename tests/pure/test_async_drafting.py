@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from hetero_ee.errors import DeviceMemoryError, UsageError
+from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.times.overlap import Overlap, overlap
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.speed_switch import SpeculationSwitch

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.gpu.bitsandbytes_matmul import BLOCK, bitsandbytes_matrix, matmul
+from hetero_ee.ops.bitsandbytes_matmul import BLOCK, bitsandbytes_matrix, matmul
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import TileWeight

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hetero_ee.errors import DeviceMemoryError
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.rope import RopeScaling
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated import EmulatedCopier
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource

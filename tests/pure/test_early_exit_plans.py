@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.explanation import explained
 from hetero_ee.planning.limits import EARLY_EXIT_MODES, EXIT_KV, Limits
@@ -22,7 +23,6 @@ from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.prediction import predicted_step, predicted_text_s
 from hetero_ee.planning.times.steps import StepTimes, exit_steps
 from hetero_ee.planning.what_if import Request, what_if
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.opening import Placement, _plans_again

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.devices.timeline import TO_GPU, Timeline
 from hetero_ee.runtime.streaming.streaming import N_BUFFERS
 from hetero_ee_profiles.reference import reference_profile

@@ -9,8 +9,8 @@ import torch
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.speculation.drafting import Drafting

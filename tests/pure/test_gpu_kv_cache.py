@@ -6,8 +6,8 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_kernels.reference import kv_write
 from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine

@@ -12,8 +12,9 @@ import torch
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.kv.batch import Batch
+from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.planning.plan import EXIT, Plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
@@ -21,7 +22,6 @@ from hetero_ee.runtime.execution import warmed_up
 from hetero_ee.runtime.executors import gpu as gpu_executor
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.segment import GpuSegment
-from hetero_ee.runtime.kv.gpu import GpuKvCache
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.speculation.missing_kv import MISSING_KV, missing_kv
 from tests.device_support import held_bytes
 from tests.emulation import planned, prompt_of

@@ -9,10 +9,10 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
 from hetero_ee.profiling.machine_profile import with_free_memory
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
-from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_kernels import reference
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.measurement import Origin

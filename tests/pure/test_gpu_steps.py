@@ -13,11 +13,11 @@ import torch
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import drafted
 from hetero_ee.runtime.devices.device import CPU, GPU
 from hetero_ee.runtime.devices.emulated import emulated_machine

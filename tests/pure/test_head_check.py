@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hetero_ee import Engine, UsageError
 from hetero_ee.config import demo_model_folder
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.captured import captured_layers
 from hetero_ee.runtime.drafted import DraftEnd
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.head_check import FOLDER
 from hetero_ee.speculation.sources.draft_head_layer import HEAD_ROWS, DraftHead
 from hetero_ee.speculation.sources.eagle3 import Eagle3

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cpu import PAGE_TOKENS, CpuKvCache
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import PAGE_TOKENS, CpuKvCache
 from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine, rounded
 
 MAX_TOKENS = 3 * PAGE_TOKENS - 5

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv import cpu as kv_cache
-from hetero_ee.runtime.kv import gpu as gpu_kv_cache
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee.kv import cpu as kv_cache
+from hetero_ee.kv import gpu as gpu_kv_cache
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.gpu import GpuKvCache
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE, all_marks, rounded
 
 N_SEQUENCES, MAX_TOKENS, PAGE_TOKENS = 3, 100, 8

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.gpu.registry import IMPLEMENTATIONS, Registry, is_installed
+from hetero_ee.ops.registry import IMPLEMENTATIONS, Registry, is_installed
 
 
 def only(*packages: str) -> Callable[[str], bool]:
@@ -81,7 +81,7 @@ def test_everything_registered_loads() -> None:
 
 def test_choosing_imports_nothing() -> None:
     code = (
-        "import sys; from hetero_ee.runtime.gpu.registry import IMPLEMENTATIONS, Registry; r = Registry(); "
+        "import sys; from hetero_ee.ops.registry import IMPLEMENTATIONS, Registry; r = Registry(); "
         "[r.explain(i.operation, k) for k in ('cuda', 'rocm') for i in IMPLEMENTATIONS]; "
         "print([m for m in ('torch', 'triton', 'bitsandbytes', 'numba') if m in sys.modules])"
     )
@@ -94,7 +94,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 import hetero_ee.runtime.gpu.segment
-from hetero_ee.runtime.gpu.registry import IMPLEMENTATIONS, Registry
+from hetero_ee.ops.registry import IMPLEMENTATIONS, Registry
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee_kernels import reference
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import least_activations
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.sparsity.curves import MAX_KL_NATS, Measurement, largest_within
 from hetero_ee.sparsity.dealing import SHARES, dealt_shares, total_error
 from hetero_ee.sparsity.fit import SparsityFit, weighted_scores

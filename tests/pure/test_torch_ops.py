@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.weights.weight import DenseWeight
 from tests.families import config_of
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.times.costs import Costs
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.work import Attention, Overhead, Work, block_work, block_works, joined_name, work_s
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile

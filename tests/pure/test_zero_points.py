@@ -14,8 +14,8 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.gpu_weights import gpu_linear
 from hetero_ee.planning.parts import Product, model_parts
-from hetero_ee.runtime.gpu.weights import gpu_linear
 from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.model_weights import ModelWeights, as_stored
 from hetero_ee.weights.random_weights import random_weights

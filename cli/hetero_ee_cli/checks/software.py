@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.gpu.registry import IsInstalled, Registry, is_installed
+from hetero_ee.ops.registry import IsInstalled, Registry, is_installed
 from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
 from hetero_ee_profiles.host.host import TIMEOUT_S, Host
 from hetero_ee_profiles.host.torch_build import TorchBuild

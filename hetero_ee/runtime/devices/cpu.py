@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.devices.device import CPU, Device, Event, T, memory_error
+from hetero_ee.device_errors import memory_error
+from hetero_ee.runtime.devices.device import CPU, Device, Event, T
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.trace import SpanRecorder

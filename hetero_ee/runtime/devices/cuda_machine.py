@@ -7,8 +7,12 @@ from functools import partial
 
 import torch
 
+from hetero_ee.device_errors import driver_errors
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
+from hetero_ee.ops.registry import Registry, Warn
 from hetero_ee.planning.hot import hot_neurons
 from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
@@ -17,14 +21,10 @@ from hetero_ee.runtime.devices.cpu import CpuDevice
 from hetero_ee.runtime.devices.cuda import CudaDevice, CudaLink
 from hetero_ee.runtime.devices.cuda_copier import CudaCopier
 from hetero_ee.runtime.devices.cuda_driver import CudaDriver, TorchCuda
-from hetero_ee.runtime.devices.cuda_errors import driver_errors
 from hetero_ee.runtime.devices.cuda_stream import CudaClock
 from hetero_ee.runtime.devices.device import GPU, Link
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, CpuCopier, Machine
 from hetero_ee.runtime.executors.gpu import GpuExecutor
-from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu.registry import Registry, Warn
-from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.streaming.block_source import PinnedBlocks
 from hetero_ee.runtime.trace import SpanRecorder
 from hetero_ee.weights.first_neurons import with_first_neurons

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hetero_ee.device_errors import driver_errors
 from hetero_ee.runtime.devices.cuda_driver import CudaDriver
-from hetero_ee.runtime.devices.cuda_errors import driver_errors
 from hetero_ee.runtime.devices.device import Event, T
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.trace import SpanRecorder

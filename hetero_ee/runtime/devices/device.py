@@ -7,16 +7,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import DeviceMemoryError
+from hetero_ee.device_errors import memory_error
 from hetero_ee.runtime.work import Work
 
 T = TypeVar("T")
 CPU, GPU = "cpu", "gpu"
-MIB = 2**20
-WAYS_OUT = {
-    "gpu": "lower the VRAM budget or the context size, or close other programs that use the GPU.",
-    "cpu": "lower the context size, or close other programs.",
-}
 
 
 class Allocation:
@@ -107,12 +102,3 @@ class Link(Protocol):
     def host_buffer(self, n_bytes: int) -> Tensor:
         """uint8 memory of the CPU that copies run from and to at full speed. Raises DeviceMemoryError."""
         ...
-
-
-def memory_error(device: str, purpose: str, n_bytes: int | None, free_bytes: int) -> DeviceMemoryError:
-    """What to raise where the device has no n_bytes for `purpose`; None: nobody has said how many."""
-    free = f"{max(free_bytes, 0) / MIB:.1f} MiB"
-    asked = f"more on the {device.upper()} than the {free} that are free"
-    if n_bytes is not None:
-        asked = f"{n_bytes / MIB:.1f} MiB on the {device.upper()} and {free} are free"
-    return DeviceMemoryError(f"{purpose} needs {asked}; {WAYS_OUT[device]}", device)

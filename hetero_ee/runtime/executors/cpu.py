@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from hetero_ee.config import Progress
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, BlockKind, first_matrix, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hot import section_neurons
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.tiles import TILE_ROWS

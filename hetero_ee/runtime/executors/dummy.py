@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, TensorSpec, all_tensors, decoder_blocks, is_in_rows
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.work import stored_layout
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import KvCache, LayeredCache
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, attentions, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.planning.parts import KV_TYPE
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.captured import captured_layers, cut
 from hetero_ee.runtime.choice import drafted
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
 from hetero_ee.runtime.growth import Growth
-from hetero_ee.runtime.kv.cache import KvCache, LayeredCache
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 

@@ -9,19 +9,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.ops.gpu_operations import GpuOperations
+from hetero_ee.ops.gpu_weights import GpuWeights
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor, SplitFfn
 from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
-from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
 from hetero_ee.runtime.gpu.split import GpuSplit
-from hetero_ee.runtime.gpu.weights import GpuWeights
-from hetero_ee.runtime.kv.gpu import GpuKvCache, VisitingCache
-from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.weights.model_weights import ModelWeights
 
 

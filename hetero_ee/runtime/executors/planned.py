@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.planning.hot import hot_neurons
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import Allocation, Device, Event, T
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
-from hetero_ee.runtime.kv.devices import DeviceCaches
-from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
 from hetero_ee.runtime.work import (

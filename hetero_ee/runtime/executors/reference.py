@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, BlockKind, first_matrix, least_activations
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.planning.parts import default_kv_type
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights
 from hetero_ee.weights.weight import Weight
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.growth import Growth
-from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee_kernels.pages import PAGE_TOKENS
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import attention_workspace
 from hetero_ee_kernels.rope_table import rope_table
 

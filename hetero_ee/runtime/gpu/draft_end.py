@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.ops.gpu_operations import GpuOperations
+from hetero_ee.ops.gpu_weights import GpuLinear, gpu_linear
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, noise_words
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
-from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import Recorder, Replays, entered
-from hetero_ee.runtime.gpu.weights import GpuLinear, gpu_linear
 from hetero_ee.weights.weight import Weight
 from hetero_ee_kernels.tile_matrix import TileMatrix
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import Block, BlockKind, first_matrix
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.ops.gpu_operations import GpuOperations
+from hetero_ee.ops.gpu_weights import GpuWeights
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentBuffers, SegmentRoom
-from hetero_ee.runtime.gpu.operations import GpuOperations
-from hetero_ee.runtime.gpu.weights import GpuWeights
-from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 
 Work = Callable[[], None]

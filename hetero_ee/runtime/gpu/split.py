@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.gpu_operations import GpuOperations
+from hetero_ee.ops.gpu_weights import GpuWeights
 from hetero_ee.planning.hot import BLOCK, MAX_SECTIONS, section_neurons
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import SplitFfn
 from hetero_ee.runtime.gpu.buffers import SegmentRoom
-from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, Recorder, Replays, entered
-from hetero_ee.runtime.gpu.weights import GpuWeights
-from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.weights.rows import UNIT_COLUMNS
 
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.planning.times.traffic import KV
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, Event
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.route import DECODE, PREFILL, Route

@@ -13,13 +13,13 @@ from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
 from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.config import Progress
 from hetero_ee.errors import ModelError
+from hetero_ee.kv.batch import FIRST_SPARSE, Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import first_matrix
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.neurons import NeuronCounts
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.sparsity.held_out import HeldOut
 from hetero_ee.sparsity.kept import OF, KeptSteps
 from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.candidates import HeadCandidates

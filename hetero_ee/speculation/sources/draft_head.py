@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import BESIDE_ROWS
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd, DraftVocabulary
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer

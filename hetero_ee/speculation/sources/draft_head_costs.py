@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token, tensor_bytes
 from hetero_ee.planning.statistics import DraftRates, PromptReading
 from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.memory import layers_room_terms, rounded
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.work import Work, draft_works, logits_works, work_s

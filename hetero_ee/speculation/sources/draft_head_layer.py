@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import Event, T
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor

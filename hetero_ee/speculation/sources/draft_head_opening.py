@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE
@@ -19,7 +20,6 @@ from hetero_ee.runtime.drafted import DraftVocabulary
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import (

@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftVocabulary
 from hetero_ee.runtime.executors.executor import Executor

@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee.ops.gpu_operations import gpu_operations
+from hetero_ee.ops.gpu_weights import gpu_linear
+from hetero_ee.ops.registry import Registry
 from hetero_ee.runtime.choice import gumbel_noise
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, StateMap, noise_words
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
-from hetero_ee.runtime.gpu.operations import gpu_operations
-from hetero_ee.runtime.gpu.registry import Registry
-from hetero_ee.runtime.gpu.weights import gpu_linear
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.draft import PIECE, draft

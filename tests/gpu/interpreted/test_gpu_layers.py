@@ -4,13 +4,13 @@ themselves."""
 import pytest
 import torch
 
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
+from hetero_ee.ops.gpu_operations import gpu_operations
+from hetero_ee.ops.registry import Registry
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.gpu import GpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.gpu.operations import gpu_operations
-from hetero_ee.runtime.gpu.registry import Registry
-from hetero_ee.runtime.kv.gpu import GpuKvCache
 from tests.executor_support import MAX_TOKENS, Model, model_of
 from tests.gpu_support import DEVICE, assert_same_bits, random
 

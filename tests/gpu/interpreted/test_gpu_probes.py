@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling import gpu as gpu_profiling
 from hetero_ee.profiling.gpu import measured_gpu
 from hetero_ee.profiling.preset import QUICK, Preset, product_shapes
-from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.measurement import Origin
 from tests.families import config_of

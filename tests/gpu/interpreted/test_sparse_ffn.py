@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.ops.gpu_operations import gpu_operations
+from hetero_ee.ops.registry import Registry
 from hetero_ee.planning.hot import section_neurons
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.gpu.buffers import SegmentRoom
-from hetero_ee.runtime.gpu.operations import gpu_operations
-from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee.runtime.gpu.segment import GpuSegment
-from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.sparse_ffn import first_sections, fold_sections, n_blocks_a_section, sparse_ffn

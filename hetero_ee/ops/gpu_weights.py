@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hetero_ee.models.blocks import Block, least_activations
-from hetero_ee.runtime.gpu.operations import GpuOperations
+from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight

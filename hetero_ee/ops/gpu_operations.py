@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_ee.runtime.gpu.registry import Registry
+from hetero_ee.ops.registry import Registry
 
 NAMES = (
     "embed",

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import KvCache
 
 
 class DeviceCaches(KvCache):

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.weight import Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on

@@ -6,18 +6,22 @@ from contextlib import contextmanager
 
 import torch
 
-from hetero_ee.errors import DeviceLostError, shown
-from hetero_ee.runtime.devices.device import GPU, memory_error
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, shown
 
 NO_MEMORY = "out of memory"  # in the words of CUDA, HIP and Triton alike
 FROM_DRIVER = ("CUDA", "HIP", "Triton Error")  # how messages of RuntimeError begin that are no AcceleratorError
 ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+MIB = 2**20
+WAYS_OUT = {
+    "gpu": "lower the VRAM budget or the context size, or close other programs that use the GPU.",
+    "cpu": "lower the context size, or close other programs.",
+}
 
 
 @contextmanager
 def driver_errors(
-    purpose: str, free_bytes: Callable[[], int], *, device: str = GPU, n_bytes: int | None = None
+    purpose: str, free_bytes: Callable[[], int], *, device: str = "gpu", n_bytes: int | None = None
 ) -> Iterator[None]:
     """Inside, errors of the driver become DeviceMemoryError or DeviceLostError; all others stay as they are.
 
@@ -56,3 +60,12 @@ def _lost(purpose: str, error: RuntimeError) -> DeviceLostError:
     return DeviceLostError(
         f"the GPU failed during {purpose} ({shown(words[0])}); start again, with a VRAM budget of 0 to do without it."
     )
+
+
+def memory_error(device: str, purpose: str, n_bytes: int | None, free_bytes: int) -> DeviceMemoryError:
+    """What to raise where the device has no n_bytes for `purpose`; None: nobody has said how many."""
+    free = f"{max(free_bytes, 0) / MIB:.1f} MiB"
+    asked = f"more on the {device.upper()} than the {free} that are free"
+    if n_bytes is not None:
+        asked = f"{n_bytes / MIB:.1f} MiB on the {device.upper()} and {free} are free"
+    return DeviceMemoryError(f"{purpose} needs {asked}; {WAYS_OUT[device]}", device)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.device_errors import driver_errors
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import LayeredCache, packed, unpacked
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.cuda_errors import driver_errors
-from hetero_ee.runtime.kv.cache import LayeredCache, packed, unpacked
-from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
 
 VISITOR = 0  # the sequence that is visiting

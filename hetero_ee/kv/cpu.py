@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import LayeredCache, packed, unpacked
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import LayeredCache, packed, unpacked
 
 PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
 KINDS = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}

@@ -20,7 +20,7 @@ WAYS_OUT = {
     "bitsandbytes": "`pip install bitsandbytes`",
     "torch": "`pip install torch`",
 }
-TILES = "hetero_ee.runtime.gpu.weights:tile_matrix"
+TILES = "hetero_ee.ops.gpu_weights:tile_matrix"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _pair(operation: str, entry: str) -> tuple[Implementation, Implementation]:
 
 
 _INT4 = _pair("matmul_int4", "matmul:matmul")
-_BITSANDBYTES = "hetero_ee.runtime.gpu.bitsandbytes_matmul"
+_BITSANDBYTES = "hetero_ee.ops.bitsandbytes_matmul"
 IMPLEMENTATIONS = (
     _INT4[0],
     Implementation(

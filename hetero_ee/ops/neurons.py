@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.kv.batch import Batch
 
 
 @dataclass(slots=True)

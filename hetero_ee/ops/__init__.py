@@ -1,0 +1,1 @@
+"""Operations of each device: plain torch, the CPU kernels, the GPU kernels."""

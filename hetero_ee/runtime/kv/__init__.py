@@ -1,1 +1,0 @@
-"""KV caches: on the CPU, on a GPU, and several as one."""
