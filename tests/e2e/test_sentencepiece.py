@@ -36,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sentencepiece")
     for kind in ("bpe", "unigram"):
         spm.SentencePieceTrainer.train(
-            input=str(ROOT / "docs/ARCHITECTURE.md"),
+            input=str(ROOT / "docs/DECISIONS.md"),
             model_prefix=str(folder / kind),
             model_type=kind,
             vocab_size=600,

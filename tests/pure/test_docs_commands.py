@@ -103,3 +103,17 @@ def test_scripts_and_pages_that_a_page_names_are_there(page: Path) -> None:
     scripts = [ROOT / script for script in re.findall(r"python ((?:scripts|tests|examples)/[\w/]+\.py)", text)]
     linked = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)", text) if page.suffix == ".md" else []
     assert not [str(file) for file in (*scripts, *(page.parent / link for link in linked)) if not file.exists()]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a page's headings get: lower case, hyphens for blanks, no other punctuation."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=name_of)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./]*\.md)?#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    assert not [
+        (target, anchor) for target, anchor in links if anchor not in anchors(page.parent / (target or page.name))
+    ]
