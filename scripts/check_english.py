@@ -28,8 +28,8 @@ MIN_WORDS = 5  # of a string that counts as a message
 FRAGMENT = re.compile(r"(?:Of|For|That|What|The same|Those|Whose|As|So|Likewise)\b")
 WORDS = re.compile(
     r"\bNone where\b|\b[Rr]aises \w+ where\b|\bbe had\b|\banew\b|\bwhoever\b|\bnobody\b|\bwhat (?:is|was) asked for\b"
-    r"|\b(?:behind|beyond) (?:\d|the (?:marker|context|prompt))|\bbeside\b|\bdearer\b|\bg(?:o|one|oes) on with\b"
-    r"|\bfor want of\b|\bin turns?\b|\bso many\b|\bis none\b|(?<!there )\bis no (?!longer\b)|\blies?\b"
+    r"|\bbehind (?:\d|the (?:marker|context|prompt))|\bbeside\b|\bdearer\b|\bg(?:o|one|oes) on with\b"
+    r"|\bfor want of\b|\bin turns?\b|\bso many\b|\bis none\b|(?<![Tt]here )\bis no (?!longer\b)|\blies?\b"
     r"|\bha(?:s|ve|d) room for\b|\bcrossings?\b|\bwaiting tokens?\b|\bas \w+ (?:has|have) it\b|\bare told\b|\bis told\b"
 )
 QUOTED = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
