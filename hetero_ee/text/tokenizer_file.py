@@ -3,9 +3,8 @@
 The library does whatever tokenizer.json says: forty replacements of one letter by two make a terabyte of one prompt.
 """
 
-import base64
-import binascii
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hetero_ee.errors import ModelError, shown
 from hetero_ee.hub.json_text import not_json, parse_json
 from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SMALL_FILES
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of, refuse_special
+from hetero_ee.text.character_map import DamagedMapError, largest_growth
 from hetero_ee.text.split_pattern import why_slow
 
 Warn = Callable[[str], None]
@@ -66,6 +66,9 @@ _GROWTH = {
     ),
     1,
 )
+
+_PLAIN_ITEM = re.compile(r"([^\\^$.|?*+()\[\]{}])(?:\{(\d{1,3}),\}|\+)?")
+_PLAIN = re.compile(rf"(?:\\A)?((?:{_PLAIN_ITEM.pattern})+)")
 
 
 def check_converted(backend: Any, folder: Path) -> None:
@@ -226,7 +229,7 @@ def _growth(kind: str, step: Mapping[str, Any]) -> float:
     if kind == "Prepend":
         return 1 + _bytes_of(step.get("prepend"))
     if kind == "Precompiled":
-        return _longest_replacement(step.get("precompiled_charsmap"))
+        return _map_growth(step.get("precompiled_charsmap"))
     if kind == "TemplateProcessing":
         return _template_growth(step)
     if kind not in _GROWTH:
@@ -235,22 +238,23 @@ def _growth(kind: str, step: Mapping[str, Any]) -> float:
 
 
 def _replacement_growth(pattern: Any, n_content_bytes: int) -> float:
-    """A string is replaced wherever it occurs; an expression may match between any two characters."""
-    text = pattern.get("String") if isinstance(pattern, dict) else None
-    n_bytes = _bytes_of(text)
+    """A string is replaced wherever it occurs; most expressions may also match between any two characters."""
+    pattern = pattern if isinstance(pattern, dict) else {}
+    n_bytes = _bytes_of(pattern.get("String")) or _fewest_bytes(pattern.get("Regex"))
     return max(1.0, n_content_bytes / n_bytes) if n_bytes else 1 + n_content_bytes
 
 
-def _longest_replacement(charsmap: Any) -> int:
-    """Of a sentencepiece map: the size of a trie, the trie, and the replacements, each terminated by a 0."""
+def _fewest_bytes(expression: Any) -> int:
+    """Return a lower bound of the bytes that an expression matches: 0 unless it is only characters and repetitions."""
+    plain = _PLAIN.fullmatch(expression) if isinstance(expression, str) else None
+    return sum(_bytes_of(item[1]) * int(item[2] or 1) for item in _PLAIN_ITEM.finditer(plain[1])) if plain else 0
+
+
+def _map_growth(charsmap: Any) -> float:
     try:
-        data = base64.b64decode(charsmap or "", validate=True)
-    except (binascii.Error, TypeError, ValueError) as error:
+        return largest_growth(charsmap)
+    except DamagedMapError as error:
         raise RefusedError("its character map is damaged") from error
-    start = 4 + int.from_bytes(data[:4], "little")
-    if data and (start % 4 or start > len(data)):
-        raise RefusedError("its character map is damaged")
-    return max(1, *map(len, data[start:].split(b"\0")), 1)
 
 
 def _template_growth(step: Mapping[str, Any]) -> int:

@@ -18,6 +18,7 @@ from tests.bad_models import (
     edit_json,
     sparse,
 )
+from tests.character_maps import character_map
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -106,6 +107,8 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "replacements that double": (normalizers(*[DOUBLED] * 40), "could turn one byte into more than 1000"),
     "one that does it at once": (normalizers(replace({"String": "a"}, "a" * 2000)), "more than 1000"),
     "one that matches nothing": (normalizers(replace({"Regex": ""}, "a" * 2000)), "more than 1000"),
+    "one that may match nothing": (normalizers(replace({"Regex": "a{2,}?|b{0,}"}, "a" * 2000)), "more than 1000"),
+    "one that matches two letters": (normalizers(replace({"Regex": r"\Aba{1,}"}, "a" * 2003)), "more than 1000"),
     "one that matches the empty text": (normalizers(replace({"String": ""}, "a" * 2000)), "more than 1000"),
     "beginnings": (normalizers(*[PREPENDED] * 3), "more than 1000"),
     "compatible forms": (normalizers(*[{"type": "NFKC"}] * 4), "more than 1000"),
@@ -129,13 +132,8 @@ BAD: dict[str, tuple[Spoil, str]] = {
         stage("decoder", {"type": "Sequence", "decoders": [DOUBLED] * 40}),
         "its decoder could turn one byte into more than 1000",
     ),
-    "a character map of novels": (charsmap((4).to_bytes(4, "little") + bytes(4) + b"x" * 5000), "more than 1000"),
-    "a character map beyond its end": (charsmap(b"\xff\xff\xff\x7f"), "character map is damaged"),
-    "a character map of odd size": (charsmap((3).to_bytes(4, "little") + bytes(9)), "character map is damaged"),
-    "a character map that is none": (
-        normalizers({"type": "Precompiled", "precompiled_charsmap": "?"}),
-        "character map is damaged",
-    ),
+    "a character map of novels": (charsmap(character_map({"a": "x" * 5000})), "more than 1000"),
+    "a damaged character map": (charsmap(b"\xff\xff\xff\x7f"), "character map is damaged"),
     "a template that repeats the text": (template([TEXT] * 101, {}), "more than 100 parts"),
     "a special token of 10,000": (
         template([SPECIAL, TEXT], {"<s>": {"id": "<s>", "ids": [1] * 10_000, "tokens": ["a"] * 10_000}}),
@@ -249,6 +247,13 @@ HARMLESS: dict[str, Spoil] = {
     ),
     "Llama's normalizer": normalizers(
         {"type": "Prepend", "prepend": "\u2581"}, replace({"String": " "}, "\u2581"), {"type": "NFKC"}
+    ),
+    "the normalizer that transformers makes of tokenizer.model": normalizers(
+        {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(character_map({"\ufdfa": "x" * 33})).decode()},
+        replace({"Regex": r"\A +| +\z"}, ""),
+        replace({"Regex": " {2,}"}, " "),
+        replace({"String": " "}, "\u2581"),
+        replace({"Regex": "\\A\u2581"}, "\u2581\u2581"),
     ),
     "Llama 3's expression": split(LLAMA3_SPLIT),
     "tokens called like fields": model_tokens("content", "type", "single word"),

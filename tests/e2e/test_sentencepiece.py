@@ -12,6 +12,7 @@ from hetero_ee import Engine, ModelError
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.library import make_store
 from tests.bad_models import check_refusal, sparse
+from tests.character_maps import character_map
 from tests.families import config_of
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +146,7 @@ def long_pieces(made: Any) -> None:
 
 
 def novels(made: Any) -> None:
-    made.normalizer_spec.precompiled_charsmap = (4).to_bytes(4, "little") + bytes(4) + b"x" * 5000
+    made.normalizer_spec.precompiled_charsmap = character_map({"a": "x" * 5000})
 
 
 def damaged_map(made: Any) -> None:
