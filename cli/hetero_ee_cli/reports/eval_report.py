@@ -22,7 +22,7 @@ COLUMNS = (  # of the table: title, field of ModeResult, how it is written
     ("changed", "changed", SHARE),
     ("perplexity", "perplexity", PLAIN),
     ("KL, nats", "kl_nats", SMALL),
-    ("doubled words", "doubled_words", SHARE),
+    ("repeated words", "doubled_words", SHARE),
     ("depth", "mean_depth", PLAIN),
     ("CPU passes", "cpu_passes_per_token", PLAIN),
 )
