@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken as GeneratedToken
     from hetero_ee.decoding.result import GenerationResult as GenerationResult
     from hetero_ee.decoding.result import TokenOrigin as TokenOrigin
-    from hetero_ee.decoding.sampling import Sampling as Sampling
-    from hetero_ee.decoding.sampling import SamplingChanges as SamplingChanges
-    from hetero_ee.decoding.sampling import SamplingParams as SamplingParams
     from hetero_ee.decoding.steps import Stepped as Stepped
     from hetero_ee.decoding.steps import Steps as Steps
     from hetero_ee.engine import Engine as Engine
@@ -35,6 +32,9 @@ if TYPE_CHECKING:
     from hetero_ee.errors import StoreError as StoreError
     from hetero_ee.errors import UsageError as UsageError
     from hetero_ee.models.spec import ModelSpec as ModelSpec
+    from hetero_ee.options.sampling import Sampling as Sampling
+    from hetero_ee.options.sampling import SamplingChanges as SamplingChanges
+    from hetero_ee.options.sampling import SamplingParams as SamplingParams
     from hetero_ee.planning.limits import Limits as Limits
     from hetero_ee.planning.plan import Plan as Plan
     from hetero_ee.profiling.profile import HardwareProfile as HardwareProfile
@@ -65,7 +65,7 @@ _NAMES = {
     "hetero_ee.decoding.logprobs": ("TokenLogprobs",),
     "hetero_ee.decoding.reply": ("Reply",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult", "TokenOrigin"),
-    "hetero_ee.decoding.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
+    "hetero_ee.options.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
     "hetero_ee.decoding.steps": ("Stepped", "Steps"),
     "hetero_ee.engine": ("Engine",),
     "hetero_ee.errors": (

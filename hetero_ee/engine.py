@@ -17,7 +17,6 @@ from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
-from hetero_ee.decoding.sampling import Sampling, SamplingChanges, SamplingParams
 from hetero_ee.decoding.scoring import prompt_logprobs
 from hetero_ee.decoding.shared_steps import FullPasses, SharedSteps
 from hetero_ee.decoding.steps import AlternatingSteps, SharedPasses, Steps
@@ -26,6 +25,7 @@ from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.opening import OpenModel, check_options, open_model, read_model, running_threads
+from hetero_ee.options.sampling import Sampling, SamplingChanges, SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.timeline import Span

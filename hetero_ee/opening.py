@@ -10,11 +10,11 @@ import torch
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.decoding.generation_defaults import GenerationDefaults
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor

@@ -1,12 +1,12 @@
 """The options that commands share, as a table: a mark where a command has one, a note where it does not and why."""
 
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from typer.main import get_command
 
 from hetero_ee_cli.app import app
+from hetero_ee_cli.options.flags import option_names
 
 # Which groups of options a command has at least, by what it does.
 OPENS, PLANS, WRITES, TALKS = ["Model"], ["Model", "Placement"], ["Text"], ["Conversation"]
@@ -33,8 +33,8 @@ def rows() -> list[list[str]]:
     groups = {group.PANEL: group for name in GROUPS_OF for group in _callback(name).groups}
     table = [["", *GROUPS_OF]]
     for panel, group in groups.items():
-        for field in fields(group):
-            table.append([_flags(field.name), *(_cell(name, panel, field.name) for name in GROUPS_OF)])
+        for option in option_names(group):
+            table.append([_flags(option), *(_cell(name, panel, option) for name in GROUPS_OF)])
     return table
 
 

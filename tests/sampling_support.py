@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.sampling import SamplingParams, filtered_scores
+from hetero_ee.decoding.sampling import filtered_scores
+from hetero_ee.options.sampling import SamplingParams
 
 
 def filtered_probabilities(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:

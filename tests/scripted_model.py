@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Observe

@@ -19,10 +19,10 @@ from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
 from hetero_ee.config import Progress
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.scoring import n_changed
 from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import Drafted
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.speculation.drafts import DraftSampler

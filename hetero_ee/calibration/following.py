@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.early_exit import EarlyExits, generate_early
 from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics

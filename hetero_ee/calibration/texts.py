@@ -9,9 +9,9 @@ import numpy as np
 
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer
 

@@ -6,9 +6,9 @@ from statistics import fmean, median, stdev
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.kv.batch import Batch
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 
 FIRST_TOKEN_ID = 1

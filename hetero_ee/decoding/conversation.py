@@ -11,9 +11,9 @@ from typing import Self, Unpack
 
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingChanges, SamplingParams
 from hetero_ee.decoding.texts import Continuation, common_length, room_for_reply
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.options.sampling import SamplingChanges, SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.text.tokenizer import Tokenizer

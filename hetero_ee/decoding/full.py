@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, last_tokens, prefill, step, texts_of
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.text_stream import Decode
 

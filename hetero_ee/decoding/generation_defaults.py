@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from hetero_ee.decoding import generation_keys
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.hub.config_file import read_config_file
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
+from hetero_ee.options import generation_keys
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.text.tokenizer import Tokenizer
 
 

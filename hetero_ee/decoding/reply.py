@@ -4,8 +4,8 @@ from collections.abc import Generator, Iterator
 from typing import Self
 
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError
+from hetero_ee.options.sampling import SamplingParams
 
 
 class Reply(Iterator[GeneratedToken]):

@@ -12,11 +12,11 @@ from functools import partial
 from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.steps import SharedPasses, Stepped, Take
 from hetero_ee.decoding.texts import Continuation, Ending, Text, last_tokens, prefill, prompt_chunks, step, texts_of
 from hetero_ee.decoding.turns import Turns
 from hetero_ee.errors import HeteroError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Text
 from hetero_ee.errors import HeteroError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Observe
 
 Take = Callable[[], Sequence[GeneratedToken]]  # one text's part of a pass; raises the HeteroError that ends it alone

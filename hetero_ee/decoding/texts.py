@@ -10,9 +10,10 @@ from torch import Tensor
 from hetero_ee.config import READING, Progress
 from hetero_ee.decoding.logprobs import token_logprobs
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
-from hetero_ee.decoding.sampling import Allowed, SamplingParams, choose_token
+from hetero_ee.decoding.sampling import Allowed, choose_token
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.choice import Noise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode, TextStream

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.scoring import n_changed, score
 from hetero_ee.engine import Engine
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.hot import SPLITS
 from hetero_ee.speculation.early_exit import score_early
 from hetero_ee.speculation.exit_statistics import ExitCounts

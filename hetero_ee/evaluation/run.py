@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from hetero_ee.config import Progress
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError
 from hetero_ee.evaluation.estimate import Estimate, ratio
 from hetero_ee.evaluation.material import Ids, Material
 from hetero_ee.evaluation.metrics import doubled_words, first_divergence, n_equal, nats_and_divergence
 from hetero_ee.evaluation.open_mode import FULL, Open, OpenMode, Variant, Written
+from hetero_ee.options.sampling import SamplingParams
 
 WARM_UP_TOKENS = 4  # what is cold at first is none of the speed
 

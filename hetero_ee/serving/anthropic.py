@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hetero_ee.decoding.result import FinishReason
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.answers import EventStream, event, until_gone
 from hetero_ee.serving.body import Fields, read_body
 from hetero_ee.serving.errors import anthropic_error
 from hetero_ee.serving.generation import Generation
 from hetero_ee.serving.messages import anthropic_messages
-from hetero_ee.serving.sampling_fields import changed, new_seed, refuse_unsupported
+from hetero_ee.serving.sampling_fields import MESSAGES, refuse_unsupported
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.chat import Chat, Form, prepared
 from hetero_ee.serving.tools.form_fields import schema_form
@@ -34,7 +34,7 @@ async def messages(request: Request, served: ServedModel) -> Response:
     """Raises HeteroError, ClientDisconnect."""
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED)
-    params = _sampling(fields, served.usual)
+    params = _sampling(fields, served)
     fields.text("model")  # whatever its name: there is one
     is_stream, said = fields.flag("stream"), anthropic_messages(fields)
     chat = await prepared(served, said, params, anthropic_tools(fields), _form(fields), _variables(fields))
@@ -68,19 +68,10 @@ def _form(fields: Fields) -> Form | None:
     return schema_form(asked, asked.values.get("type"), asked, "output_config.format") if asked.values else None
 
 
-def _sampling(fields: Fields, usual: SamplingParams) -> SamplingParams:
-    length = fields.whole("max_tokens")
-    if length is None:
+def _sampling(fields: Fields, served: ServedModel) -> SamplingParams:
+    if fields.whole("max_tokens") is None:
         fields.refuse("max_tokens", "is missing; say how many tokens the reply may have")
-    values = {
-        "max_new_tokens": length,
-        "temperature": fields.number("temperature"),
-        "top_p": fields.number("top_p"),
-        "top_k": fields.whole("top_k"),
-        "stop": fields.texts("stop_sequences") or None,
-        "seed": new_seed() if fields.whole("seed") is None else fields.whole("seed"),  # not Anthropic's
-    }
-    return changed(usual, values, {"max_new_tokens": "max_tokens", "stop": "stop_sequences"})
+    return MESSAGES.read(fields, served.usual, served.engine.spec.vocab_size)
 
 
 async def _events(generation: Generation, chat: Chat, model: str, ping_s: float) -> AsyncIterator[bytes]:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.logprobs import PlacedToken
 from hetero_ee.serving.metrics import Metrics, RequestCost

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from hetero_ee.decoding.logprobs import NO_LOGPROBS
 from hetero_ee.decoding.result import FinishReason
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError, shown
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.answers import PING, EventStream, event, until_gone
 from hetero_ee.serving.body import Fields, read_body
 from hetero_ee.serving.errors import openai_error
@@ -20,12 +20,11 @@ from hetero_ee.serving.generation import Echo, Generation
 from hetero_ee.serving.logprobs import asked_by_chat, asked_by_completion, ids_in, of_chat, of_completion
 from hetero_ee.serving.messages import openai_messages
 from hetero_ee.serving.sampling_fields import (
-    CHAT_NAMES,
-    OPENAI_NAMES,
+    CHATS,
     REFUSED,
     REFUSED_IN_CHATS,
     REFUSED_IN_TEXTS,
-    openai_sampling,
+    TEXTS,
     refuse_unsupported,
 )
 from hetero_ee.serving.scheduler import Scoring
@@ -83,7 +82,7 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED, REFUSED_IN_CHATS)
     n_logprobs = _offered(asked_by_chat(fields), fields, served)
-    params = openai_sampling(fields, served.usual, n_logprobs, CHAT_NAMES, served.engine.spec.vocab_size)
+    params = CHATS.read(fields, served.usual, served.engine.spec.vocab_size, n_logprobs)
     messages, asked = openai_messages(fields), _Asked.of(fields)
     use, form = openai_tools(fields), asked_form(fields)
     _check_n(asked.n_each, 1, fields, served)
@@ -105,7 +104,7 @@ async def completions(request: Request, served: ServedModel) -> Response:
         is_all = fields.whole("max_tokens") == 0  # which no text may have
         fields = Fields({**fields.values, "max_tokens": 1}) if is_all else fields
         scoring = Scoring(n_logprobs, is_all)
-    params = openai_sampling(fields, served.usual, n_logprobs, OPENAI_NAMES, served.engine.spec.vocab_size)
+    params = TEXTS.read(fields, served.usual, served.engine.spec.vocab_size, n_logprobs)
     form = asked_form(fields)
     if form is not None:
         params = await constrained(served, params, form.changes, form.field)

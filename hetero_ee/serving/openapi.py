@@ -1,4 +1,4 @@
-"""The OpenAPI document at /openapi.json, made from tables of fields; what is refused comes from where it is refused."""
+"""The OpenAPI document at /openapi.json, derived from the tables that the server reads and refuses fields by."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hetero_ee import __version__
-from hetero_ee.serving import anthropic
+from hetero_ee.options.option import IDS, TEXT, Schema
+from hetero_ee.options.sampling import MAX_LOGPROBS
+from hetero_ee.serving import anthropic, sampling_fields
 from hetero_ee.serving.responses import answer as responses
 from hetero_ee.serving.sampling_fields import REFUSED, REFUSED_IN_CHATS, REFUSED_IN_TEXTS
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.token_origins import ASKED
 
-Schema = dict[str, Any]
-
-TEXT, FLAG, WHOLE, NUMBER = ({"type": each} for each in ("string", "boolean", "integer", "number"))
-TEXTS: Schema = {"oneOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 64}]}
-IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+FLAG, WHOLE = ({"type": each} for each in ("boolean", "integer"))
 PROMPT: Schema = {
     "oneOf": [
         {"type": "string", "minLength": 1},
@@ -26,7 +24,6 @@ PROMPT: Schema = {
         {"type": "array", "minItems": 1, "items": IDS | {"minItems": 1}},
     ]
 }
-LENGTH: Schema = {"type": "integer", "minimum": -1}
 PARTS: Schema = {
     "type": "array",
     "items": {
@@ -36,25 +33,7 @@ PARTS: Schema = {
     },
 }
 CONTENT: Schema = {"oneOf": [TEXT, PARTS]}
-SAMPLING: dict[str, Schema] = {
-    "temperature": NUMBER | {"minimum": 0},
-    "top_p": NUMBER | {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": NUMBER | {"minimum": 0, "maximum": 1},
-    "top_k": WHOLE | {"minimum": -1},
-    "repeat_penalty": NUMBER | {"exclusiveMinimum": 0},
-    "repetition_penalty": NUMBER | {"exclusiveMinimum": 0},
-    "presence_penalty": NUMBER | {"minimum": -2, "maximum": 2},
-    "frequency_penalty": NUMBER | {"minimum": -2, "maximum": 2},
-    "logit_bias": {"type": "object", "additionalProperties": NUMBER | {"minimum": -100, "maximum": 100}},
-    "seed": WHOLE,
-    "stop": TEXTS,
-    "stop_token_ids": IDS,
-    "ignore_eos": FLAG,
-    "max_tokens": LENGTH,
-    "max_completion_tokens": LENGTH,
-    "n_predict": LENGTH,
-}
-OPENAI: dict[str, Schema] = SAMPLING | {
+OPENAI: dict[str, Schema] = sampling_fields.CHATS.schemas() | {
     "model": TEXT,
     "n": WHOLE | {"minimum": 1},
     "stream": FLAG,
@@ -91,7 +70,7 @@ CHAT = (
         "chat_template_kwargs": {"type": "object"},
         "messages": {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Message"}},
         "logprobs": FLAG,
-        "top_logprobs": WHOLE | {"minimum": 0, "maximum": 20},
+        "top_logprobs": WHOLE | {"minimum": 0, "maximum": MAX_LOGPROBS},
     }
 )
 COMPLETION = (
@@ -100,32 +79,28 @@ COMPLETION = (
     | {
         "prompt": PROMPT,
         "echo": FLAG,
-        "logprobs": {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"const": False}]},
+        "logprobs": {"oneOf": [{"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}, {"const": False}]},
     }
 )
-MESSAGES: dict[str, Schema] = {
+MESSAGES: dict[str, Schema] = sampling_fields.MESSAGES.schemas() | {
     "model": TEXT,
     "messages": {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/AnthropicMessage"}},
     "system": CONTENT,
-    "max_tokens": WHOLE | {"minimum": 1},
     "stream": FLAG,
-    "temperature": SAMPLING["temperature"],
-    "top_p": SAMPLING["top_p"],
-    "top_k": WHOLE | {"minimum": 0},
-    "stop_sequences": TEXTS,
 }
 COUNTED = ("messages", "system")  # of these, what a prompt's length depends on
-RESPONSE: dict[str, Schema] = CHOICE | {
-    "model": TEXT,
-    "input": TEXT,  # or items
-    "instructions": TEXT,
-    "max_output_tokens": WHOLE | {"minimum": 1},
-    "stream": FLAG,
-    "temperature": SAMPLING["temperature"],
-    "top_p": SAMPLING["top_p"],
-    "tools": _tools(**FUNCTION),
-    "parallel_tool_calls": FLAG,
-}
+RESPONSE: dict[str, Schema] = (
+    CHOICE
+    | sampling_fields.RESPONSES.schemas()
+    | {
+        "model": TEXT,
+        "input": TEXT,  # or items
+        "instructions": TEXT,
+        "stream": FLAG,
+        "tools": _tools(**FUNCTION),
+        "parallel_tool_calls": FLAG,
+    }
+)
 TOKENIZE: dict[str, Schema] = {"content": TEXT, "prompt": TEXT, "add_special": FLAG, "add_special_tokens": FLAG}
 ERRORS = ("400", "401", "403", "404", "405", "408", "413", "415", "503", "504")
 EVENT: Schema = {"type": "object", "properties": {"data": TEXT, "event": TEXT}}  # of a stream

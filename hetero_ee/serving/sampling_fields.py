@@ -1,16 +1,20 @@
-"""From a request's fields to how tokens are chosen: one table of what is taken, one of what is refused."""
+"""A request's sampling fields: those that are read, by the table of sampling options, and those that are refused."""
 
 import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import UsageError
+from hetero_ee.options.option import Option, Pairs, Schema
+from hetero_ee.options.sampling import SAMPLING, SamplingParams
 from hetero_ee.serving.body import Fields
 from hetero_ee.serving.errors import RequestError
 
 NOT_OFFERED = "this server does not offer that; leave it out"
 ZERO, ONE = (0, 0.0), (1, 1.0)
-# What would change the answer and can't be done, with the values that ask for nothing. Others unknown are ignored.
+# Fields that would change the answer and can't be honoured, with the values that ask for nothing. Other unknown
+# fields are ignored.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": ONE,
     "prompt_logprobs": (False,),
@@ -52,97 +56,109 @@ REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
 }
-OPENAI_NAMES = {"max_new_tokens": "max_tokens"}  # of fields of SamplingParams, where they differ
-CHAT_NAMES = OPENAI_NAMES | {"logprobs": "top_logprobs"}
+READERS: dict[Any, Callable[[Fields, str], Any]] = {
+    int: Fields.whole,
+    float: Fields.number,
+    bool: lambda fields, name: None if fields.values.get(name) is None else fields.flag(name),
+    tuple[str, ...]: lambda fields, name: fields.texts(name) or None,
+    tuple[int, ...]: Fields.items,
+    Pairs: lambda fields, name: _bias(fields, name),
+}
 
 
 def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
-    """Raises RequestError for a field that asks for what is not offered."""
+    """Check that no field asks for something this server does not offer.
+
+    Raises:
+        RequestError: if one does.
+    """
     for table in tables:
         for name, harmless in table.items():
             fields.refuse_unless(name, harmless, NOT_OFFERED)
 
 
-def openai_sampling(
-    fields: Fields, usual: SamplingParams, n_logprobs: int | None, names: dict[str, str], vocab_size: int
-) -> SamplingParams:
-    """As OpenAI's clients say it, with llama-server's and vLLM's names for what OpenAI lacks.
+@dataclass(frozen=True, slots=True)
+class SamplingFields:
+    """The sampling options that a protocol's requests carry, and how they name them."""
 
-    n_logprobs: as SamplingParams.logprobs. names: as `changed` takes them. Raises RequestError.
-    """
-    penalty = _either(fields, "repeat_penalty", "repetition_penalty")
-    if penalty not in (None, 1.0):
-        fields.refuse_unless("repeat_last_n", (-1,), "the penalty here is of all tokens, prompt included; leave it out")
-    values = {
-        "max_new_tokens": _length(fields, usual),
-        "temperature": fields.number("temperature"),
-        "top_p": fields.number("top_p"),
-        "top_k": _top_k(fields),
-        "min_p": fields.number("min_p"),
-        "repeat_penalty": penalty,
-        "seed": _seed(fields),
-        "stop": fields.texts("stop") or None,
-        "stop_token_ids": fields.items("stop_token_ids"),
-        "ignore_eos": fields.flag("ignore_eos"),
-        "logprobs": n_logprobs,
-        "presence_penalty": fields.number("presence_penalty"),
-        "frequency_penalty": fields.number("frequency_penalty"),
-        "logit_bias": _bias(fields),
-    }
-    return changed(usual, values, names, vocab_size)
+    protocol: str  # "openai", "responses" or "anthropic"
+    has_stand_ins: bool = True  # -1 for no limit, every candidate or a random seed
+    logprobs: str = "logprobs"  # the field that asks for log-probabilities
+
+    def read(
+        self, fields: Fields, usual: SamplingParams, vocab_size: int, n_logprobs: int | None = None
+    ) -> SamplingParams:
+        """Return the usual parameters with the values of a request; a request without a seed gets a random one.
+
+        Args:
+            n_logprobs: As `SamplingParams.logprobs`; each endpoint asks for it in its own way.
+
+        Raises:
+            RequestError: if a field has an impossible value; it names the field that the request used.
+        """
+        given: dict[str, Any] = {} if n_logprobs is None else {"logprobs": n_logprobs}
+        used = {"logprobs": self.logprobs}
+        for name, option in SAMPLING.items():
+            names = option.fields_of(self.protocol)
+            found = [(field, value) for field in names if (value := READERS[option.kind](fields, field)) is not None]
+            if names:
+                used[name], value = found[0] if found else (names[0], None)
+            if found:
+                given[name] = self._meaning(option, value)
+        if given.get("repeat_penalty") not in (None, 1.0):
+            why = "the penalty applies to all tokens here, prompt included; leave it out"
+            fields.refuse_unless("repeat_last_n", (-1,), why)
+        if given.get("seed") is None:
+            given["seed"] = secrets.randbits(32)
+        return changed(usual, given, used, vocab_size)
+
+    def schemas(self) -> dict[str, Schema]:
+        """Return the JSON Schema of each field, for the OpenAPI document."""
+        return {
+            field: option.schema(with_stand_ins=self.has_stand_ins)
+            for option in SAMPLING.values()
+            for field in option.fields_of(self.protocol)
+        }
+
+    def _meaning(self, option: Option, value: Any) -> Any:
+        return option.stand_ins[value] if self.has_stand_ins and _is_stand_in(option, value) else value
+
+
+CHATS = SamplingFields("openai", logprobs="top_logprobs")
+TEXTS = SamplingFields("openai")
+RESPONSES = SamplingFields("responses")
+MESSAGES = SamplingFields("anthropic", has_stand_ins=False)
 
 
 def changed(
-    usual: SamplingParams, values: dict[str, Any], names: dict[str, str], vocab_size: int | None = None
+    usual: SamplingParams, values: Mapping[str, Any], used: Mapping[str, str], vocab_size: int
 ) -> SamplingParams:
-    """These values in place of the usual ones; None keeps one, but of `max_new_tokens`. names: as requests have them.
+    """Return the usual parameters with these values.
 
-    vocab_size: the model's, where token ids may be among them. Raises RequestError.
+    Args:
+        used: The field that a request uses for each option.
+
+    Raises:
+        RequestError: if a value is impossible.
     """
-    given = {name: value for name, value in values.items() if value is not None or name == "max_new_tokens"}
     try:
-        params = usual.changed(**given)
-        if vocab_size is not None:
-            params.require_known(vocab_size)
+        params = usual.changed(**values)
+        params.require_known(vocab_size)
         return params
     except UsageError as error:
-        message = str(error)
-        name = message.partition(" ")[0]
-        renamed = names.get(name, name)
-        raise RequestError(renamed + message.removeprefix(name), renamed, code="invalid_value") from error
+        field = next((used[str(part)] for part in error.args if str(part) in used), None)
+        message = error.spelled(lambda option: used.get(str(option), str(option)))
+        raise RequestError(message, field, code="invalid_value") from error
 
 
-def new_seed() -> int:
-    """One that nobody chose."""
-    return secrets.randbits(32)
+def _is_stand_in(option: Option, value: Any) -> bool:
+    return isinstance(value, int) and value in option.stand_ins
 
 
-def _length(fields: Fields, usual: SamplingParams) -> int | None:
-    """None: until the text ends, as -1 asks for too."""
-    lengths = [fields.whole(name) for name in ("max_completion_tokens", "max_tokens", "n_predict")]
-    given = next((each for each in lengths if each is not None), None)
-    if given is None:
-        return usual.max_new_tokens
-    return None if given == -1 else given
-
-
-def _top_k(fields: Fields) -> int | None:
-    value = fields.whole("top_k")
-    return 0 if value == -1 else value
-
-
-def _seed(fields: Fields) -> int:
-    value = fields.whole("seed")
-    return new_seed() if value is None or value == -1 else value
-
-
-def _bias(fields: Fields) -> list[Any] | None:
-    """Pairs, of an object, whose names are text, or of a list of pairs, as llama-server takes them too."""
-    if isinstance(fields.values.get("logit_bias"), list):
-        return fields.items("logit_bias")
-    given = fields.inner("logit_bias").values
-    return [(int(name) if name.isdecimal() and len(name) <= 10 else name, bias) for name, bias in given.items()]
-
-
-def _either(fields: Fields, *names: str) -> float | None:
-    return next((value for name in names if (value := fields.number(name)) is not None), None)
+def _bias(fields: Fields, name: str) -> list[Any] | None:
+    """Return the pairs of an object, whose names are text, or of a list of pairs, as llama-server takes them too."""
+    value = fields.values.get(name)
+    if value is None or isinstance(value, list):
+        return fields.items(name)
+    given = fields.inner(name).values
+    return [(int(key) if key.isdecimal() and len(key) <= 10 else key, bias) for key, bias in given.items()]

@@ -10,11 +10,11 @@ from itertools import count
 
 from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.steps import Stepped
 from hetero_ee.decoding.texts import Continuation, room_for_reply
 from hetero_ee.engine import Engine
 from hetero_ee.errors import DeviceMemoryError, HeteroError, UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.slots import Slot, Slots
 
 LOG = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.engine import Engine
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.generation import Echo, Generation
 from hetero_ee.serving.metrics import Metrics

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hetero_ee.decoding.result import EXIT, GeneratedToken, TokenOrigin
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, taken, texts_of
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.audit import ExitAudit, is_audited
 from hetero_ee.speculation.drafts import DraftSampler

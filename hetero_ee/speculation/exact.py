@@ -16,11 +16,11 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from hetero_ee.decoding.result import EXIT, FULL_MODEL, GeneratedToken, TokenOrigin
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.steps import Take
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.kv.batch import Batch
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.speculation.asynchronous import AsyncDrafting

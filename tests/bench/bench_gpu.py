@@ -41,11 +41,11 @@ from gpu_tables import agreeing_tokens, failures, goals, markdown, products
 
 from hetero_ee.config import cache_folder
 from hetero_ee.decoding.benchmark import DraftedWay, bench_run, bench_text, bench_text_run
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.registry import Registry
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import DraftRates, Statistics

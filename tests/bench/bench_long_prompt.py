@@ -21,8 +21,8 @@ from exit_demo import HEAD, OPENINGS, Stories
 from exit_wall import this_profile
 
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting

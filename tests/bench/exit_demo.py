@@ -9,8 +9,8 @@ from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed

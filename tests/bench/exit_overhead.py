@@ -20,8 +20,9 @@ from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
 
 from hetero_ee.decoding import sampling, texts
-from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.choice import all_finite, gumbel_noise

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan

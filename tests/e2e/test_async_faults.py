@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import DeviceLostError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.speculation.drafting import Drafting

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.devices.timeline import Timeline

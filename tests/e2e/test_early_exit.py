@@ -8,9 +8,9 @@ from torch import Tensor
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts, Text
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.early_exit import EarlyExits, generate_early, score_early

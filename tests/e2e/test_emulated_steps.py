@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.problem import resolve

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.runtime.devices.device import CPU

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from hetero_ee import Engine, SamplingParams, UsageError
-from hetero_ee.decoding import generation_keys
+from hetero_ee.options import generation_keys
 from tests.bad_models import GENERATION
 from tests.conftest import PROMPT
 from tests.families import edit_config

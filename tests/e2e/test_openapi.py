@@ -1,13 +1,12 @@
 """The OpenAPI document against the server, by schemathesis: no answer with 500, none that the document lacks."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.options.sampling import SAMPLING, SamplingParams
 from hetero_ee.serving import app, sampling_fields
 from hetero_ee.serving.openapi import openapi
 from tests.server_support import RunningServer, opened, serving
@@ -31,8 +30,7 @@ def test_the_document_has_every_path_and_every_field(server: RunningServer) -> N
     assert set(document["paths"]) == offered
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     named = set(body["content"]["application/json"]["schema"]["properties"])
-    source = Path(str(sampling_fields.__file__)).read_text()
-    read = set(re.findall(r'fields\.(?:number|whole|texts|items|flag|inner)\("(\w+)"\)', source))
+    read = {name for option in SAMPLING.values() for name in option.openai}
     assert len(read) > 10 and read <= named and set(sampling_fields.REFUSED) <= named
 
 

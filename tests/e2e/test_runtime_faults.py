@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, GeneratedToken, HeteroError
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import DeviceMemoryError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.scheduler import Begun, BusyError, Event, Job, Scheduler, Scored, Scoring
 from tests.server_support import eventually, opened, slowed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.page.files import FILES, FOLDER
 from scripts.browser import Browser, chromium
 from tests.server_support import RunningServer, eventually, opened, serving, slowed

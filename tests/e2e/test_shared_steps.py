@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, HeteroError, Steps
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.shared_steps import FullPasses, SharedSteps
 from hetero_ee.decoding.steps import AlternatingSteps, SharedPasses
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.decoding.turns import NEVER, Turns
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import ExactPasses
 from hetero_ee.speculation.statistics import DraftCounts

@@ -8,9 +8,9 @@ import torch
 
 from hetero_ee import Engine, UsageError
 from hetero_ee.calibration.following import MAX_WAITING, NEW_TOKENS, PROMPT_TOKENS, specee_depths
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.kv.batch import Batch
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.early_exit import EarlyExits, generate_early

@@ -14,12 +14,12 @@ from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.decoding.benchmark import bench_run
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.exits.calibration import NO_EXIT
 from hetero_ee.speculation.exits.certificate import (
     DELTA,

@@ -11,7 +11,6 @@ import typer
 from typer.testing import CliRunner
 
 from hetero_ee.calibration.job import CalibrationRequest
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.planning.limits import MODES as LIBRARY_MODES
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
@@ -28,7 +27,6 @@ from hetero_ee_cli.options.command import named_as_typed
 from hetero_ee_cli.options.completion import KV_TYPES, MODES, STORES_FOLDER
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.planning import GIB, LimitOptions
-from hetero_ee_cli.options.sampling import SamplingOptions
 
 FLAGS = {
     "ctx_size": ["-c", "--ctx-size"],
@@ -63,10 +61,6 @@ def test_a_command_gets_the_dataclass_and_typer_its_fields() -> None:
 def test_every_command_that_plans_has_the_limits(command: object) -> None:
     names = set(inspect.signature(command).parameters)  # type: ignore[arg-type]
     assert {field.name for field in fields(LimitOptions)} <= names
-
-
-def test_sampling_options_are_fields_of_the_library_s() -> None:
-    assert {each.name for each in fields(SamplingOptions)} <= {each.name for each in fields(SamplingParams)}
 
 
 def test_help_names_the_library_s_defaults() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text, prefill
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.exit_drafter import ExitDrafter

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.predictor import ExitConfidence, ExitPredictor

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.planned import PlannedExecutor

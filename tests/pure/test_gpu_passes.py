@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.ops.gpu_operations import GpuOperations
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Timeline

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.choice import drafted

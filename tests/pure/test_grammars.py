@@ -10,8 +10,8 @@ import pytest
 from hetero_ee.config import demo_model_folder
 from hetero_ee.decoding.constrained.constraint import Constraint
 from hetero_ee.decoding.constrained.grammars import Grammars
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.text.tokenizer import Tokenizer
 
 N_TOKENS, END = 2048, 1

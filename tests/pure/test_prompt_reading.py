@@ -11,10 +11,10 @@ from torch import Tensor
 from hetero_ee.config import READING
 from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_text_run
 from hetero_ee.decoding.result import collect
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan

@@ -12,7 +12,7 @@ import pytest
 
 import hetero_ee
 from hetero_ee import CalibrationRequest, Conversation, Engine, HardwareProfile, Limits, Plan, Reply, SamplingChanges
-from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.options.sampling import SamplingParams
 
 MADE_BY_USERS = (SamplingParams, Limits, CalibrationRequest)
 WITH_METHODS = (Engine, Conversation, Reply, Plan, HardwareProfile, hetero_ee.AsyncTokens, hetero_ee.GenerationResult)

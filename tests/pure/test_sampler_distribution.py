@@ -14,7 +14,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.sampling import choose_token
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.choice import gumbel_noise
 from tests.sampling_support import filtered_probabilities
 

@@ -11,8 +11,9 @@ import torch
 import transformers
 from transformers.generation import logits_process as theirs
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token, filtered_scores
+from hetero_ee.decoding.sampling import choose_token, filtered_scores
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.choice import gumbel_noise
 from tests.sampling_support import filtered_probabilities
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.decoding.sampling import MAX_RUNS, SamplingParams, choose_token
+from hetero_ee.decoding.sampling import MAX_RUNS, choose_token
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.choice import gumbel_noise
 from tests.sampling_support import filtered_probabilities
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.sequence_drafter import SequenceDrafter

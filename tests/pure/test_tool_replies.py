@@ -10,7 +10,7 @@ import pytest
 from hetero_ee.config import demo_model_folder
 from hetero_ee.decoding.constrained.constraint import Constraint
 from hetero_ee.decoding.constrained.grammars import Grammars
-from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
 from hetero_ee.serving.tools.reply_reader import ARGUMENTS, CALLED, SAID, THOUGHT, ReplyReader
 from hetero_ee.serving.tools.tool import Tool, ToolUse

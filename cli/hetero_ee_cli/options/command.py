@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from typer.core import TyperCommand
 
 from hetero_ee.config.settings import DEFAULT, FILE, read_settings
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.options.option import Option
 
 TYPED = "hetero_ee_cli.typed"  # the key of the command's words in typer's context
 ARGUMENTS, OPTIONS = "Arguments", "Options"
@@ -54,8 +56,9 @@ class HeteroCommand(TyperCommand):
             return super().invoke(ctx)
         except HeteroError as error:
             flags = {parameter.name: _flags(parameter) for parameter in self.params}
-            message = named_as_typed(str(error), {name: each for name, each in flags.items() if each}, ctx.meta[TYPED])
-            error.args = (_source_of_model(ctx.params, message) + message, *error.args[1:])
+            message = error.spelled(partial(_spelled, words=_words(ctx.meta[TYPED], flags)))
+            message = named_as_typed(message, {name: each for name, each in flags.items() if each}, ctx.meta[TYPED])
+            error.args = (_source_of_model(ctx.params, message) + message,)
             raise
 
     def _refuse_run_together(self, ctx: Any, typed: Sequence[str], error: Any) -> None:
@@ -87,14 +90,24 @@ def named_as_typed(message: str, flags: Mapping[str, Sequence[str]], typed: Sequ
     flags: of each option, by its parameter's name. A name with an underscore is replaced wherever it stands, others
     only as the subject of the sentence: `seed is -1`.
     """
-    # A word whose flag is not known by itself is a letter and its value: -c512.
-    known = {flag for each in flags.values() for flag in each}
-    words = [word if word.partition("=")[0] in known else word[:2] for word in typed]
+    words = _words(typed, flags)
     shown = {name: _as_typed(each, words) for name, each in flags.items()}
     names = shown | {LIBRARY_NAMES[name]: shown[name] for name in shown if name in LIBRARY_NAMES}
     subjects = names | {flag: shown[name] for name, each in flags.items() for flag in each}
     message = re.sub(r"^[\w-]+(?= (?:is|holds|has)\b)", lambda found: subjects.get(found[0], found[0]), message)
     return re.sub(r"(?<![\w./'\"-])[a-z]+_[a-z_]+\b", lambda found: names.get(found[0], found[0]), message)
+
+
+def _words(typed: Sequence[str], flags: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the flags among the typed words, without their values."""
+    known = {flag for each in flags.values() for flag in each}
+    # A word whose flag is not known by itself is a letter and its value: -c512.
+    return [word if word.partition("=")[0] in known else word[:2] for word in typed]
+
+
+def _spelled(part: object, words: Sequence[str]) -> str:
+    """Return an option's flag as it was typed, and other parts of a message as they are."""
+    return _as_typed(part.flags, words) if isinstance(part, Option) and part.flags else str(part)
 
 
 def _as_typed(flags: Sequence[str], typed: Sequence[str]) -> str:

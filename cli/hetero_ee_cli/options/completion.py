@@ -1,21 +1,13 @@
 """What Tab completes values of options to. It runs at every press of the key, so nothing heavy is imported."""
 
-from collections.abc import Callable, Sequence
-
 from hetero_ee.config import cache_folder
 from hetero_ee.errors import HeteroError
+from hetero_ee_cli.options.flags import one_of as one_of
 
 STORES_FOLDER, MANIFEST = "stores", "manifest.json"  # as the room weights/store names them
 # As planning has them, whose import takes seconds.
 KV_TYPES, EXIT_KV = ("fp32", "fp16", "int8"), ("lazy", "propagate", "copy", "holes")
 MODES = ("full", "exact", "specee", "certified", "calm", "skipdecode", "q-exit", "patience", "joint-gate")
-
-Completion = Callable[[str], list[str]]
-
-
-def one_of(values: Sequence[str]) -> Completion:
-    """Completes to one of these."""
-    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def model_names(incomplete: str) -> list[str]:

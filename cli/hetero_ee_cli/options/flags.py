@@ -1,37 +1,57 @@
-"""How commands share options: a dataclass states each option once, and typer sees its fields as parameters."""
+"""How commands share options: a group states or names each option once, and typer sees its options as parameters."""
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import typer
 
+from hetero_ee.options.option import Option
+
 Command = Callable[..., None]
+Completion = Callable[[str], list[str]]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
-def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
-    """Expands the parameters of a command that are dataclasses: each of their fields becomes an option of the command.
+class OptionGroup:
+    """Options of the library that a command has. `given` holds those that the user typed, by name."""
 
-    A field's annotation is what typer needs, Annotated with a typer.Option, and its default is the option's. The class
-    attribute PANEL is the heading of its options in the command's help.
-    without: fields that the command has no option for, or declares itself, and why; they keep their defaults.
+    PANEL: ClassVar[str]
+    OPTIONS: ClassVar[Mapping[str, Option]]
+    COMPLETIONS: ClassVar[Mapping[str, Completion]] = {}
+
+    def __init__(self, **given: Any) -> None:
+        self.given = {name: value for name, value in given.items() if value is not None and value != []}
+
+
+def one_of(values: Sequence[str]) -> Completion:
+    """Return a completion to one of these values."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
+    """Expand the parameters of a command that are groups: each of their options becomes an option of the command.
+
+    A group is an `OptionGroup`, or a dataclass whose fields are annotated as typer needs it, Annotated with a
+    typer.Option. Its class attribute PANEL is the heading of its options in the command's help.
+
+    Args:
+        without: Options that the command lacks or declares itself, and why. They keep their defaults.
     """
     reasons = dict(without or {})
 
     def decorate(command: Command) -> Command:
         parameters = list(inspect.signature(command).parameters.values())
-        groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+        groups = {each.name: each.annotation for each in parameters if _is_group(each.annotation)}
         options = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in groups]
         names: dict[str, list[str]] = {}
         for group_name, group in groups.items():
-            members = [member for member in fields(group) if member.name not in reasons]
+            members = [member for member in _members(group) if member.name not in reasons]
             names[group_name] = [member.name for member in members]
-            panel = getattr(group, "PANEL", None)
-            options += [_parameter(member.name, _in_panel(member.type, panel), member.default) for member in members]
+            options += members
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
@@ -46,6 +66,36 @@ def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Comma
     return decorate
 
 
+def option_names(group: Any) -> list[str]:
+    """Return the names of a group's options."""
+    return [member.name for member in _members(group)]
+
+
+def parameter_of(option: Option, completion: Completion | None = None) -> Any:
+    """Return the annotation by which typer reads the option; None if it is not given."""
+    kind = option.typed or option.kind
+    complete = completion or (one_of(option.choices) if option.choices else None)
+    details = typer.Option(*option.flags, help=option.full_help, metavar=option.metavar, autocompletion=complete)
+    return Annotated[kind | None, details]
+
+
+def _is_group(annotation: Any) -> bool:
+    return is_dataclass(annotation) or (isinstance(annotation, type) and issubclass(annotation, OptionGroup))
+
+
+def _members(group: Any) -> Iterator[inspect.Parameter]:
+    """The group's options as keyword parameters."""
+    if is_dataclass(group):
+        stated = [(member.name, member.type, member.default) for member in fields(group)]
+    else:
+        completions = group.COMPLETIONS
+        stated = [(name, parameter_of(each, completions.get(name)), None) for name, each in group.OPTIONS.items()]
+    panel = getattr(group, "PANEL", None)
+    for name, annotation, default in stated:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name, kind, default=default, annotation=_in_panel(annotation, panel))
+
+
 def _in_panel(annotation: Any, panel: str | None) -> Any:
     if panel is None:
         return annotation
@@ -53,7 +103,3 @@ def _in_panel(annotation: Any, panel: str | None) -> Any:
     option = copy(option)
     option.rich_help_panel = panel
     return Annotated[kind, option]
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

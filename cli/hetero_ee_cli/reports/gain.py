@@ -114,8 +114,8 @@ def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
 
 def _run(options: dict[str, Any]) -> _Run:
     from hetero_ee.calibration.texts import OPENINGS
-    from hetero_ee.decoding.sampling import SamplingParams
     from hetero_ee.engine import Engine
+    from hetero_ee.options.sampling import SamplingParams
     from hetero_ee.planning.times.prediction import predicted_text_s
 
     params = SamplingParams(temperature=0.0, max_new_tokens=MAX_TOKENS)

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SAMPLING, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -68,17 +68,17 @@ class Grammars:
 
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
-        name = "grammar" if params.json_schema is None else "json_schema"
+        option = SAMPLING["grammar" if params.json_schema is None else "json_schema"]
         n_characters = len(params.json_schema or params.grammar or "")
         if n_characters > MAX_CHARACTERS:
-            raise UsageError(f"{name} has {n_characters} characters; expected at most {MAX_CHARACTERS}.")
+            raise UsageError(option, f" has {n_characters} characters; expected at most {MAX_CHARACTERS}.")
         try:
             limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
             matcher = LLMatcher(self._tokenizer, _grammar_text(params), log_level=0, limits=limits)
         except ValueError as error:
-            raise UsageError(f"{name} can't be read: {_first_line(str(error))}.") from error
+            raise UsageError(option, f" can't be read: {_first_line(str(error))}.") from error
         if matcher.is_error():
-            raise UsageError(f"{name} {_reason(matcher.get_error())}.")
+            raise UsageError(option, f" {_reason(matcher.get_error())}.")
         return matcher
 
     def _read_tokenizer(self) -> "LLTokenizer":

@@ -17,14 +17,13 @@ from hetero_ee.serving.errors import openai_error
 from hetero_ee.serving.generation import Generation
 from hetero_ee.serving.responses.items import messages_of
 from hetero_ee.serving.responses.output import COMPLETED, INCOMPLETE, Output
-from hetero_ee.serving.sampling_fields import openai_sampling, refuse_unsupported
+from hetero_ee.serving.sampling_fields import RESPONSES, refuse_unsupported
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.chat import Chat, Form, prepared
 from hetero_ee.serving.tools.form_fields import schema_form
 from hetero_ee.serving.tools.said import Said, pieces_of
 from hetero_ee.serving.tools.tool import openai_tools
 
-NAMES = {"max_new_tokens": "max_output_tokens"}
 REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
     "previous_response_id": (),
     "conversation": (),
@@ -39,10 +38,7 @@ async def responses(request: Request, served: ServedModel) -> Response:
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED)
     fields.text("model")  # whatever its name: there is one
-    lengths = {"max_tokens": fields.whole("max_output_tokens")}
-    params = openai_sampling(
-        Fields({**fields.values, **lengths}), served.usual, None, NAMES, served.engine.spec.vocab_size
-    )
+    params = RESPONSES.read(fields, served.usual, served.engine.spec.vocab_size)
     is_stream, messages, use = fields.flag("stream"), messages_of(fields), openai_tools(fields, is_flat=True)
     chat = await prepared(served, messages, params, use, _form(fields))
     generation = served.generation(chat.prompt_ids, chat.params)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
@@ -117,10 +117,7 @@ async def constrained(
         changed = params.changed(**changes)
         await served.require_grammar(changed)
     except UsageError as error:
-        message = str(error)
-        for ours in ("json_schema", "grammar"):
-            message = message.replace(f"{ours} ", f"{field} ", 1) if message.startswith(f"{ours} ") else message
-        raise RequestError(message, field, code="invalid_value") from error
+        raise RequestError(error.spelled(lambda option: field), field, code="invalid_value") from error
     return changed
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import CERTIFIED
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.speculation.exits.calibration import NO_EXIT

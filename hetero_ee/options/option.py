@@ -1,0 +1,141 @@
+"""Option: one thing a user can set, with everything that Python, the command line and the server know of it.
+
+An option is stated in the annotation of a field, `threads: Annotated[int, Option(...)]`, which gives its name and type.
+This module imports nothing heavy, since shell completion reads options at every press of Tab.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+from hetero_ee.errors import UsageError, shown
+
+GIB = 2**30
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Option:
+    """One option. `str` of it is its Python keyword, which is how error messages name it by default."""
+
+    help: str
+    flags: tuple[str, ...] = ()  # on the command line; empty if it has none
+    choices: tuple[str, ...] = ()  # the words it may be; empty allows any
+    least: float | None = None
+    most: float | None = None
+    excludes_least: bool = False
+    unit: str = ""  # of a number, for messages
+    default: Any = None
+    default_text: str = ""  # what a default of None amounts to
+    stand_ins: Mapping[int, Any] = field(default_factory=dict)  # numbers that mean something else, as in llama.cpp
+    typed: Any = None  # its type on the command line, if that is not `kind`
+    metavar: str | None = None
+    setting: str = ""  # its key in the settings file; empty if it is no setting
+    openai: tuple[str, ...] = ()  # its fields in OpenAI's requests, as llama-server and vLLM extend them
+    responses: tuple[str, ...] = ()  # its fields in /v1/responses, if they differ
+    anthropic: tuple[str, ...] = ()  # its fields in Anthropic's requests
+    name: str = ""  # its Python keyword; `options_of` sets it and `kind`
+    kind: Any = str  # its type without None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def flag(self) -> str:
+        """The first long flag."""
+        return next(flag for flag in self.flags if flag.startswith("--"))
+
+    @property
+    def full_help(self) -> str:
+        """The help and the default, in one line."""
+        default = self.default_text or ("" if self.default is None else f"{self.default}")
+        return f"{self.help} [default: {default}]" if default else self.help
+
+    @property
+    def expected(self) -> str:
+        """What its values are, for a message."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.kind is bool:
+            return "true or false"
+        if self.kind not in (int, float):
+            return "some text"
+        edge = "above" if self.excludes_least else "from"
+        largest = "" if self.most is None else f" to {self.most:.12g}" if self.kind is float else f" to {self.most}"
+        unit = f" of {self.unit}" if self.unit else ""
+        return f"a {'whole ' if self.kind is int else ''}number{unit} {edge} {self.least or 0:g}{largest}"
+
+    def allows(self, value: object) -> bool:
+        """Return whether the value has this option's type and lies in its range. Only for simple kinds."""
+        if self.kind not in (int, float):
+            return isinstance(value, self.kind) and (not self.choices or value in self.choices)
+        numbers = (int,) if self.kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, numbers):
+            return False
+        low, high = self.least, self.most
+        # NaN fails every comparison.
+        return (low is None or value > low or (value == low and not self.excludes_least)) and (
+            high is None or value <= high
+        )
+
+    def check(self, value: object, called: object = None) -> None:
+        """Check the value.
+
+        Args:
+            called: What the message calls the option, if not by its name.
+
+        Raises:
+            UsageError: if the option can't have this value.
+        """
+        if not self.allows(value):
+            raise self.refusal(value, called)
+
+    def refusal(self, value: object, called: object = None) -> UsageError:
+        """Return the error that says what was expected instead of this value."""
+        return UsageError(called or self, f" is {shown(value)}; expected {self.expected}.")
+
+    def fields_of(self, protocol: str) -> tuple[str, ...]:
+        """Return the names of its fields in requests of "openai", "responses" or "anthropic"."""
+        names: tuple[str, ...] = getattr(self, protocol)
+        return names or (self.openai if protocol == "responses" else ())
+
+    def schema(self, *, with_stand_ins: bool = True) -> Schema:
+        """Return the JSON Schema of its value in a request."""
+        if self.kind not in (int, float):
+            return dict(_SCHEMAS[self.kind])
+        least = min([self.least or 0, *(self.stand_ins if with_stand_ins else ())])
+        schema: Schema = {"type": "integer" if self.kind is int else "number"}
+        schema["exclusiveMinimum" if self.excludes_least else "minimum"] = least
+        return schema if self.most is None else schema | {"maximum": self.most}
+
+
+Pairs = tuple[tuple[int, float], ...]
+TEXT: Schema = {"type": "string"}
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_SCHEMAS: dict[Any, Schema] = {
+    bool: {"type": "boolean"},
+    str: TEXT,
+    tuple[str, ...]: {"oneOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 64}]},
+    tuple[int, ...]: IDS,
+    Pairs: {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+}
+
+
+def options_of(stated: type) -> dict[str, Option]:
+    """Return the options stated in the annotations of a dataclass or a TypedDict, by name."""
+    return dict(_stated(stated))
+
+
+def _stated(stated: type) -> Iterator[tuple[str, Option]]:
+    for name, annotation in stated.__annotations__.items():
+        for note in getattr(annotation, "__metadata__", ()):
+            if isinstance(note, Option):
+                yield name, replace(note, name=name, kind=_without_none(annotation.__origin__))
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) is not UnionType:
+        return kind
+    others = [each for each in get_args(kind) if each is not NoneType]
+    return others[0] if len(others) == 1 else kind

@@ -1,0 +1,373 @@
+"""SamplingParams: how the tokens of a text are chosen and when it ends, with every option stated once."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Self, TypedDict
+
+from hetero_ee.errors import UsageError, meant, shown
+from hetero_ee.options import generation_keys
+from hetero_ee.options.option import Option, Pairs, options_of
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1000
+MAX_LOGPROBS = 20
+UNLIMITED = RANDOM = -1  # stand-ins for a length and a seed, as in llama.cpp
+
+Length = Annotated[
+    int | None,
+    Option(
+        help="Tokens to generate; -1: until the text ends.",
+        default_text="the model's own, else until the text ends",
+        flags=("-n", "--max-tokens", "--max-new-tokens", "--n-predict", "--predict"),
+        least=1,
+        most=2**31,
+        stand_ins={UNLIMITED: None},
+        openai=("max_completion_tokens", "max_tokens", "n_predict"),
+        responses=("max_output_tokens",),
+        anthropic=("max_tokens",),
+    ),
+]
+Temperature = Annotated[
+    float,
+    Option(
+        help="0 is greedy.",
+        default_text="the model's own, else 0",
+        flags=("--temp", "--temperature"),
+        least=0.0,
+        most=100.0,
+        openai=("temperature",),
+        anthropic=("temperature",),
+    ),
+]
+TopK = Annotated[
+    int,
+    Option(
+        help="Keep the k most likely tokens; 0 keeps all.",
+        flags=("--top-k",),
+        least=0,
+        most=2**31,
+        stand_ins={-1: 0},
+        openai=("top_k",),
+        anthropic=("top_k",),
+    ),
+]
+TopP = Annotated[
+    float,
+    Option(
+        help="Keep the smallest set of tokens with this total probability.",
+        flags=("--top-p",),
+        least=0.0,
+        most=1.0,
+        excludes_least=True,
+        openai=("top_p",),
+        anthropic=("top_p",),
+    ),
+]
+MinP = Annotated[
+    float,
+    Option(
+        help="Drop tokens less likely than this fraction of the most likely one.",
+        flags=("--min-p",),
+        least=0.0,
+        most=1.0,
+        openai=("min_p",),
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    Option(
+        help="Above 1, makes tokens that have already appeared less likely.",
+        flags=("--repeat-penalty",),
+        least=0.01,
+        most=100.0,
+        openai=("repeat_penalty", "repetition_penalty"),
+    ),
+]
+Seed = Annotated[
+    int,
+    Option(
+        help="The same seed gives the same text.",
+        default_text="random",
+        flags=("-s", "--seed"),
+        least=0,
+        most=2**64 - 1,
+        stand_ins={RANDOM: None},
+        openai=("seed",),
+        anthropic=("seed",),
+    ),
+]
+Stop = Annotated[
+    tuple[str, ...],
+    Option(
+        help="End the text before this string; can be given more than once.",
+        flags=("--stop",),
+        typed=list[str],
+        openai=("stop",),
+        anthropic=("stop_sequences",),
+    ),
+]
+StopTokenIds = Annotated[
+    tuple[int, ...],
+    Option(help="More tokens that end the text, next to the model's own.", openai=("stop_token_ids",)),
+]
+IgnoreEos = Annotated[bool, Option(help="The model's end tokens don't end the text.", openai=("ignore_eos",))]
+Logprobs = Annotated[
+    int | None,
+    Option(
+        help="Return each token's log-probability, and those of up to this many likeliest tokens.",
+        least=0,
+        most=MAX_LOGPROBS,
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    Option(
+        help="Subtracted from the logit of every token that the text has; the prompt does not count.",
+        least=-2.0,
+        most=2.0,
+        openai=("presence_penalty",),
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    Option(
+        help="Subtracted from a token's logit as many times as the text has the token.",
+        least=-2.0,
+        most=2.0,
+        openai=("frequency_penalty",),
+    ),
+]
+LogitBias = Annotated[
+    Pairs, Option(help="Added to the logits of these token ids, after the penalties.", openai=("logit_bias",))
+]
+JsonSchema = Annotated[
+    str | None,
+    Option(
+        help="The text is JSON that keeps to the JSON Schema in this file. Needs the extra [server].",
+        flags=("--json-schema",),
+    ),
+]
+Grammar = Annotated[
+    str | None,
+    Option(
+        help="The text keeps to the grammar in this file: Lark, as in llguidance, or GBNF.",
+        flags=("--grammar",),
+    ),
+]
+TOKEN_ID = Option(help="A token id.", kind=int, least=0, most=2**31)
+BIAS = Option(help="A bias.", kind=float, least=-100.0, most=100.0)
+SIMPLE_KINDS = (int, float, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a text ends.
+
+    Raises:
+        UsageError: if a value is out of its range.
+    """
+
+    max_new_tokens: Length = None  # None: to the end of the context
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repeat_penalty: RepeatPenalty = 1.0  # divides positive logits, multiplies others (arXiv 1909.05858)
+    seed: Seed = 0  # prompts generated together each have noise of their own, by their index
+    stop: Stop = ()
+    stop_token_ids: StopTokenIds = ()
+    ignore_eos: IgnoreEos = False
+    logprobs: Logprobs = None
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    logit_bias: LogitBias = ()
+    json_schema: JsonSchema = None
+    grammar: Grammar = None
+
+    def __post_init__(self) -> None:
+        for name, option in SAMPLING.items():
+            value = getattr(self, name)
+            if option.kind in SIMPLE_KINDS and not (value is None and name in NOT_NEEDED):
+                option.check(value)
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "json_schema", _as_schema(self.json_schema))
+        if not isinstance(self.grammar, str | None):
+            raise SAMPLING["grammar"].refusal(self.grammar)
+        if self.grammar is not None and self.json_schema is not None:
+            raise UsageError(SAMPLING["json_schema"], " and ", SAMPLING["grammar"], " are both given; leave one out.")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _as_stop(stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        for token_id in self.stop_token_ids:
+            TOKEN_ID.check(token_id, called=SAMPLING["stop_token_ids"])
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens can't be drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or a bias change the model's logits."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repeat_penalty != 1 or any(penalties) or bool(self.logit_bias)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar decides which tokens may follow."""
+        return self.json_schema is not None or self.grammar is not None
+
+    def require_known(self, vocab_size: int) -> None:
+        """Check that the model has every token with a bias.
+
+        Raises:
+            UsageError: if it lacks one.
+        """
+        known = replace(TOKEN_ID, most=vocab_size - 1)
+        for token_id, _ in self.logit_bias:
+            _check_bias_token(token_id, known)
+
+    @classmethod
+    def read(cls, sampling: Any) -> Self:
+        """Return the parameters given as SamplingParams, a GenerationConfig, or a dictionary of its fields and ours.
+
+        In a dictionary, a temperature without do_sample means to sample.
+
+        Raises:
+            UsageError: if a value is out of range, or a name is neither transformers' nor ours.
+        """
+        if isinstance(sampling, cls):
+            return sampling
+        if not isinstance(sampling, Mapping):
+            return cls.from_hf(sampling)
+        from transformers import GenerationConfig
+
+        theirs = GenerationConfig().to_dict()
+        own = {name: value for name, value in sampling.items() if name not in theirs}
+        _check_names(own, [*SAMPLING, *theirs])
+        return cls.from_hf({"do_sample": bool(sampling.get("temperature"))} | dict(sampling)).changed(**own)
+
+    @classmethod
+    def from_hf(cls, generation_config: Any) -> Self:
+        """Read a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults.
+
+        transformers keeps 50 candidates if top_k is unset, we keep all. The engine reads end tokens elsewhere.
+
+        Raises:
+            UsageError: if it asks for beams or something else that is not offered.
+        """
+        if not isinstance(generation_config, Mapping) and not hasattr(generation_config, "to_dict"):
+            raise UsageError(f"expected a GenerationConfig or a dict, got {type(generation_config).__name__}.")
+        values = generation_config if isinstance(generation_config, Mapping) else generation_config.to_dict()
+        if asked := generation_keys.ignored(values):
+            raise UsageError(f"the generation configuration asks for {asked}, which is not offered; leave it out.")
+        sampled = False if values.get("do_sample") is None else values["do_sample"]
+        if not isinstance(sampled, bool):
+            raise UsageError(f"do_sample is {shown(sampled)}; expected true or false.")
+        chosen: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
+        names = {"max_new_tokens": "max_new_tokens", "repetition_penalty": "repeat_penalty"}
+        if sampled:
+            names |= {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+        for theirs, ours in names.items():
+            if values.get(theirs) is not None:
+                chosen[ours] = values[theirs]
+        top_k = chosen.get("top_k")
+        if top_k == -1 or (isinstance(top_k, float) and top_k.is_integer()):
+            chosen["top_k"] = max(0, int(top_k))  # files in the wild say 20.0, and -1 for all
+        return cls(**chosen, stop=() if values.get("stop_strings") is None else values["stop_strings"])
+
+    def changed(self, **changes: Any) -> Self:
+        """Return a copy with some values changed.
+
+        Raises:
+            UsageError: if a name is not a field.
+        """
+        _check_names(changes, SAMPLING)
+        return replace(self, **changes)
+
+
+SAMPLING = options_of(SamplingParams)
+NOT_NEEDED = ("max_new_tokens", "logprobs")  # which None leaves open
+Sampling = SamplingParams | Mapping[str, Any]  # also a GenerationConfig of transformers
+
+
+class SamplingChanges(TypedDict, total=False):
+    """Keyword arguments that change sampling options, for type checkers and editors.
+
+    Some take more types than `SamplingParams` keeps.
+    """
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    seed: int
+    stop: str | Collection[str]
+    stop_token_ids: Collection[int]
+    ignore_eos: bool
+    logprobs: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Collection[tuple[int, float]]
+    json_schema: str | Mapping[str, Any] | None
+    grammar: str | None
+
+
+def _check_names(names: Iterable[Any], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{shown(name)} is not a sampling parameter; {meant(str(name), known)}")
+
+
+def _as_stop(values: Any) -> tuple[str, ...]:
+    stop, option = _as_tuple("stop", values), SAMPLING["stop"]
+    if len(stop) > MAX_STOP_STRINGS:
+        raise UsageError(option, f" holds {len(stop)} strings; expected at most {MAX_STOP_STRINGS}.")
+    for text in stop:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            expected = f"expected text of 1 to {MAX_STOP_CHARACTERS} characters."
+            raise UsageError(option, f" holds {shown(text)}; {expected}")
+    return stop
+
+
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple | set | frozenset):
+        raise UsageError(SAMPLING[name], f" is {shown(values)}; expected a list.")
+    return tuple(values)
+
+
+def _as_schema(value: Any) -> str | None:
+    """Return the JSON text of an object, given as the object or as text."""
+    if value is None:
+        return None
+    option = SAMPLING["json_schema"]
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        is_object = isinstance(json.loads(text), dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(option, f" is {shown(value)}, which is not JSON ({error}).") from error
+    if not is_object:
+        raise UsageError(option, f" is {shown(value)}; expected a JSON Schema that is an object.")
+    return text
+
+
+def _as_bias(values: Any) -> Pairs:
+    """Return the pairs of a mapping or a list of pairs; a token's last one counts."""
+    option = SAMPLING["logit_bias"]
+    pairs = tuple(values.items()) if isinstance(values, Mapping) else _as_tuple("logit_bias", values)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise UsageError(option, f" holds {shown(pair)}; expected pairs of a token id and a number.")
+        token_id, bias = pair
+        _check_bias_token(token_id, TOKEN_ID)
+        if not BIAS.allows(bias):
+            raise UsageError(option, f" of token {token_id} is {shown(bias)}; expected {BIAS.expected}.")
+    return tuple(dict(pairs).items())
+
+
+def _check_bias_token(token_id: object, known: Option) -> None:
+    if not known.allows(token_id):
+        raise UsageError(SAMPLING["logit_bias"], f" token is {shown(token_id)}; expected {known.expected}.")
