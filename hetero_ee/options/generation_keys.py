@@ -1,11 +1,11 @@
-"""What a Hugging Face generation configuration can ask for and this engine does not do."""
+"""Fields of a Hugging Face generation configuration that this engine does not support."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from hetero_ee.errors import shown
 
-# With the value that asks for nothing, beside null. Beams' own settings say nothing without num_beams, and settings of
+# Each with the value that, like null, asks for nothing. Beams' own settings say nothing without num_beams, and settings of
 # speed or of transformers' output change no text.
 OF_EVERY_TEXT: dict[str, Any] = {
     "num_beams": 1,

@@ -31,7 +31,7 @@ class Option:
     stand_ins: Mapping[int, Any] = field(default_factory=dict)  # numbers that mean something else, as in llama.cpp
     typed: Any = None  # its type on the command line, if that is not `kind`
     metavar: str | None = None
-    setting: str = ""  # its key in the settings file; empty if it is no setting
+    setting: str = ""  # its key in the settings file; empty if it can't be set there
     openai: tuple[str, ...] = ()  # its fields in OpenAI's requests, as llama-server and vLLM extend them
     responses: tuple[str, ...] = ()  # its fields in /v1/responses, if they differ
     anthropic: tuple[str, ...] = ()  # its fields in Anthropic's requests
@@ -54,7 +54,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """What its values are, for a message."""
+        """The values it may have, as a message says it."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.kind is bool:
@@ -67,7 +67,7 @@ class Option:
         return f"a {'whole ' if self.kind is int else ''}number{unit} {edge} {self.least or 0:g}{largest}"
 
     def allows(self, value: object) -> bool:
-        """Return whether the value has this option's type and lies in its range. Only for simple kinds."""
+        """Return whether the value has this option's type and is in its range. Only for simple kinds."""
         if self.kind not in (int, float):
             return isinstance(value, self.kind) and (not self.choices or value in self.choices)
         numbers = (int,) if self.kind is int else (int, float)
