@@ -127,7 +127,7 @@ def test_the_command_takes_files(cli: Cli, tmp_path: Any) -> None:
     said = cli("generate", PROMPT, "--json-schema", schema, "--temp", "1.5")
     jsonschema.validate(json.loads(said.out.removeprefix(PROMPT)), SCHEMAS["flat-0"])
     assert cli("generate", PROMPT, "--grammar", grammar).out.removeprefix(PROMPT).strip() in ("Tom", "Lily")
-    for content, message in (("{", "which is no JSON"), ('{"not": {}}', "asks for not"), (None, "can't be read")):
+    for content, message in (("{", "which is not JSON"), ('{"not": {}}', "asks for not"), (None, "can't be read")):
         file = tmp_path / "bad.json"
         file.write_text(content) if content is not None else file.unlink()
         ended = cli("generate", PROMPT, "--json-schema", file)
