@@ -5,7 +5,7 @@ from typing import Any
 
 from hetero_ee.errors import shown
 
-# Each with the value that, like null, asks for nothing. Beams' own settings say nothing without num_beams, and settings of
+# Each with the value that, like null, asks for nothing. Beams' own settings say nothing without num_beams. Settings of
 # speed or of transformers' output change no text.
 OF_EVERY_TEXT: dict[str, Any] = {
     "num_beams": 1,

@@ -141,7 +141,7 @@ def test_a_schema_that_can_not_be_held_to_is_refused(grammars: Grammars, case: s
 
 @pytest.mark.parametrize("schema", ["{", "{'a': 1}", b"{}", {"a": {1, 2}}, "[" * 100_000, {"a": float("nan")}])
 def test_what_is_no_json_is_refused(schema: Any) -> None:
-    with pytest.raises(UsageError, match="which is no JSON"):
+    with pytest.raises(UsageError, match="which is not JSON"):
         SamplingParams(json_schema=schema)
 
 
