@@ -26,12 +26,14 @@ MIN_WORDS = 5  # of a string that counts as a message
 
 # Sentences that start with one of these words are usually fragments that only make sense next to the signature.
 FRAGMENT = re.compile(r"(?:Of|For|That|What|The same|Those|Whose|As|So|Likewise)\b")
-WORDS = re.compile(
-    r"\bNone where\b|\b[Rr]aises \w+ where\b|\bbe had\b|\banew\b|\bwhoever\b|\bnobody\b|\bwhat (?:is|was) asked for\b"
-    r"|\bbehind (?:\d|the (?:marker|context|prompt))|\bbeside\b|\bdearer\b|\bg(?:o|one|oes) on with\b"
-    r"|\bfor want of\b|\bin turns?\b|\bso many\b|\bis none\b|(?<![Tt]here )\bis no (?!longer\b)|\blies?\b"
-    r"|\bha(?:s|ve|d) room for\b|\bcrossings?\b|\bwaiting tokens?\b|\bas \w+ (?:has|have) it\b|\bare told\b|\bis told\b"
+PHRASES = (
+    r"None where|[Rr]aises \w+ where|are told|is told|as \w+ (?:has|have) it|so many|is none",
+    r"(?<![Tt]here )is no (?!longer|more|less|slower|larger)",
+    r"behind (?:\d+|the (?:marker|context|prompt))",
+    r"anew|be had|beside|dearer|for want of|g(?:o|one|oes) on with|in turns?|lies?|nobody|whoever",
+    r"crossings?|ha(?:s|ve|d) room for|waiting tokens?|what (?:is|was) asked for",
 )
+WORDS = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b")
 QUOTED = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
 
 
