@@ -102,7 +102,6 @@ class Engine:
         mode: str | None = None,
         draft_length: int | None = None,
         risk: float | None = None,
-        exit_kv: str | None = None,
         limits: Limits | None = None,
         plan: Plan | str | Path | None = None,
         draft_head: str | Path | None = None,
@@ -134,9 +133,7 @@ class Engine:
             REGEX=cpu, REGEX=stream. kv_type: of the KV cache, "fp32", "fp16" or "int8"; None: "fp16", with quantizer
             "none" "fp32". mode: "full", "exact" or an early-exit mode, see limits.EARLY_EXIT_MODES. draft_length:
             tokens verified at once in exact mode, caught up at once in an early-exit mode. risk: of mode "certified",
-            0.05 where None. exit_kv: in an early-exit mode, the keys and values of layers that a token did not pass:
-            "lazy" (None), "propagate", "copy" or "holes". What is None of all others, the planner chooses. limits: all
-            of them in one object.
+            0.05 where None. What is None of all others, the planner chooses. limits: all of them in one object.
         plan: where every part goes, a Plan or its JSON file, in place of one made now.
         draft_head: a draft head for this model, EAGLE-1 to EAGLE-3.1: a folder, or a Hugging Face id (org/name). One
             whose acceptance nobody measured is checked when it is first opened. None takes the model folder's own.
@@ -153,7 +150,7 @@ class Engine:
         tell = chosen_progress(progress)
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
-        pins |= {"draft_length": draft_length, "risk": risk, "exit_kv": exit_kv}
+        pins |= {"draft_length": draft_length, "risk": risk}
         draft_head = resolve_draft_head(draft_head, offline=offline, progress=tell)
         request = PlacementRequest.asked(
             plan, limits, pins, profile, draft_head, emulates=emulate, traces=traces, context_tokens=context_tokens

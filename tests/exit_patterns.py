@@ -1,4 +1,4 @@
-"""Texts whose tokens exit where chance has it: run with a policy for keys and values, and computed slowly."""
+"""Texts whose tokens exit where chance has it: run by an executor, and computed slowly."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.missing_kv import MissingKv
-from hetero_ee.speculation.waiting import WaitingToken
+from hetero_ee.speculation.waiting import WaitingToken, advance
 from tests.executor_support import MAX_TOKENS, Model
 
 VOCABULARY = 131  # of tests/families.py
@@ -35,11 +34,12 @@ def exiting_texts(n_layers: int, n_tokens: int = 20, n_texts: int = 3) -> st.Sea
     return st.lists(made, min_size=1, max_size=n_texts)
 
 
-def run_exiting(kv: MissingKv, n_layers: int, texts: dict[int, Exiting]) -> dict[int, list[Tensor]]:
+def run_exiting(executor: Executor, texts: dict[int, Exiting]) -> dict[int, list[Tensor]]:
     """The texts, by sequence, in lockstep; every layer is one where a token may exit. The states each token exits with.
 
     Tokens that wait go along with later ones of their text.
     """
+    n_layers = executor.spec.n_layers
     waiting: dict[int, list[WaitingToken]] = {sequence: [] for sequence in texts}
     states: dict[int, list[Tensor]] = {sequence: [] for sequence in texts}
     for position in range(max(len(text.token_ids) for text in texts.values())):
@@ -49,13 +49,12 @@ def run_exiting(kv: MissingKv, n_layers: int, texts: dict[int, Exiting]) -> dict
             if position < len(text.token_ids)
         }
         for layer in range(1, n_layers + 1):
-            kv.advance([each for one, last in going.items() for each in (*waiting[one], last)], layer)
+            advance(executor, [each for one, last in going.items() for each in (*waiting[one], last)], layer)
             exits = [last for one, last in going.items() if texts[one].depths[position] == layer]
             for token in exits:
                 assert token.hidden is not None and token.depth == layer
                 states[token.sequence].append(token.hidden.as_subclass(Tensor).clone())
                 del going[token.sequence]
-            for token in kv.exited(exits):
                 waiting[token.sequence].append(token)
             for sequence, tokens in waiting.items():
                 waiting[sequence] = [token for token in tokens if token.depth < n_layers]
@@ -89,7 +88,6 @@ class SlowText:
     """
 
     model: Model
-    kind: str
     kept: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
 
@@ -103,15 +101,8 @@ class SlowText:
         if spec.learned_position_offset is not None:
             x = x + self._vector(self.blocks[0], "positions")[position + spec.learned_position_offset]
         x = self._through(x, 0, depth, position)
-        for layer in range(depth, spec.n_layers):
-            if self.kind == "propagate":
-                self._keep(layer, x, position)
-            elif self.kind == "copy":
-                for mine, source in zip(self.kept[layer], self.kept[depth - 1], strict=True):
-                    mine.append(source[-1])
         self.states.append(x)
-        if self.kind == "lazy":  # it goes on at once, which nobody sees
-            self._through(x, depth, spec.n_layers, position)
+        self._through(x, depth, spec.n_layers, position)  # it goes on at once, which nobody sees
 
     def _through(self, x: Tensor, first: int, end: int, position: int) -> Tensor:
         for layer in range(first, end):
@@ -173,3 +164,8 @@ class SlowText:
     def _vector(self, block: Any, short: str) -> Any:
         tensor = block.tensors.get(short)
         return None if tensor is None else self.model[1].vectors[tensor.name]
+
+
+def end_sequence(executor: Executor, sequence: int) -> None:
+    """Cut the cache to the tokens that have passed every layer, as an early-exit mode does at a sequence's end."""
+    executor.cache.cut(sequence, executor.cache.length(sequence))

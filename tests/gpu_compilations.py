@@ -154,12 +154,11 @@ def _kv_write() -> list[Compilation]:
     pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
     layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
     records = []
-    for kind, code, turns, own in (
-        ("fp16", "*fp16", True, False),
-        ("fp32", "*fp32", True, False),
-        ("int8", "*i8", True, False),
-        ("fp16", "*fp16", False, False),
-        ("fp16", "*fp16", True, True),
+    for kind, code, turns in (
+        ("fp16", "*fp16", True),
+        ("fp32", "*fp32", True),
+        ("int8", "*i8", True),
+        ("fp16", "*fp16", False),
     ):
         signature, constants = (
             pointers | {"codes_ptr": code},
@@ -168,14 +167,13 @@ def _kv_write() -> list[Compilation]:
         optional = (
             ("turns_ptr", turns, "*fp32"),
             ("scales_ptr", kind == "int8", "*fp32"),
-            ("turned_by_ptr", own, "*i32"),
         )
         for name, there, pointer in optional:
             if there:
                 signature[name] = pointer
             else:
                 constants[name] = None
-        name = f"kv_write_{kind}" + ("_with_rope" if turns else "") + ("_of_its_own" if own else "")
+        name = f"kv_write_{kind}" + ("_with_rope" if turns else "")
         records.append(Compilation(name, kv_write.kv_write_kernel, signature, constants, kv_write.N_WARPS))
     return records
 

@@ -42,7 +42,6 @@ COMPUTED = (
     "draft_rows",
     "draft_logits",
 )
-WRITTEN = ("write_kv", "write_kv_with")
 
 
 class StandInCopier(CudaCopier):
@@ -68,13 +67,12 @@ class OnStandIn:
         found = getattr(self.inner, name)
         if name == "embed":
             return lambda batch: found(batch).as_subclass(EmulatedGpuTensor)
-        if name not in (*COMPUTED, *WRITTEN):
+        if name not in COMPUTED:
             return found
 
         def computed(hidden: Tensor, *rest: Any) -> Any:
             assert isinstance(hidden, EmulatedGpuTensor), "hidden states of the CPU on the GPU"
-            result = found(hidden.as_subclass(Tensor), *rest)
-            return result if name in WRITTEN else result.as_subclass(EmulatedGpuTensor)
+            return found(hidden.as_subclass(Tensor), *rest).as_subclass(EmulatedGpuTensor)
 
         return computed
 

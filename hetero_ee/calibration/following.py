@@ -23,7 +23,7 @@ def followed(
 ) -> tuple[list[list[int]], ExitStatistics]:
     """The texts, prompts included, with exact keys and values; they share every pass."""
     texts, counts = [[*prompt] for prompt in prompts], ExitCounts()
-    exits = EarlyExits(policy, "lazy", MAX_WAITING)
+    exits = EarlyExits(policy, MAX_WAITING)
     asked = [[*prompt] for prompt in prompts]
     for token in generate_early(executor, asked, params, ending, lambda ids: "", lambda: 0.0, exits, counts):
         texts[token.sequence].append(token.token_id)

@@ -22,16 +22,15 @@ ON_CPU = ("cpu", "disk", *SPLITS)  # placements of layers that the CPU computes,
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What to open. exit_kv, risk: None where the mode has none."""
+    """What to open. risk: None where the mode has none."""
 
     mode: str
-    exit_kv: str | None = None
     risk: float | None = None
 
     @property
     def detail(self) -> str:
         """What tells it from others of its mode; empty where nothing was said."""
-        return (self.exit_kv or "") if self.risk is None else f"risk {self.risk:.3g}"
+        return "" if self.risk is None else f"risk {self.risk:.3g}"
 
     @property
     def name(self) -> str:

@@ -13,15 +13,12 @@ FIRST_SPARSE = 4  # position; attention sinks lie before (arXiv 2309.17453)
 class Batch:
     """token_ids, sequences, positions: one entry a token. Within a sequence, tokens come in order of position.
 
-    turned_by: positions that keys and queries turn by, None for `positions`: in layers that lack some of a text's
-    tokens, a token's position is its line there, fewer than the tokens before it. is_prompt: all are read, none was
-    generated. Raises ValueError when they differ in length or there are none.
+    is_prompt: all tokens are read, none was generated. Raises ValueError when the fields differ in length or are empty.
     """
 
     token_ids: tuple[int, ...]
     sequences: tuple[int, ...]
     positions: tuple[int, ...]
-    turned_by: tuple[int, ...] | None = None
     is_prompt: bool = False
 
     def __post_init__(self) -> None:
@@ -30,16 +27,9 @@ class Batch:
                 f"a batch needs as many sequences ({len(self.sequences)}) and positions ({len(self.positions)}) "
                 f"as tokens ({len(self.token_ids)}), at least one."
             )
-        if len(self.turns) != len(self):
-            raise ValueError(f"a batch of {len(self)} tokens can't turn by {len(self.turns)} positions.")
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def turns(self) -> tuple[int, ...]:
-        """The position that each token's keys and queries turn by."""
-        return self.positions if self.turned_by is None else self.turned_by
 
     def may_skip(self) -> Any:
         """Whether neurons may be left out for a token, bool (m,): not while a prompt is read, nor for a text's first
@@ -65,7 +55,6 @@ class Batch:
             tuple(token for part in parts for token in part.token_ids),
             tuple(sequence for part in parts for sequence in part.sequences),
             tuple(position for part in parts for position in part.positions),
-            tuple(turn for part in parts for turn in part.turns) if any(part.turned_by for part in parts) else None,
             all(part.is_prompt for part in parts),
         )
 

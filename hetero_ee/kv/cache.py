@@ -4,14 +4,9 @@ Every layer has a length of its own for each sequence, so that tokens may wait a
 layers up to there and none after it. Rolling back is exact: what is forgotten is written again before it is read.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 
@@ -120,14 +115,6 @@ class LayeredCache(KvCache, Generic[S]):
     def _make_room(self, lengths: Mapping[int, int]) -> None:
         """For so many tokens of these sequences, or for none of them where that raises an error."""
 
-    @abstractmethod
-    def lines(self, batch: Batch, layer: int) -> Tensor:
-        """Keys and values of the tokens in this layer as they are stored: int32 (m, words), a copy in its memory."""
-
-    @abstractmethod
-    def put_lines(self, batch: Batch, layers: range, lines: Tensor) -> None:
-        """Makes such lines of admitted tokens theirs in those of these layers that it holds."""
-
     @property
     def held_layers(self) -> tuple[int, ...]:
         return self._layers
@@ -193,19 +180,3 @@ class LayeredCache(KvCache, Generic[S]):
                     f"{n_passed} tokens of sequence {sequence} have passed the layer before, not {length}."
                 )
         return after
-
-
-def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Parts of m lines, each (m, ...) of any type, side by side: int32 (m, words)."""
-    line_bytes = torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in parts], dim=1)
-    return F.pad(line_bytes, (0, -line_bytes.shape[1] % torch.int32.itemsize)).view(torch.int32)
-
-
-def unpacked(lines: Tensor, *parts: tuple[torch.dtype, tuple[int, ...]]) -> list[Tensor]:
-    """The parts again, by type and shape of one line's."""
-    line_bytes, first, found = lines.view(torch.uint8), 0, []
-    for dtype, shape in parts:
-        end = first + dtype.itemsize * math.prod(shape)
-        found.append(line_bytes[:, first:end].contiguous().view(dtype).view(len(lines), *shape))
-        first = end
-    return found

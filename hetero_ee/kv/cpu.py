@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import LayeredCache, packed, unpacked
+from hetero_ee.kv.cache import LayeredCache
 
 PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
 KINDS = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
@@ -65,18 +65,6 @@ class CpuKvCache(LayeredCache[_Sequence]):
                 found = key_codes, value_codes, key_scales, value_scales
             for part, x in zip(self._sequences[sequence].parts, found, strict=True):
                 part[index, :, position] = x
-
-    def lines(self, batch: Batch, layer: int) -> Tensor:
-        tokens = [self.stored(layer, sequence, at, at + 1) for _, sequence, at in batch.entries()]
-        return packed([torch.stack(part) for part in zip(*tokens, strict=True)])
-
-    def put_lines(self, batch: Batch, layers: range, lines: Tensor) -> None:
-        codes = torch.from_numpy(np.empty(0, KINDS[self.kind])).dtype, (self.n_kv_heads, self.head_dim)
-        scales = [(torch.float32, (self.n_kv_heads,))] * 2 if self.kind == "int8" else []
-        found, held = unpacked(lines, codes, codes, *scales), self._slice(layers)
-        for row, sequence, position in batch.entries():
-            for part, x in zip(self._sequences[sequence].parts, found, strict=True):
-                part[held, :, position] = x[row]
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values, fp32 (n_kv_heads, end - first, head_dim), of positions first..end-1; valid until the next

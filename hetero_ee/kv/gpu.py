@@ -11,7 +11,7 @@ from torch import Tensor
 from hetero_ee.device_errors import driver_errors
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import LayeredCache, packed, unpacked
+from hetero_ee.kv.cache import LayeredCache
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
@@ -62,20 +62,6 @@ class GpuKvCache(LayeredCache[_Sequence]):
     def slots(self, batch: Batch) -> list[int]:
         """The table's line of each token."""
         return [self._sequences[sequence].slot for sequence in batch.sequences]
-
-    def lines(self, batch: Batch, layer: int) -> Tensor:
-        pages, within = self._places(batch)
-        parts = [self.pages.codes] if self.pages.scales is None else [self.pages.codes, self.pages.scales]
-        return packed([part[pages, self.index(layer), :, :, within] for part in parts])
-
-    def put_lines(self, batch: Batch, layers: range, lines: Tensor) -> None:
-        held, (pages, within) = self._slice(layers), self._places(batch)
-        n_kv_heads, codes, scales = self.pages.n_kv_heads, self.pages.codes, self.pages.scales
-        parts = [(codes.dtype, (2, n_kv_heads, self.pages.head_dim)), (torch.float32, (2, n_kv_heads))]
-        found = unpacked(lines, *parts[: 1 if scales is None else 2])
-        for layer in range(held.start, held.stop):
-            for part, x in zip((codes, scales), found, strict=False):
-                part[pages, layer, :, :, within] = x
 
     def _places(self, batch: Batch) -> Tensor:
         """Page and line of each token: (2, m)."""

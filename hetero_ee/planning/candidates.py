@@ -107,7 +107,7 @@ def _exit_options(problem: Problem, context_tokens: int) -> Iterator[list[PartOp
     slowest place: for each of the known depths, or some of many."""
     depths, most = problem.depths, problem.limits.draft_length or BEST_OF_DRAFTS
     for known in depths[:: -(-len(depths) // MOST_DEPTHS)] if depths else ():
-        yield problem.layer_options(context_tokens, Passes.of(known, most, problem.exit_kv))
+        yield problem.layer_options(context_tokens, Passes.of(known, most))
 
 
 def cpu_alone_s(problem: Problem, context_tokens: int) -> float | None:

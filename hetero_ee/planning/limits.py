@@ -12,7 +12,6 @@ CERTIFIED = "certified"
 # Tokens may be given out before the last layer, unverified: named by the policy that decides. Never chosen unasked.
 EARLY_EXIT_MODES = ("specee", CERTIFIED, "calm", "skipdecode", "q-exit", "patience", "joint-gate")
 MODES = ("full", "exact", *EARLY_EXIT_MODES)
-EXIT_KV = ("lazy", "propagate", "copy", "holes")  # where keys and values of layers that a token did not pass come from
 RISK = 0.05  # of mode certified
 MAX_DRAFT_LENGTH = 16
 MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
@@ -35,7 +34,6 @@ class Limits:
     mode: str | None = None  # of MODES; None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
-    exit_kv: str | None = None  # of EXIT_KV, for early-exit modes; None: the first
     threads: int = 0  # 0: all
 
     def __post_init__(self) -> None:
@@ -56,7 +54,7 @@ class Limits:
             raise UsageError(f"mode is {shown(self.mode)}; expected one of {', '.join(MODES)}.")
         if self.draft_length is not None and not is_whole(self.draft_length, 1, MAX_DRAFT_LENGTH):
             raise UsageError(f"draft_length is {shown(self.draft_length)}; expected 1 to {MAX_DRAFT_LENGTH}.")
-        check_exits(self.mode, self.risk, self.exit_kv)
+        check_risk(self.mode, self.risk)
         _check_overrides(self.overrides)
 
     def pinned(self, name: str) -> str | None:
@@ -69,27 +67,14 @@ def is_whole(value: object, smallest: int, largest: int | None = None) -> bool:
     return type(value) is int and smallest <= value and (largest is None or value <= largest)
 
 
-def check_exits(mode: str | None, risk: object, exit_kv: object) -> None:
-    """Risk and keys and values that go with the mode, None where they are not given. Raises UsageError."""
+def check_risk(mode: str | None, risk: object) -> None:
+    """Check that the risk, if given, is a share and belongs to the mode. Raises UsageError."""
     if risk is not None:
         is_share = isinstance(risk, int | float) and not isinstance(risk, bool) and 0 < risk < 1  # false for NaN
         if not is_share:
             raise UsageError(f"risk is {shown(risk)}; expected a share of tokens above 0 and below 1, like {RISK}.")
         if mode != CERTIFIED:
             raise UsageError(f"risk is of mode {CERTIFIED} and the mode is {mode or 'not given'}; drop risk.")
-    if exit_kv is not None:
-        if not (isinstance(exit_kv, str) and exit_kv in EXIT_KV):
-            raise UsageError(f"exit_kv is {shown(exit_kv)}; expected one of {', '.join(EXIT_KV)}.")
-        if mode not in EARLY_EXIT_MODES:
-            raise UsageError(
-                f"exit_kv is of early-exit modes and the mode is {mode or 'not given'}; drop exit_kv, or choose one of "
-                f"{', '.join(EARLY_EXIT_MODES)}."
-            )
-        if mode == CERTIFIED and exit_kv != EXIT_KV[0]:
-            raise UsageError(
-                f"a certificate holds for exact keys and values and exit_kv is {exit_kv}; drop exit_kv, or choose mode "
-                "specee."
-            )
 
 
 def parse_override(text: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, de
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, UNQUANTIZED, is_quantized
 from hetero_ee.weights.rows import row_sizes
-from hetero_ee.weights.tiles import TILE_ROWS, region_bytes
+from hetero_ee.weights.tiles import region_bytes
 from hetero_ee_profiles.hardware import DeviceTimes, needed_share
 
 FLOAT_BYTES = 4
@@ -117,12 +117,6 @@ def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_
         shape = part.kind, part.products, part.neurons, part.weight_bytes, part.window_tokens
         parts.append(replace(part, shape=shapes.setdefault(shape, len(shapes))))
     return parts
-
-
-def fill_product(spec: ModelSpec, part: Part, *, on_gpu: bool) -> Product:
-    """What makes an attention's keys and values alone: on the CPU not the queries, where a row block ends with them."""
-    qkv, skips = part.products[0], not on_gpu and not spec.query_size % TILE_ROWS
-    return replace(qkv, n_rows=qkv.n_rows - spec.query_size) if skips else qkv
 
 
 def is_multiplied(role: TensorRole) -> bool:

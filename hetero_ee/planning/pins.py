@@ -18,7 +18,8 @@ def pins(made: Plan, limits: Limits) -> list[Pin]:
     found.append(("--mode", made.mode))
     if limits.draft_length is not None:
         found.append(("--draft-tokens", str(limits.draft_length)))
-    found += [(flag, str(value)) for flag, value in (("--risk", made.risk), ("--kv", made.exit_kv)) if value]
+    if made.risk:
+        found.append(("--risk", str(made.risk)))
     found.append(("--ram-budget", gib(made.ram_budget_bytes)))
     if not made.n_bytes("gpu"):
         return [*found, ("-ngl", "0")]

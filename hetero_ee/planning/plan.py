@@ -15,7 +15,7 @@ from hetero_ee.planning.limits import (
     MAX_DRAFT_LENGTH,
     MAX_THREADS,
     MODES,
-    check_exits,
+    check_risk,
     is_whole,
 )
 from hetero_ee.planning.parts import KV_BYTES
@@ -24,6 +24,7 @@ from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
 PLAN_VERSION = 7
+LAZY = "lazy"  # how skipped layers get their keys and values; part of what files and hashes of plans say
 EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
 # By the placement when decoding those that a prompt may have: keys and values stay on one device.
@@ -129,9 +130,10 @@ class Plan:
     name: str | None = None  # of the model, as the user typed it; None where nobody said
     exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, ascending; (): where its policy says
     risk: float | None = None  # of mode certified
-    exit_kv: str | None = None  # of EXIT_KV in an early-exit mode
 
-    ADDED_FIELDS: ClassVar = ("exit_layers", "risk", "exit_kv")  # that a file of this version may lack
+    ADDED_FIELDS: ClassVar = ("exit_layers", "risk")  # that a file of this version may lack
+    # Fields of older files, with the values that mean what plans mean now.
+    REMOVED_FIELDS: ClassVar = {"exit_kv": (None, LAZY)}
 
     def __post_init__(self) -> None:
         self.check_version(self.version)
@@ -166,7 +168,7 @@ class Plan:
         if self.draft_device == "gpu":
             decided.append(DRAFT_HEAD)
         if self.mode in EARLY_EXIT_MODES:
-            decided += [self.exit_layers, self.risk, self.exit_kv]
+            decided += [self.exit_layers, self.risk, LAZY]
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def n_bytes(self, device: str) -> int:
@@ -244,7 +246,7 @@ def _check_drafts(made: Plan) -> None:
 
 
 def _check_exits(made: Plan) -> None:
-    """Early-exit modes have keys and values of some kind, and a certified one a risk."""
+    """Only early-exit modes have exit layers, and only the certified one has a risk."""
     layers, is_early = made.exit_layers, made.mode in EARLY_EXIT_MODES
     ascend = all(is_whole(layer, 1 + before) for before, layer in zip((0, *layers), layers, strict=False))
     if not ascend or (layers and not is_early):
@@ -252,12 +254,9 @@ def _check_exits(made: Plan) -> None:
             f"mode {shown(made.mode)} does not go with exit layers {shown(layers)}: they ascend from 1 in early-exit "
             "modes and are none in others; plan again"
         )
-    if is_early != (made.exit_kv is not None) or (made.mode == CERTIFIED) != (made.risk is not None):
-        raise UsageError(
-            f"mode {shown(made.mode)} does not go with risk {shown(made.risk)} and exit_kv {shown(made.exit_kv)}; plan "
-            "again"
-        )
-    check_exits(made.mode, made.risk, made.exit_kv)
+    if (made.mode == CERTIFIED) != (made.risk is not None):
+        raise UsageError(f"mode {shown(made.mode)} does not go with risk {shown(made.risk)}; plan again")
+    check_risk(made.mode, made.risk)
 
 
 def _check_parts(parts: tuple[PlacedPart, ...]) -> None:

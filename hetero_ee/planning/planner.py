@@ -10,7 +10,7 @@ from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import cpu_alone_s
 from hetero_ee.planning.context import best_context, best_in_context
-from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, EXIT_KV, RISK, Limits
+from hetero_ee.planning.limits import CERTIFIED, RISK, Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import PLAN_VERSION, Plan
 from hetero_ee.planning.problem import resolve
@@ -66,7 +66,6 @@ def plan(
         reasons=(*([choice.reason] if choice.reason else []), *reasons(best, prediction)),
         exit_layers=best.schedule.exit_layers,
         risk=(problem.limits.risk or RISK) if best.schedule.mode == CERTIFIED else None,
-        exit_kv=(problem.limits.exit_kv or EXIT_KV[0]) if best.schedule.mode in EARLY_EXIT_MODES else None,
     )
 
 

@@ -8,7 +8,7 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hot import SPLITS, splits
-from hetero_ee.planning.limits import EXIT_KV, Limits
+from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import KV_TYPE, Part, model_parts
 from hetero_ee.planning.placement import Option, PartOptions
 from hetero_ee.planning.statistics import DepthStatistics, Statistics
@@ -47,11 +47,6 @@ class Problem:
     @property
     def head(self) -> Part:
         return self.parts[-1]
-
-    @property
-    def exit_kv(self) -> str:
-        """Of an early-exit mode."""
-        return self.limits.exit_kv or EXIT_KV[0]
 
     @property
     def depths(self) -> list[DepthStatistics]:

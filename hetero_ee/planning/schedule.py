@@ -73,13 +73,13 @@ def _best_early(problem: Problem, placements: Sequence[str], context_tokens: int
     unknown = replace(full, mode=mode, draft_length=asked or BEST_OF_DRAFTS)
     lengths = _draft_lengths(problem)
     make_times = _times_maker(problem, placements, context_tokens, max(lengths))
-    times, exit_kv, drafts = make_times(copies_ahead=False), problem.exit_kv, problem.statistics.drafts
+    times, drafts = make_times(copies_ahead=False), problem.statistics.drafts
     draft_s = 0.0 if drafts is None else drafts.seconds(placements)
     found = [
         replace(
             unknown,
             draft_length=n,
-            step=early_step(times, each, n, exit_kv, draft_s),
+            step=early_step(times, each, n, draft_s),
             exit_layers=each.planned,
             depths=each,
         )
@@ -89,7 +89,7 @@ def _best_early(problem: Problem, placements: Sequence[str], context_tokens: int
     best = min(found, key=attrgetter("token_s"), default=unknown)
     if best.depths is None or not times.has_streams:
         return best
-    return replace(best, step=early_step(make_times(), best.depths, best.draft_length, exit_kv, draft_s))
+    return replace(best, step=early_step(make_times(), best.depths, best.draft_length, draft_s))
 
 
 def _times_maker(

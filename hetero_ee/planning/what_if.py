@@ -70,7 +70,7 @@ def _changes(request: Request) -> Iterator[tuple[str, dict[str, object]]]:
             yield f"--vram-budget {gib(budget)}{larger}", {"vram_budget_bytes": budget}
     if known.exits is not None or known.drafts is not None:
         other = "exact" if made.mode == "full" else "full"
-        yield f"--mode {other}", {"mode": other, "risk": None, "exit_kv": None}
+        yield f"--mode {other}", {"mode": other, "risk": None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,8 +141,7 @@ def _plans_again(spec: ModelSpec, placement: Placement, plan: Plan, warn: Callab
     # In the mode that drafting was opened for, with the exit layers that it has heads of.
     depths = statistics.depths_of(plan)
     statistics = replace(statistics, depths=() if depths is None else (depths,))
-    same = replace(limits, kv_type=plan.kv_type, threads=plan.threads, mode=plan.mode)
-    same = replace(same, risk=plan.risk, exit_kv=plan.exit_kv)
+    same = replace(limits, kv_type=plan.kv_type, threads=plan.threads, mode=plan.mode, risk=plan.risk)
 
     def replan(vram_budget_bytes: int, context_tokens: int) -> Plan:
         budget, gpu_layers = (vram_budget_bytes, None) if vram_budget_bytes else (None, 0)

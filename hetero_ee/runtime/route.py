@@ -72,13 +72,6 @@ class Route:
             self._known[key] = tuple(found)
         return self._known[key]
 
-    def attentions(self, layers: range) -> list[Segment]:
-        """Those of the layers, where they are when decoding, all in one place together."""
-        places: dict[str, list[Block]] = {}
-        for block in attentions(self.blocks, layers):
-            places.setdefault(self.place(block), []).append(block)
-        return [Segment(place, tuple(blocks)) for place, blocks in places.items()]
-
     def attention_layers(self, on_gpu: bool) -> tuple[int, ...]:
         """Layers whose keys and values lie on the GPU, or on the CPU: where they are attended when decoding."""
         return tuple(layer for layer in range(len(self.blocks) // 2) if self.attention_on_gpu(layer) == on_gpu)

@@ -3,7 +3,6 @@
 From the profile alone, so that an emulated machine checks the planner's predictions and does not repeat them.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,11 +23,9 @@ from hetero_ee.planning.parts import (
 )
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS
-from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee_profiles.hardware import DeviceTimes
 
 VOCABULARY_LAYOUT = "int8"  # of embedding, head, exit map
-KV_COPY = "copied keys and values"
 EXIT_MAP, DRAFT_VOCABULARY, CHOICE, JUDGE = "exit_map", "draft_vocabulary", "draft_choice", "exit_predictor"
 CANDIDATES = "candidates"
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
@@ -94,22 +91,6 @@ def block_works(
             attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token)
         work = block_work(block, m, attention=attention, disk_bytes=disk_bytes(block))
         works.append(replace(work, shares=NeuronShares.of(spec, is_prompt=batch.is_prompt)) if work.neurons else work)
-    return works
-
-
-def fill_works(
-    spec: ModelSpec, blocks: Sequence[Block], m: int, *, on_gpu: bool, disk_bytes: Callable[[Block], int]
-) -> list[Work]:
-    """m tokens' keys and values alone, of these attentions: all of qkv on a GPU; on the CPU, if row blocks end with
-    the queries, what follows them. disk_bytes: of each whole block."""
-    n_skipped = 0 if on_gpu or spec.query_size % TILE_ROWS else spec.query_size
-    works = []
-    for block in blocks:
-        qkv, output = (_shape(block.tensors[short]) for short in ("qkv", "output"))
-        product = stored_layout(block.tensors["qkv"]), qkv[0] - n_skipped, qkv[1]
-        share = product[1] * product[2] / (math.prod(qkv) + math.prod(output))
-        n_disk = int(disk_bytes(block) * share)
-        works.append(Work(f"{block.name}.fill", m, (product,), None, Overhead.HALF_LAYER, n_disk))
     return works
 
 

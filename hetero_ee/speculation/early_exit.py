@@ -1,9 +1,9 @@
 """Early-exit decoding: a token that exits is given out there, unverified, and the layers behind are not waited for.
 
 A step takes the last token of every text through the layers. Where the policy judges it, it may exit: what follows it
-is chosen there, and it waits for a later token that goes deeper, with which it catches up (or its keys and values are
-made up, see missing_kv.py). What no exit takes passes every layer and is what full.py would choose. Source: SpecEE
-(arXiv 2504.08850) for the exits, EE-LLM (arXiv 2312.04916) for tokens that wait.
+is chosen there, and it stays pending: it catches up with a later token that goes deeper. This is exact, and cheaper
+than making up its keys and values (docs/exit_modes_results.md). What no exit takes passes every layer and is what
+full.py would choose. Source: SpecEE (arXiv 2504.08850) for the exits, EE-LLM (arXiv 2312.04916) for catching up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +20,9 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.audit import ExitAudit, is_audited
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exit_statistics import ExitCounts
-from hetero_ee.speculation.missing_kv import missing_kv
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.policy import ExitPolicy
-from hetero_ee.speculation.waiting import WaitingToken, stacked
+from hetero_ee.speculation.waiting import WaitingToken, advance, stacked
 from hetero_ee.text.text_stream import Decode
 
 
@@ -32,7 +31,6 @@ class EarlyExits:
     """How tokens exit, and what becomes of the layers that they skip."""
 
     policy: ExitPolicy
-    exit_kv: str  # of EXIT_KV: how keys and values of skipped layers come to be
     max_waiting: int  # tokens of one text that may wait; the next one passes every layer
     candidates: DraftCandidates | None = None  # the policy's, which read the prompts too
     audit: ExitAudit | None = None  # compares some exits with the full model; once it is breached nothing exits
@@ -120,7 +118,6 @@ class ExitSteps:
     def __init__(self, executor: Executor, sampler: DraftSampler, exits: EarlyExits, counts: ExitCounts) -> None:
         self._executor, self._exits, self._counts = executor, exits, counts
         self.judge = exits.policy.judging(executor, sampler)
-        self._missing = missing_kv(exits.exit_kv, executor)
         self._sampler = sampler
         self._waiting: dict[int, list[WaitingToken]] = {}  # by Text.sequence: its last token and those before that wait
         self._audited: dict[int, list[tuple[WaitingToken, int]]] = {}  # of these, with what was given out after them
@@ -153,11 +150,12 @@ class ExitSteps:
 
     def end(self, texts: Sequence[Text]) -> None:
         """No token of these texts follows: nothing waits any more, and what the cache holds of them is whole."""
+        cache = self._executor.cache
         for text in texts:
             self._waiting.pop(text.sequence, None)
             self._audited.pop(text.sequence, None)
-            if text.cached_as in self._executor.cache.sequences:
-                self._missing.end(text.cached_as)
+            if text.cached_as in cache.sequences:
+                cache.cut(text.cached_as, cache.length(text.cached_as))
 
     def _exit_layers(self, text: Text) -> Sequence[int]:
         """None for a token that many others wait for."""
@@ -167,7 +165,7 @@ class ExitSteps:
         return self.judge.exit_layers(text)
 
     def _advance(self, texts: Sequence[Text], to_layer: int) -> None:
-        self._missing.advance([token for text in texts for token in self._waiting[text.sequence]], to_layer)
+        advance(self._executor, [token for text in texts for token in self._waiting[text.sequence]], to_layer)
 
     def _judged(self, exit_layer: int, texts: Sequence[Text]) -> list[Passed]:
         hidden = _states([self._waiting[text.sequence][-1] for text in texts])
@@ -204,13 +202,14 @@ class ExitSteps:
                 )
 
     def _ended(self, passed: Passed) -> Passed:
-        """The token's keys and values in the layers that it skips, as the mode has them."""
+        """Count the token. One that exited waits for a later one that goes deeper."""
         text, waiting = passed.text, self._waiting[passed.text.sequence]
         if passed.token_id is not None and self._exits.audit is not None:
             token = waiting[-1]
             if is_audited(text.params.seed, text.sequence, token.position):
                 self._audited.setdefault(text.sequence, []).append((token, passed.token_id))
-        self._waiting[text.sequence] = [] if passed.logits is not None else self._missing.exited(waiting)
+        if passed.logits is not None:
+            waiting.clear()
         self._counts.add_token(passed.depth)
         self.judge.given_out(text, passed.depth, passed.hidden)
         return passed

@@ -67,7 +67,6 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         return None
     if calibration is None:
         raise UsageError(f"mode {plan.mode} needs a model whose exits were measured; run hetero-ee calibrate.")
-    assert plan.exit_kv is not None, "a plan of such a mode says what becomes of skipped layers"
     candidates = None
     if plan.mode == "specee" and knowledge.draft_head is not None:
         if draft_head_facts(knowledge.draft_head, opened.executor.spec).eagle3 is not None:
@@ -80,7 +79,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
     policy = POLICIES[plan.mode](PolicyRequest(calibration, plan, compiled, candidates, knowledge.certificate))
     audit = ExitAudit(policy.most_different) if isinstance(policy, Certified) else None
-    return EarlyExits(policy, plan.exit_kv, plan.draft_length - 1, candidates, audit, warn)
+    return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn)
 
 
 def _certified(request: PolicyRequest) -> ExitPolicy:

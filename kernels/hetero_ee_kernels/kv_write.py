@@ -13,7 +13,6 @@ first_value. One program a row and head. Values must be finite for int8.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -56,7 +55,6 @@ def kv_write_kernel(
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     turns_ptr: tl.tensor,
-    turned_by_ptr: tl.tensor,
     layer: tl.tensor,
     N_LAYERS: tl.constexpr,
     N_HEADS: tl.constexpr,
@@ -87,10 +85,7 @@ def kv_write_kernel(
     low, high = tl.load(source + pair, mask=paired, other=0.0), tl.load(source + HALF + pair, mask=paired, other=0.0)
     rest = tl.load(source + lane, mask=inside, other=0.0)
     if turns_ptr is not None:
-        turned_by = position
-        if turned_by_ptr is not None:
-            turned_by = tl.load(turned_by_ptr + row)
-        turn = turns_ptr + turned_by.to(tl.int64) * (2 * HALF) + pair
+        turn = turns_ptr + position.to(tl.int64) * (2 * HALF) + pair
         turns = pair < tl.where(part == 0, HALF, 0)  # bounds, because Triton 3.9 makes integers of lanes & one
         cosine = tl.load(turn, mask=turns, other=1.0)
         sine = tl.load(turn + HALF, mask=turns, other=0.0)
@@ -123,12 +118,11 @@ def kv_write(
     first_value: int,
     *,
     turns: Any = None,
-    turned_by: Any = None,
 ) -> None:
     """x: fp32 (m, features); slots, positions: int32 (m,), their pages in the table already.
 
     turns: rope_table's fp32 (positions, 2, pairs), or None; with it, the heads before first_key are queries and turned
-    in place. turned_by: int32 (m,), the table's line of each row, its position where None. Raises ValueError for other
+    in place. Raises ValueError for other
     shapes, dtypes or layouts, and for a layer that is not there.
     """
     check_rows(x, pages, slots, positions, layer)
@@ -139,8 +133,6 @@ def kv_write(
         raise ValueError(
             f"x {tuple(x.shape)} has no {n_kv_heads} heads of {head_dim} from {first_key} and {first_value} on."
         )
-    if turned_by is not None:
-        check("turned_by", turned_by, (x.shape[0],), torch.int32)
     if turns is not None:
         check("turns", turns, (turns.shape[0], 2, n_pairs))
         if first_key % head_dim or n_pairs * 2 > head_dim:
@@ -156,7 +148,7 @@ def kv_write(
     }
     grid = (x.shape[0], n_heads + 2 * n_kv_heads)
     place = (pages.codes, pages.scales, pages.table, slots, positions)
-    kv_write_kernel[grid](x, *place, turns, turned_by, layer, **sizes, num_warps=N_WARPS, **UNFUSED)
+    kv_write_kernel[grid](x, *place, turns, layer, **sizes, num_warps=N_WARPS, **UNFUSED)
 
 
 def _sizes(n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, n_pairs: int) -> dict[str, Any]:

@@ -173,17 +173,15 @@ def kv_write(
     first_value: int,
     *,
     turns: Any = None,
-    turned_by: Any = None,
 ) -> None:
     """x: fp32 (m, features), its queries (before first_key) rotated in place where there is a table."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     width = n_kv_heads * head_dim
     keys, values = (x[:, at : at + width].reshape(-1, n_kv_heads, head_dim) for at in (first_key, first_value))
     if turns is not None:
-        at = positions if turned_by is None else turned_by
-        keys = rotated(keys, at, turns)
+        keys = rotated(keys, positions, turns)
         queries = x[:, :first_key]
-        queries.copy_(rotated(queries.reshape(len(x), -1, head_dim), at, turns).flatten(1))
+        queries.copy_(rotated(queries.reshape(len(x), -1, head_dim), positions, turns).flatten(1))
     page = pages.table[slots.long(), positions.long() // PAGE_TOKENS].long()
     within = positions.long() % PAGE_TOKENS
     for part, codes in enumerate((keys, values)):

@@ -2,7 +2,8 @@
 
 What a dataclass itself demands of its values it checks in __post_init__, by ValueError. One with a static method
 `check_version` has its field `version` checked by it before anything else is asked: of another version every field may
-be another. Fields named in its ADDED_FIELDS may be missing, in a file from before they were there.
+be another. Fields named in its ADDED_FIELDS may be missing, in a file from before they were there; those in its
+REMOVED_FIELDS, of a file from when they were, are ignored if they have one of the listed values.
 """
 
 import dataclasses
@@ -100,6 +101,10 @@ def _dataclass(kind: Any, value: Any, path: str) -> Any:
         kind.check_version(value["version"])
     hints = typing.get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
+    for name, harmless in getattr(kind, "REMOVED_FIELDS", {}).items():
+        if value.get(name) not in harmless:
+            raise ValueError(f"{_inside(path, name)} is {_shown(value[name])}, which is no longer supported")
+    value = {name: value[name] for name in value.keys() - getattr(kind, "REMOVED_FIELDS", {}).keys()}
     for name in sorted((names ^ value.keys()) - (names & {*getattr(kind, "ADDED_FIELDS", ())})):
         raise ValueError(f"{_inside(path, name)} is {'missing' if name in names else 'unknown'}")
     fields = {name: _read(hints[name], value[name], _inside(path, name)) for name in names & value.keys()}

@@ -131,7 +131,7 @@ def row(stories: Stories, texts: Sequence[tuple[list[int], list[int]]], taken: s
     chosen = {"every layer": tuple(range(first, n_layers)), "online": ()}.get(schedule, calibration.schedule)
     heads = exit_heads(calibration, range(first, n_layers) if schedule != "offline" else chosen, compiled=True)
     policy, counts = Timed(SpecEE(heads, chosen, n_layers, draft)), ExitCounts()
-    exits = EarlyExits(policy, "lazy", 8, draft)
+    exits = EarlyExits(policy, 8, draft)
     n_right = n_exits = 0
     start_s = time.process_time()
     for prompt, text in texts:

@@ -95,17 +95,17 @@ def test_exact_and_early_exit_modes_side_by_side(
     cli: Cli, converted_demo: None, text: Path, tmp_path: Path, matplotlib: None
 ) -> None:
     picture, common = tmp_path / "modes.svg", ["--hardware", LAPTOP, "-ngl", 6, "--text", text, *SHORT]
-    ended = cli("eval", *common, "--modes", "exact,specee", "--kv", "lazy,holes", "--plot", picture, "--json")
+    ended = cli("eval", *common, "--modes", "exact,specee,patience", "--plot", picture, "--json")
     assert ended.code == 0, ended.err
     document = json.loads(ended.out)
     assert document["emulated"] == LAPTOP
     modes = {each["name"]: each for each in document["modes"]}
-    assert list(modes)[:3] == ["full", "exact", "specee, lazy"] and "specee, holes" in modes
-    exact, lazy = modes["exact"], modes["specee, lazy"]
+    assert list(modes) == ["full", "exact", "specee", "patience"]
+    exact, specee = modes["exact"], modes["specee"]
     assert exact["identity"]["value"] == 1.0 and exact["kl_nats"]["value"] == 0.0
     assert exact["perplexity"] == modes["full"]["perplexity"] and exact["cpu_passes_per_token"]["value"] < 1
-    assert lazy["mean_depth"]["value"] < 12 and lazy["cpu_passes_per_token"]["value"] < 1
-    assert lazy["kl_nats"]["value"] > 0 and lazy["emulated_tokens_per_s"]["value"] > 0
+    assert specee["mean_depth"]["value"] < 12 and specee["cpu_passes_per_token"]["value"] < 1
+    assert specee["kl_nats"]["value"] > 0 and specee["emulated_tokens_per_s"]["value"] > 0
     lines = picture.read_text().splitlines()
     drawn = [each for each in document["modes"] if each["mode"] == "specee" and "reason" not in each]
     assert [line for line in lines[1:] if not line.startswith("at ")] == ["full 1", "exact 1", f"specee {len(drawn)}"]
@@ -138,9 +138,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "--modes is 'full,exactly' and 'exactly' is none; did you mean exact?",
     ),
     "no mode": (["--modes", ""], "'' is none; there are full, exact, specee"),
-    "no such keys and values": (["--modes", "specee", "--kv", "lazily"], "'lazily' is none; did you mean lazy?"),
-    "keys and values of no mode": (["--kv", "lazy"], "--kv is of early-exit modes; drop it, or add one of calm"),
-    "keys and values of a certificate": (["--modes", "certified", "--kv", "holes"], "--kv is of early-exit modes"),
     "a risk of no mode": (["--risk", "0.05"], "--risk is of mode certified; drop it"),
     "a risk that is none": (["--modes", "certified", "--risk", "small"], "--risk is 'small'; expected shares"),
     "a risk that is no number": (["--modes", "certified", "--risk", "nan"], "--risk is nan; expected a share"),

@@ -72,7 +72,7 @@ def early(
     max_waiting: int = 8,
     **params: object,
 ) -> list[GeneratedToken]:
-    exits = EarlyExits(policy, "lazy", max_waiting)
+    exits = EarlyExits(policy, max_waiting)
     sampling = SamplingParams(max_new_tokens=N_NEW).changed(**params)
     ending = Ending(frozenset(), executor.cache.max_tokens)
     return list(generate_early(executor, prompts, sampling, ending, lambda ids: "", lambda: 0.0, exits, counts))
@@ -157,7 +157,7 @@ def test_the_cache_holds_what_is_whole(executor: Executor, model: Model) -> None
 
 
 def test_closing_the_iterator_frees_the_memory(executor: Executor) -> None:
-    exits = EarlyExits(Scripted(script(1, executor.spec.n_layers, 0.7), executor.spec.n_layers), "lazy", 8)
+    exits = EarlyExits(Scripted(script(1, executor.spec.n_layers, 0.7), executor.spec.n_layers), 8)
     ending = Ending(frozenset(), executor.cache.max_tokens)
     tokens = generate_early(executor, PROMPTS, SamplingParams(), ending, lambda ids: "", lambda: 0.0, exits)
     for _ in range(20):
@@ -172,7 +172,7 @@ def test_scores_are_what_tokens_are_chosen_from(executor: Executor) -> None:
     tokens = early(executor, Scripted(depths, n_layers), PROMPTS[:1])
     token_ids = [*PROMPTS[0], *(token.token_id for token in tokens)]
     counts = ExitCounts()
-    exits = EarlyExits(Scripted(depths, n_layers), "lazy", 8)
+    exits = EarlyExits(Scripted(depths, n_layers), 8)
     scored = list(score_early(executor, token_ids, len(PROMPTS[0]), exits, counts))
     assert [int(logits.argmax()) for logits, _ in scored] == token_ids[len(PROMPTS[0]) :]
     assert [depth for _, depth in scored[1:]].count(n_layers) == counts.statistics(n_layers).depths[n_layers]
@@ -180,6 +180,6 @@ def test_scores_are_what_tokens_are_chosen_from(executor: Executor) -> None:
 
 
 def test_a_text_without_a_prompt_is_refused(executor: Executor) -> None:
-    exits = EarlyExits(Scripted({}, executor.spec.n_layers), "lazy", 8)
+    exits = EarlyExits(Scripted({}, executor.spec.n_layers), 8)
     with pytest.raises(UsageError, match="has no 3 of prompt"):
         list(score_early(executor, [1, 2, 3], 3, exits, ExitCounts()))

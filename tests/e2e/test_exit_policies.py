@@ -30,7 +30,7 @@ def exits_of(engine: Engine, mode: str) -> EarlyExits:
     calibration = engine.calibrations.find()
     assert calibration is not None
     plan: Any = type("Plan", (), {"exit_layers": ()})
-    return EarlyExits(POLICIES[mode](PolicyRequest(calibration, plan, compiled=True)), "lazy", 16)
+    return EarlyExits(POLICIES[mode](PolicyRequest(calibration, plan, compiled=True)), 16)
 
 
 def texts_of(engine: Engine, mode: str, prompts: list[str], **sampling: Any) -> tuple[list[list[int]], ExitStatistics]:

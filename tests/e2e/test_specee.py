@@ -118,7 +118,7 @@ def test_followed_texts_are_those_of_one_at_a_time(engine: Engine) -> None:
     alone = np.zeros(n_layers + 1, int)
     for chunk in chunks:
         counts, params = ExitCounts(), SamplingParams(max_new_tokens=NEW_TOKENS)
-        exits = EarlyExits(policy, "lazy", MAX_WAITING)
+        exits = EarlyExits(policy, MAX_WAITING)
         asked = [list(chunk[:PROMPT_TOKENS])]
         assert [*generate_early(executor, asked, params, ending, lambda ids: "", lambda: 0.0, exits, counts)]
         alone += np.array(counts.statistics(n_layers).depths)

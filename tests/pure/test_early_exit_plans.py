@@ -12,7 +12,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.explanation import explained
-from hetero_ee.planning.limits import EARLY_EXIT_MODES, EXIT_KV, Limits
+from hetero_ee.planning.limits import EARLY_EXIT_MODES, Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
@@ -26,7 +26,6 @@ from hetero_ee.planning.what_if import Request, what_if
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.opening import Placement, _plans_again
-from hetero_ee.speculation.missing_kv import missing_kv
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
@@ -34,7 +33,6 @@ from tests.emulation import LAPTOP, dummy
 
 SPEC, PROFILE, CONTEXT = known_spec("llama-2-7b"), reference_profile(LAPTOP), 512
 N_TOKENS = 200_000
-LAZY = EXIT_KV[0]
 HALF: dict[str, Any] = {"gpu_layers": 16, "context_tokens": 1024}
 GPU_HALF = ["gpu"] * (1 + 2 * 16) + ["cpu"] * (2 * 16) + ["gpu"]
 
@@ -79,24 +77,23 @@ def drawn_passes(known: DepthStatistics, most: int, seed: int) -> list[np.ndarra
 @settings(max_examples=6)
 @given(depth_statistics(), st.integers(2, 6), st.integers(0, 99))
 def test_passes_are_those_of_drawn_texts(known: DepthStatistics, most: int, seed: int) -> None:
-    for found, drawn in zip(Passes.of(known, most, LAZY).batches, drawn_passes(known, most, seed), strict=True):
+    for found, drawn in zip(Passes.of(known, most).batches, drawn_passes(known, most, seed), strict=True):
         assert found == pytest.approx(drawn, abs=6e-3)
 
 
 @given(depth_statistics(), st.integers(1, 16))
 def test_every_token_passes_every_layer_once_where_it_waits(known: DepthStatistics, most: int) -> None:
-    found = Passes.of(known, most, LAZY)
+    found = Passes.of(known, most)
     for batch in found.batches:
         assert sum(m * n_passes for m, n_passes in enumerate(batch, 1)) == pytest.approx(1)
     assert found.chances == sorted(found.chances, reverse=True) and found.chances[0] == pytest.approx(1)
     assert 1 / most <= found.chances[-1] * (1 + 1e-9)
-    assert Passes.of(known, most, "holes").batches == tuple((share,) for share in known.deeper)
 
 
 def test_layers_behind_an_exit_layer() -> None:
-    found = Passes.of(of_shares({2: 0.5, 4: 0.25}), 4, "copy")
-    assert [found.behind(layer) for layer in (0, 1, 2, 3, 4, 9)] == [(1.0,)] * 2 + [(0.5,)] * 2 + [(0.25,)] * 2
-    assert found.mean_depth(8) == 2 + 2 * 0.5 + 4 * 0.25
+    found = Passes.of(of_shares({2: 0.5, 4: 0.25}), 64)
+    assert [sum(found.behind(layer)) for layer in (0, 1, 2, 3, 4, 9)] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25])
+    assert found.mean_depth(8) == pytest.approx(2 + 2 * 0.5 + 4 * 0.25)
 
 
 # What it takes.
@@ -106,20 +103,18 @@ def test_layers_behind_an_exit_layer() -> None:
 def test_one_exit_layer_is_a_draft_verify_step_that_is_always_right(layer: int, share: float, most: int) -> None:
     times = times_of(GPU_HALF)
     step = exit_steps(ExitRates(share, 1.0), most, times.draft_s(layer), lambda m: times.verify_s(layer, m))[-1]
-    found = early_step(times, of_shares({layer: share}), most, LAZY)
+    found = early_step(times, of_shares({layer: share}), most)
     assert (found.seconds, found.tokens, found.batch) == pytest.approx((step.seconds, step.tokens, step.batch))
 
 
-@given(depth_statistics(), st.integers(2, 16), st.sampled_from(EXIT_KV), st.booleans())
-def test_where_nothing_exits_full_modes_time_and_judging(
-    known: DepthStatistics, most: int, exit_kv: str, is_partial: bool
-) -> None:
+@given(depth_statistics(), st.integers(2, 16), st.booleans())
+def test_where_nothing_exits_full_modes_time_and_judging(known: DepthStatistics, most: int, is_partial: bool) -> None:
     known, times = replace(known, shares=(0.0,) * len(known.shares), is_partial=is_partial), times_of(GPU_HALF)
     full_s = pass_time(Costs(SPEC, PROFILE), model_parts(SPEC, "fp16"), GPU_HALF, 1, CONTEXT).seconds
     judging_s = sum(
         times.exit_head_s(layer, is_partial=is_partial and i > 0) for i, layer in enumerate(known.exit_layers)
     )
-    found = early_step(times, known, most, exit_kv)
+    found = early_step(times, known, most)
     assert found.seconds == pytest.approx(full_s + judging_s, rel=1e-12)
     assert (found.tokens, found.batch) == (1, 1)
 
@@ -128,35 +123,21 @@ def test_where_nothing_exits_full_modes_time_and_judging(
 def test_where_all_exit_the_first_layers_time(layer: int, most: int) -> None:
     times, known = times_of(GPU_HALF), of_shares({layer: 1.0})
     first_s = times.layers_s(layer) + times.exit_head_s(layer)
-    assert early_step(times, known, most, "holes").seconds_per_token == pytest.approx(first_s, rel=1e-12)
     caught_up_s = times.verify_s(layer, most) / most
-    assert early_step(times, known, most, LAZY).seconds_per_token == pytest.approx(first_s + caught_up_s)
+    assert early_step(times, known, most).seconds_per_token == pytest.approx(first_s + caught_up_s)
 
 
 def test_what_candidates_and_a_draft_head_cost() -> None:
     times, shares = times_of(GPU_HALF), {8: 0.25, 16: 0.5}
-    whole, few = (early_step(times, of_shares(shares, is_partial=each), 4, "copy").seconds for each in (False, True))
+    _, second, beyond = Passes.of(of_shares(shares), 4).chances
+    whole, few = (early_step(times, of_shares(shares, is_partial=each), 4).seconds_per_token for each in (False, True))
     saved_s = times.exit_head_s(16) - times.exit_head_s(16, is_partial=True)
-    assert few == pytest.approx(
-        whole + 0.75 * (times.exit_head_s(16, is_partial=True) - times.exit_head_s(16)) + 0.5 * times.exit_head_s(16)
-    )
+    assert few == pytest.approx(whole - second * saved_s + (second - beyond) * times.exit_head_s(16))
     assert saved_s > 0
     drafted = of_shares(shares, is_partial=True, is_drafted=True, judged=(0.5, 1.0))
-    least = early_step(times, drafted, 4, "copy", draft_s=1.0).seconds
-    assert least == pytest.approx(
-        few + 1 - times.exit_head_s(8) + 0.5 * times.exit_head_s(8, is_partial=True) + 0.25 * times.exit_head_s(8)
-    )
-
-
-@pytest.mark.parametrize("places", ["half", "the CPU", "all"])
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_keys_and_values_that_are_made_cost_what_the_emulated_machine_takes(places: str, share: float) -> None:
-    limits = Limits(mode="specee", exit_kv="propagate", draft_length=4, context_tokens=1024, **PLACES[places])
-    known = Statistics(depths=(of_shares({16: share, 24: 0.0}),))
-    made = plan(SPEC, PROFILE, limits, known, predict_at_tokens=CONTEXT + 8)
-    seconds, moved = ran(made, [16 if share else SPEC.n_layers] * 16)
-    assert moved == pytest.approx({term.name: term.n_bytes for term in made.prediction.moved_terms})
-    assert 1 / seconds == pytest.approx(made.prediction.generated_tokens_per_s, rel=0.02)
+    least = early_step(times, drafted, 4, draft_s=1.0).seconds_per_token
+    first_s = 0.5 * times.exit_head_s(8, is_partial=True) + (1 - second) * times.exit_head_s(8)
+    assert least == pytest.approx(few + 1 - times.exit_head_s(8) + first_s)
 
 
 # What is planned.
@@ -175,7 +156,7 @@ def test_the_split_moves_and_layers_hardly_needed_go_to_the_slowest_place() -> N
 def test_a_certificate_for_each_exit_layer_is_chosen_from_by_speed() -> None:
     depths = tuple(DepthStatistics("certified", "", (n,), (share,)) for n, share in ((8, 0.01), (17, 0.6), (30, 0.9)))
     made = plan(SPEC, PROFILE, Limits(mode="certified", risk=0.02, **HALF), Statistics(depths=depths))
-    assert (made.exit_layers, made.risk, made.exit_kv) == ((17,), 0.02, "lazy")
+    assert (made.exit_layers, made.risk) == ((17,), 0.02)
     assert made.prediction.mean_depth == pytest.approx(17 + 15 / made.prediction.tokens_per_pass)
     known = Statistics(depths=depths)
     step = predicted_step(SPEC, PROFILE, made, known, made.prediction.context_tokens)
@@ -259,7 +240,6 @@ def ran(made: Plan, ends: list[int]) -> tuple[float, dict[str, float]]:
                 assert hidden is not None
                 executor.to_logits(hidden[-1:])
                 waiting.clear()
-            waiting = missing_kv(made.exit_kv or LAZY, executor).exited(waiting)
         moved = {name: (n - before.get(name, 0)) / len(ends) for name, n in executor.traffic.n_bytes.items()}
         return (timeline.now_s - start_s) / len(ends), {name: n for name, n in moved.items() if n}
     finally:

@@ -32,7 +32,6 @@ PLAN = replace(
     drafts=None,
     exit_layer=None,
     exit_layers=EXIT_LAYERS,
-    exit_kv="lazy",
 )
 depths = st.lists(st.sampled_from((*EXIT_LAYERS, N_LAYERS)), min_size=1, max_size=20)
 

@@ -205,8 +205,8 @@ def test_every_figure_by_hand() -> None:
     full = Scripted(SAID, 0.5, seconds=6.0)
     other = Scripted({PROMPTS[0]: [1, 2, 0, 0], PROMPTS[1]: [2, 2, 2, 2]}, 0.25, seconds=1.5, depth=2, n_cpu_passes=1.5)
     other.changed = 1
-    first, second = results({"full": full, "specee, holes": other}, Variant("specee", "holes"))
-    assert (first.variant.name, second.variant.name) == ("full", "specee, holes")
+    first, second = results({"full": full, "certified, risk 0.1": other}, Variant("certified", 0.1))
+    assert (first.variant.name, second.variant.name) == ("full", "certified, risk 0.1")
     assert value(first.tokens_per_s) == pytest.approx(6 / 12) and value(second.tokens_per_s) == pytest.approx(6 / 3)
     assert first.emulated_tokens_per_s is None and value(second.speedup) == pytest.approx(4.0)
     assert value(first.identity) == 1.0 and value(second.identity) == 7 / 8
@@ -262,7 +262,4 @@ def test_a_mode_that_can_not_be_opened_is_left_out_and_said() -> None:
 
 
 def test_variants_have_names() -> None:
-    assert [Variant("certified", None, 0.05).name, Variant("calm", "copy").name] == [
-        "certified, risk 0.05",
-        "calm, copy",
-    ]
+    assert [Variant("certified", 0.05).name, Variant("calm").name] == ["certified, risk 0.05", "calm"]

@@ -18,7 +18,6 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.segment import GpuSegment
-from hetero_ee.speculation.missing_kv import MISSING_KV, missing_kv
 from tests.device_support import held_bytes
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of
@@ -227,39 +226,12 @@ def test_dense_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(17)
-@pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
-@pytest.mark.parametrize("placement", ["all on the GPU", "split", "attention and FFN apart", "streamed"])
-def test_filled_keys_and_values_are_those_of_a_pass(model: Model, placement: str, kv_type: str) -> None:
-    """From the states before each layer; and a copy is the same, on either side of the link."""
-    few = PROMPT[:12]  # more would be read as a prompt is, elsewhere
-    executor = on_stand_in(*model, plan_of(model, placement, kv_type=kv_type))
-    (run, other), n_layers = (executor.cache.open_new() for _ in range(2)), model[0].n_layers
-
-    def kept(sequence: int, layer: int) -> list[torch.Tensor]:
-        return list(read_back(executor.cache, layer, sequence, 0, len(few)))
-
-    states = executor.run(Batch.of_sequence(run, 0, few), None, range(0)).clone()
-    for layer in range(n_layers):
-        executor.fill(Batch.of_sequence(other, 0, few), states, range(layer, layer + 1))
-        states = executor.run(Batch.of_sequence(run, 0, few), states, range(layer, layer + 1)).clone()
-        assert all(map(torch.equal, kept(other, layer), kept(run, layer)))
-    executor.cache.truncate(other, 0)
-    executor.run(Batch.of_sequence(other, 0, few), None, range(1))
-    executor.copy_kv(Batch.of_sequence(other, 0, few), 0, range(1, n_layers))
-    for layer in range(n_layers):
-        assert all(map(torch.equal, kept(other, layer), kept(run, 0)))
-    executor.cache.check()
-    executor.close()
-
-
-@pytest.mark.few(17)
-@pytest.mark.parametrize("kind", MISSING_KV)
 @pytest.mark.parametrize("placement", ["all on the GPU", "split", "streamed"])
-def test_texts_that_exit_are_near_a_slow_reference(model: Model, placement: str, kind: str) -> None:
-    executor, n_layers = on_stand_in(*model, plan_of(model, placement)), model[0].n_layers
+def test_texts_that_exit_are_near_a_slow_reference(model: Model, placement: str) -> None:
+    executor = on_stand_in(*model, plan_of(model, placement))
     text = Exiting(PROMPT, [(3, 1, 2, 2, 1, 3)[at % 6] for at in range(len(PROMPT))])
-    sequence, slow = executor.cache.open_new(), SlowText(model, kind)
-    states = run_exiting(missing_kv(kind, executor), n_layers, {sequence: text})[sequence]
+    sequence, slow = executor.cache.open_new(), SlowText(model)
+    states = run_exiting(executor, {sequence: text})[sequence]
     for token_id, depth in zip(text.token_ids, text.depths, strict=True):
         slow.add(token_id, depth)
     assert squared_error(torch.stack(states), torch.stack(slow.states)) <= INT8_ACTIVATIONS

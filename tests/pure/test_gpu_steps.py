@@ -31,7 +31,6 @@ from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitConfidence, ExitPredictor
-from hetero_ee.speculation.missing_kv import MISSING_KV, missing_kv
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
@@ -41,7 +40,7 @@ from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import MODEL, save_head
 from tests.emulation import LAPTOP, emulated, planned
 from tests.executor_support import Model, model_of
-from tests.exit_patterns import Exiting, run_exiting
+from tests.exit_patterns import Exiting, end_sequence, run_exiting
 from tests.logged_machine import Crossing, Log
 from tests.scripted_model import Says
 from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
@@ -54,8 +53,6 @@ STEPS = {
     "embedding": {"embed"},
     f"{LAYER}attention": {"matmul_int4", "kv_write", "attention"},
     f"{LAYER}ffn": {"matmul_int4", "activate"},
-    rf"{LAYER}attention\.fill": {"matmul_int4", "kv_write"},
-    "copied keys and values": set(),  # torch's copies
     "head": {"matmul_int8"},
     "exit_map": {"matmul_int8"},
     "draft_choice": {"draft"},  # the position's noise and the likeliest token
@@ -65,8 +62,8 @@ STEPS = {
     "draft_vocabulary": {"matmul_int8"},
 }
 CROSSINGS = {
-    "transfer to the gpu": "hidden states|draft embedding|verified states|keys and values",
-    "transfer to the cpu": "hidden states|logits|drafts|verified states|keys and values",
+    "transfer to the gpu": "hidden states|draft embedding|verified states",
+    "transfer to the cpu": "hidden states|logits|drafts|verified states",
     "copy to the gpu": f"{LAYER}(attention|ffn)",  # streamed weights; of visiting attentions keys and values too
     "copy to the cpu": f"{LAYER}attention back",  # new keys and values of those
 }
@@ -118,14 +115,13 @@ def decode(executor: PlannedExecutor) -> None:
 
 
 def exit_early(executor: PlannedExecutor) -> None:
-    """A text whose tokens exit after each layer in turn, by every policy for keys and values."""
+    """A text whose tokens exit after each layer alternately."""
     n_layers, ids = executor.spec.n_layers, PROMPTS[1] * 3
     text = Exiting(ids, [1 + at % n_layers for at in range(len(ids))])
-    for kind in MISSING_KV:
-        sequence, kv = executor.cache.open_new(), missing_kv(kind, executor)
-        run_exiting(kv, n_layers, {sequence: text})
-        kv.end(sequence)
-        executor.cache.close(sequence)
+    sequence = executor.cache.open_new()
+    run_exiting(executor, {sequence: text})
+    end_sequence(executor, sequence)
+    executor.cache.close(sequence)
 
 
 def draft_with_head(executor: PlannedExecutor, folder: Path) -> None:
@@ -177,8 +173,6 @@ def test_what_is_charged_is_run(model: Model, places: str) -> None:
         executor.close()
         logs.append(log)
     check(*logs)
-    is_filled = any(name.endswith(".fill") for _, name in logs[0].names)  # what the others skip is on the CPU
-    assert is_filled == (places in ("all on the GPU", "streamed"))
     expected = {"all on the GPU": "draft_choice", "head alone": "exit_map", "split": "exit_predictor"}.get(places)
     assert expected is None or ("gpu", expected) in logs[0].names
 

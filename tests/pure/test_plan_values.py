@@ -66,13 +66,9 @@ BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "risk as truth": ({"mode": "certified", "risk": True}, "risk is True; expected"),
     "risk of another mode": ({"mode": "specee", "risk": 0.05}, "risk is of mode certified and the mode is specee"),
     "risk without a mode": ({"risk": 0.05}, "risk is of mode certified and the mode is not given"),
-    "exit kv": ({"mode": "specee", "exit_kv": "guess"}, "exit_kv is 'guess'; expected one of lazy, propagate, copy"),
-    "exit kv as a list": ({"mode": "specee", "exit_kv": []}, r"exit_kv is \[\]; expected"),
-    "exit kv of exact mode": ({"mode": "exact", "exit_kv": "lazy"}, "early-exit modes and the mode is exact; drop"),
-    "certified holes": ({"mode": "certified", "exit_kv": "holes"}, "exact keys and values and exit_kv is holes"),
 }
 
-EARLY: dict[str, Any] = {"mode": "specee", "exit_layers": (1, 2), "exit_kv": "lazy"}
+EARLY: dict[str, Any] = {"mode": "specee", "exit_layers": (1, 2)}
 BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "lossy"}, "mode is 'lossy', expected one of full, exact"),
     "kv type": ({"kv_type": "fp8"}, "kv_type is 'fp8', expected one of fp32"),
@@ -101,10 +97,8 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "exits that descend": (EARLY | {"exit_layers": (2, 1)}, r"does not go with exit layers \(2, 1\)"),
     "exits twice": (EARLY | {"exit_layers": (1, 1)}, r"does not go with exit layers \(1, 1\)"),
     "an exit before the first": (EARLY | {"exit_layers": (0,)}, r"does not go with exit layers \(0,\)"),
-    "no exit kv": ({"mode": "specee"}, "mode 'specee' does not go with risk None and exit_kv None"),
     "risk of specee": (EARLY | {"risk": 0.05}, "mode 'specee' does not go with risk 0.05"),
     "certified without risk": (EARLY | {"mode": "certified"}, "mode 'certified' does not go with risk None"),
-    "certified copies": (EARLY | {"mode": "certified", "risk": 0.1, "exit_kv": "copy"}, "exit_kv is copy"),
     "risk": (EARLY | {"mode": "certified", "risk": 2.0}, "risk is 2.0; expected"),
     "drafts of specee": (EARLY | {"drafts": EXIT, "exit_layer": 1}, "'specee' does not go with drafts 'exit'"),
     "version": ({"version": 1}, "plan version 1, this engine reads version 7"),
@@ -221,12 +215,24 @@ def test_a_plan_from_before_early_exits_opens(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == GOOD
 
 
+@pytest.mark.parametrize("exit_kv", [None, "lazy", "copy"])
+def test_a_plan_that_names_how_skipped_layers_are_filled_opens_if_it_is_the_way_of_today(
+    tmp_path: Path, exit_kv: str | None
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(json.loads(to_json(GOOD)) | {"exit_kv": exit_kv}))
+    if exit_kv == "copy":
+        with pytest.raises(UsageError, match="exit_kv is 'copy', which is no longer supported"):
+            Plan.load(tmp_path / "plan.json")
+    else:
+        assert Plan.load(tmp_path / "plan.json") == GOOD
+
+
 @pytest.mark.parametrize("mode", EARLY_EXIT_MODES)
 def test_early_exit_modes_are_planned_where_they_are_asked_for(mode: str) -> None:
     made = planned(SPEC, overrides=PINS, context_tokens=64, mode=mode, vram_margin_bytes=0)
-    assert made.mode == mode and made.exit_kv == "lazy" and (made.risk == RISK) == (mode == "certified")
+    assert made.mode == mode and (made.risk == RISK) == (mode == "certified")
     words = [word for pin in pins(made, Limits(mode=mode)) for word in pin]
-    assert ("--risk" in words) == (mode == "certified") and "--kv" in words
+    assert ("--risk" in words) == (mode == "certified")
 
 
 def opens_and_runs(made: Plan) -> None:

@@ -11,7 +11,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import OFF, read_settings
 from hetero_ee.errors import UsageError, meant, shown
-from hetero_ee_cli.options.completion import EXIT_KV, MODES, hardware_names, one_of
+from hetero_ee_cli.options.completion import MODES, hardware_names, one_of
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions, open_engine
@@ -37,7 +37,6 @@ STANDARD_INPUT = "-"
 @with_options(
     without={
         "mode": "its --modes are several",
-        "exit_kv": "it takes several",
         "risk": "it takes several",
     }
 )
@@ -61,16 +60,6 @@ def eval(
             autocompletion=one_of(MODES),
         ),
     ] = "full,exact",
-    exit_kv: Annotated[
-        str | None,
-        typer.Option(
-            "--kv",
-            "--exit-kv",
-            help="Of each early-exit mode, ways to have keys and values of layers that a token did not pass, separated "
-            "by commas: lazy, propagate, copy, holes. [default: lazy]",
-            autocompletion=one_of(EXIT_KV),
-        ),
-    ] = None,
     risk: Annotated[
         str | None, typer.Option(help="Of mode certified, one or several, like 0.01,0.05. [default: 0.05]")
     ] = None,
@@ -110,7 +99,7 @@ def eval(
         require_matplotlib()
     if hardware is not None and engine.profile is not None:
         raise UsageError("profile is for this machine and --hardware names another; drop one of them.")
-    variants = _variants(mode, exit_kv, risk, limits.limits(engine))
+    variants = _variants(mode, risk, limits.limits(engine))
     profile = None if hardware is None else hardware_from(hardware)
     given = None if text is None else read_text("text", None if str(text) == STANDARD_INPUT else text)
     name = "" if text is None else "standard input" if str(text) == STANDARD_INPUT else printable(text.name)
@@ -200,24 +189,19 @@ def _material(spec: "ModelSpec", folder: Path, text: str | None, name: str, size
     return of_the_model(tokenizer, sizes[0]) if text is None else of_text(tokenizer, text, *sizes, name)
 
 
-def _variants(modes: str, exit_kv: str | None, risk: str | None, usual: "Limits") -> "dict[Variant, Limits]":
+def _variants(modes: str, risk: str | None, usual: "Limits") -> "dict[Variant, Limits]":
     """With the limits that each is planned by; full mode first. Raises UsageError for what is no mode."""
     from hetero_ee.evaluation.open_mode import FULL, Variant
-    from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES
+    from hetero_ee.planning.limits import CERTIFIED
 
     names = [FULL, *_names("mode", modes, MODES)]
-    ways: Sequence[str | None] = [None] if exit_kv is None else _names("exit_kv", exit_kv, EXIT_KV)
     risks: Sequence[float | None] = [None] if risk is None else _risks(risk)
-    with_ways = {*EARLY_EXIT_MODES} - {CERTIFIED}  # a certificate holds for one of them
-    if exit_kv is not None and not with_ways & {*names}:
-        raise UsageError(f"exit_kv is of early-exit modes; drop it, or add one of {', '.join(sorted(with_ways))}.")
     if risk is not None and CERTIFIED not in names:
         raise UsageError(f"risk is of mode {CERTIFIED}; drop it, or add that mode.")
     found: dict[Variant, Limits] = {}
     for name in names:
-        for way in ways if name in with_ways else [None]:
-            for share in risks if name == CERTIFIED else [None]:
-                found[Variant(name, way, share)] = replace(usual, mode=name, exit_kv=way, risk=share)
+        for share in risks if name == CERTIFIED else [None]:
+            found[Variant(name, share)] = replace(usual, mode=name, risk=share)
     return found
 
 

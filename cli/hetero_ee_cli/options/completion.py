@@ -6,7 +6,7 @@ from hetero_ee_cli.options.flags import one_of as one_of
 
 STORES_FOLDER, MANIFEST = "stores", "manifest.json"  # as the room weights/store names them
 # As planning has them, whose import takes seconds.
-KV_TYPES, EXIT_KV = ("fp32", "fp16", "int8"), ("lazy", "propagate", "copy", "holes")
+KV_TYPES = ("fp32", "fp16", "int8")
 MODES = ("full", "exact", "specee", "certified", "calm", "skipdecode", "q-exit", "patience", "joint-gate")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from hetero_ee.errors import UsageError, shown
-from hetero_ee_cli.options.completion import EXIT_KV, KV_TYPES, MODES, hardware_names, one_of
+from hetero_ee_cli.options.completion import KV_TYPES, MODES, hardware_names, one_of
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -91,16 +91,6 @@ class LimitOptions:
         float | None,
         typer.Option(help="In mode certified, the share of a prompt's tokens that may differ. [default: 0.05]"),
     ] = None
-    exit_kv: Annotated[
-        str | None,
-        typer.Option(
-            "--kv",
-            "--exit-kv",
-            help="In early-exit modes, keys and values of layers that a token did not pass: lazy (exact, computed with "
-            "the next token that goes deeper), propagate, copy or holes. [default: lazy]",
-            autocompletion=one_of(EXIT_KV),
-        ),
-    ] = None
 
     def given(self) -> list[str]:
         """The flags that were given."""
@@ -127,7 +117,6 @@ class LimitOptions:
             mode=self.mode,
             draft_length=self.draft_length,
             risk=self.risk,
-            exit_kv=self.exit_kv,
             threads=opening["threads"],
         )
 

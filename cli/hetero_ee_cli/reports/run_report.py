@@ -199,7 +199,7 @@ def _mode(engine: "Engine") -> list[str]:
     if made is None:
         return []
     if engine.exit_statistics is not None:
-        return [f"{made.mode} ({made.exit_kv} keys and values): {exit_words(engine.exit_statistics)}"]
+        return [f"{made.mode}: {exit_words(engine.exit_statistics)}"]
     if found is None:
         exact_per_s = made.prediction.other_mode_tokens_per_s
         if not _declined(engine) or exact_per_s is None:

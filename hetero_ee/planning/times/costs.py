@@ -12,7 +12,6 @@ from hetero_ee.planning.parts import (
     Part,
     Product,
     exit_map_products,
-    fill_product,
     kv_bytes_per_token,
 )
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
@@ -116,18 +115,6 @@ class Costs:
 
         even = max((n for n in range(101) if sparse_s(n / 100) <= dense_s), default=0)
         return sparse_s(shares.active) / dense_s, even / 100
-
-    def fill_s(self, part: Part, placement: str) -> float:
-        """One token's keys and values alone, of an attention: see fill_works in runtime/work.py."""
-        times, product = self._device(placement), fill_product(self.spec, part, on_gpu=placement in ON_GPU)
-        seconds = times.matmul_s(product.layout, product.n_rows, product.n_columns, 1)
-        seconds += times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, 1) / 2
-        if placement in STREAMED:
-            return max(seconds, self.copy_s(part))
-        if placement == "disk":
-            share = product.n_bytes / part.product_bytes
-            return max(seconds, share * part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
-        return seconds
 
     def copy_s(
         self, part: Part, placement: str = "stream", context_tokens: int = 0, *, beside_cpu: bool = False

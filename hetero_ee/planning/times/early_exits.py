@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hetero_ee.planning.limits import EXIT_KV
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.planning.times.steps import Step, StepTimes
-
-WAITS, MAKES = EXIT_KV[:2]  # tokens that exit; their keys and values, of the state at the exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +23,9 @@ class Passes:
     batches: tuple[tuple[float, ...], ...]  # [i][m - 1]: passes of m tokens behind i exit layers, on average
 
     @classmethod
-    def of(cls, known: DepthStatistics, most: int, exit_kv: str) -> "Passes":
-        """most: tokens of a catch-up. exit_kv: of EXIT_KV; where nothing waits, each token passes alone."""
+    def of(cls, known: DepthStatistics, most: int) -> "Passes":
+        """most: tokens of a catch-up."""
         deeper = known.deeper
-        if exit_kv != WAITS:
-            return cls(known.exit_layers, tuple((share,) for share in deeper))
         rounds = _round_lengths(deeper[-1], most)
         n_tokens = sum(m * chance for m, chance in enumerate(rounds, 1))
         others = [(share - deeper[-1]) / (1 - deeper[-1]) if deeper[-1] < 1 else 0.0 for share in deeper]
@@ -51,13 +46,12 @@ class Passes:
         return sum(chance * (end - start) for chance, (start, end) in zip(self.chances, pairwise(ends), strict=True))
 
 
-def early_step(times: StepTimes, known: DepthStatistics, most: int, exit_kv: str, draft_s: float = 0.0) -> Step:
-    """The average round of an early-exit mode: tokens until one passes all layers. Where nothing waits, one token.
+def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: float = 0.0) -> Step:
+    """The average round of an early-exit mode: tokens until one passes all layers.
 
-    times: of `most` tokens at least. draft_s: of a draft head, where candidates come from one. Keys and
-    values that are copied cost nothing here.
+    times: of `most` tokens at least. draft_s: of a draft head, where candidates come from one.
     """
-    passes = Passes.of(known, most, exit_kv)
+    passes = Passes.of(known, most)
     chances, exit_layers = passes.chances, known.exit_layers
     seconds = chances[0] * times.before_s(exit_layers[0]) + (draft_s if known.is_drafted else 0.0)
     for number, (exit_layer, end) in enumerate(zip(exit_layers, (*exit_layers[1:], None), strict=True)):
@@ -65,13 +59,11 @@ def early_step(times: StepTimes, known: DepthStatistics, most: int, exit_kv: str
         exited = chances[number] - chances[number + 1]
         if known.looks(number):
             seconds += exited * times.exit_head_s(exit_layer)
-        if exit_kv == MAKES:
-            seconds += exited * times.fill_s(exit_layer)
         for m, n_passes in enumerate(passes.batches[number + 1], 1):
             later_s = 0.0 if end is None else times.verify_s(end, m)
             seconds += n_passes * (times.verify_s(exit_layer, m) - later_s)
     last = passes.batches[-1]
-    n_tokens = 1 / chances[-1] if exit_kv == WAITS else 1.0
+    n_tokens = 1 / chances[-1]
     batch = sum(m * n_passes for m, n_passes in enumerate(last, 1)) / (chances[-1] or 1.0)
     return Step(seconds * n_tokens, n_tokens, batch)
 

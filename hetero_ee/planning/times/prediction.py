@@ -7,7 +7,7 @@ from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate
 from hetero_ee.planning.hot import SPLITS, halves
-from hetero_ee.planning.limits import EXIT_KV, MAX_DRAFT_LENGTH
+from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import NeuronShares, Part, model_parts
 from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.statistics import PromptReading, Statistics
@@ -54,14 +54,14 @@ def _mean_depth(made: Candidate) -> float | None:
     schedule, problem = made.schedule, made.problem
     if schedule.depths is None:
         return None
-    return Passes.of(schedule.depths, schedule.draft_length, problem.exit_kv).mean_depth(problem.spec.n_layers)
+    return Passes.of(schedule.depths, schedule.draft_length).mean_depth(problem.spec.n_layers)
 
 
 def _moved_terms(made: Candidate) -> tuple[BytesTerm, ...]:
     schedule, problem, exits = made.schedule, made.problem, made.problem.statistics.exits
     way = Way()
     if schedule.depths is not None:
-        way = Way.of_exits(schedule.depths, schedule.draft_length, problem.exit_kv)
+        way = Way.of_exits(schedule.depths, schedule.draft_length)
     elif schedule.exit_layer is not None:
         way = Way.of_step(schedule.exit_layer, schedule.step)
     ranks = {} if exits is None else exits.map_ranks
@@ -116,7 +116,7 @@ def predicted_step(
     drafts = statistics.of_plan(made).drafts
     if (depths := statistics.depths_of(made)) is not None:
         draft_s = 0.0 if drafts is None else drafts.seconds(made.decode_placements)
-        return early_step(times, depths, n, made.exit_kv or EXIT_KV[0], draft_s)
+        return early_step(times, depths, n, draft_s)
     if exit_layer is None:
         return None
     verify_s = partial(times.verify_s, exit_layer)

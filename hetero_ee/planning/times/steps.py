@@ -10,7 +10,7 @@ Source: derived; the gated form of Leviathan-style self-speculation with the bat
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, starmap
+from itertools import accumulate, pairwise
 
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import ExitRates
@@ -145,13 +145,6 @@ class StepTimes:
     def layers_s(self, exit_layer: int) -> float:
         """One token through the layers before the exit layer."""
         return self._sums(1)[_n_parts(exit_layer)]
-
-    def fill_s(self, exit_layer: int) -> float:
-        """One token's keys and values after the exit layer. Its state crosses the link once, if at all."""
-        n = _n_parts(exit_layer)
-        behind = [*zip(self._parts[n:-1:2], self.placements[n:-1:2], strict=True)]
-        crosses = any((placement in ON_GPU) != self._on_gpu[n] for _, placement in behind)
-        return sum(starmap(self._costs.fill_s, behind)) + crosses * self._costs.transfer_s(1)
 
     def exit_head_s(self, exit_layer: int, *, is_partial: bool = False) -> float:
         """Map, head and judging of one token; from the exit layer's device to the head's, and the draft's id and

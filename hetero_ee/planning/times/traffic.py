@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hot import SPLITS, crossing_values, halves
-from hetero_ee.planning.parts import FLOAT_BYTES, NeuronShares, Part, Product, exit_map_products, fill_product
+from hetero_ee.planning.parts import FLOAT_BYTES, NeuronShares, Part, Product, exit_map_products
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.planning.times.costs import N_CANDIDATES, ON_GPU, PARTIAL_ROWS, STREAMED
-from hetero_ee.planning.times.early_exits import MAKES, Passes
+from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.steps import Step
 
 WEIGHTS, KV, HIDDEN, LOGITS, DRAFTS = "weights", "keys and values", "hidden states", "logits", "drafts"
@@ -36,23 +36,17 @@ class Way:
     rows: tuple[float, ...] = (1.0,)  # tokens in all these
     logits: float = 1.0  # rows that the head makes at the end
     known: DepthStatistics | None = None  # of an early-exit mode
-    makes: bool = False  # keys and values of the layers that a token skips, from its state
 
     def behind(self, layer: int) -> int:
         """How many exit layers are before this layer, counted from 0."""
         return bisect_right(self.exit_layers, layer)
 
     @classmethod
-    def of_exits(cls, known: DepthStatistics, most: int, exit_kv: str) -> "Way":
+    def of_exits(cls, known: DepthStatistics, most: int) -> "Way":
         """In an early-exit mode. most: tokens of a catch-up."""
-        found = Passes.of(known, most, exit_kv)
+        found = Passes.of(known, most)
         rows = tuple(sum(m * n for m, n in enumerate(batch, 1)) for batch in found.batches)
-        return cls(known.exit_layers, tuple(found.chances), rows, found.chances[-1], known, exit_kv == MAKES)
-
-    def fills(self, part: Part) -> float:
-        """Tokens that have keys and values made in a part, an attention that they do not pass."""
-        is_made = self.makes and part.kind is BlockKind.ATTENTION and part.layer is not None
-        return 1 - self.passes[self.behind(part.layer or 0)] if is_made else 0.0
+        return cls(known.exit_layers, tuple(found.chances), rows, found.chances[-1], known)
 
     @classmethod
     def of_step(cls, exit_layer: int, step: Step) -> "Way":
@@ -82,7 +76,7 @@ def token_bytes(
     for place, (part, placement) in enumerate(zip(parts, placements, strict=True)):
         behind = way.behind((place - 1) // 2 if part.layer is None else part.layer)
         if placement in STREAMED:
-            found.over_link(WEIGHTS, (way.passes[behind] + way.fills(part)) * part.weight_bytes, to_gpu=True)
+            found.over_link(WEIGHTS, way.passes[behind] * part.weight_bytes, to_gpu=True)
         elif placement in SPLITS:
             assert part.neurons is not None, "not a sparse FFN"
             shares = NeuronShares.of(spec, is_prompt=False)
@@ -92,21 +86,14 @@ def token_bytes(
             found.over_link(HIDDEN, way.rows[behind] * FLOAT_BYTES * n_values, to_gpu=False)
             found.over_link(HIDDEN, way.rows[behind] * row_bytes, to_gpu=True)
         elif placement not in ON_GPU:
-            filled_bytes = fill_product(spec, part, on_gpu=False).n_bytes if way.fills(part) else 0
-            found.add(
-                CPU_WEIGHTS,
-                way.passes[behind] * part.token_bytes(NeuronShares.of(spec, is_prompt=False))
-                + way.fills(part) * filled_bytes,
-            )
+            shares = NeuronShares.of(spec, is_prompt=False)
+            found.add(CPU_WEIGHTS, way.passes[behind] * part.token_bytes(shares))
         if place and on_gpu[place - 1] != on_gpu[place]:
             rows = way.logits if part.kind is BlockKind.HEAD else way.rows[behind]
             found.over_link(HIDDEN, rows * row_bytes, to_gpu=on_gpu[place])
     if on_gpu[-1]:
         found.over_link(LOGITS, way.logits * FLOAT_BYTES * spec.vocab_size, to_gpu=False)
     for number, exit_layer in enumerate(way.exit_layers):
-        was_on_gpu, exited = on_gpu[2 * exit_layer], way.passes[number] - way.passes[number + 1]
-        if way.makes and any(each != was_on_gpu for each in on_gpu[2 * exit_layer + 1 : -1 : 2]):
-            found.over_link(HIDDEN, exited * row_bytes, to_gpu=not was_on_gpu)
         _add_judging(found, spec, parts[-1], way, number, map_ranks.get(exit_layer, 0), on_gpu)
     return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 

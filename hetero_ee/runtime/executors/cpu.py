@@ -22,7 +22,6 @@ from hetero_ee.planning.hot import section_neurons
 from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
-from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.activate import activate
 from hetero_ee_cpu_ops.attention import Attention
@@ -118,12 +117,12 @@ class CpuExecutor(HostExecutor):
         return torch.from_numpy(rms_norm(np.ascontiguousarray(x.numpy()), self._vectors[name], self.spec.norm_eps))
 
     def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
-        turns = np.array(batch.turns, np.int64)
+        turns = np.array(batch.positions, np.int64)
         own = np.array(qkv.numpy(), order="C")  # a copy: heads turn in place
         return torch.from_numpy(self._attended_by(block, own, turns, self._places(batch)))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        turns = np.array(batch.turns, np.int64)
+        turns = np.array(batch.positions, np.int64)
         places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
         x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
         for block in blocks:
@@ -136,17 +135,6 @@ class CpuExecutor(HostExecutor):
 
     def split(self, block: Block, n_first: int) -> SplitFfn:
         return _CpuSplit(self, block, n_first)
-
-    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
-        """See BlockExecutor.write_kv. Of a matrix whose queries end with a row block only what follows is read."""
-        turns, places, n_queries = np.array(batch.turns, np.int64), self._places(batch), self.spec.query_size
-        first_key = n_queries if n_queries % TILE_ROWS else 0
-        x = np.ascontiguousarray(hidden.numpy())
-        for block in blocks:
-            assert block.layer is not None
-            linear, normed = self._linears[block.tensors["qkv"].name], self._normed(block, x, None)
-            kv = self._product(normed, linear, n_queries - first_key)
-            self._write(block, kv, turns, places, self.cache.index(block.layer), first_key)
 
     @contextmanager
     def borrowing(self, weights: ModelWeights) -> Iterator[None]:
@@ -217,22 +205,20 @@ class CpuExecutor(HostExecutor):
         """(m, queries) of qkv, whose heads are normed and turned in place."""
         assert block.layer is not None
         place = self.cache.index(block.layer)
-        self._write(block, qkv, turns, places, place, self.spec.query_size)
+        self._write(block, qkv, turns, places, place)
         return self._attention.attend(qkv, places, place, self.spec.sliding_windows[block.layer])
 
-    def _write(self, block: Block, qkv: Any, turns: Any, places: Any, place: int, first_key: int) -> None:
-        """Norms and turns in place all heads of qkv, whose keys begin at first_key: 0 without queries; then keys and
-        values go into the cache."""
-        spec, n_heads = self.spec, first_key // self.spec.head_dim
+    def _write(self, block: Block, qkv: Any, turns: Any, places: Any, place: int) -> None:
+        """Norm and rotate all heads of qkv in place, then write keys and values into the cache."""
+        spec, first_key = self.spec, self.spec.query_size
         assert block.layer is not None
         if spec.qk_norm:
             n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
             query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
-            if n_heads:
-                rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, n_queries)
+            rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, n_queries)
             rms_norm_heads(qkv, key_scale, spec.norm_eps, first_key, n_keys)
         if rope := spec.rope_of(block.layer):
-            self._ropes[rope].turn(qkv, turns, 0, n_heads + spec.n_kv_heads, spec.head_dim)
+            self._ropes[rope].turn(qkv, turns, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
         self._kv_write.write(qkv, places, place, first_key, first_key + spec.kv_size)
 
     def _fed_forward(self, block: Block, normed: Any, batch: Batch) -> Any:

@@ -51,9 +51,6 @@ class DummyExecutor(HostExecutor):
     def split(self, block: Block, n_first: int) -> SplitFfn:
         return _DummySplit((self.spec.ffn_size - n_first) * (self.spec.predictor_rank > 0))
 
-    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
-        """Nothing is kept."""
-
     def borrowing(self, weights: ModelWeights) -> AbstractContextManager[None]:
         return nullcontext()
 

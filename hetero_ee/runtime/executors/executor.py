@@ -16,7 +16,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache, LayeredCache
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.models.blocks import Block, attentions, decoder_blocks
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.planning.parts import KV_TYPE
@@ -101,20 +101,6 @@ class Executor(HeadExecutor, Protocol):
 
         hidden: None begins with the embedding. Admits the batch to the cache of these layers alone; raises ValueError,
         and computes nothing, unless each token follows the last one there.
-        """
-        ...
-
-    def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
-        """Keys and values of these layers, as if the states (m, hidden) came before each of them; nothing else.
-
-        Admits the batch to the cache of these layers; raises like run.
-        """
-        ...
-
-    def copy_kv(self, batch: Batch, source: int, layers: range) -> None:
-        """The keys and values of layer `source` at the batch's positions become those of each of these layers too.
-
-        Admits the batch to the cache of these layers; raises like run.
         """
         ...
 
@@ -237,14 +223,6 @@ class BlockExecutor(HeadExecutor, Protocol):
         """This device's part in an FFN of whose neurons the first are elsewhere, or the others, up to 16 tokens."""
         ...
 
-    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
-        """Keys and values that these attentions write of states (m, hidden) before each; the batch is admitted."""
-        ...
-
-    def write_kv_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> None:
-        """The same of one attention with borrowed weights."""
-        ...
-
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
     ) -> Tensor:
@@ -324,10 +302,6 @@ class HostExecutor(Executor, BlockExecutor):
         with self.borrowing(weights):
             return self.forward(hidden, batch, [block])
 
-    def write_kv_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> None:
-        with self.borrowing(weights):
-            self.write_kv(hidden, batch, [block])
-
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
     ) -> Tensor:
@@ -343,14 +317,6 @@ class HostExecutor(Executor, BlockExecutor):
             x = self.forward(x, batch, self.blocks[1 + 2 * part.start : 1 + 2 * part.stop])
         self.captured = tuple(captured)
         return x
-
-    def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
-        self.cache.admit(batch, layers)
-        self.write_kv(hidden, batch, attentions(self.blocks, layers))
-
-    def copy_kv(self, batch: Batch, source: int, layers: range) -> None:
-        self.cache.admit(batch, layers)
-        self.cache.put_lines(batch, layers, self.cache.lines(batch, source))
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         hidden = None

@@ -4,7 +4,6 @@ The host waits for the GPU in `attend_uploaded` and `neurons` alone.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -103,14 +102,6 @@ class GpuExecutor(BlockExecutor):
     def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
         return self._segment([block]).attend(qkv, batch)
 
-    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
-        """See BlockExecutor.write_kv. Launched one by one: exits begin anywhere, and recordings take memory."""
-        for block in blocks:
-            self._segment([block]).write_kv(hidden, batch)
-
-    def write_kv_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> None:
-        self._borrowed_segment(block, weights, self.cache).write_kv(hidden, batch)
-
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
         """See BlockExecutor.forward_with. A weights object holds the same block each time, wherever its bytes lie."""
         return self._borrowed_segment(block, weights, self.cache).run(hidden, batch)
@@ -129,8 +120,6 @@ class GpuExecutor(BlockExecutor):
             n_known, n_rows = batch.positions[mine[0]], len(mine)
             first = 0 if window is None else max(0, n_known + 1 - window)
             here = visiting.bring(owner.cache, layer, sequence, first, n_known, n_rows)
-            if batch.turned_by is not None:
-                here = replace(here, turned_by=tuple(batch.turned_by[row] for row in mine))
             out[mine] = segment.run(hidden[mine], here)
             visiting.take_back(owner.cache, layer, sequence, n_known, n_known + n_rows)
         return out

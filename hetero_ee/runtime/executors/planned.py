@@ -30,13 +30,10 @@ from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostEx
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
 from hetero_ee.runtime.work import (
-    KV_COPY,
-    Overhead,
     Work,
     block_work,
     block_works,
     draft_works,
-    fill_works,
     logits_works,
     partial_works,
     split_works,
@@ -110,49 +107,6 @@ class PlannedExecutor(Executor):
         """See Executor.capture. Segments end before these layers, so that nothing is computed twice."""
         super().capture(layers)
         self._route = Route(self.plan, self.blocks, self.capturing)
-
-    def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
-        """See Executor.fill. Hidden states move once; what fails is undone."""
-        with self._admitted(batch, layers):
-            flow = _Flow(hidden)
-            flows = {self.machine.copier.is_on_gpu(hidden): flow}
-            segments = self._route.attentions(layers)
-            if self._streams is not None:
-                self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
-            for segment in segments:
-                if segment.on_gpu not in flows:
-                    flows[segment.on_gpu] = self._moved(flow, segment.on_gpu)
-                self._fill(batch, flows[segment.on_gpu], segment)
-
-    def _fill(self, batch: Batch, flow: _Flow, segment: Segment) -> None:
-        (executor, device), disk_bytes = self._executor(segment.on_gpu), self._disk_bytes(segment)
-        works = fill_works(self.spec, segment.blocks, len(batch), on_gpu=segment.on_gpu, disk_bytes=disk_bytes)
-        if not segment.is_streamed:
-            self._ran(device, works, lambda: executor.write_kv(flow.hidden, batch, segment.blocks), flow.ready)
-            return
-
-        def borrowed(block: Block, weights: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
-            executor.write_kv_with(hidden, batch, block, weights)
-            return hidden
-
-        assert self._streams is not None
-        for block, work in zip(segment.blocks, works, strict=True):
-            self._streams.run(block, segment.place, batch, flow.hidden, flow.ready, work, borrowed)
-
-    def copy_kv(self, batch: Batch, source: int, layers: range) -> None:
-        """See Executor.copy_kv. They cross the link once at most; what fails is undone."""
-        with self._admitted(batch, layers):
-            from_gpu = self._route.attention_on_gpu(source)
-            executor, device = self._executor(from_gpu)
-            found, event = device.run([], lambda: self._marked(executor.cache.lines(batch, source), from_gpu))
-            for on_gpu in (from_gpu, not from_gpu):
-                if any(self._route.attention_on_gpu(layer) == on_gpu for layer in layers):
-                    self._put_lines(batch, layers, _Flow(found, (event,)), on_gpu)
-
-    def _put_lines(self, batch: Batch, layers: range, flow: _Flow, on_gpu: bool) -> None:
-        (executor, device), moved = self._executor(on_gpu), self._moved(flow, on_gpu, "keys and values")
-        work = Work(KV_COPY, len(batch), overhead=Overhead.HALF_LAYER)  # a few small copies
-        device.run([work], lambda: executor.cache.put_lines(batch, layers, moved.hidden), moved.ready)
 
     @contextmanager
     def _admitted(self, batch: Batch, layers: range) -> Iterator[None]:

@@ -77,11 +77,6 @@ class ReferenceExecutor(HostExecutor):
             hidden = hidden + added * self.spec.residual_scale
         return hidden
 
-    @torch.inference_mode()
-    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self._written(block, self._qkv(block, hidden), batch)
-
     @contextmanager
     def borrowing(self, weights: ModelWeights) -> Iterator[None]:
         own = self.weights
@@ -129,7 +124,7 @@ class ReferenceExecutor(HostExecutor):
             keys = ops.norm(keys, "rms", self._vector(block, "key_norm"), None, spec.norm_eps)
         queries, keys = (part.view(values.shape[0], -1, spec.head_dim) for part in (queries, keys))
         if rope := spec.rope_of(layer):
-            place = batch.turns, rope, self.cache.max_tokens
+            place = batch.positions, rope, self.cache.max_tokens
             queries, keys = (ops.rope(part, *place) for part in (queries, keys))
         self.cache.write(layer, batch, keys, values)
         return queries

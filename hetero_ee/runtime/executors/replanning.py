@@ -5,7 +5,6 @@ from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
@@ -39,7 +38,7 @@ class ReplanningExecutor(Executor):
     there are no others. growth: of a context that nobody asked for.
 
     A step that failed for want of the GPU's memory is repeated once, after the tokens of all open sequences have been
-    read again: their bits do not depend on their batch. Where layers lack some of them, it is not. The CPU's memory is
+    read again: their bits do not depend on their batch. The CPU's memory is
     not the GPU's to make up for. What fails while a prompt's observer is told is the observer's: the prompt's own step
     is still on its way.
     """
@@ -57,7 +56,6 @@ class ReplanningExecutor(Executor):
         self._reachable_bytes = reachable_bytes
         self._token_ids: dict[int, list[int]] = {}  # by sequence: at least those that the cache holds
         self._emptied: set[int] = set()  # open sequences whose tokens were lost
-        self._holed: set[int] = set()  # sequences that have turned by positions of their own
         self._is_telling = False  # an observer, inside a step
         inner, problem = self._opened(plan)
         self._use(inner)
@@ -89,8 +87,6 @@ class ReplanningExecutor(Executor):
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run. Raises DeviceLostError for a sequence whose tokens were lost."""
         self._refuse_lost(batch)
-        if batch.turned_by is not None:
-            self._holed |= set(batch.sequences)
         if layers and not layers.start:
             self.make_room({sequence: position + 1 for _, sequence, position in batch.entries()})
             self._remember(batch)
@@ -102,24 +98,6 @@ class ReplanningExecutor(Executor):
         """See Executor.capture. By whatever plan is run from now on."""
         super().capture(layers)
         self.inner.capture(layers)
-
-    def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
-        """See Executor.fill. Tokens that are read again get what these layers make of them."""
-
-        def fill(inner: PlannedExecutor, x: Tensor) -> Tensor:
-            inner.fill(batch, x, layers)
-            return x
-
-        self._step(fill, hidden)
-
-    def copy_kv(self, batch: Batch, source: int, layers: range) -> None:
-        """See Executor.copy_kv and fill."""
-
-        def copy_kv(inner: PlannedExecutor) -> Tensor:
-            inner.copy_kv(batch, source, layers)
-            return torch.empty(0)
-
-        self._step(copy_kv)
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.on_cpu(x), hidden)
@@ -149,7 +127,7 @@ class ReplanningExecutor(Executor):
         """See Executor.grow. The tokens of open sequences are read again; where there turns out to be no memory, by the
         plan that was run before."""
         former = self.plan
-        larger = None if self.growth is None or self._has_holes else self.growth.larger(former, n_tokens)
+        larger = None if self.growth is None else self.growth.larger(former, n_tokens)
         if larger is not None and self.growth is not None:
             lengths = self._lengths()
             try:
@@ -204,7 +182,7 @@ class ReplanningExecutor(Executor):
         try:
             return action(self.inner, *self._within_reach(tensors))
         except DeviceMemoryError as error:
-            if self._replan is None or self._is_telling or not _other_plan_helps(self.plan, error) or self._has_holes:
+            if self._replan is None or self._is_telling or not _other_plan_helps(self.plan, error):
                 raise
             problem = str(error)
         except DeviceLostError as error:
@@ -231,11 +209,6 @@ class ReplanningExecutor(Executor):
         for row, sequence, position in batch.entries():
             if sequence in self.cache.sequences and position >= self.cache.length_at(sequence, 0):
                 self._token_ids.setdefault(sequence, [])[position:] = [batch.token_ids[row]]
-
-    @property
-    def _has_holes(self) -> bool:
-        """Whether layers lack tokens between others: nobody knows which, so that they can't be read again."""
-        return any(len(set(self.cache.lengths(each))) > 1 for each in self._holed & set(self.cache.sequences))
 
     def _refuse_lost(self, batch: Batch) -> None:
         """Tokens of sequences that a lost device has emptied follow nothing, unless they begin again."""

@@ -42,7 +42,7 @@ class SegmentRoom:
     """For segments whose keys and values lie in this cache, or in one of the same context and heads.
 
     n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: tables of rotary
-    angles, None for layers without; workspace: of attention; turned_by: of the rows in the buffers, see Batch. n_used,
+    angles, None for layers without; workspace: of attention. n_used,
     n_predicted, n_neurons: see NeuronCounts; the former two are counted on the device.
     """
 
@@ -52,7 +52,6 @@ class SegmentRoom:
         self.turns = _turns(spec, cache.max_tokens, self.device)
         self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
         self.buffers = _buffers(spec, self.device, n_rows)
-        self.turned_by: Tensor | None = None
         self.n_used, self.n_predicted = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self.n_neurons = 0
         self._section_sums: Tensor | None = None
@@ -69,12 +68,10 @@ class SegmentRoom:
         slots: Sequence[int],
         positions: Sequence[int],
         may_skip: Sequence[bool] | None = None,
-        turned_by: Sequence[int] | None = None,
     ) -> None:
         """Copies the rows of a pass into the buffers. The host does not wait for a GPU to have them.
 
-        may_skip: see Batch, where FFNs are neuron-major. turned_by: see Batch; it gets memory of its own, which no
-        recorded launch may read.
+        may_skip: see Batch, where FFNs are neuron-major.
         """
         some = self.buffers.first(len(slots))
         if hidden is not None:
@@ -85,9 +82,6 @@ class SegmentRoom:
         some.positions.copy_(numbers[1], non_blocking=True)
         if may_skip is not None:
             some.may_skip.copy_(numbers[2], non_blocking=True)
-        self.turned_by = None
-        if turned_by is not None:
-            self.turned_by = torch.tensor(turned_by, **pinned).to(self.device, non_blocking=True)
 
 
 def _turns(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpec | None, Any]:

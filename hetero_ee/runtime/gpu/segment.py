@@ -100,31 +100,16 @@ class GpuSegment:
     def run(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Hidden states (m, hidden) before the first block -> after the last, fp32 on the device.
 
-        The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes. What
-        turns by positions of its own is launched one by one.
+        The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes.
         """
         if self._n_neurons:
             self._room.n_neurons += int(batch.may_skip().sum()) * self._n_neurons
         with entered(self._device):
             out = torch.empty(hidden.shape, device=self._device)
             for rows, m in self._placed(hidden, batch):
-                if batch.turned_by is None:
-                    self._replays.run(m, self._compute)
-                else:
-                    self._compute(m)
+                self._replays.run(m, self._compute)
                 out[rows] = self._room.buffers.x[:m]
         return out
-
-    @torch.inference_mode()
-    def write_kv(self, hidden: Tensor, batch: Batch) -> None:
-        """Keys and values alone, of attentions whose input each is these states. Raises like run."""
-        with entered(self._device):
-            for _, m in self._placed(hidden, batch):
-                b = self._room.buffers.first(m)
-                for block in self._blocks:
-                    self._normed(block, b, None)
-                    self._multiply(b.normed, block, "qkv", b.qkv)
-                    self._write_kv(block, b)
 
     @torch.inference_mode()
     def attend(self, qkv: Tensor, batch: Batch) -> Tensor:
@@ -148,10 +133,9 @@ class GpuSegment:
         may_skip = batch.may_skip().tolist() if self.spec.neuron_major else None
         for first in range(0, len(batch), self._room.n_rows):
             rows = slice(first, min(first + self._room.n_rows, len(batch)))
-            turned_by = None if batch.turned_by is None else batch.turned_by[rows]
             skips = may_skip[rows] if may_skip is not None else None
             some = None if hidden is None else hidden[rows]
-            self._room.place(some, slots[rows], batch.positions[rows], skips, turned_by)
+            self._room.place(some, slots[rows], batch.positions[rows], skips)
             yield rows, rows.stop - first
 
     def _compute(self, m: int) -> None:
@@ -196,8 +180,8 @@ class GpuSegment:
             query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")
             ops.rms_norm_heads(b.qkv, query_scale, spec.norm_eps, 0, n_queries)
             ops.rms_norm_heads(b.qkv, key_scale, spec.norm_eps, spec.query_size, n_keys)
-        angles = {"turns": self._room.turns[spec.rope_of(block.layer)], "turned_by": self._room.turned_by}
-        ops.kv_write(b.qkv, *place, spec.query_size, spec.query_size + spec.kv_size, **angles)
+        turns = self._room.turns[spec.rope_of(block.layer)]
+        ops.kv_write(b.qkv, *place, spec.query_size, spec.query_size + spec.kv_size, turns=turns)
         return place
 
     def _feed_forward(self, block: Block, b: SegmentBuffers) -> None:

@@ -78,18 +78,14 @@ class WeightStreams:
         hidden: Tensor,
         ready: Sequence[Event],
         work: Work,
-        compute: Borrowed | None = None,
     ) -> tuple[Tensor, Event]:
-        """The batch through the next block of the pass, once the events are reached; its event.
-
-        compute: instead of what it would compute.
-        """
+        """The batch through the next block of the pass, once the events are reached; its event."""
         gpu, link = self._machine.gpu, self._machine.link
         assert gpu is not None and link is not None, "only a GPU has weights streamed to it"
         number, order = self._numbers[block.name], self._order
         self._order = None  # until this is over: what fails in between needs a fresh start
         visits = place == VISIT and block.kind is BlockKind.ATTENTION
-        compute = compute or (self._visit if visits else self._compute)
+        compute = self._visit if visits else self._compute
         weights, copied = self._stream.use(number)
         found, event = gpu.run([work], lambda: compute(block, weights, hidden, batch), (*ready, copied))
         self._stream.done(number, event)

@@ -97,24 +97,6 @@ def test_the_torch_reference_agrees(kind: str, with_rope: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_may_turn_by_another_position_than_its_own(kind: str) -> None:
-    """The bits of a row at that position, in this one's place."""
-    x, turns, turned_by = random(5, 5, 64), rope_table([1.0, 0.3], 1.0, 128, DEVICE), (3, 0, 127, 64, 5)
-    found, moved, other = poisoned(kind, 8), poisoned(kind, 8), x.clone()
-    kv_write(x, found, int32(*SLOTS), int32(*POSITIONS), LAYER, 32, 48, turns=turns, turned_by=int32(*turned_by))
-    moved.table[2, 1] = 3
-    for row in range(5):
-        one = other[row : row + 1].clone()
-        kv_write(one, moved, int32(2), int32(turned_by[row]), LAYER, 32, 48, turns=turns)
-        assert_same_bits(one, x[row : row + 1])
-        (to, at), (page, line) = (
-            place(found, row),
-            ((2, 3)[turned_by[row] // PAGE_TOKENS], turned_by[row] % PAGE_TOKENS),
-        )
-        assert_same_bits(found.codes[to, LAYER, :, :, at], moved.codes[page, LAYER, :, :, line])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_bits_depend_on_the_row_alone(kind: str) -> None:
     x, turns = random(4, 5, 64), rope_table([1.0, 0.3], 1.0, 128, DEVICE)
     together, one_by_one = poisoned(kind, 8), poisoned(kind, 8)
@@ -160,8 +142,6 @@ def test_wrong_arguments_are_refused() -> None:
         lambda: kv_write(x.half(), pages, slots, positions, 0, 0, 16),
         lambda: kv_write(x, pages, slots, positions, 0, 4, 16, turns=turns),
         lambda: kv_write(x, pages, slots, positions, 0, 0, 16, turns=turns.double()),
-        lambda: kv_write(x, pages, slots, positions, 0, 0, 16, turns=turns, turned_by=positions.long()),
-        lambda: kv_write(x, pages, slots, positions, 0, 0, 16, turns=turns, turned_by=positions[:1]),
         lambda: Pages(pages.codes, pages.codes, pages.table),
         lambda: Pages(pages.codes.half(), None, pages.table.long()),
         lambda: Pages(pages.codes.to(torch.int8), None, pages.table),

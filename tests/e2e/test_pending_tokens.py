@@ -1,5 +1,4 @@
-"""Keys and values of layers that exited tokens have not passed: lazy ones have the bits of a whole pass, the others are
-what they say, by a slow reference."""
+"""Tokens that exited catch up with a later one: keys, values and states have the bits of a pass through all layers."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,25 +9,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.planning.limits import EXIT_KV
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.missing_kv import MISSING_KV, missing_kv
 from tests.emulation import emulated, planned
 from tests.executor_support import Model, executor_for, model_of
-from tests.exit_patterns import VOCABULARY, Exiting, SlowText, assert_same_lines, exiting_texts, run_exiting, stored
+from tests.exit_patterns import VOCABULARY, Exiting, assert_same_lines, end_sequence, exiting_texts, run_exiting, stored
 
 N_LAYERS, CONTEXT_TOKENS = 4, 160
 FAMILIES = ("llama", "qwen3", "opt", "mistral", "qwen2-window", "phi3-partial")
 CASES = [(family, "fp32", "fp32") for family in FAMILIES]  # weights, cache
 CASES += [(family, "int4", kind) for family in ("llama-tied", "qwen3", "mistral") for kind in ("fp32", "fp16", "int8")]
-CASES += [("llama-gelu", "int4", "fp16")]  # queries that don't end with a row block
-LOSSY = ("propagate", "copy", "holes")
-ERRORS = {("fp32", "fp32"): 1e-10, ("int4", "fp32"): 5e-3, ("int4", "fp16"): 5e-3, ("int4", "int8"): 2e-2}
 ONE_FIXTURE = settings(
     max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-Made = tuple[Model, Executor, float]  # and the squared error of its stored kind
 
 
 @pytest.fixture(
@@ -36,12 +29,12 @@ Made = tuple[Model, Executor, float]  # and the squared error of its stored kind
     params=CASES,
     ids="-".join,
 )
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     family, weights, kind = request.param
     changes = {"head_dim": 16} if family == "qwen3" else {}
     model = model_of(family, weights, tmp_path_factory.mktemp(family), num_hidden_layers=N_LAYERS, **changes)
     executor = executor_for(model, weights, kind)
-    yield model, executor, ERRORS[weights, kind]
+    yield executor
     executor.close()
 
 
@@ -60,18 +53,13 @@ def close(executor: Executor) -> None:
         executor.cache.close(sequence)
 
 
-def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).square().sum() / expected.square().sum())
-
-
 @ONE_FIXTURE
 @given(texts=exiting_texts(N_LAYERS), more=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5))
-def test_lazy_keys_and_values_are_those_of_one_pass(made: Made, texts: list[Exiting], more: list[int]) -> None:
+def test_keys_and_values_are_those_of_one_pass(executor: Executor, texts: list[Exiting], more: list[int]) -> None:
     """So are the states; and a text that has ended goes on as a fresh one."""
-    _, executor, _ = made
-    kv, cache = missing_kv("lazy", executor), executor.cache
+    cache = executor.cache
     sequences = in_sequences(executor, texts)
-    states = run_exiting(kv, N_LAYERS, sequences)
+    states = run_exiting(executor, sequences)
     for sequence, text in sequences.items():
         whole = cache.open_new()
         whole_states = [None, *(torch.empty(0) for _ in range(N_LAYERS))]
@@ -83,7 +71,7 @@ def test_lazy_keys_and_values_are_those_of_one_pass(made: Made, texts: list[Exit
             assert expected is not None and torch.equal(state, expected[position])
         assert cache.length_at(sequence, 0) == len(text.token_ids)
         assert_same_lines(stored(executor, sequence), stored(executor, whole))
-        kv.end(sequence)
+        end_sequence(executor, sequence)
         kept = cache.length(sequence)
         assert cache.lengths(sequence) == [kept] * N_LAYERS
         rest = text.token_ids[kept:] + more
@@ -97,79 +85,21 @@ def test_lazy_keys_and_values_are_those_of_one_pass(made: Made, texts: list[Exit
     close(executor)
 
 
-@pytest.mark.few(12)
-@pytest.mark.parametrize("kind", LOSSY)
-@ONE_FIXTURE
-@given(texts=exiting_texts(N_LAYERS))
-def test_the_others_are_near_a_slow_reference(made: Made, kind: str, texts: list[Exiting]) -> None:
-    model, executor, error = made
-    sequences = in_sequences(executor, texts)
-    states = run_exiting(missing_kv(kind, executor), N_LAYERS, sequences)
-    for sequence, text in sequences.items():
-        slow = SlowText(model, kind)
-        for token_id, depth in zip(text.token_ids, text.depths, strict=True):
-            slow.add(token_id, depth)
-        assert squared_error(torch.stack(states[sequence]), torch.stack(slow.states)) <= error
-        for layer, (keys, values) in enumerate(slow.kept):
-            n_lines = executor.cache.length_at(sequence, layer)
-            assert (
-                len(keys) == n_lines == (sum(layer < depth for depth in text.depths) if kind == "holes" else len(keys))
-            )
-            for found, expected in zip(
-                executor.cache.read(layer, sequence, 0, n_lines),  # type: ignore[attr-defined]
-                (keys, values),
-                strict=True,
-            ):
-                assert not n_lines or squared_error(found, torch.stack(expected, 1)) <= error
-    close(executor)
-
-
 @pytest.mark.few(6)
 @ONE_FIXTURE
 @given(st.data())
-def test_ended_texts_leave_no_ragged_layers(made: Made, data: st.DataObject) -> None:
-    """What a text holds then are its first tokens: of holes those before the first, of the others all."""
-    _, executor, _ = made
-    kind = data.draw(st.sampled_from(list(MISSING_KV)))
+def test_ended_texts_leave_no_ragged_layers(executor: Executor, data: st.DataObject) -> None:
+    """What a text holds then are its tokens up to the last one that passed every layer."""
     texts = in_sequences(executor, data.draw(exiting_texts(N_LAYERS, 8)))
-    kv = missing_kv(kind, executor)
-    run_exiting(kv, N_LAYERS, texts)
+    run_exiting(executor, texts)
     for sequence, text in texts.items():
-        interrupted = data.draw(st.booleans())
-        if interrupted and kind != "holes":  # before its exit was told
+        if data.draw(st.booleans()):  # interrupted before its exit was told
             executor.run(Batch.of_sequence(sequence, len(text.token_ids), [3]), None, range(1))
-        kv.end(sequence)
-        n_whole = {
-            "lazy": 1 + max((at for at, depth in enumerate(text.depths) if depth == N_LAYERS), default=-1),
-            "holes": next((at for at, depth in enumerate(text.depths) if depth < N_LAYERS), len(text.depths)),
-        }.get(kind, len(text.depths))
+        end_sequence(executor, sequence)
+        n_whole = 1 + max((at for at, depth in enumerate(text.depths) if depth == N_LAYERS), default=-1)
         assert executor.cache.lengths(sequence) == [n_whole] * N_LAYERS
         executor.hidden(Batch.of_sequence(sequence, n_whole, [7, 8]))
     close(executor)
-
-
-def test_filled_from_the_true_states_are_the_true_keys_and_values(made: Made) -> None:
-    """The rows of keys and values alone have the bits that the whole product gives them."""
-    _, executor, _ = made
-    ids = [5, 77, 130, 0, 9]
-    run, filled = executor.cache.open_new(), executor.cache.open_new()
-    states = executor.run(Batch.of_sequence(run, 0, ids), None, range(0))
-    for layer in range(N_LAYERS):
-        one = range(layer, layer + 1)
-        executor.fill(Batch.of_sequence(filled, 0, ids), states, one)
-        states = executor.run(Batch.of_sequence(run, 0, ids), states, one)
-    assert_same_lines(stored(executor, filled), stored(executor, run))
-    executor.cache.truncate(filled, 3)
-    executor.copy_kv(Batch.of_sequence(filled, 3, [1, 2]), 0, range(2, 2))  # no layers
-    assert executor.cache.lengths(filled) == [3] * N_LAYERS
-    with pytest.raises(ValueError, match="passed the layer before"):
-        executor.fill(Batch.of_sequence(filled, 3, [1]), states[:1], range(1, N_LAYERS))
-    assert executor.cache.lengths(filled) == [3] * N_LAYERS
-    close(executor)
-
-
-def test_every_policy_is_there() -> None:
-    assert tuple(MISSING_KV) == EXIT_KV
 
 
 PLACES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -188,17 +118,15 @@ def plan_of(model: Model, places: str, kv_type: str) -> Plan:
 @pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("places", PLACES)
 @ONE_FIXTURE
-@given(texts=exiting_texts(N_LAYERS, 10), kind=st.sampled_from(list(MISSING_KV)))
-def test_a_plan_keeps_what_the_cpu_alone_keeps(
-    llama: Model, places: str, kv_type: str, texts: list[Exiting], kind: str
-) -> None:
+@given(texts=exiting_texts(N_LAYERS, 10))
+def test_a_plan_keeps_what_the_cpu_alone_keeps(llama: Model, places: str, kv_type: str, texts: list[Exiting]) -> None:
     found = []
     for executor in (
         executor_for(llama, "int4", kv_type),
         emulated(*llama, plan_of(llama, places, kv_type)),
     ):
         sequences = in_sequences(executor, texts)
-        states = run_exiting(missing_kv(kind, executor), N_LAYERS, sequences)
+        states = run_exiting(executor, sequences)
         executor.cache.check()
         found.append((states, [stored(executor, sequence) for sequence in sequences]))
         executor.close()
