@@ -1,47 +1,59 @@
-"""Frozen dataclasses to JSON and back, with suspicion: every field there, of its type, and no other.
+"""Frozen dataclasses as JSON files.
 
-What a dataclass itself demands of its values it checks in __post_init__, by ValueError. One with a static method
-`check_version` has its field `version` checked by it before anything else is asked: of another version every field may
-be another. Fields named in its ADDED_FIELDS may be missing, in a file from before they were there; those in its
-REMOVED_FIELDS, of a file from when they were, are ignored if they have one of the listed values.
+Reading trusts nothing: every field has to be present, of its type, and known. msgspec converts the values; the values
+that a dataclass itself refuses are refused by its `__post_init__`, with a ValueError. A dataclass with a static method
+`check_version` gets its `version` checked before everything else, since other versions may have other fields. Fields
+named in `ADDED_FIELDS` may be missing, because older files lack them. Fields named in `REMOVED_FIELDS` may be present,
+because older files have them, if they have one of the values listed there.
 """
 
 import dataclasses
 import json
 import math
 import os
-import types
-import typing
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from hetero_ee_profiles.opened_file import open_regular
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_SHOWN = 60
+MISSING = "Object missing required field `"  # how msgspec begins
 
 T = TypeVar("T")
 
 
 def to_json(record: Any) -> str:
-    """The record as an indented JSON document. Raises ValueError at NaN and infinity."""
+    """Return the record as an indented JSON document. Raises: ValueError: for NaN and infinity."""
     return json.dumps(dataclasses.asdict(record), indent=1, allow_nan=False) + "\n"
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The record of type `kind` that `text` holds. Raises ValueError, in one line that names the field."""
+    """Return the record of type `kind` in `text`. Raises: ValueError: in one line that names the field."""
     try:
-        body = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return from_values(kind, json.loads(text, **STRICT))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    record: T = _read(kind, body, "")
+
+
+def from_values(kind: type[T], body: Any) -> T:
+    """Return the record of type `kind` that the parsed JSON `body` describes. Raises: ValueError: as in from_json."""
+    check_version = getattr(kind, "check_version", None)
+    if check_version and isinstance(body, dict) and type(body.get("version")) is int:
+        check_version(body["version"])
+    try:
+        record = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(_problem(str(error))) from error
+    _check_fields(record, body, "")
     return record
 
 
 def read_record(kind: type[T], file: Path) -> T:
-    """The record that `file` holds. Raises OSError, ValueError."""
+    """Return the record that `file` holds. Raises: OSError, ValueError."""
     with open_regular(file) as opened:
         data = opened.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
@@ -50,13 +62,13 @@ def read_record(kind: type[T], file: Path) -> T:
 
 
 def write_record(record: Any, file: Path) -> None:
-    """Writes the record's JSON to `file`, whole or not at all. Raises OSError."""
+    """Write the record's JSON to `file`, completely or not at all. Raises: OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(to_json(record), file)
 
 
 def write_whole(text: str, file: Path) -> None:
-    """Writes the text to `file`, whole or not at all. Raises OSError."""
+    """Write the text to `file`, completely or not at all. Raises: OSError."""
     unfinished = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:
         with unfinished.open("x", encoding="utf-8") as output:
@@ -69,86 +81,59 @@ def write_whole(text: str, file: Path) -> None:
         raise
 
 
-def _read(kind: Any, value: Any, path: str) -> Any:
-    """`value` as `kind`; `path` is where it is in the document, for messages."""
-    origin = typing.get_origin(kind)
-    if dataclasses.is_dataclass(kind):
-        return _dataclass(kind, value, path)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _wrong(path, value, "a list")
-        item, *rest = typing.get_args(kind)
-        if rest != [...] and len(value) != 1 + len(rest):
-            raise _wrong(path, value, f"{1 + len(rest)} values")
-        kinds = [item] * len(value) if rest == [...] else [item, *rest]
-        return tuple(
-            _read(each, entry, f"{path}[{i}]") for i, (each, entry) in enumerate(zip(kinds, value, strict=True))
-        )
-    if origin in (types.UnionType, typing.Union):
-        [inner] = [choice for choice in typing.get_args(kind) if choice is not type(None)]
-        return None if value is None else _read(inner, value, path)
-    if kind is float:
-        return _number(value, path)
-    if type(value) is not kind:
-        raise _wrong(path, value, kind.__name__)
-    return value
+def _problem(message: str) -> str:
+    """Reword msgspec's message, so that the field comes first."""
+    what, _, place = message.partition(" - at `$")
+    path = place.removesuffix("`").removeprefix(".")
+    if what.startswith(MISSING):
+        return f"{_inside(path, what.removeprefix(MISSING).removesuffix('`'))} is missing"
+    return f"{path or 'it'}: {what[0].lower()}{what[1:]}"
 
 
-def _dataclass(kind: Any, value: Any, path: str) -> Any:
-    if not isinstance(value, dict):
-        raise _wrong(path, value, "an object")
-    if hasattr(kind, "check_version") and type(value.get("version")) is int:
-        kind.check_version(value["version"])
-    hints = typing.get_type_hints(kind)
-    names = {field.name for field in dataclasses.fields(kind)}
-    for name, harmless in getattr(kind, "REMOVED_FIELDS", {}).items():
-        if value.get(name) not in harmless:
-            raise ValueError(f"{_inside(path, name)} is {_shown(value[name])}, which is no longer supported")
-    value = {name: value[name] for name in value.keys() - getattr(kind, "REMOVED_FIELDS", {}).keys()}
-    for name in sorted((names ^ value.keys()) - (names & {*getattr(kind, "ADDED_FIELDS", ())})):
-        raise ValueError(f"{_inside(path, name)} is {'missing' if name in names else 'unknown'}")
-    fields = {name: _read(hints[name], value[name], _inside(path, name)) for name in names & value.keys()}
-    try:
-        return kind(**fields)
-    except ValueError as error:
-        raise ValueError(f"{path or 'it'}: {error}") from error
-
-
-def _number(value: Any, path: str) -> float:
-    if type(value) not in (int, float):
-        raise _wrong(path, value, "a number")
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise _wrong(path, "an enormous integer", "a number") from error
-    if not math.isfinite(number):
-        raise _wrong(path, value, "a finite number")
-    return number
+def _check_fields(value: Any, body: Any, path: str) -> None:
+    """Check that the JSON has every field of the converted `value`, and no others, which msgspec ignores."""
+    if isinstance(value, tuple):
+        for i, (each, entry) in enumerate(zip(value, body, strict=True)):
+            _check_fields(each, entry, f"{path}[{i}]")
+    elif dataclasses.is_dataclass(value):
+        names, removed = {field.name for field in dataclasses.fields(value)}, getattr(value, "REMOVED_FIELDS", {})
+        for name, harmless in removed.items():
+            if body.get(name) not in harmless:
+                raise ValueError(f"{_inside(path, name)} is {str(body[name]):.{MAX_SHOWN}}, which is no longer supported")
+        for name in sorted((names ^ body.keys()) - (names & {*getattr(value, "ADDED_FIELDS", ())}) - removed.keys()):
+            raise ValueError(f"{_inside(path, name)} is {'missing' if name in names else 'unknown'}")
+        for name in names & body.keys():
+            _check_fields(getattr(value, name), body[name], _inside(path, name))
 
 
 def _inside(path: str, name: str) -> str:
-    return _shown(name, quoted=False) if not path else f"{path}.{_shown(name, quoted=False)}"
+    name = name if name.isprintable() else ascii(name)
+    name = name if len(name) <= MAX_SHOWN else name[: MAX_SHOWN - 3] + "..."
+    return f"{path}.{name}" if path else name
 
 
-def _wrong(path: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{path or 'it'} is {_shown(value)}, expected {expected}")
-
-
-def _shown(value: Any, *, quoted: bool = True) -> str:
-    try:
-        text = repr(value) if quoted else str(value)
-    except ValueError:  # an integer of more than 4300 digits
-        text = f"a very large {type(value).__name__}"
-    text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object's dict. Raises: ValueError: if it has a field twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a field is there twice")
     return found
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def finite_number(text: str) -> float:
+    """Parse a JSON number with a fraction or exponent. Raises: ValueError: if no float is that large."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.{MAX_SHOWN}} is not a finite number")
+    return number
+
+
+def refuse_constant(name: str) -> float:
+    """Refuse NaN and Infinity, which Python's JSON would read. Raises: ValueError."""
+    raise ValueError(f"{name} is not a number")
+
+
+STRICT: dict[str, Any] = {  # keywords of json.loads
+    "object_pairs_hook": unique_fields,
+    "parse_constant": refuse_constant,
+    "parse_float": finite_number,
+}

@@ -119,7 +119,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
     "a state that is no JSON": (lambda t: t.update({STATE: state_tensor(b"{'quant_type'")}), "can't be used"),
     "a state that is no UTF-8": (lambda t: t.update({STATE: state_tensor(b'{"\xff": 1}')}), "can't be used"),
     "a state that is deep": (lambda t: t.update({STATE: state_tensor(b"[" * 4000)}), "can't be used"),
-    "a state that is a list": (lambda t: t.update({STATE: state_tensor([1])}), "expected an object"),
+    "a state that is a list": (lambda t: t.update({STATE: state_tensor([1])}), "expected `object`"),
     "terminal commands": (lambda t: t.update({STATE: state_tensor({"\x1b[2J": 1})}), "can't be used"),
     "a surplus tensor": (lambda t: t.update({f"{DOWN}.SCB": torch.ones(64)}), "LlamaForCausalLM does not have"),
 }
@@ -135,22 +135,22 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, name: str) -> None:
 
 FIELDS: list[tuple[str, Any, str]] = [
     ("quant_type", "fp4", "quant_type is 'fp4', expected nf4"),
-    ("quant_type", ["nf4"], "quant_type is ['nf4']"),
+    ("quant_type", ["nf4"], "quant_type: expected `str`, got `array`"),
     ("blocksize", 63, "blocksize is 63, expected 32 or 64"),
     ("blocksize", 16, "blocksize is 16"),
     ("blocksize", 8192, "blocksize is 8192"),
     ("blocksize", 0, "blocksize is 0"),
     ("blocksize", -64, "blocksize is -64"),
-    ("blocksize", 64.0, "blocksize is 64.0"),
-    ("blocksize", True, "blocksize is True"),
-    ("blocksize", "64", "blocksize is '64'"),
+    ("blocksize", 64.0, "blocksize: expected `int`, got `float`"),
+    ("blocksize", True, "blocksize: expected `int`, got `bool`"),
+    ("blocksize", "64", "blocksize: expected `int`, got `str`"),
     ("blocksize", 32, "expected"),  # allowed, but absmax has another length
     ("blocksize", None, "blocksize is missing"),
     ("dtype", "complex64", "dtype is 'complex64'"),
     ("shape", [96, 64], "shape is (96, 64), expected (64, 96)"),
     ("shape", [64, 96, 1], "expected (64, 96)"),
     ("shape", [2**40, 2**40], "expected (64, 96)"),
-    ("shape", 6144, "shape is 6144, expected a list"),
+    ("shape", 6144, "shape: expected `array`, got `int`"),
     ("shape", None, "shape is missing"),
     ("surprise", 1, "surprise is unknown"),
 ]
@@ -168,11 +168,11 @@ NESTED: list[tuple[str, Any, str]] = [
     ("nested_blocksize", 32, "expected F32 and [3]"),
     ("nested_blocksize", None, "nested_blocksize is missing"),
     ("nested_dtype", "float16", "nested_dtype is 'float16', expected float32"),
-    ("nested_offset", NAN, "NaN is no number"),
-    ("nested_offset", INF, "Infinity is no number"),
-    ("nested_offset", 10**400, "expected a number"),
-    ("nested_offset", "0.1", "nested_offset is '0.1'"),
-    ("nested_offset", False, "nested_offset is False"),
+    ("nested_offset", NAN, "NaN is not a number"),
+    ("nested_offset", INF, "Infinity is not a number"),
+    ("nested_offset", 10**400, "nested_offset: number out of range"),
+    ("nested_offset", "0.1", "nested_offset: expected `float`, got `str`"),
+    ("nested_offset", False, "nested_offset: expected `float`, got `bool`"),
     ("nested_offset", None, "nested_offset is missing"),
 ]
 

@@ -17,7 +17,7 @@ from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT
 from hetero_ee.weights.rows import LARGEST_ENTRY, row_sizes
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
-from hetero_ee_profiles.records import from_json
+from hetero_ee_profiles.records import STRICT, from_values
 
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
@@ -32,7 +32,8 @@ FIRST_ROWS_VERSION = 4  # of stores whose FFNs lie in rows whole, likewise
 VERSIONS = (FORMAT_VERSION, ZEROS_VERSION, FIRST_ROWS_VERSION)
 LAYOUTS = (*layout.TILE_BYTES, ROWS, "fp32")
 END = "\n}"
-CHECKSUM_FIELD = ',\n "sha256": "'  # what the manifest's last field begins with; the checksum is that of all before it
+CHECKSUM_NAME = "sha256"
+CHECKSUM_FIELD = f',\n "{CHECKSUM_NAME}": "'  # how the last field begins; it holds the checksum of everything before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +223,12 @@ def check_size(folder: Path, manifest: Manifest) -> None:
 
 
 def parsed_manifest(folder: Path) -> Manifest:
-    """The same, without a look at any other file."""
+    """Read the manifest in `folder` without looking at any other file. Raises: StoreError."""
     try:
         body, data = _parsed(folder)
-        return from_json(Manifest, (_checked_text(folder, body, data) + END.encode()).decode())
+        _check_whole(folder, body, data)
+        del body[CHECKSUM_NAME]
+        return from_values(Manifest, body)
     except (ValueError, RecursionError) as error:
         raise DamagedStoreError(
             f"{folder / MANIFEST_FILE} can't be read ({error}); delete {folder} and convert again."
@@ -248,11 +251,14 @@ def _parsed(folder: Path) -> tuple[Any, bytes]:
     if file is None:
         raise DamagedStoreError(f"{folder / MANIFEST_FILE} is missing; delete {folder} and convert again.")
     data = read_file(file, MAX_MANIFEST_BYTES, "a manifest", StoreError)
-    return parse_json(data, MAX_MANIFEST_VALUES), data
+    return parse_json(data, MAX_MANIFEST_VALUES, **STRICT), data
 
 
-def _checked_text(folder: Path, body: Any, data: bytes) -> bytes:
-    """All before the checksum, which fits. Format and version come first: of another version nothing can be said."""
+def _check_whole(folder: Path, body: Any, data: bytes) -> None:
+    """Check the format, then the version, and then the checksum at the end: other versions may do all else otherwise.
+
+    Raises: DamagedStoreError.
+    """
     file = folder / MANIFEST_FILE
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
         raise DamagedStoreError(f"{file} is not the manifest of a hetero_ee store.")
@@ -265,7 +271,6 @@ def _checked_text(folder: Path, body: Any, data: bytes) -> bytes:
     text, _, _ = data.rpartition(CHECKSUM_FIELD.encode())
     if data != text + _checksum_field(text):
         raise DamagedStoreError(f"{file} does not match its own checksum; delete {folder} and convert again.")
-    return text
 
 
 def _implied(kind: str) -> tuple[int, ...] | None:
