@@ -23,13 +23,15 @@ class Blocks:
     """W[n, k] = scales[n, k // 32] x entry: codebook[codes[n, k]], or codes[n, k] itself where that is None.
 
     codes: uint8 (N, K) with a codebook, else int8; scales: fp32 (N, K / 32). zeros: likewise, what is subtracted from
-    the entries, so with LINEAR_CODEBOOK that of the codes less 8; None where nothing is.
+    the entries, so with LINEAR_CODEBOOK that of the codes less 8; None where nothing is. is_exact: whether these are
+    the file's own values, not the nearest ones that such blocks hold.
     """
 
     codes: Tensor
     scales: Tensor
     codebook: tuple[int, ...] | None
     zeros: Tensor | None = None
+    is_exact: bool = True
 
     @classmethod
     def with_minimums(cls, codes: Tensor, scales: Tensor, minimums: Tensor) -> Self:
@@ -64,7 +66,15 @@ class Blocks:
     def rows(self, order: Tensor) -> "Blocks":
         """The same rows in another order."""
         zeros = None if self.zeros is None else self.zeros[order]
-        return Blocks(self.codes[order], self.scales[order], self.codebook, zeros)
+        return Blocks(self.codes[order], self.scales[order], self.codebook, zeros, self.is_exact)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptCodes:
+    """Tiles with the codes of a file. wanted: what they were rounded from, part by part; None if they are exact."""
+
+    weight: TileWeight
+    wanted: Sequence[Blocks | Tensor] | None
 
 
 def int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:

@@ -16,12 +16,11 @@ from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, engine_order, text_part_name
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, int4_tiles, int8_tiles
+from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, KeptCodes, int4_tiles, int8_tiles
 from hetero_ee.weights.formats.opening import IGNORED_SUFFIXES as OF_ACTIVATIONS
 from hetero_ee.weights.formats.opening import column_order, saved_matrices
 from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.safetensors_file import MAX_TENSORS, StoredTensor, read_header
-from hetero_ee.weights.weight import TileWeight
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 BIAS = ".bias"
@@ -71,28 +70,32 @@ class Checkpoint:
             rows.copy_(values if order is None else values[_in_each(order, len(values))])
         return stacked
 
-    def tiles(self, name: str) -> TileWeight | None:
-        """The same in tiles, each weight in the code it was saved in; None where that is not possible.
+    def tiles(self, name: str) -> KeptCodes | None:
+        """Return the same in tiles with the codes it was saved in, or None if a part has codes that tiles can't hold.
 
-        Possible where all its parts were saved in codes that tiles can hold; of others 8 bits may be near enough. In 8
-        bits for head and matrices that the model has so, else in 4.
+        8-bit tiles also take other codes, at the nearest values. The head, the embedding and the matrices that the
+        model has in 8 bits get 8-bit tiles, others 4-bit ones.
         """
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
-        blocks: list[Blocks] = []
+        blocks, wanted = list[Blocks](), list[Blocks | Tensor]()
         order = self._neuron_order(name)
         for part in self._parts[name]:
             saved = self._saved.get(part.hf_name)
             found = saved.blocks(in_8_bits=in_8_bits) if saved else None
-            if found is None:
+            if saved is None or found is None:
                 return None
             rows = engine_order(part) if order is None else _in_each(order, part.shape[0])
-            blocks.append(found if rows is None else found.rows(torch.as_tensor(rows)))
+            values = None if found.is_exact else saved.dequantize()
+            if rows is not None:
+                index = torch.as_tensor(rows)
+                found, values = found.rows(index), None if values is None else values[index]
+            blocks.append(found)
+            wanted.append(found if values is None else values)
         make = int8_tiles if in_8_bits else int4_tiles
-        return make(blocks, 0.0) or make(blocks, HALF_ROUNDING)
-
-    def rounded(self, name: str) -> bool:
-        """Whether tiles may hold this tensor rounded."""
-        return any(part.hf_name in self._saved for part in self._parts[name])
+        if weight := make(blocks, 0.0):
+            return KeptCodes(weight, None if all(each.is_exact for each in blocks) else wanted)
+        weight = make(blocks, HALF_ROUNDING)
+        return None if weight is None else KeptCodes(weight, wanted)
 
     def types(self, name: str) -> list[str]:
         """In which types the checkpoint has the parts of this tensor, each once."""

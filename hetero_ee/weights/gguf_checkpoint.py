@@ -17,10 +17,9 @@ from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, int4_tiles, int8_tiles
+from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, KeptCodes, int4_tiles, int8_tiles
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
 from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, floats, kept_blocks, require_reader
-from hetero_ee.weights.weight import TileWeight
 
 IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # computed instead, as old files hold them by layer
 
@@ -57,22 +56,21 @@ class GgufCheckpoint:
         """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
         return torch.cat([self._read(part) for part in self._parts[name]])
 
-    def tiles(self, name: str) -> TileWeight | None:
-        """The same in tiles, weights as the file has them, or their scales `rounded`; None where they can't hold it.
+    def tiles(self, name: str) -> KeptCodes | None:
+        """Return the same in tiles with the file's codes, or None if tiles can't hold it.
 
-        In 8 bits for embedding, head and those that the model has so, else in 4.
+        Scales of some types are rounded to fp16. The embedding, the head and the matrices that the model has in 8 bits
+        get 8-bit tiles, others 4-bit ones.
         """
         parts = [self._blocks(part) for part in self._parts[name]]
         blocks = [part for part in parts if part is not None]
         if len(blocks) < len(parts):
             return None
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
-        most = HALF_ROUNDING if self.rounded(name) else 0.0
-        return int8_tiles(blocks, most) if in_8_bits else int4_tiles(blocks, most)
-
-    def rounded(self, name: str) -> bool:
-        """Whether tiles hold scales of this tensor rounded."""
-        return not ROUNDED.isdisjoint(self.types(name))
+        is_rounded = not ROUNDED.isdisjoint(self.types(name))
+        make = int8_tiles if in_8_bits else int4_tiles
+        weight = make(blocks, HALF_ROUNDING if is_rounded else 0.0)
+        return None if weight is None else KeptCodes(weight, blocks if is_rounded else None)
 
     def _read(self, part: Part) -> Tensor:
         """What a checkpoint leaves out of norms' scales (part.added), GGUF files hold."""

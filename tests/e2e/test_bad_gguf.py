@@ -21,7 +21,6 @@ from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
-from hetero_ee.weights.weight import TileWeight
 from tests.families import random_model
 from tests.gguf_files import described, entry, gguf_bytes
 from tests.gguf_models import write_gguf
@@ -263,7 +262,7 @@ def test_values_that_8_bits_lack_are_quantized_anew(tmp_path: Path) -> None:
     its = gguf_folder(tmp_path / "other.gguf", configuration_only=True)
     checkpoint = open_checkpoint(its, read_spec(its))
     assert checkpoint.tiles("layers.0.ffn.down") is None
-    assert isinstance(checkpoint.tiles("layers.0.attention.qkv"), TileWeight)
+    assert checkpoint.tiles("layers.0.attention.qkv") is not None
 
 
 def test_a_folder_of_files_names_them(tmp_path: Path) -> None:

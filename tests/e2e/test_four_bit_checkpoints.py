@@ -94,7 +94,7 @@ def test_matrices_are_unpacked_in_chunks(tmp_path: Path, monkeypatch: pytest.Mon
     name = "layers.0.ffn.down"
     assert torch.equal(opened(tmp_path).tensor(name), values["model.layers.0.mlp.down_proj.weight"])
     tiles = opened(tmp_path).tiles(name)
-    assert tiles is not None and relative_error(tiles.dequantize(), opened(tmp_path).tensor(name)) < 6e-5
+    assert tiles is not None and relative_error(tiles.weight.dequantize(), opened(tmp_path).tensor(name)) < 6e-5
 
 
 def test_where_groups_would_lie_in_two_blocks_the_default_quantizer_takes_over(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_each_matrix_has_a_table_of_its_own(tmp_path: Path) -> None:
     codes = ((as_nf4 / absmax)[:, :, None] - NF4).abs().argmin(-1)
     assert torch.equal(as_linear, table[codes] * absmax)
     tiles = after.tiles("layers.0.ffn.down")
-    assert tiles is not None and relative_error(tiles.dequantize(), as_linear) < 6e-5
+    assert tiles is not None and relative_error(tiles.weight.dequantize(), as_linear) < 6e-5
     assert after.tiles("layers.0.ffn.gate_up") is None
 
 

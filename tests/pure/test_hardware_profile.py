@@ -60,7 +60,7 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "quantiles upside down": (lambda: changed("gpu.read_bytes_per_s.p80", 1.0), "does not hold"),
     "not a number": (lambda: changed("cpu.0.matmuls.0.time.value", float("nan")), "NaN is not a number"),
     "infinity": (lambda: changed("cpu.0.matmuls.0.time.value", float("inf")), "Infinity is not a number"),
-    "an enormous float": (lambda: to_json(PROFILE).replace('"count": 0', '"count": 1e999', 1), "1e999 is not a finite number"),
+    "an enormous float": (lambda: to_json(PROFILE).replace('"count": 0', '"count": 1e999', 1), "not a finite number"),
     "an enormous integer": (lambda: changed("cpu.0.matmuls.0.time.value", 10**400), "out of range|digits"),
     "more digits than Python reads": (lambda: changed("version", 0).replace("0", "9" * 5000, 1), "digits"),
     "text for a number": (lambda: changed("cpu.0.matmuls.0.m", "4"), r"matmuls\[0\]\.m: expected `int`, got `str`"),

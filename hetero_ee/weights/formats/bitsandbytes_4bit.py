@@ -108,7 +108,7 @@ class FourBitMatrix:
             codes[first : first + len(chunk)] = codebook.codes[chunk.int()]
         scales = self.absmax().repeat_interleave(self.state.blocksize // TILE_COLUMNS) * codebook.unit
         scales = scales[: n_rows * n_columns // TILE_COLUMNS].view(n_rows, -1)
-        return Blocks(codes.view(self.shape), scales, codebook.entries)
+        return Blocks(codes.view(self.shape), scales, codebook.entries, is_exact=False)
 
     def _code_chunks(self) -> Iterator[tuple[int, Tensor]]:
         """The index of the first code, and some codes from there on, uint8."""

@@ -58,7 +58,7 @@ class Fp8Matrix:
         units = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - ENTRY_BITS)
         entries = (values / units[..., None]).round().to(torch.int8).flatten(1)
         scales = self._scales().repeat_interleave(self._columns // TILE_COLUMNS, dim=1)[:, : units.shape[1]]
-        return Blocks(entries, units * scales * (largest > 0), None)
+        return Blocks(entries, units * scales * (largest > 0), None, is_exact=False)
 
     @property
     def _columns(self) -> int:

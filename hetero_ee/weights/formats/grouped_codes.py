@@ -64,7 +64,7 @@ class GroupedCodes:
             if self.bits == 4:
                 return Blocks(self.codes, scales, LINEAR_CODEBOOK)
             whole = (self.codes.to(torch.int16) - self.middle).clamp_(min=LEAST_VALUE)
-            return Blocks(whole.to(torch.int8), scales, None)
+            return Blocks(whole.to(torch.int8), scales, None, is_exact=bool(self.codes.min() > 0))
         if self.bits != 4:
             return None
         zeros = self.zeros[:, first]

@@ -152,15 +152,14 @@ def _write_tensor(
     if not is_quantized(tensor.role):
         writer.add_values(tensor.name, checkpoint.tensor(tensor.name))
         return
-    weight = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
-    values = None if weight else _values(checkpoint, tensor, quantization)
-    if values is not None:
-        weight = quantize(values, quantization.quantizer_of(tensor.role), workers)
-    assert weight is not None
+    kept = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
+    if kept is not None:
+        weight, wanted = kept.weight, kept.wanted
+    else:
+        values = _values(checkpoint, tensor, quantization)
+        weight, wanted = quantize(values, quantization.quantizer_of(tensor.role), workers), [values]
     if checkpoint.title is not None and not quantization.neuron_major:
-        if values is None and checkpoint.rounded(tensor.name):
-            values = checkpoint.tensor(tensor.name)
-        report.add(checkpoint.types(tensor.name), tensor, weight, values)
+        report.add(checkpoint.types(tensor.name), tensor, weight, wanted)
     writer.add_matrix(tensor.name, in_rows(weight) if is_in_rows(tensor.role) else weight)
 
 
