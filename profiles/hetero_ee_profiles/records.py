@@ -99,7 +99,7 @@ def _check_fields(value: Any, body: Any, path: str) -> None:
         names, removed = {field.name for field in dataclasses.fields(value)}, getattr(value, "REMOVED_FIELDS", {})
         for name, harmless in removed.items():
             if body.get(name) not in harmless:
-                raise ValueError(f"{_inside(path, name)} is {str(body[name]):.{MAX_SHOWN}}, which is no longer supported")
+                raise ValueError(f"{_inside(path, name)} is {body[name]!r:.{MAX_SHOWN}}, which is no longer supported")
         for name in sorted((names ^ body.keys()) - (names & {*getattr(value, "ADDED_FIELDS", ())}) - removed.keys()):
             raise ValueError(f"{_inside(path, name)} is {'missing' if name in names else 'unknown'}")
         for name in names & body.keys():
