@@ -32,6 +32,9 @@ option_names  # scripts/flag_table.py
 exit_predictor  # of the GPU: for exits that are judged there
 
 
+# The typing context that Numba passes to an intrinsic, whether it needs it or not.
+typing
+
 # Part of a record that is compared or written as a whole.
 plan_hash, nested_dtype, mtime_ns, sample_sha256
 speedup, tokens_before_divergence, first_divergences, scored_mean_depth, cpu_passes_per_token, perplexity
