@@ -18,8 +18,8 @@ from tests.recorded_hosts import recorded
 
 ROWS = [
     *("hetero_ee", "Python", "system", "CPU", "instructions", "memory", "huge pages", "torch", "GPU", "GPU matmul"),
-    *("transformers", "huggingface_hub", "Numba", "OpenMP", "cache disk", "kernel cache", "stores", "configuration"),
-    *("variables", "Hugging Face", "clock"),
+    *("transformers", "huggingface_hub", "Numba", "OpenMP", "versions", "cache disk", "kernel cache", "stores"),
+    *("configuration", "variables", "Hugging Face", "clock"),
 ]
 
 

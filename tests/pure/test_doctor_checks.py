@@ -125,6 +125,17 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
         "not installed",
         "Reinstall hetero-ee",
     ),
+    "tested versions": (lambda: software.untested_versions(), "ok", "no dependency is newer", ""),
+    "older versions": (
+        lambda: software.untested_versions(versions(a="2.9", b="1.0+cpu"), {"a": "2.10.1", "b": "1.0", "absent": "1"}),
+        *("ok", "no dependency is newer", ""),
+    ),
+    "newer versions": (
+        lambda: software.untested_versions(
+            versions(a="2.10.2.post1", b="1.0", c="2"), {"a": "2.10.1", "b": "1.0", "c": "1.9"}
+        ),
+        *("warn", "a 2.10.2.post1 (tested up to 2.10.1), c 2 (tested up to 1.9)", "with the tested versions"),
+    ),
     "hub": (lambda: software.needed("huggingface_hub", versions(huggingface_hub="2.4.0")), "ok", "2.4.0", ""),
     "no hub": (lambda: software.needed("huggingface_hub", versions()), "fail", "not installed", "Reinstall hetero-ee"),
     "Numba": (lambda: software.numba(versions(numba="0.68", llvmlite="0.50")), "ok", "0.68, llvmlite 0.50", ""),

@@ -3,10 +3,15 @@
 import importlib.util
 import subprocess
 import sys
+import tomllib
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from hetero_ee_cli.checks.tested_versions import TESTED_VERSIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("hetero_ee", "hetero_ee_kernels", "hetero_ee_cpu_ops", "hetero_ee_profiles", "hetero_ee_cli")
@@ -35,6 +40,15 @@ def test_public_names_resolve() -> None:
     assert all(getattr(hetero_ee, name) is not None for name in hetero_ee.__all__)
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         hetero_ee.nothing_of_the_kind  # noqa: B018
+
+
+def test_a_tested_version_is_stated_of_every_requirement() -> None:
+    """`.ci/run` writes them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (project["optional-dependencies"][extra] for extra in ("gpu", "gguf", "sentencepiece", "server"))
+    needed = [Requirement(line) for line in (*project["dependencies"], *chain.from_iterable(extras))]
+    assert {requirement.name for requirement in needed} == TESTED_VERSIONS.keys()
+    assert all(requirement.specifier.contains(TESTED_VERSIONS[requirement.name]) for requirement in needed)
 
 
 def test_an_installed_wheel_works_away_from_the_repository(tmp_path: Path) -> None:

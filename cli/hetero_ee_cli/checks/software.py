@@ -1,13 +1,15 @@
 """Checks of the software: Python and the packages, imported only if there is no cheaper way to tell."""
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from hetero_ee.errors import UsageError
 from hetero_ee.ops.registry import IsInstalled, Registry, is_installed
 from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
+from hetero_ee_cli.checks.tested_versions import TESTED_VERSIONS
 from hetero_ee_profiles.host.host import TIMEOUT_S, Host
 from hetero_ee_profiles.host.torch_build import TorchBuild
 
@@ -49,6 +51,24 @@ def torch(build: Callable[[], TorchBuild]) -> Finding:
 def needed(package: str, version_of: Version = package_version) -> Finding:
     found = version_of(package)
     return ok(found) if found else fail("not installed", INSTALL)
+
+
+def untested_versions(version_of: Version = package_version, tested: Mapping[str, str] = TESTED_VERSIONS) -> Finding:
+    """Name the dependencies that are newer than any version the project's tests have run with."""
+    newer = [
+        f"{package} {found} (tested up to {newest})"
+        for package, newest in tested.items()
+        if (found := version_of(package)) and _release(found) > _release(newest)
+    ]
+    if not newer:
+        return ok("no dependency is newer than its newest tested version")
+    return warn(", ".join(newer), "If something fails, try again with the tested versions.")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with: (2, 13, 0) for "2.13.0+cpu"."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def numba(version_of: Version = package_version) -> Finding:

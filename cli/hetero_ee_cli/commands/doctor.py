@@ -72,6 +72,7 @@ def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
         "huggingface_hub": partial(software.needed, "huggingface_hub"),
         "Numba": software.numba,
         "OpenMP": partial(software.openmp, host),
+        "versions": software.untested_versions,
         "cache disk": partial(storage.cache_disk, host, folder),
         "kernel cache": partial(storage.kernel_cache, folder),
         "stores": partial(storage.stores, folder),

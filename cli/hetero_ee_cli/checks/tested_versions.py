@@ -1,0 +1,26 @@
+"""The newest version of each dependency that CI has tested; written by .ci/requirements.py."""
+
+TESTED_VERSIONS = {
+    "bitsandbytes": "0.50.2",
+    "filelock": "4.2.12",
+    "gguf": "0.19.0",
+    "huggingface_hub": "2.4.0",
+    "jinja2": "3.1.6",
+    "llguidance": "1.9.1",
+    "numba": "0.68.1",
+    "numpy": "2.4.6",
+    "platformdirs": "4.14.8",
+    "prometheus-client": "0.26.0",
+    "protobuf": "7.36.2",
+    "psutil": "7.2.2",
+    "rich": "15.0.0",
+    "safetensors": "0.8.0",
+    "sentencepiece": "0.2.3",
+    "starlette": "1.10.0",
+    "torch": "2.13.0",
+    "tqdm": "4.70.1",
+    "transformers": "5.24.0",
+    "triton": "3.9.0",
+    "typer": "0.29.2",
+    "uvicorn": "0.54.0",
+}
