@@ -1,15 +1,16 @@
-"""The FFN's activation, fp32: out = act(gate) * up where gated, x = [gate | up] (m, 2F); else out = act(x), x (m, F).
+"""The FFN's activation and the logits' soft cap, fp32.
+
+Gated: out = act(gate) * up with x = [gate | up] of (m, 2F). Not gated: out = act(x) with x of (m, F).
 
 silu(v) = v / (1 + e^-v)                                        relu(v) = max(v, 0)
-gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v where v >= threshold, else 0
+gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v if v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
-softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold: of logits (arXiv 2408.00118); a series near 0
+softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold (arXiv 2408.00118); a series near 0
 Relative error: silu 1e-6 (0 below -88.7, where it is at most 3e-37), both gelus 1e-6 (|v| + 1)^2 / 2. erfc: W. Press
-et al., Numerical Recipes 6.2 (1.2e-7 relative). Rows are contiguous. NaN stays NaN, except in fatrelu, where it
-becomes 0 as in torch.
+et al., Numerical Recipes 6.2 (1.2e-7 relative). NaN stays NaN, except in fatrelu, which returns 0 as torch does.
 
-Each output is computed from its own inputs alone. SwiGLU takes a thread 4.0 ns per 16 outputs,
-11,008 outputs 3.4 us in all (Zen 5, AVX-512, Nov 2026).
+Each output depends only on its own inputs. SwiGLU costs one thread 4.0 ns per 16 outputs, 3.4 us for 11,008 outputs
+(Zen 5, AVX-512, Nov 2026).
 """
 
 from typing import Any
@@ -37,16 +38,16 @@ from hetero_ee_cpu_ops.simd.floats import (
 )
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-F32 = np.float32(0)  # says what a load finds
+F32 = np.float32(0)  # type of a loaded value
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4, "softcap": 5}
-CHUNK = 8192  # outputs a thread claims at a time: about 2 us of work, many times a claim's cost
-SHARED_FROM = 4 * CHUNK  # fewer outputs are computed by the caller: waking the thread pool costs about 1 us
+CHUNK = 8192  # outputs a thread claims at a time: about 2 us of work, many times the cost of a claim
+SHARED_FROM = 4 * CHUNK  # the caller computes fewer outputs itself: waking the thread pool costs about 1 us
 # Coefficients of t^0, t^1, ... in ln(erfc(z) e^(z^2) / t), t = 1 / (1 + z / 2).
 ERFC = (
     -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
     0.17087277,
 )  # fmt: skip
-TANH, NEAR = (1.0, -1 / 3, 2 / 15, -17 / 315), 0.2  # tanh(u) / u by powers of u^2, for |u| below
+TANH, NEAR = (1.0, -1 / 3, 2 / 15, -17 / 315), 0.2  # tanh(u) / u in powers of u^2, used for |u| < NEAR
 
 
 def _silu(v: Lanes) -> Lanes:
@@ -103,7 +104,7 @@ def _applied(kind: int, v: Any, threshold: Any) -> Any:
 
 @inner
 def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> None:
-    """n outputs at `out`; up: address of the second factor, 0 where there is none."""
+    """Compute n outputs. `up` is the address of the second factor, or 0 if there is none."""
     limit = spread(np.float32(threshold))
     i = 0
     while i + 16 <= n:
@@ -120,7 +121,7 @@ def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> No
 
 
 def _chunk(arguments: int, index: int) -> None:
-    """The index-th piece of CHUNK outputs, counted row after row."""
+    """Compute the index-th piece of up to CHUNK outputs; pieces are counted row by row."""
     x, out, n_outputs = word(arguments, 0), word(arguments, 1), word(arguments, 2)
     gated, kind, threshold = word(arguments, 3), word(arguments, 4), read_float(arguments + 40)
     n_pieces = (n_outputs + CHUNK - 1) // CHUNK
@@ -142,7 +143,12 @@ CHUNK_FUNCTION = Chunk(_chunk)
 def _enter(
     function: int, arguments: Any, x: Any, kind: int, gated: int, threshold: float, alone: bool, out: Any
 ) -> int:
-    """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
+    """Check the shapes, then compute or prepare a shared computation.
+
+    Returns:
+        -1 if a shape is wrong; 0 if everything was computed; else the number of chunks to share. In that last case the
+        chunk function's arguments have been written to `arguments` unless it is empty.
+    """
     m, n_outputs = out.shape
     if x.shape[0] != m or x.shape[1] != n_outputs * (1 + gated):
         return -1
@@ -167,18 +173,30 @@ def _enter(
 def activate(
     x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0, pool: ThreadPool | None = None
 ) -> Any:
-    """x: fp32 (m, 2F) where gated, else (m, F); out: fp32 (m, F), allocated where None. kind: of KINDS. Returns out.
+    """Apply an activation.
 
-    Raises ValueError for other shapes, dtypes or layouts, and for an unknown kind.
+    Args:
+        x: contiguous fp32, (m, 2F) if gated, else (m, F).
+        kind: a key of KINDS.
+        out: fp32 (m, F), allocated if None.
+        threshold: fatrelu's threshold or softcap's cap.
+        pool: shares large inputs over its threads; None computes in the calling thread.
+
+    Returns:
+        out
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit, or the kind is unknown.
     """
     number = KINDS.get(kind)
     if number is None:
-        raise ValueError(f"no activation called {kind}; there are {', '.join(KINDS)}.")
+        raise ValueError(f"Unknown activation {kind}; choose one of {', '.join(KINDS)}.")
     if out is None:
         out = np.empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]), np.float32)
     status = _enter(CHUNK_FUNCTION.address, NO_ARGUMENTS, x, number, gated, threshold, pool is None, out)
     if status < 0:
-        raise ValueError(f"x {x.shape} doesn't fit out {out.shape}, {'gated' if gated else 'not gated'}.")
+        layout = "gated" if gated else "not gated"
+        raise ValueError(f"Activation input x {x.shape} ({layout}) does not fit the output {out.shape}.")
     if status > 0 and pool is not None:
         arguments = np.empty(6, np.int64)
         _enter(CHUNK_FUNCTION.address, arguments, x, number, gated, threshold, False, out)

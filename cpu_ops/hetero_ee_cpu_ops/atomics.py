@@ -1,4 +1,4 @@
-"""Atomic operations on 64-bit integers at an address, for code that runs without the interpreter's lock."""
+"""Atomic operations on 64-bit integers at an address, for compiled code that runs without the GIL."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """What lies at `address`; everything written before the matching store_release is seen."""
+    """Load the int64 at `address`. Everything written before the matching store_release is visible afterwards."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", 8)
@@ -26,7 +26,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typing: Any, address: Any, value: Any) -> Any:
-    """Puts `value` at `address`, after everything written before."""
+    """Store `value` at `address`, after everything written before."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", 8)
@@ -37,7 +37,7 @@ def store_release(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def add(typing: Any, address: Any, value: Any) -> Any:
-    """Adds `value`; returns what was there before."""
+    """Add `value` to the int64 at `address` and return the previous value."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "acq_rel")
@@ -47,7 +47,7 @@ def add(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Puts `value` where `expected` is; whether it was."""
+    """Store `value` if the int64 at `address` equals `expected`; return whether it did (compare and swap)."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pair = builder.cmpxchg(_pointer(builder, arguments[0]), arguments[1], arguments[2], "acq_rel", "acquire")
@@ -58,7 +58,7 @@ def replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
 
 @intrinsic
 def pause(typing: Any) -> Any:
-    """Tells the core that this is a waiting loop; x86 only, nothing elsewhere."""
+    """Hint to the core that this is a spin loop (x86 PAUSE); does nothing on other architectures."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if "x86_64" in builder.module.triple:
@@ -71,7 +71,7 @@ def pause(typing: Any) -> Any:
 
 @intrinsic
 def call_chunk(typing: Any, function: Any, arguments_address: Any, index: Any) -> Any:
-    """Calls the compiled void(intp, intp) at address `function`."""
+    """Call the compiled void(intp, intp) at address `function`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64, I64])

@@ -1,27 +1,27 @@
-"""Attention of m new rows of any sequences against the KV cache.
+"""Attention of m new rows, of any mixture of sequences, against the KV cache.
 
 out[r, h] = sum over p of softmax_p(score[p]) v[p],  p = max(0, position + 1 - window) .. position,
-score[p] = scale q[r, h] k[p], or of models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
+score[p] = scale q[r, h] k[p], or for models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
 
-Online softmax (arXiv 1805.02867, 2205.14135) over blocks of 64 absolute positions, in order: a row's bits depend on its
-query, its position, the window and the keys and values it sees, never on other rows, the capacity, or threads.
-Within a block, key p's product is summed in 16 lanes by features and then over lanes in a fixed tree; each output
-feature takes the block's values in order of position.
+Online softmax (arXiv 1805.02867, 2205.14135) over blocks of 64 absolute positions, in order. A row's bits depend on
+its query, its position, the window and the keys and values it sees, never on other rows, the capacity or the threads.
+Within a block, the product with key p is summed in 16 lanes over features and then over lanes in a fixed tree; each
+output feature adds the block's values in order of position.
 
-An item of work is a key head and up to 64 queries, fewer where heads are long or threads would have none: consecutive
-rows of one sequence with all their query heads. They pass the keys and values together (attention_block.py), which are
-read and converted once an item. An item takes 146 KB of its thread's stack.
+A work item is one key head and up to 64 queries: consecutive rows of one sequence with all their query heads. Items
+are smaller for long heads, or when threads would stay idle. An item's queries read and convert keys and values once,
+together (attention_block.py). An item uses 146 KB of its thread's stack.
 
-Layout: docs/FORMAT.md has the cache; here keys and values of one sequence are (n_layers, n_kv_heads, capacity, d)
-contiguous, fp32, fp16 (as uint16 bits) or int8; int8 with fp32 scales (n_layers, n_kv_heads, capacity). Queries (m,
-features) fp32, heads side by side from `first` on. d <= 1024; 1 <= n_heads / n_kv_heads <= 128.
+Layout: docs/FORMAT.md describes the cache. Keys and values of one sequence are (n_layers, n_kv_heads, capacity, d),
+contiguous, fp32, fp16 (as uint16 bits) or int8; int8 has fp32 scales (n_layers, n_kv_heads, capacity). Queries are
+(m, features) fp32, heads side by side from feature `first`. d <= 1024; 1 <= n_heads / n_kv_heads <= 128.
 
-Xeon (Sapphire Rapids, AVX-512), Nov 2026, heads of 128. One thread: memory gives 14.5 GB/s; one row behind 2048
-positions reads 14.7 of a fp16 cache, 12.1 with 4 query heads a key head, 10.7 with 8; of int8 13.5, 10.0 and 5.9, which
-arithmetic bounds. From an L2 cache, 1024 positions of a key head in fp16 take 12.6 us for one row, 16 for 2, 24 for 4,
-42 for 8, 84 for 16; 128 rows compute at 112 GFLOPS, where multiply-adds in registers do 215. One row of a model with
-one key head stays on one thread.
+Speed on a Xeon (Sapphire Rapids, AVX-512), Nov 2026, heads of 128, one thread, where memory delivers 14.5 GB/s: one
+row after a 2,048-token context reads 14.7 GB/s of an fp16 cache, 12.1 with 4 query heads per key head, 10.7 with 8; of
+int8 13.5, 10.0 and 5.9, which arithmetic limits. From the L2 cache, 1,024 fp16 positions of a key head cost 12.6 us
+for one row, 16 for 2, 24 for 4, 42 for 8, 84 for 16; 128 rows reach 112 GFLOPS, where multiply-adds in registers reach
+215. One row of a model with one key head stays on one thread.
 """
 
 from functools import cache
@@ -52,10 +52,10 @@ from hetero_ee_cpu_ops.simd.bytes import target_has, word
 from hetero_ee_cpu_ops.simd.floats import element_bytes, read_float, scratch, write_float, write_integer
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-ELEMENTS = {"fp32": np.float32(0), "fp16": np.uint16(0), "int8": np.int8(0)}  # as stored
-MAX_GROUP = 128  # query heads of one key head
-TILE_QUERIES = 4  # parts are whole tiles of the highest that most have, but for a sequence's last
-SHARED_FROM = 32_000  # positions x query features: 5 us of one thread where the cache is warm, 20 where it is not
+ELEMENTS = {"fp32": np.float32(0), "fp16": np.uint16(0), "int8": np.int8(0)}  # type of a stored value
+MAX_GROUP = 128  # query heads per key head
+TILE_QUERIES = 4  # items hold whole tiles of this many queries, except the last item of a sequence
+SHARED_FROM = 32_000  # positions x query features: 5 us of one thread with a warm cache, 20 us otherwise
 QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WINDOW, FACTOR, ITEM_QUERIES, CAP = range(
     13
 )
@@ -64,7 +64,7 @@ N_ARGUMENTS, ARGUMENT_BYTES = 13, 104
 
 @inner
 def _run_end(table: int, row: int, n_rows: int) -> int:
-    """The end of the rows from `row` on that share a sequence."""
+    """Return the end of the run of rows, starting at `row`, that belong to one sequence."""
     line = table + 8 * COLUMNS * row
     end = row + 1
     while end < n_rows and word(table + 8 * COLUMNS * end, KEYS) == word(line, KEYS):
@@ -74,13 +74,14 @@ def _run_end(table: int, row: int, n_rows: int) -> int:
 
 @inner
 def _even(n_queries: int, most: int) -> int:
-    """The size of a sequence's parts: as few as there can be, about equal, in whole tiles but for the last."""
+    """Return the queries per item of a sequence: the fewest items of at most `most`, about equal, in whole tiles."""
     n_parts = -(-n_queries // most)
     return -(-n_queries // (TILE_QUERIES * n_parts)) * TILE_QUERIES
 
 
 @inner
 def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
+    """Count the parts (items per key head) of all sequences."""
     n_parts, row = 0, 0
     while row < n_rows:
         end = _run_end(table, row, n_rows)
@@ -92,7 +93,7 @@ def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
 
 @inner
 def _part(arguments: int, number: int) -> Any:
-    """First query and end of the part of that number: queries are counted over rows and a row's heads."""
+    """Return the first query and the end of part `number`. Queries are counted over rows and a row's query heads."""
     table, n_rows, group = word(arguments, TABLE), word(arguments, N_ROWS), word(arguments, GROUP)
     row = 0
     while True:
@@ -108,7 +109,7 @@ def _part(arguments: int, number: int) -> Any:
 
 @inner
 def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: int) -> Any:
-    """Queries first..end-1 into the frame, filled up to tiles of `height`; the range of positions that they see."""
+    """Copy queries first..end-1 into the frame, padded to tiles of `height`; return the range of positions they see."""
     n_features, group = word(arguments, HEAD_DIM), word(arguments, GROUP)
     padded, window, low, high = -(-n_features // 16) * 16, word(arguments, WINDOW), 1 << 62, 0
     for number in range(-(-(end - first) // height) * height):
@@ -125,7 +126,7 @@ def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: 
 
 @inner
 def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: int, element: Any) -> None:
-    """One key head and queries first..end-1 of one sequence, in tiles of len(rows) queries."""
+    """Compute one key head for queries first..end-1 of one sequence, in tiles of len(rows) queries."""
     n_kv_heads, group, head_dim = word(arguments, N_KV_HEADS), word(arguments, GROUP), word(arguments, HEAD_DIM)
     padded, n_queries = -(-head_dim // 16) * 16, end - first
     factor, cap = read_float(arguments + 8 * FACTOR), read_float(arguments + 8 * CAP)
@@ -145,10 +146,10 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
         )
         k_scales = key_scales + 4 * (line + start) if key_scales else 0
         v_scales = value_scales + 4 * (line + start) if value_scales else 0
-        then = k + BLOCK * row_bytes if start + BLOCK < high else 0
+        next_keys = k + BLOCK * row_bytes if start + BLOCK < high else 0
         block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, k, v, element)
         block_weights(frame, n_queries, padded, start, factor, cap, k_scales, v_scales)
-        block_values(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, v, then, element)
+        block_values(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, v, next_keys, element)
     for number in range(n_queries):
         query = first + number
         at = (query // group * n_kv_heads + head) * group + query % group
@@ -157,7 +158,7 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
 
 @inner
 def _item(tiles: Any, arguments: int, index: int, element: Any) -> None:
-    """One key head and a part of one sequence's queries, in _chunk's lowest tiles that hold them; 5 take 4 + 1."""
+    """Compute item `index` with the lowest tile that holds its queries; 5 queries use 4 + 1."""
     n_kv_heads = word(arguments, N_KV_HEADS)
     head = index % n_kv_heads
     first, end = _part(arguments, index // n_kv_heads)
@@ -172,9 +173,9 @@ def _item(tiles: Any, arguments: int, index: int, element: Any) -> None:
 
 @cache
 def _chunk(kind: str) -> Chunk:
-    """The function of one kind of cache, with the tiles of up to 2, 4 and 8 queries.
+    """Compile the chunk function for one kind of cache, with tiles of up to 2, 4 and 8 queries.
 
-    Sixteen vectors would take 32 registers of AVX2, which has 16.
+    Without AVX-512 the tiles are smaller: sixteen vectors would need 32 AVX2 registers, and there are 16.
     """
     element = ELEMENTS[kind]
     wide = target_has(cpu_target.target_context, "avx512f")
@@ -196,7 +197,7 @@ def _enter(
     function: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int, n_kv_heads: int,
     head_dim: int, window: int, n_threads: int, scale: float, cap: float,
 ) -> int:  # fmt: skip
-    """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
+    """Check the shapes, then compute or prepare a shared computation; returns as activate.py's _enter."""
     m, n_features = out.shape
     group = n_features // (n_kv_heads * head_dim)
     if table.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
@@ -210,7 +211,7 @@ def _enter(
     n_threads = 1 if n_positions * n_features < SHARED_FROM else n_threads
     size = min(MAX_QUERIES, MAX_FEATURES // (-(-head_dim // 16) * 16)) // TILE_QUERIES * TILE_QUERIES
     n_parts = _n_parts(table.ctypes.data, m, group, size)
-    while n_parts * n_kv_heads < n_threads and size > TILE_QUERIES:  # a thread of its own before shared reads
+    while n_parts * n_kv_heads < n_threads and size > TILE_QUERIES:  # idle threads cost more than reading keys twice
         size = size // (2 * TILE_QUERIES) * TILE_QUERIES
         n_parts = _n_parts(table.ctypes.data, m, group, size)
     alone = n_threads == 1
@@ -238,12 +239,16 @@ def _enter(
 
 
 class Attention:
-    """One model's attention. kind: how the cache is stored, one of kv_table.DTYPES. Safe to share between threads.
+    """Attention of one model. Safe to share between threads.
 
-    scale: of scores, 1 / sqrt(head_dim) where None. cap: 0 for none.
+    Args:
+        kind: how the cache is stored, a key of kv_table.DTYPES.
+        scale: factor of the scores, 1 / sqrt(head_dim) if None.
+        cap: limit of the scores, 0 for none.
 
-    Raises ValueError for head counts that don't divide, more than 128 query heads a key head, heads of more than 1024,
-    or an unknown kind.
+    Raises:
+        ValueError: if n_kv_heads does not divide n_heads, there are more than 128 query heads per key head, head_dim
+            is above 1024, or the kind is unknown.
     """
 
     def __init__(
@@ -259,11 +264,11 @@ class Attention:
         cap: float = 0.0,
     ) -> None:
         if min(n_layers, n_heads, n_kv_heads, head_dim) < 1 or n_heads % n_kv_heads or n_heads > MAX_GROUP * n_kv_heads:
-            raise ValueError(f"{n_heads} query heads of {head_dim} don't share {n_kv_heads} key heads equally.")
+            raise ValueError(f"{n_heads} query heads of {head_dim} cannot share {n_kv_heads} key heads equally.")
         if head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"heads of {head_dim} are too long, {MAX_HEAD_DIM} is the most.")
+            raise ValueError(f"Heads of {head_dim} features are too long; at most {MAX_HEAD_DIM} are supported.")
         if kind not in DTYPES:
-            raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
+            raise ValueError(f"Unknown KV cache type {kind}; choose one of {', '.join(DTYPES)}.")
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
         self._scale, self._cap = 1.0 / sqrt(head_dim) if scale is None else scale, cap
         self._pool, self._n_threads, self._chunk = pool, pool.n_threads if pool else 1, _chunk(kind)
@@ -271,22 +276,31 @@ class Attention:
     def attend(
         self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
     ) -> Any:
-        """queries: fp32 (m, features), the heads from feature `first` on; table: kv_table's of the m rows;
-        window: positions seen, the row's own included, None for all; out: fp32 (m, n_heads x head_dim). Returns out.
+        """Attend with m rows whose own keys and values have been written already.
 
-        Each row's own key and value must be written already. Raises ValueError for other shapes, dtypes or layouts.
+        Args:
+            queries: fp32 (m, features), the heads side by side from feature `first`.
+            table: kv_table(...) of the m rows.
+            window: number of positions a row sees, its own included; None for all.
+            out: fp32 (m, n_heads * head_dim), allocated if None.
+
+        Returns:
+            out
+
+        Raises:
+            ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
         """
         if out is None:
             out = np.empty((queries.shape[0], self.n_heads * self.head_dim), np.float32)
         if not 0 <= layer < self.n_layers or (window is not None and window < 1):
-            raise ValueError(f"layer {layer} of {self.n_layers}, window {window}.")
+            raise ValueError(f"Layer {layer} of {self.n_layers} or window {window} is out of range.")
         shape = (first, layer, self.n_kv_heads, self.head_dim, window or 0)
         call = (queries, table, out, *shape, self._n_threads, self._scale, self._cap)
         status = _enter(self._chunk.address, NO_ARGUMENTS, *call)
         if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
             raise ValueError(
-                f"queries {queries.shape} from feature {first}, table {table.shape} and out {out.shape} don't fit "
-                f"{self.n_heads} heads of {self.head_dim}."
+                f"Queries {queries.shape} from feature {first}, KV table {table.shape} and output {out.shape} do not "
+                f"fit {self.n_heads} heads of {self.head_dim}."
             )
         if status > 0 and self._pool is not None:
             arguments = np.empty(N_ARGUMENTS, np.int64)

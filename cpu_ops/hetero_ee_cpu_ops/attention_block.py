@@ -1,15 +1,24 @@
-"""Some queries of one key head against a block of 64 positions: the inner steps of attention.
+"""Inner steps of attention: some queries of one key head against a block of 64 positions.
 
-The queries are those of consecutive rows of one sequence, all query heads of a row side by side; each sees positions
-`first` .. `end` - 1 of its own. Products and weighted sums are taken in register tiles of several queries x keys or
-features. A tile that holds all queries converts keys and values as it loads them; for several tiles they are converted
-to fp32 once, 16 positions of keys (a piece) or 64 features of values at a time. Neither a tile's height nor its
-neighbours touch the order of a sum, so a query's bits depend on itself and on what it sees.
+The queries are those of consecutive rows of one sequence, all query heads of a row side by side; each query sees its
+own range of positions, `first` .. `end` - 1. Products and weighted sums run in register tiles of several queries x
+keys (or features). If one tile holds all queries, it converts keys and values as it loads them. For several tiles they
+are first converted to fp32: 16 positions of keys (a piece) or 64 features of values at a time. Neither a tile's height
+nor the other queries change the order of a sum, so a query's bits depend only on itself and on what it sees.
 
-While a block's keys are multiplied its values are asked for, and meanwhile with its values the next block's keys: into
-the second level of the cache, since they may exceed the first.
+While a block's keys are multiplied, its values are prefetched; while its values are, the next block's keys are. They
+go into the L2 cache, since they may exceed L1.
 
-A frame is memory on the stack of one item: queries and sums padded to 16 features, the piece in fp32, scores.
+A frame is the stack memory of one work item: queries and sums padded to 16 features, the piece in fp32, scores.
+
+Parameters that many functions here share:
+    tile, rows: tuples; len(rows) is a tile's number of queries, len(tile) its number of vector registers. Only their
+        lengths matter: a length is part of a Numba type, so each tile size is compiled for itself.
+    frame: address of the frame.      number: index of a query in the frame.      padded: head_dim rounded up to 16.
+    start: the block's first position.      first, end, low, high: ranges of positions, relative to `start` if so named.
+    keys, values: addresses of fp32 or stored rows.      stride: bytes from one position's row to the next.
+    ahead: address to prefetch from meanwhile, 0 for none; its rows have the type of `stored`.
+    element, stored: any value of the type that keys and values are held in (fp32 0.0, uint16 0 for fp16, int8 0).
 """
 
 from typing import Any
@@ -42,14 +51,14 @@ from hetero_ee_cpu_ops.simd.floats import (
 from hetero_ee_cpu_ops.simd.tuples import add_products, add_weighted, load_tile, store_sums, store_tile
 
 F32, MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
-BLOCK = 64  # positions between two rescalings: 4 registers of scores
-PIECE = 16  # positions whose keys are taken together
-WIDTH = 64  # features of a block's values that are taken together
+BLOCK = 64  # positions between two rescalings of the softmax: 4 registers of scores
+PIECE = 16  # positions whose keys are multiplied together
+WIDTH = 64  # features of a block's values that are converted together
 MAX_QUERIES = 64
 MAX_HEAD_DIM = 1024
-MAX_FEATURES = 8192  # of all queries of an item together: with their sums 64 KB, which an L2 cache holds
-# The frame. Of a query number n: QUERIES and SUMS at 4 n padded, SCORES at 256 n, STATES (maximum, sum) and RANGES
-# (first, end) at 8 n and 16 n.
+MAX_FEATURES = 8192  # of an item's queries together: 64 KB with their sums, which fits an L2 cache
+# Byte offsets in the frame. For query n: QUERIES and SUMS at 4 n padded, SCORES at 256 n, STATES (running maximum, sum)
+# and RANGES (first, end) at 8 n and 16 n.
 QUERIES, SUMS = 0, 4 * MAX_FEATURES
 PIECES = 2 * SUMS
 SCORES = PIECES + 4 * PIECE * MAX_HEAD_DIM
@@ -61,7 +70,7 @@ ONE, FOUR = (0,), (0,) * 4
 
 @inner
 def begin_query(frame: int, number: int, query: int, head_dim: int, padded: int, first: int, end: int) -> None:
-    """Query `number` of an item; query: the address of its features, 0 for none, which fills a tile."""
+    """Write query `number` into the frame. `query` is the address of its features; 0 writes zeros that fill a tile."""
     at, total = frame + QUERIES + 4 * number * padded, frame + SUMS + 4 * number * padded
     for i in range(0, padded, 16):
         features = load_lanes(query + 4 * i, 0, min(16, head_dim - i), F32) if query else spread(F32)
@@ -89,7 +98,7 @@ def _fetch(address: int, n_bytes: int) -> None:
 
 @inner
 def _unpack(source: int, stride: int, n: int, n_features: int, width: int, piece: int, element: Any) -> None:
-    """`width` features of n positions in fp32, zeros beyond the n_features that there are."""
+    """Convert `width` features of n positions to fp32, with zeros after the n_features that exist."""
     for position in range(n):
         at, target = source + position * stride, piece + 4 * position * width
         if n_features >= width:
@@ -106,8 +115,7 @@ def _products(
     cells: Any, rows: Any, queries: int, padded: int, keys: int, stride: int, scores: int, ahead: int,
     stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Scores of len(rows) queries with the piece's 16 keys; ahead: what to ask for meanwhile, values of the type
-    `stored`, 0 for nothing."""
+    """Compute the scores of len(rows) queries with the piece's 16 keys."""
     n_keys = len(cells) // len(rows)
     step = n_keys * 16 * element_bytes(stored)
     for key in range(0, PIECE, n_keys):
@@ -125,7 +133,7 @@ def _products(
 
 @inner
 def _sees(frame: int, number: int, n: int, start: int, end: int) -> bool:
-    """Whether any of these n queries sees any of positions start..end-1."""
+    """Return whether any of the n queries from `number` sees any of positions start..end-1."""
     for other in range(number, number + n):
         at = frame + RANGES + 16 * other
         if word(at, 0) < end and word(at, 1) > start:
@@ -138,7 +146,7 @@ def _piece_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, padded: int, start: int, piece: int, keys: int, stride: int,
     ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """start: the block's first position; piece: of the piece within it."""
+    """Compute all queries' scores with one piece, which begins `piece` positions into the block."""
     number = 0
     while number < n_queries:
         queries, scores = frame + QUERIES + 4 * number * padded, frame + SCORES + 4 * (BLOCK * number + piece)
@@ -157,9 +165,9 @@ def block_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
     keys: int, ahead: int, element: Any,
 ) -> None:  # fmt: skip
-    """Products of all queries with positions start + low .. start + high - 1; keys: of position `start`.
+    """Compute all queries' scores with positions start + low .. start + high - 1.
 
-    ahead: what is used next, asked for meanwhile, as much as there are keys; 0 for nothing.
+    `keys` is the address of position `start`; from `ahead` as many bytes are prefetched as there are keys.
     """
     row_bytes = head_dim * element_bytes(element)
     for piece in range(low & -PIECE, high, PIECE):
@@ -175,13 +183,13 @@ def block_scores(
 
 @inner
 def _correct(before: Any, highest: Any) -> Any:
-    """The factor for earlier blocks' sums; where the maximum stays, exactly 1."""
+    """Return the factor that corrects earlier blocks' sums; exactly 1 if the maximum did not change."""
     return np.float32(1) if before == highest else first_lane(exponential(spread(np.float32(before - highest))))
 
 
 @inner
 def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
-    """_softmax of a whole block, in registers."""
+    """Do what _softmax does for a whole block, in registers."""
     a, b = multiply(load16(scores, F32), spread(factor)), multiply(load16(scores + 64, F32), spread(factor))
     c, d = multiply(load16(scores + 128, F32), spread(factor)), multiply(load16(scores + 192, F32), spread(factor))
     if key_scales:
@@ -212,9 +220,10 @@ def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int,
 
 @inner
 def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
-    """Turns scores of lanes first..end-1 of a block into weights; returns the factor for earlier blocks' sums.
+    """Turn the scores of lanes first..end-1 of a block into weights; return the factor for earlier blocks' sums.
 
-    state: running maximum and sum. Scales: addresses for the block's first lane, or 0. Lanes outside are not used.
+    `state` is the address of the running maximum and sum. Scales are addresses for the block's first lane, or 0. Lanes
+    outside the range are not used.
     """
     best = spread(MINUS_INFINITY)
     for lane in range(first & ~15, end, 16):
@@ -244,7 +253,7 @@ def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, va
 
 @inner
 def _cap(scores: int, first: int, end: int, factor: Any, cap: Any, key_scales: int) -> None:
-    """Scores of lanes first..end-1 of a block, with all their factors, within +-cap."""
+    """Apply the scores' factors and cap them to +-cap, in lanes first..end-1 of a block."""
     for lane in range(first & ~15, end, 16):
         low, high, at = max(first - lane, 0), min(end - lane, 16), scores + 4 * lane
         score = multiply(load16(at, F32), spread(factor))
@@ -257,8 +266,10 @@ def _cap(scores: int, first: int, end: int, factor: Any, cap: Any, key_scales: i
 def block_weights(
     frame: int, n_queries: int, padded: int, start: int, factor: Any, cap: Any, key_scales: int, value_scales: int
 ) -> None:
-    """Scores become weights, and the sums of earlier blocks are corrected. Scales: of position `start`, or 0. cap: 0
-    for none."""
+    """Turn all queries' scores into weights and correct the sums of earlier blocks.
+
+    Scales are addresses for position `start`, or 0 if the cache has none. A cap of 0 means none.
+    """
     if cap > 0:
         for number in range(n_queries):
             at = frame + RANGES + 16 * number
@@ -285,7 +296,7 @@ def _weigh_part(
     cells: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, padded: int, ahead: int,
     stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Adds n positions to 16 len(cells) / len(rows) features of len(rows) sums. ahead: as _products'."""
+    """Add n weighted positions to len(rows) sums, for 16 len(cells) / len(rows) features."""
     n_bytes = len(cells) // len(rows) * 16 * element_bytes(stored)
     totals = load_tile(cells, rows, sums, 4 * padded)
     for position in range(n):
@@ -301,7 +312,7 @@ def _weigh(
     tile: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, width: int, padded: int,
     ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """The same for `width` features."""
+    """Add n weighted positions to len(rows) sums, for `width` features."""
     i, step = 0, 16 * (len(tile) // len(rows))
     while i + step <= width:
         at, then = values + i * element_bytes(element), ahead + BLOCK * i * element_bytes(stored) if ahead else 0
@@ -318,7 +329,7 @@ def _weigh_alone(
     frame: int, number: int, first: int, end: int, values: int, stride: int, sums: int, width: int, padded: int,
     element: Any,
 ) -> None:  # fmt: skip
-    """Positions first..end-1 of the block for one query."""
+    """Add the weighted positions first..end-1 of the block to the sums of one query."""
     if first < end:
         weights, at = frame + SCORES + 4 * (BLOCK * number + first), values + first * stride
         _weigh(
@@ -331,7 +342,10 @@ def _weigh_tile(
     tile: Any, rows: Any, frame: int, number: int, start: int, values: int, stride: int, sums: int, width: int,
     padded: int, ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """The block's values for len(rows) queries, as far as each sees them, in order."""
+    """Add the block's values to the sums of len(rows) queries, each in order of the positions that it sees.
+
+    Positions that all of them see are added together; those before and after, query by query.
+    """
     common_first, common_end = 0, BLOCK
     for other in range(number, number + len(rows)):
         at = frame + RANGES + 16 * other
@@ -356,7 +370,7 @@ def _weigh_all(
     tile: Any, rows: Any, frame: int, n_queries: int, start: int, values: int, stride: int, sums: int, width: int,
     padded: int, ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """The same for all queries. values, sums: of position `start` and of query 0, from a feature on."""
+    """Add the block's values for all queries. `values` and `sums` start at the features in question."""
     number = 0
     while number < n_queries:
         if n_queries - number == 1:
@@ -378,8 +392,10 @@ def block_values(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
     values: int, ahead: int, element: Any,
 ) -> None:  # fmt: skip
-    """Adds weight x value of positions start + low .. start + high - 1; values: of position `start`; ahead: as
-    block_scores."""
+    """Add weight x value of positions start + low .. start + high - 1 to all queries' sums.
+
+    `values` is the address of position `start`.
+    """
     row_bytes = head_dim * element_bytes(element)
     if n_queries == 1 and head_dim == padded:
         at, weights = values + low * row_bytes, frame + SCORES + 4 * low

@@ -1,7 +1,7 @@
-"""A last sentence for a process whose mapped file was cut short, or whose disk failed, while a kernel read it.
+"""An error message for a process that dies of SIGBUS: a mapped file was cut short, or its disk failed, during a read.
 
-The system ends such a process by SIGBUS without a word. Python's own signal handlers can't help: they run after the
-instruction that failed, and it fails again. A compiled one writes the sentence and ends the process there and then.
+The system would end the process silently. Python's own signal handlers cannot help: they run after the faulting
+instruction, which then faults again. A compiled handler can write the message and exit.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.simd.floats import scratch, write_integer
 
 MESSAGE = (
-    b"\nhetero-ee: a file of the model was cut short, or its disk failed, while it was read; put it right and start "
+    b"\nhetero-ee: a model file was cut short, or its disk failed, while it was read. Restore the file and start "
     b"again.\n"
 )
 WORDS = tuple(
     int.from_bytes(MESSAGE[start : start + 8].ljust(8, b"\0"), "little") for start in range(0, len(MESSAGE), 8)
 )
-N_WORDS, N_BYTES, ROOM_BYTES = len(WORDS), len(MESSAGE), 8 * len(WORDS)
+N_WORDS, N_BYTES, PADDED_BYTES = len(WORDS), len(MESSAGE), 8 * len(WORDS)
 STANDARD_ERROR, FAILURE = 2, 1
 
 _write = types.ExternalFunction("write", types.intp(types.int32, types.intp, types.intp))
@@ -27,7 +27,7 @@ _exit = types.ExternalFunction("_exit", types.void(types.int32))
 
 
 def _on_bus_error(_number: int, _unused: int) -> None:
-    address = scratch(ROOM_BYTES)
+    address = scratch(PADDED_BYTES)
     for index in range(N_WORDS):
         write_integer(WORDS[index], address + 8 * index)
     _write(STANDARD_ERROR, address, N_BYTES)
@@ -37,8 +37,8 @@ def _on_bus_error(_number: int, _unused: int) -> None:
 HANDLER = Chunk(_on_bus_error)
 
 
-def end_with_a_sentence_on_bus_errors() -> None:
-    """From now on SIGBUS writes MESSAGE to standard error and ends the process with exit code 1; not on Windows."""
+def report_bus_errors() -> None:
+    """Make SIGBUS write MESSAGE to standard error and exit with code 1. Does nothing on Windows."""
     if hasattr(signal, "SIGBUS"):
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

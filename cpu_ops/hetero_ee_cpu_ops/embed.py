@@ -1,12 +1,12 @@
-"""Rows of an embedding matrix: out[r] = W[ids[r]], fp32 (m, K).
+"""Look up rows of a quantized embedding matrix: out[r] = W[ids[r]], fp32 (m, K).
 
-W[n, k] = factor x scales[n, k // 32] x entry[n, k]; an entry is codebook[code] in int4 tiles, the value itself in int8
-tiles. The product scale x factor is rounded to fp32, then entry x that, as in the torch
-reference: the bits are the same. Layout: docs/FORMAT.md; tiles (N/16, K/32, 256 or 512), scales (N/16, K/32, 16) as
-uint16 bits of fp16, N and K padded there. Ids from 0 to n_rows - 1.
+W[n, k] = factor x scales[n, k // 32] x entry[n, k], where entry is codebook[code] in int4 tiles and the value itself in
+int8 tiles. scale x factor is rounded to fp32 before it is multiplied by the entry, as in the torch reference, so the
+bits are the same. Layout: docs/FORMAT.md; tiles (N/16, K/32, 256 or 512), scales (N/16, K/32, 16) as uint16 bits of
+fp16, with N and K padded.
 
-A row of 4096: 7 us from int4 tiles, 3.6 us from int8 (Zen 5, one thread, Nov 2026); once a token, hence plain
-loops and no sharing.
+A row of 4,096 costs 7 us from int4 tiles, 3.6 us from int8 (Zen 5, one thread, Nov 2026). It is needed once per token,
+hence plain loops and one thread.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from hetero_ee_cpu_ops.kernel_files import inner
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.floats import first_lane, load_lanes
 
-HALF = np.uint16(0)  # what a scale is stored as
+HALF = np.uint16(0)  # type of a stored scale
 SCALES, IDS, OUT = array_in(types.uint16, 3), array_in(types.int64, 1), array_out(types.float32, 2)
 
 
@@ -48,7 +48,7 @@ def _row_factor(scales: Any, block: int, group: int, row: int, factor: float) ->
     types.int64(array_in(types.uint8, 3), SCALES, types.float64, array_in(types.int8, 1), types.int64, IDS, OUT)
 )  # fmt: skip
 def _int4(tiles: Any, scales: Any, factor: float, codebook: Any, n_rows: int, ids: Any, out: Any) -> int:
-    """1 where a shape or an id is wrong: then nothing has been written."""
+    """Return 1, with nothing written, if a shape or an id is wrong; else 0."""
     if tiles.shape[2] != 256 or codebook.size != 16 or _bad_shapes(tiles, scales, ids, n_rows, out):
         return 1
     n_columns = out.shape[1]
@@ -66,7 +66,7 @@ def _int4(tiles: Any, scales: Any, factor: float, codebook: Any, n_rows: int, id
 
 @entry(types.int64(array_in(types.int8, 3), SCALES, types.float64, types.int64, IDS, OUT))
 def _int8(tiles: Any, scales: Any, factor: float, n_rows: int, ids: Any, out: Any) -> int:
-    """1 where a shape or an id is wrong: then nothing has been written."""
+    """Return 1, with nothing written, if a shape or an id is wrong; else 0."""
     if tiles.shape[2] != 512 or _bad_shapes(tiles, scales, ids, n_rows, out):
         return 1
     n_columns = out.shape[1]
@@ -83,9 +83,21 @@ def _int8(tiles: Any, scales: Any, factor: float, n_rows: int, ids: Any, out: An
 def embed_int4(
     tiles: Any, scales: Any, factor: float, codebook: Any, shape: tuple[int, int], ids: Any, out: Any = None
 ) -> Any:
-    """tiles: uint8; codebook: int8 (16,); factor: a power of two; shape: (N, K) without padding; ids: int64 (m,).
+    """Look up rows of an int4 matrix.
 
-    Returns out, fp32 (m, K). Raises ValueError for other shapes, dtypes or layouts and for an id that has no row.
+    Args:
+        tiles: uint8 (N/16, K/32, 256), N and K padded.
+        scales: uint16 bits of fp16, (N/16, K/32, 16).
+        factor: a power of two.
+        codebook: int8 (16,).
+        shape: (N, K) without padding.
+        ids: int64 (m,), each 0..N-1.
+
+    Returns:
+        out, fp32 (m, K), allocated if None.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit, or an id has no row.
     """
     out = np.empty((ids.size, shape[1]), np.float32) if out is None else out
     if out.shape[1] != shape[1] or _int4(tiles, scales, factor, codebook, shape[0], ids, out):
@@ -94,7 +106,7 @@ def embed_int4(
 
 
 def embed_int8(tiles: Any, scales: Any, factor: float, shape: tuple[int, int], ids: Any, out: Any = None) -> Any:
-    """As embed_int4, from int8 tiles."""
+    """Look up rows of an int8 matrix, int8 tiles (N/16, K/32, 512); otherwise as embed_int4."""
     out = np.empty((ids.size, shape[1]), np.float32) if out is None else out
     if out.shape[1] != shape[1] or _int8(tiles, scales, factor, shape[0], ids, out):
         raise ValueError(_complaint(tiles, shape, ids, out))
@@ -103,4 +115,4 @@ def embed_int8(tiles: Any, scales: Any, factor: float, shape: tuple[int, int], i
 
 def _complaint(matrix: Any, shape: tuple[int, ...], ids: Any, out: Any) -> str:
     span = f"{ids.min()}..{ids.max()}" if ids.size else "none"
-    return f"a matrix {shape} held as {matrix.shape} doesn't give ids {ids.shape} ({span}) to out {out.shape}."
+    return f"Ids {ids.shape} in {span} and output {out.shape} do not fit the matrix {shape}, stored as {matrix.shape}."

@@ -1,10 +1,10 @@
-"""How likely it is that one token may exit: the greatest logits, features and a small network in one call.
+"""Probability that a token may exit: greatest logits, features and a small network in one call.
 
 Features of a row (SpecEE, arXiv 2504.08850, section 4): the logits of its k candidates, their softmax, and the change
-of that softmax since the row was judged last. Network: 3k - h - 1, ReLU, sigmoid, in fp32 but for the exponentials.
-The greatest logits are found 64 at a time: of most blocks only the maximum is looked at. Layout: contiguous.
+of that softmax since the row was last judged. Network: 3k - h - 1, ReLU, sigmoid, in fp32 except for the exponentials.
+The greatest logits are searched 64 at a time: for most blocks only the maximum is examined.
 
-Four of 32,000 logits, h = 64: 4.3 us in all, of 4,096 logits 1.7 us (Zen 5, one thread, in cache, Nov 2026).
+Four of 32,000 logits with h = 64 cost 4.3 us in all, of 4,096 logits 1.7 us (Zen 5, one thread, in cache, Nov 2026).
 """
 
 import math
@@ -20,14 +20,14 @@ from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, I32X16, call, load
 from hetero_ee_cpu_ops.simd.floats import integers
 
-BLOCK = 64  # logits whose maximum is taken at once
-NAN_KEY = 2**31 - 1  # above every number's
-MISFIT = -1.0  # no probability
+BLOCK = 64  # logits whose maximum is computed at once
+NAN_KEY = 2**31 - 1  # above the key of every number
+MISFIT = -1.0  # not a probability: a shape is wrong
 READ, READ_2 = array_in(types.float32, 1), array_in(types.float32, 2)
 
 
 def _keys(builder: Any, values: Any) -> Any:
-    """16 floats as integers of the same order: -0 as +0, NaN above all."""
+    """Map 16 floats to integers of the same order: -0 as +0, NaN above all numbers."""
     positive = builder.fadd(values, ir.Constant(F32X16, [0.0] * 16))  # -0 + 0 = +0
     bits = builder.bitcast(positive, I32X16)
     keys = builder.xor(bits, builder.and_(builder.ashr(bits, integers(31)), integers(0x7FFFFFFF)))
@@ -36,7 +36,7 @@ def _keys(builder: Any, values: Any) -> Any:
 
 @intrinsic
 def greatest_key(typing: Any, address: Any) -> Any:
-    """The key of the greatest of BLOCK values at `address`."""
+    """Return the key of the greatest of the BLOCK values at `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         keys = [_keys(builder, load(builder, arguments[0], F32X16, at)) for at in range(0, 4 * BLOCK, 64)]
@@ -50,7 +50,7 @@ def greatest_key(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def key_of(typing: Any, value: Any) -> Any:
-    """The key of one value."""
+    """Return the key of one value."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = builder.insert_element(ir.Constant(F32X16, [0.0] * 16), arguments[0], ir.Constant(I32, 0))
@@ -61,7 +61,7 @@ def key_of(typing: Any, value: Any) -> Any:
 
 @inner
 def _take(best: Any, logits: Any, first: int, end: int) -> None:
-    """best, descending, after the values first..end-1; a NaN goes to the front."""
+    """Insert values first..end-1 into `best`, which is sorted in descending order; a NaN goes to the front."""
     last = best.size - 1
     for i in range(first, end):
         value = logits[i]
@@ -76,7 +76,7 @@ def _take(best: Any, logits: Any, first: int, end: int) -> None:
 
 @inner
 def _greatest(logits: Any, best: Any) -> None:
-    """best (k,) becomes the k greatest values, descending."""
+    """Set best (k,) to the k greatest values in descending order."""
     best[:] = -np.inf
     n, address, i = logits.size, logits.ctypes.data, 0
     while i + BLOCK <= n:
@@ -88,7 +88,7 @@ def _greatest(logits: Any, best: Any) -> None:
 
 @inner
 def _probability(features: Any, columns: Any, first_bias: Any, second: Any, second_bias: Any) -> float:
-    """The network; columns (3k, h): its first matrix, transposed, so that the sums run beside each other."""
+    """Evaluate the network. `columns` (3k, h) is its first matrix transposed, so that LLVM vectorizes over units."""
     inner = first_bias.copy()
     for feature in range(features.size):
         for unit in range(inner.size):
@@ -103,7 +103,7 @@ def _probability(features: Any, columns: Any, first_bias: Any, second: Any, seco
 def _enter(
     logits: Any, all_tokens: bool, softmax: Any, columns: Any, first_bias: Any, second: Any, second_bias: Any
 ) -> Any:
-    """The probability, fp64; MISFIT where a shape is wrong."""
+    """Return the probability (fp64), or MISFIT if a shape is wrong."""
     k, h = softmax.size, second.size
     fits = logits.size >= k if all_tokens else logits.size == k
     if not fits or k == 0 or columns.shape != (3 * k, h) or first_bias.size != h or second_bias.size != 1:
@@ -130,13 +130,17 @@ def _enter(
 def exit_confidence(
     logits: Any, softmax: Any, columns: Any, first_bias: Any, second: Any, second_bias: Any, *, all_tokens: bool
 ) -> float:
-    """logits: of all_tokens (vocab,), whose k greatest are looked at, else (k,) of the candidates, in their order.
+    """Return the probability that a token may exit; NaN if a candidate's logit or its change is not finite.
 
-    softmax (k,): of the candidates where the row was judged last, zeros where it was not; becomes today's. columns
-    (3k, h), first_bias (h,), second (h,), second_bias (1,): the network. All fp32. Returns the probability, NaN where
-    a candidate's logit or the change is not finite. Raises ValueError for other shapes, dtypes or layouts.
+    Args:
+        logits: (vocab,) if all_tokens, whose k greatest become the candidates; else (k,), those of fixed candidates.
+        softmax: (k,), the candidates' softmax when the row was last judged, zeros at first. Updated in place.
+        columns: (3k, h); first_bias: (h,); second: (h,); second_bias: (1,): the network's weights. All arrays fp32.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit.
     """
     found: float = _enter(logits, all_tokens, softmax, columns, first_bias, second, second_bias)
     if found == MISFIT:
-        raise ValueError(f"logits {logits.shape} don't fit softmax {softmax.shape} and a network {columns.shape}.")
+        raise ValueError(f"Logits {logits.shape} do not fit softmax {softmax.shape} and a network of {columns.shape}.")
     return found

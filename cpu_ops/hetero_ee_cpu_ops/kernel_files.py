@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: one file for each function and signature, checked before anything in it is believed.
+"""Compiled kernels on disk: one file per function and signature, verified before it is unpickled.
 
-Numba's own cache keeps a pickled index beside numbered files. Nothing checks what it reads there: a flipped bit runs,
-and two processes that compile at once may give one number to two kernels. Here a file is named by a digest of what it
-was compiled from and begins with a digest of its name and content, so that there is no index to share or to poison.
+Numba's own cache keeps a pickled index next to numbered files and verifies nothing: a flipped bit runs, and two
+processes that compile at the same time may give one number to two kernels. Here a file is named by a digest of what it
+was compiled from and begins with a digest of its name and content, so no index can be shared or corrupted.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
 SUFFIX, UNFINISHED = ".kernel", ".unfinished"
-UNFINISHED_S = 600  # no kernel takes that long to write
+UNFINISHED_S = 600  # writing a kernel never needs that long
 DIGEST_BYTES = hashlib.sha256().digest_size
 COMPILED_WITH = f"python {platform.python_version()}, numba {numba.__version__}, llvmlite {llvmlite.__version__}"
 
 
 class KernelFiles(_Cache):
-    """The files of one function, in the folder numba.config.CACHE_DIR; where that is empty, nothing is kept."""
+    """The cache files of one function, in the folder numba.config.CACHE_DIR; if that is empty, nothing is cached."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._py_func = function  # as Numba's index key expects it
@@ -42,22 +42,22 @@ class KernelFiles(_Cache):
         return str(numba.config.CACHE_DIR)
 
     def enable(self) -> None:
-        """Nothing to do: whether code is kept depends on the folder."""
+        """Do nothing: the folder decides whether code is cached."""
 
     disable = flush = enable
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """The compiled code, None where there is none that is whole."""
+        """Return the compiled code, or None if no intact file exists."""
         if not self.cache_path:
             return None
         target_context.refresh()
         payload = read_kernel(self._file(signature, target_context.codegen()))
         if payload is None:
             return None
-        return CompileResult._rebuild(target_context, *pickle.loads(payload))  # noqa: S301  # written by this user alone
+        return CompileResult._rebuild(target_context, *pickle.loads(payload))  # noqa: S301  # digest checked above
 
     def save_overload(self, signature: Any, code: Any) -> None:
-        """Keeps the code where the disk has room; a kernel that can't be kept is compiled again by the next process."""
+        """Cache the code. If the disk cannot hold it, the next process compiles again."""
         if self.cache_path:
             with suppress(OSError):
                 write_kernel(self._file(signature, code.codegen), dumps(code._reduce()))
@@ -69,9 +69,9 @@ class KernelFiles(_Cache):
 
 
 def compiled(function: Callable[..., Any] | None = None, *, signature: Any = None, nogil: bool = False) -> Any:
-    """Decorator: compiled at the first call with each signature, or now for the one given and no other; and kept.
+    """Compile `function` at the first call with each signature, or now for `signature` only; cache the code on disk.
 
-    nogil: releases the interpreter's lock.
+    Usable as a decorator with or without arguments. `nogil` releases the GIL during calls.
     """
     if function is None:
         return lambda decorated: compiled(decorated, signature=signature, nogil=nogil)
@@ -84,21 +84,21 @@ def compiled(function: Callable[..., Any] | None = None, *, signature: Any = Non
 
 
 class Inner(CPUDispatcher):
-    """A function that has nothing for Python to call it by."""
+    """A compiled function that Python code cannot call."""
 
     def __call__(self, *arguments: Any) -> Any:
-        raise TypeError(f"{self.py_func.__name__} is called by compiled functions alone.")
+        raise TypeError(f"{self.py_func.__name__} can only be called by compiled functions.")
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """Decorator: compiled for compiled functions alone, and kept. A quarter less to compile, and the same code."""
+    """Compile for calls from compiled functions only, and cache: a quarter less to compile, and the same code."""
     dispatcher = Inner(function, targetoptions={"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True})
     dispatcher._cache = KernelFiles(function)
     return dispatcher
 
 
 def compiled_chunk(function: Callable[[int, int], None]) -> Any:
-    """The function as C code with an address, void(intp, intp), compiled now and kept. Numba's `cfunc`."""
+    """Compile `function` now to a C function void(intp, intp) with an address, and cache it (Numba's `cfunc`)."""
     callback: Any = CFunc(function, normalize_signature(types.void(types.intp, types.intp)), locals={}, options={})
     callback._cache = KernelFiles(function)
     callback.compile()
@@ -106,7 +106,7 @@ def compiled_chunk(function: Callable[[int, int], None]) -> Any:
 
 
 def read_kernel(file: Path) -> bytes | None:
-    """What was written there; None for a file that is missing, damaged or another's."""
+    """Return the payload that write_kernel wrote; None if the file is missing, damaged or of another kernel."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -116,9 +116,10 @@ def read_kernel(file: Path) -> bytes | None:
 
 
 def write_kernel(file: Path, payload: bytes) -> None:
-    """Whole or not at all, whichever processes write at once. What a power cut leaves half written is seen when read.
+    """Write a kernel file atomically, also against concurrent writers. Damage from a power cut is detected on reading.
 
-    Raises OSError.
+    Raises:
+        OSError: if the file cannot be written.
     """
     unfinished = file.with_name(f"{file.stem}-{uuid.uuid4().hex[:16]}{UNFINISHED}")
     try:
@@ -130,7 +131,7 @@ def write_kernel(file: Path, payload: bytes) -> None:
 
 
 def is_unfinished(file: Path) -> bool:
-    """Whether a process that is gone began to write it: what is younger may still be written."""
+    """Return whether the file was left unfinished by a dead process; a younger file may still be being written."""
     try:
         return file.suffix == UNFINISHED and time.time() - file.stat().st_mtime > UNFINISHED_S
     except OSError:  # finished in the meantime

@@ -1,9 +1,9 @@
-"""Writes the keys and values of m new rows into the KV cache at their positions.
+"""Write the keys and values of m new rows into the KV cache at their positions.
 
-fp32: as they are. fp16: to nearest, ties to even, within +-65504, its range. int8, for each position and head:
-scale = max |x| / 127, code = x / scale to nearest, ties to even; a head below 1e-30 everywhere is stored as zero.
-Layout: kv_table.py. Keys and values come as fp32 (m, features), the key heads side by side from feature first_key on,
-the value heads from first_value on, so that a fused projection is read where it lies. For int8 they must be finite.
+fp32 is copied. fp16 rounds to nearest, ties to even, and clamps to +-65504. int8 uses, for each position and head,
+scale = max |x| / 127 and code = round(x / scale), ties to even; a head with all values below 1e-30 is stored as zero,
+and inputs must be finite. Layout: kv_table.py. Keys and values are read from fp32 (m, features), the key heads side by
+side from feature first_key and the value heads from first_value, so a fused projection is read in place.
 
 8 key heads of 128, m = 1: 0.7 us in all, 0.9 us for int8 (Zen 5, one thread, Nov 2026). Not shared over threads.
 """
@@ -28,13 +28,13 @@ from hetero_ee_cpu_ops.simd.floats import (
     write_float,
 )
 
-F32, HALF, BYTE = np.float32(0), np.uint16(0), np.int8(0)  # stored as
+F32, HALF, BYTE = np.float32(0), np.uint16(0), np.int8(0)  # types of a stored value
 SMALLEST = np.float32(1e-30)  # 127 / 1e-30 is still a finite fp32
 
 
 @inner
 def _head(source: int, target: int, scale_at: int, n: int, element: Any) -> None:
-    """One head of n features; scale_at: where its scale goes, 0 where there is none."""
+    """Store one head of n features. `scale_at` is the address for its scale, or 0 if the cache has none."""
     inverse = spread(np.float32(1))
     if scale_at:
         greatest = spread(F32)
@@ -56,7 +56,7 @@ def _head(source: int, target: int, scale_at: int, n: int, element: Any) -> None
 def _write(
     x: Any, table: Any, layer: int, n_kv_heads: int, head_dim: int, first_key: int, first_value: int, element: Any
 ) -> int:
-    """1 where a shape is wrong: then nothing has been written."""
+    """Return 1, with nothing written, if a shape is wrong; else 0."""
     m, total = x.shape
     last = total - n_kv_heads * head_dim
     if table.shape != (m, COLUMNS) or not 0 <= first_key <= last or not 0 <= first_value <= last:
@@ -64,13 +64,13 @@ def _write(
     for row in range(m):
         capacity, position = table[row, CAPACITY], table[row, POSITION]
         for head in range(n_kv_heads):
-            line = (layer * n_kv_heads + head) * capacity + position
+            slot = (layer * n_kv_heads + head) * capacity + position
             for part in range(2):
                 first = first_value if part else first_key
                 source = x.ctypes.data + 4 * (row * total + first + head * head_dim)
                 scales = table[row, KEY_SCALES + part]
-                target = table[row, KEYS + part] + line * head_dim * element_bytes(element)
-                _head(source, target, scales + 4 * line if scales else 0, head_dim, element)
+                target = table[row, KEYS + part] + slot * head_dim * element_bytes(element)
+                _head(source, target, scales + 4 * slot if scales else 0, head_dim, element)
     return 0
 
 
@@ -96,23 +96,28 @@ FUNCTIONS = {"fp32": _write_fp32, "fp16": _write_fp16, "int8": _write_int8}
 
 
 class KvWrite:
-    """One model's cache, written layer by layer. kind: how it is stored, one of kv_table.DTYPES."""
+    """Writes one model's KV cache layer by layer. `kind` is how it is stored, a key of kv_table.DTYPES."""
 
     def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int, kind: str) -> None:
         if kind not in DTYPES:
-            raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
+            raise ValueError(f"Unknown KV cache type {kind}; choose one of {', '.join(DTYPES)}.")
         self._n_layers, self._n_kv_heads, self._head_dim = n_layers, n_kv_heads, head_dim
         self._write = FUNCTIONS[kind]
 
     def write(self, x: Any, table: Any, layer: int, first_key: int, first_value: int) -> None:
-        """x: fp32 (m, features); table: kv_table's of the m rows.
+        """Write one layer's keys and values of the m rows in x.
 
-        Raises ValueError for other shapes, dtypes or layouts, and for a layer that is not there.
+        Args:
+            x: fp32 (m, features).
+            table: kv_table(...) of the m rows.
+
+        Raises:
+            ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
         """
         if not 0 <= layer < self._n_layers:
-            raise ValueError(f"layer {layer} of {self._n_layers}.")
+            raise ValueError(f"Layer {layer} is outside the cache's {self._n_layers} layers.")
         if self._write(x, table, layer, self._n_kv_heads, self._head_dim, first_key, first_value):
             raise ValueError(
-                f"x {x.shape} and table {table.shape} don't fit {self._n_kv_heads} heads of {self._head_dim} "
-                f"from features {first_key} and {first_value} on."
+                f"Input x {x.shape} and KV table {table.shape} do not fit {self._n_kv_heads} heads of "
+                f"{self._head_dim} from features {first_key} and {first_value}."
             )

@@ -1,9 +1,9 @@
-"""out[t, n] = 2^e first[n] . x[t] + bias[n] where scores[t, n] > 0 or token t may not skip, else 0, and row n not read.
+"""out[t, n] = 2^e first[n] . x[t] + bias[n] if scores[t, n] > 0 or token t may not skip, else 0 without reading row n.
 
 first: int4 rows (rows.py), N neurons, K columns. The row products are those of steps 1 and 2 of sparse_ffn.py: a
-token's bits are the same whatever m, the other tokens, the threads and the other neurons are. 2^e and then the bias are
-rounded one after the other. A pass of tokens (matmul.py says how many) reads the rows that any of them wants, and all
-of them where any token may not skip.
+token's bits do not depend on m, the other tokens, the threads or the other neurons. 2^e and then the bias are rounded
+one after the other. A pass of tokens (matmul.py sets its size) reads the rows that any of its tokens wants, or all
+rows if any token may not skip.
 
 Source: derived; a predictor before the first matrix as in Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456).
 """
@@ -32,18 +32,18 @@ from hetero_ee_cpu_ops.masked_rows import (
     BIAS,
     N_ARGUMENTS,
     NEURONS,
-    NEURONS_A_CHUNK,
+    NEURONS_PER_CHUNK,
     OUTPUT,
     READS_ALL,
     SCORES,
     SKIPS,
 )
-from hetero_ee_cpu_ops.matmul import MIN_SHARED_BYTES, MIN_SHARED_INPUTS, rows_a_pass
+from hetero_ee_cpu_ops.matmul import MIN_SHARED_BYTES, MIN_SHARED_INPUTS, rows_per_pass
 from hetero_ee_cpu_ops.quantize import INPUT, ROW_BLOCK
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
 from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
 
-CHUNKS_A_THREAD = 4  # of neurons: the first rows of each are waited for
+CHUNKS_PER_THREAD = 4  # the first rows of each chunk are not prefetched in time, so chunks must not be small
 NO_SCORES, NO_BIAS, NO_SKIPS = np.zeros((0, 0), np.float32), np.zeros(0, np.float32), np.zeros(0, np.bool_)
 MATRIX = array_in(types.float32, 2)
 
@@ -58,10 +58,12 @@ MATRIX = array_in(types.float32, 2)
 def _compute(
     x: Any, scores: Any, bias: Any, may_skip: Any, out: Any, words: Any, workspace: Any, numbers: tuple[int, ...]
 ) -> int:
-    """Pass after pass. Returns 1 where a shape is wrong, else 0.
+    """Compute pass after pass. Returns 1 if a shape is wrong, else 0.
 
-    words: RowMatrix's. workspace: the argument array, a word for each token and for each neuron of whole tiles, and the
-    codes of a pass. numbers: tokens of a pass, bytes of an offset, threads, what the pool shares, chunk functions.
+    Args:
+        words: RowMatrix.words.
+        workspace: int64; the argument array, a word per token, a word per neuron of whole tiles, the codes of a pass.
+        numbers: tokens per pass, bytes per offset, threads, shared memory of the pool, two chunk functions' addresses.
     """
     m, n_neurons, n_units, address = out.shape[0], out.shape[1], words[5], workspace.ctypes.data
     width, offset_bytes, n_threads, shared, quantize, multiply = numbers
@@ -79,8 +81,8 @@ def _compute(
         workspace[BIAS] = bias.ctypes.data
     workspace[SKIPS] = address + 8 * N_ARGUMENTS
     workspace[LISTS] = address + 8 * (N_ARGUMENTS + m)
-    n_tiles, n_parts = (n_neurons + TILE - 1) // TILE, CHUNKS_A_THREAD * n_threads
-    workspace[NEURONS_A_CHUNK] = size = (n_tiles + n_parts - 1) // n_parts * TILE
+    n_tiles, n_parts = (n_neurons + TILE - 1) // TILE, CHUNKS_PER_THREAD * n_threads
+    workspace[NEURONS_PER_CHUNK] = size = (n_tiles + n_parts - 1) // n_parts * TILE
     place_codes(workspace, workspace[LISTS] + 8 * TILE * n_tiles, min(width, m))
     for first in range(0, m, width):
         n_tokens, reads_all = min(width, m - first), False
@@ -98,23 +100,27 @@ def _compute(
 
 
 class MaskedLinear:
-    """The operation with its compiled functions, made at first use. May be called from several threads."""
+    """The operation with its compiled functions, compiled at first use. Safe to call from several threads."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._functions: Any = None
 
     def __call__(self, x: Any, scores: Any, rows: RowMatrix, bias: Any = None, may_skip: Any = None) -> Any:
-        """x fp32 (m, K), scores fp32 (m, N), bias fp32 (N,) or None, may_skip bool (m,), contiguous -> fp32 (m, N).
+        """Return out, fp32 (m, N).
 
-        Without may_skip no token may skip, and scores are not read and may be None. Raises ValueError where shapes,
-        dtypes or layouts don't fit.
+        Args:
+            x: fp32 (m, K); scores: fp32 (m, N), or None without may_skip; bias: fp32 (N,) or None. All contiguous.
+            may_skip: bool (m,); None if no token may skip.
+
+        Raises:
+            ValueError: if a shape, dtype or layout does not fit.
         """
         if x.shape[1:] != (rows.n_columns,) or x.dtype != np.float32 or not x.flags.c_contiguous:
             expected = f"contiguous float32 (m, {rows.n_columns})"
-            raise ValueError(f"activations are {x.dtype} {x.shape}, expected {expected}.")
+            raise ValueError(f"Activations are {x.dtype} {x.shape}, expected {expected}.")
         m = x.shape[0]
-        width = max(1, m) if m <= ROW_BLOCK else rows_a_pass(m, 2 * rows.n_units)
+        width = max(1, m) if m <= ROW_BLOCK else rows_per_pass(m, 2 * rows.n_units)
         given = (NO_SCORES if scores is None else scores, NO_BIAS if bias is None else bias)
         skips = NO_SKIPS if may_skip is None else may_skip
         out = np.empty((m, rows.n_rows), np.float32)
@@ -129,10 +135,10 @@ class MaskedLinear:
             self._pool.leave(shared)
         if status:
             shapes = ", ".join(str(each.shape) for each in (*given, skips))
-            raise ValueError(f"scores, bias and may_skip are {shapes} for {m} tokens of {rows.n_rows} neurons.")
+            raise ValueError(f"Scores, bias and may_skip {shapes} do not fit {m} tokens and {rows.n_rows} neurons.")
         return out
 
     def compile(self) -> tuple[int, int]:
-        """Addresses of the chunk functions."""
+        """Compile or load the chunk functions and return their addresses."""
         self._functions = QUANTIZE.address, NEURONS.address
         return self._functions

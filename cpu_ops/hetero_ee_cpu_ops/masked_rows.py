@@ -1,7 +1,7 @@
-"""A range of neurons of masked_linear.py, as one thread computes them: listed, and then 16 at a time multiplied.
+"""One thread's share of masked_linear.py: list the wanted neurons of a range, then multiply them 16 at a time.
 
-Few tokens meet the rows as they are unpacked. For more, strips of 16 rows are unpacked once, into a frame that the
-first cache level holds, and meet 8 tokens after the other.
+Few tokens are multiplied as the rows are unpacked. For many tokens, strips of 16 rows are unpacked once into a frame
+that fits the L1 cache, and multiplied by 8 tokens after another.
 """
 
 from typing import Any
@@ -27,13 +27,13 @@ from hetero_ee_cpu_ops.listed_rows import (
     STRIP_UNITS,
     TABLE,
     TILE,
-    ask,
-    ask_for_tile,
     begin_list,
     inputs,
-    load_first,
-    meet,
-    point_at,
+    load_prefix,
+    multiply_rows,
+    prefetch_first_tile,
+    prefetch_rows,
+    select_rows,
 )
 from hetero_ee_cpu_ops.matmul import MAX_PASS_ROWS
 from hetero_ee_cpu_ops.quantize import GROUP
@@ -56,13 +56,13 @@ from hetero_ee_cpu_ops.simd.floats import (
 from hetero_ee_cpu_ops.simd.tuples import load_tile, store_tile
 
 ONE, TWO, FOUR, EIGHT = (0,), (0,) * 2, (0,) * 4, (0,) * 8
-MANY = 16  # tokens for which rows are unpacked first
+MANY = 16  # tokens from which on rows are unpacked first
 F32, F32_ONE = np.float32(0), np.float32(1)
-# Offsets in a chunk's frame, in bytes, and indices in the argument array, after listed_rows.py's.
+# Byte offsets in a chunk's frame and indices in the argument array, after listed_rows.py's.
 UNPACKED = SCALES + 64 * STRIP_GROUPS  # a strip of 16 rows
-SUMS = UNPACKED + STRIP_UNITS * UNPACKED_UNIT_BYTES  # 16 fp32 for each token
+SUMS = UNPACKED + STRIP_UNITS * UNPACKED_UNIT_BYTES  # 16 fp32 per token
 FRAME_BYTES = SUMS + 64 * MAX_PASS_ROWS
-SCORES, SKIPS, BIAS, OUTPUT, NEURONS_A_CHUNK, READS_ALL = range(OTHERS, OTHERS + 6)
+SCORES, SKIPS, BIAS, OUTPUT, NEURONS_PER_CHUNK, READS_ALL = range(OTHERS, OTHERS + 6)
 N_ARGUMENTS = OTHERS + 6
 
 where_positive = operation(2, lambda a, b: b.where(">", 0.0, a, 0.0), "where_positive", "a where b > 0, else 0.")
@@ -78,8 +78,11 @@ def _store(value: Any, address: int, count: int) -> None:
 
 @inner
 def _list(arguments: int, first: int, end: int, rows: int) -> int:
-    """Lists the neurons of first .. end - 1 that any token wants, filled up to whole tiles with the last one. Returns
-    how many they are."""
+    """List the neurons of first .. end - 1 that any token wants, repeating the last to fill whole tiles.
+
+    Returns:
+        the number of neurons, without the repetitions
+    """
     n_neurons, n_tokens, count = word(arguments, N_NEURONS), word(arguments, N_TOKENS), 0
     scores = word(arguments, SCORES) + 4 * n_neurons * word(arguments, FIRST_TOKEN)
     for start in range(first, end, 16):
@@ -88,7 +91,7 @@ def _list(arguments: int, first: int, end: int, rows: int) -> int:
         else:
             bits = 0
             for token in range(n_tokens):
-                found = load_first(scores + 4 * (token * n_neurons + start), end - start)
+                found = load_prefix(scores + 4 * (token * n_neurons + start), end - start)
                 bits |= nonzero_lanes(where_positive(spread(F32_ONE), found))
         while bits:
             write_integer(start + lowest_bit(bits), rows + 8 * count)
@@ -101,7 +104,7 @@ def _list(arguments: int, first: int, end: int, rows: int) -> int:
 
 @inner
 def _clear(arguments: int, first: int, end: int) -> None:
-    """Zeros of every token for neurons first .. end - 1."""
+    """Write zeros for every token and neurons first .. end - 1."""
     n_neurons = word(arguments, N_NEURONS)
     out = word(arguments, OUTPUT) + 4 * n_neurons * word(arguments, FIRST_TOKEN)
     for token in range(word(arguments, N_TOKENS)):
@@ -111,7 +114,7 @@ def _clear(arguments: int, first: int, end: int) -> None:
 
 @inner
 def _add_strip(arguments: int, frame: int, token: int, start: int, n: int) -> None:
-    """Adds the n unpacked units from `start` on to the sums of 8 tokens from `token` on."""
+    """Add n unpacked units, the first of them `start`, to the sums of 8 tokens from `token` on."""
     x, scale, offset, r = inputs(arguments, token, start)
     sums, offset_bytes = frame + SUMS + 64 * token, word(arguments, OFFSET_BYTES)
     totals = load_tile(EIGHT, EIGHT, sums, 64) if start else zeros(EIGHT)
@@ -126,13 +129,13 @@ def _add_strip(arguments: int, frame: int, token: int, start: int, n: int) -> No
 
 @inner
 def _unpacked_products(arguments: int, frame: int, n_tokens: int) -> None:
-    """Those of the first n_tokens, a multiple of 8, strip after strip."""
+    """Compute the products of the first n_tokens, a multiple of 8, strip by strip."""
     n_units, table = word(arguments, N_UNITS), word(arguments, FIRST + TABLE)
     for start in range(0, n_units, STRIP_UNITS):
         n = min(STRIP_UNITS, n_units - start)
         unpack_scales(frame + SCALE_LINES, 4 * start, n, frame + SCALES)
         for unit in range(n):
-            ask(arguments, frame, 3)
+            prefetch_rows(arguments, frame, 3)
             at = frame + UNPACKED + UNPACKED_UNIT_BYTES * unit
             unpack_unit(frame + LINES, UNIT_BYTES * (start + unit), table, at)
         for token in range(0, n_tokens, 8):
@@ -144,28 +147,28 @@ def _unpacked_products(arguments: int, frame: int, n_tokens: int) -> None:
 
 @inner
 def _products(arguments: int, frame: int) -> None:
-    """The products of the 16 rows that meet with all tokens, to SUMS."""
+    """Multiply the 16 selected rows by all tokens, into SUMS."""
     n_tokens, token, factor = word(arguments, N_TOKENS), 0, read_float(arguments + 8 * (FIRST + FACTOR))
     sums = frame + SUMS
     if n_tokens >= MANY:
         token = n_tokens & -8
         _unpacked_products(arguments, frame, token)
     while n_tokens - token >= 8:
-        store_rows(meet(EIGHT, arguments, frame, token), factor, sums + 64 * token, 64)
+        store_rows(multiply_rows(EIGHT, arguments, frame, token), factor, sums + 64 * token, 64)
         token += 8
     if n_tokens - token >= 4:
-        store_rows(meet(FOUR, arguments, frame, token), factor, sums + 64 * token, 64)
+        store_rows(multiply_rows(FOUR, arguments, frame, token), factor, sums + 64 * token, 64)
         token += 4
     if n_tokens - token >= 2:
-        store_rows(meet(TWO, arguments, frame, token), factor, sums + 64 * token, 64)
+        store_rows(multiply_rows(TWO, arguments, frame, token), factor, sums + 64 * token, 64)
         token += 2
     if n_tokens - token >= 1:
-        store_rows(meet(ONE, arguments, frame, token), factor, sums + 64 * token, 64)
+        store_rows(multiply_rows(ONE, arguments, frame, token), factor, sums + 64 * token, 64)
 
 
 @inner
-def _give_out(arguments: int, frame: int, rows: int, count: int) -> None:
-    """The sums of `count` listed neurons, 16 at most, to the tokens that want them."""
+def _scatter(arguments: int, frame: int, rows: int, count: int) -> None:
+    """Write the sums of `count` listed neurons, at most 16, to the outputs of the tokens that want them."""
     n_neurons, first, neuron = word(arguments, N_NEURONS), word(arguments, FIRST_TOKEN), word(rows, 0)
     bias, adjacent = word(arguments, BIAS), word(rows, count - 1) - neuron == count - 1
     for token in range(word(arguments, N_TOKENS)):
@@ -174,12 +177,12 @@ def _give_out(arguments: int, frame: int, rows: int, count: int) -> None:
         if adjacent:
             value = load16(sums, F32)
             if bias:
-                value = add(value, load_first(bias + 4 * neuron, count))
+                value = add(value, load_prefix(bias + 4 * neuron, count))
             if word(word(arguments, SKIPS), first + token):
-                value = where_positive(value, load_first(scores + 4 * neuron, count))
+                value = where_positive(value, load_prefix(scores + 4 * neuron, count))
             _store(value, out + 4 * neuron, count)
             continue
-        for lane in range(count):  # all tokens may skip, where not all rows are read
+        for lane in range(count):  # rows are missing, so every token of the pass may skip
             at = 4 * word(rows, lane)
             if read_float(scores + at) > F32:
                 product = read_float(sums + 4 * lane)
@@ -187,20 +190,20 @@ def _give_out(arguments: int, frame: int, rows: int, count: int) -> None:
 
 
 def _neurons(arguments: int, index: int) -> None:
-    """NEURONS_A_CHUNK neurons: their outputs for every token of the pass."""
+    """Compute NEURONS_PER_CHUNK neurons for every token of the pass."""
     frame = scratch(FRAME_BYTES)
-    first = index * word(arguments, NEURONS_A_CHUNK)
-    end = min(first + word(arguments, NEURONS_A_CHUNK), word(arguments, N_NEURONS))
+    first = index * word(arguments, NEURONS_PER_CHUNK)
+    end = min(first + word(arguments, NEURONS_PER_CHUNK), word(arguments, N_NEURONS))
     rows = word(arguments, LISTS) + 8 * first
     count = _list(arguments, first, end, rows)
     if count < end - first:
         _clear(arguments, first, end)
     begin_list(frame, rows, count)
-    ask_for_tile(arguments, frame)
+    prefetch_first_tile(arguments, frame)
     for at in range(0, count, TILE):
-        point_at(arguments, frame, at, count)
+        select_rows(arguments, frame, at, count)
         _products(arguments, frame)
-        _give_out(arguments, frame, rows + 8 * at, min(count - at, TILE))
+        _scatter(arguments, frame, rows + 8 * at, min(count - at, TILE))
 
 
 NEURONS = Chunk(_neurons)

@@ -1,10 +1,10 @@
-"""y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x quantized to int8 on the fly (quantize.py).
+"""y[m, N] = 2^e x[m, K] W^T, with W in int4 or int8 tiles (docs/FORMAT.md) and x quantized to int8 (quantize.py).
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
-Every output is summed group after group with one fused multiply-add each, whatever m, the other rows, the threads or
-the chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; where
-registers hold 8 weight rows, not 16, fours of them by tiles unpacked for all, then 2 and 1. A width changes how often a
-tile is unpacked, never the order of a sum.
+Every output is summed group by group with one fused multiply-add each, whatever m, the other rows, the threads or the
+chunks are: row t's bits depend on row t alone. Rows are multiplied 8, 4, 2 and 1 at a time. On targets whose registers
+hold 8 weight rows instead of 16, rows are multiplied in fours, with tiles that are unpacked once for all of them, then
+2 and 1. The number of rows changes how often a tile is unpacked, never the order of a sum.
 Source: derived.  Valid: K <= 2^20 (integer sums stay exact within a group for any K).
 Measured: docs/benchmarks.md; tests/bench/bench_cpu_ops.py prints it.
 """
@@ -18,7 +18,7 @@ from numba.core.registry import cpu_target
 from hetero_ee_cpu_ops.kernel_files import compiled, compiled_chunk, inner
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.quantize import (
-    BYTES_A_GROUP,
+    BYTES_PER_GROUP,
     CODE_SCALES,
     CODES,
     GROUP,
@@ -49,31 +49,31 @@ from hetero_ee_cpu_ops.tile_group import (
     unpack_group,
 )
 
-PREFETCH_BYTES = 8192  # tiles are asked for this far ahead: for m = 4 one thread reads 33 GB/s so, 28 at half (Zen 5)
-CHUNK_BYTES = 2**19  # weights in a chunk, at most: 15 us of work; two threads read 42 GB/s so, 36 with a quarter
-CHUNKS_A_THREAD = 8  # at least, where the matrix is large enough: a late worker then costs an eighth of its share
+PREFETCH_BYTES = 8192  # prefetch distance in the tiles: for m = 4 one thread reads 33 GB/s, 28 at half of it (Zen 5)
+CHUNK_BYTES = 2**19  # most weights in a chunk: 15 us of work; two threads read 42 GB/s, 36 with a quarter of it
+CHUNKS_PER_THREAD = 8  # fewest, if the matrix is large enough: a late worker then costs an eighth of its share
 MIN_CHUNK_BYTES = 2**15
-# Rows of x are multiplied in passes over the weights, so that the codes of a pass stay in a core's second-level cache:
-# of 512 rows of 4,096 columns one takes 188 us so, 232 without, of 11,008 columns 593 and 799 (4,096 weight rows, one
-# thread's CPU time, AMD EPYC Milan, 2026-11-23).
+# Rows of x are multiplied in passes over the weights, so that the codes of a pass stay in a core's L2 cache: one of 512
+# rows costs 188 us, 232 without passes, for 4,096 columns; 593 and 799 us for 11,008 (4,096 weight rows, one thread's
+# CPU time, AMD EPYC Milan, 2026-11-23).
 PASS_CODES = 2**19  # 0.7 MB with their scales and offsets
-MIN_PASS_ROWS, MAX_PASS_ROWS = 64, 256  # so many hide that a pass reads the weights anew
-GROUPS_A_TURN = 8  # where registers hold 8 rows: tiles that are unpacked for all rows of a pass; 4 KB
-SUMS = GROUPS_A_TURN * UNPACKED_BYTES  # in a frame, after them: 16 fp32 for each row of a pass
+MIN_PASS_ROWS, MAX_PASS_ROWS = 64, 256  # enough to hide that each pass reads the weights again
+GROUPS_PER_STRIP = 8  # if registers hold 8 weight rows: tiles that are unpacked for all rows of a pass, 4 KB
+SUMS = GROUPS_PER_STRIP * UNPACKED_BYTES  # offset in a frame, after the tiles: 16 fp32 for each row of a pass
 FRAME_BYTES = SUMS + 64 * MAX_PASS_ROWS
 FOUR = (0,) * 4
-MIN_SHARED_BYTES = 2**18  # weights times rows, 7 us of one thread; below, handing over costs more than it saves
+MIN_SHARED_BYTES = 2**18  # weights times rows, 7 us of one thread; below, sharing costs more than it saves
 MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
-# Indices in the argument array of a chunk function; quantize.py has those after them.
+# Indices in the argument array of a chunk function; quantize.py's are in between.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
-BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
-ROWS_A_PASS, N_PARTS = 19, 20
+BLOCKS_PER_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
+ROWS_PER_PASS, N_PARTS = 19, 20
 N_ARGUMENTS = 21
 
 
 @inner
 def _operands(kind: Any, row: int, arguments: int) -> Any:
-    """Of one row's codes, scale and offset the addresses for group 0, and how many rows lie side by side there."""
+    """Return the addresses of one row's codes, scale and offset in group 0, and the number of rows side by side."""
     n_groups = word(arguments, N_GROUPS)
     top = row & -8
     r = min(8, word(arguments, N_ROWS) - top)
@@ -84,8 +84,8 @@ def _operands(kind: Any, row: int, arguments: int) -> Any:
 
 @inner
 def _source(kind: Any, block: int, arguments: int) -> Any:
-    """Addresses of a row block's tiles and scales."""
-    chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
+    """Return the addresses of a row block's tiles and scales."""
+    chosen = word(arguments, CHOSEN)  # address of a list of the blocks to compute, 0 for all in order
     group = (block if chosen == 0 else word(chosen, block)) * word(arguments, N_GROUPS)
     tile_bytes, scales_bytes = 512 if len(kind) == 3 else 256, 64 if len(kind) == 5 else 32
     return word(arguments, TILES) + group * tile_bytes, word(arguments, SCALES) + group * scales_bytes
@@ -93,7 +93,7 @@ def _source(kind: Any, block: int, arguments: int) -> Any:
 
 @inner
 def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
-    """16 outputs for each of len(rows) rows of x from `row` on."""
+    """Compute 16 outputs for each of len(rows) rows of x from `row` on."""
     tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
     scales_bytes = 64 if len(kind) == 5 else 32
     tile, scales = _source(kind, block, arguments)
@@ -114,14 +114,14 @@ def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> No
 
 @inner
 def _row_block_fours(kind: Any, block: int, first: int, end: int, arguments: int, frame: int) -> None:
-    """The same for rows first .. end - 1, fours of them, by tiles that are unpacked once for all of them."""
+    """Compute 16 outputs for rows first .. end - 1, in fours, with tiles that are unpacked once for all of them."""
     tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
     scales_bytes = 64 if len(kind) == 5 else 32
     tile, scales = _source(kind, block, arguments)
     n_groups, sums = word(arguments, N_GROUPS), frame + SUMS
-    for start in range(0, n_groups, GROUPS_A_TURN):
-        n_turn = min(GROUPS_A_TURN, n_groups - start)
-        for group in range(n_turn):
+    for start in range(0, n_groups, GROUPS_PER_STRIP):
+        n_strip = min(GROUPS_PER_STRIP, n_groups - start)
+        for group in range(n_strip):
             for line in range(tile_bytes // 64):
                 prefetch(tile + PREFETCH_BYTES + 64 * line)
             unpack_group(kind, tile, word(arguments, TABLE), frame + group * UNPACKED_BYTES)
@@ -132,13 +132,13 @@ def _row_block_fours(kind: Any, block: int, first: int, end: int, arguments: int
             at = sums + 64 * (row - first)
             if start == 0:
                 store_tile(zeros(FOUR), FOUR, at, 64)
-            for group in range(n_turn):
-                its_scales = scales + group * scales_bytes
-                add_unpacked(kind, at, frame + group * UNPACKED_BYTES, its_scales, codes, scale, offset)
+            for group in range(n_strip):
+                group_scales = scales + group * scales_bytes
+                add_unpacked(kind, at, frame + group * UNPACKED_BYTES, group_scales, codes, scale, offset)
                 codes += r * 32
                 scale += r * 4
                 offset += r * offset_bytes
-        scales += n_turn * scales_bytes
+        scales += n_strip * scales_bytes
     n, factor = word(arguments, N_BLOCKS) * 64, read_float(arguments + 8 * FACTOR)
     out = word(arguments, OUTPUT) + block * 64
     for row in range(first, end, 4):
@@ -152,18 +152,18 @@ def _quantize_chunk(arguments: int, index: int) -> None:
 QUANTIZE = Chunk(_quantize_chunk)
 
 
-@cache  # loaded code is never given back, and each copy takes two of the 65,530 mappings that a process may have
+@cache  # Numba never unloads code, and each copy uses two of the 65,530 memory mappings a process may have
 def _chunk_function(kind: Any) -> Any:
-    """The compiled function of one kind of tile; compiling takes a second or two, from the disk cache 0.1 s."""
+    """Compile the chunk function for one kind of tile: a second or two, 0.1 s from the disk cache."""
     wide = has_wide_registers(cpu_target.target_context)
 
     @compiled_chunk
     def chunk(arguments: int, index: int) -> None:
         n_parts = word(arguments, N_PARTS)
-        first = index % n_parts * word(arguments, BLOCKS_A_CHUNK)
-        end = min(first + word(arguments, BLOCKS_A_CHUNK), word(arguments, N_BLOCKS))
-        first_row = index // n_parts * word(arguments, ROWS_A_PASS)
-        end_row = min(first_row + word(arguments, ROWS_A_PASS), word(arguments, N_ROWS))
+        first = index % n_parts * word(arguments, BLOCKS_PER_CHUNK)
+        end = min(first + word(arguments, BLOCKS_PER_CHUNK), word(arguments, N_BLOCKS))
+        first_row = index // n_parts * word(arguments, ROWS_PER_PASS)
+        end_row = min(first_row + word(arguments, ROWS_PER_PASS), word(arguments, N_ROWS))
         if not wide:
             frame = scratch(FRAME_BYTES)
         for block in range(first, end):
@@ -188,25 +188,29 @@ def _chunk_function(kind: Any) -> Any:
 
 
 class TileMatrix:
-    """A matrix in tiles, its addresses ready for the kernels. Keeps the arrays alive; changes nothing.
+    """A matrix in tiles, with its addresses prepared for the kernels. Keeps the arrays alive and never changes them.
 
-    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16), of -8 .. 7
-    also (N/16, G, 32), the last 16 zero points; codebook: 16 integers of -128..127. Raises ValueError for other shapes,
-    types or non-contiguous arrays.
+    Args:
+        tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without.
+        scales: fp16 (N/16, G, 16), or (N/16, G, 32) with the codebook -8 .. 7, the last 16 being zero points.
+        codebook: 16 integers of -128..127, or None.
+
+    Raises:
+        ValueError: if a shape or dtype does not fit, or an array is not contiguous.
     """
 
     def __init__(self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None) -> None:
         expected = (256, np.uint8) if codebook is not None else (512, np.int8)
         if tiles.ndim != 3 or (tiles.shape[2], tiles.dtype) != (expected[0], np.dtype(expected[1])):
             raise ValueError(
-                f"tiles are {tiles.dtype} {tiles.shape}, expected {expected[1].__name__} (N/16, G, {expected[0]})."
+                f"Tiles are {tiles.dtype} {tiles.shape}, expected {expected[1].__name__} (N/16, G, {expected[0]})."
             )
         has_zeros = codebook == LINEAR_CODEBOOK and scales.shape[2:] == (32,)
         shape = (*tiles.shape[:2], 32 if has_zeros else 16)
         if scales.shape != shape or scales.dtype != np.float16:
-            raise ValueError(f"scales are {scales.dtype} {scales.shape}, expected float16 {shape}.")
+            raise ValueError(f"Scales are {scales.dtype} {scales.shape}, expected float16 {shape}.")
         if not (tiles.flags.c_contiguous and scales.flags.c_contiguous):
-            raise ValueError("tiles and scales must be contiguous.")
+            raise ValueError("Tiles and scales must be contiguous.")
         self.n_blocks, self.n_groups = tiles.shape[:2]
         self.kind = tile_kind(cpu_target.target_context, codebook, has_zeros=has_zeros)
         entries = np.tile(np.array(codebook or (0,) * 16, np.int8), 4).view(np.uint8)
@@ -220,16 +224,16 @@ class TileMatrix:
         self._arguments[[N_GROUPS, N_BLOCKS, FACTOR]] = [self.n_groups, self.n_blocks, factor]
         self._arguments[BLOCK_BYTES] = self.n_bytes // self.n_blocks
         which = {LINEAR: OFFSETS_8, ZEROS: OFFSETS_8, NARROW: OFFSETS_32}.get(self.kind, OFFSETS_128)
-        self._arguments[OFFSETS] = which  # at the call, their address
+        self._arguments[OFFSETS] = which  # index of the offsets' address, which _multiply puts here
 
     def fresh_arguments(self) -> Any:
-        """A chunk function's arguments with this matrix's part filled; the rest is the caller's."""
+        """Return a chunk function's argument array with this matrix's part filled; the caller fills the rest."""
         return self._arguments.copy()
 
 
 @compiled(nogil=True)
-def rows_a_pass(n_rows: int, n_groups: int) -> int:
-    """Whole blocks of 8, in passes of about the same length."""
+def rows_per_pass(n_rows: int, n_groups: int) -> int:
+    """Return the rows per pass: whole blocks of 8, about the same in each pass."""
     most = max(MIN_PASS_ROWS, min(MAX_PASS_ROWS, PASS_CODES // (n_groups * GROUP)))
     n_passes = max(1, -(-n_rows // most))
     return max(ROW_BLOCK, -(-n_rows // (n_passes * ROW_BLOCK)) * ROW_BLOCK)
@@ -239,7 +243,7 @@ def rows_a_pass(n_rows: int, n_groups: int) -> int:
 def _multiply(
     x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
 ) -> None:
-    """Quantizes x into the workspace and multiplies; `arguments` comes with the matrix's part filled."""
+    """Quantize x into the workspace and multiply; `arguments` has the matrix's part filled."""
     n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
     n_row_groups = n_rows * n_groups
     arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
@@ -253,38 +257,43 @@ def _multiply(
     n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
     lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
     n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]
-    chunk_bytes = max(MIN_CHUNK_BYTES, min(CHUNK_BYTES, n_blocks * block_bytes // (CHUNKS_A_THREAD * n_threads)))
-    rows = rows_a_pass(n_rows, n_groups)
+    chunk_bytes = max(MIN_CHUNK_BYTES, min(CHUNK_BYTES, n_blocks * block_bytes // (CHUNKS_PER_THREAD * n_threads)))
+    rows = rows_per_pass(n_rows, n_groups)
     n_passes = max(1, -(-n_rows // rows))
     blocks = chunk_bytes // (block_bytes * max(1, rows // ROW_BLOCK))
     blocks = max(blocks, n_blocks * n_passes // MAX_CHUNKS + 1)
     if n_blocks * block_bytes * n_rows < MIN_SHARED_BYTES:
         blocks = n_blocks
-    arguments[BLOCKS_A_CHUNK], arguments[ROWS_A_PASS] = blocks, rows
+    arguments[BLOCKS_PER_CHUNK], arguments[ROWS_PER_PASS] = blocks, rows
     arguments[N_PARTS] = n_parts = (n_blocks + blocks - 1) // blocks
     lead(shared, function, arguments.ctypes.data, n_passes * n_parts)
 
 
 class Matmul:
-    """The operation with its compiled functions, made at first use. May be called from several threads."""
+    """The operation with its compiled functions, compiled at first use. Safe to call from several threads."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._functions: dict[Any, Any] = {}
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
-        """x fp32 (m, K), contiguous -> y fp32 (m, N padded to 16). Raises ValueError where x doesn't fit."""
+        """Return y, fp32 (m, N padded to 16), for x, contiguous fp32 (m, K). Raises ValueError if x does not fit."""
         return self._run(x, weight, weight.fresh_arguments(), weight.n_blocks)
 
     def sliced(self, x: Any, weight: TileMatrix, ids: Any) -> Any:
-        """Only the outputs `ids`, int64 (c,): fp32 (m, c), with the bits the whole product gives them.
+        """Return only the outputs `ids`: fp32 (m, c), with the same bits as in the whole product.
 
-        A tile's cache line holds 4 columns of 16 rows, so one row costs what its block of 16 does. Raises ValueError
-        for an id that has no row.
+        A tile's cache line holds 4 columns of 16 rows, so one row costs as much as its block of 16.
+
+        Args:
+            ids: int64 (c,).
+
+        Raises:
+            ValueError: if x or the ids do not fit, or an id has no row.
         """
         is_list = ids.ndim == 1 and ids.dtype == np.int64 and ids.size > 0
         if not is_list or ids.min() < 0 or ids.max() >= weight.n_blocks * 16:
-            raise ValueError(f"ids are {ids.dtype} {ids.shape}, expected int64 (c,) of 0..{weight.n_blocks * 16 - 1}.")
+            raise ValueError(f"Ids are {ids.dtype} {ids.shape}, expected int64 (c,) of 0..{weight.n_blocks * 16 - 1}.")
         blocks = ids >> 4
         arguments = weight.fresh_arguments()
         arguments[CHOSEN], arguments[N_BLOCKS] = blocks.ctypes.data, ids.size
@@ -292,13 +301,14 @@ class Matmul:
         return product[:, np.arange(ids.size) * 16 + (ids & 15)]
 
     def from_row(self, x: Any, weight: TileMatrix, row: int) -> Any:
-        """The outputs from `row` on, with the bits the whole product gives them; nothing before them is read.
+        """Return the outputs from `row` on, with the same bits as in the whole product; earlier rows are not read.
 
-        Raises ValueError unless a row block begins there.
+        Raises:
+            ValueError: if x does not fit or `row` does not begin a block.
         """
         block, rest = divmod(row, 16)
         if rest or not 0 <= block < weight.n_blocks:
-            raise ValueError(f"row {row} does not begin one of {weight.n_blocks} blocks of 16 rows.")
+            raise ValueError(f"Row {row} does not begin one of {weight.n_blocks} blocks of 16 rows.")
         arguments = weight.fresh_arguments()
         arguments[[TILES, SCALES]] += block * np.array(weight.block_bytes)
         arguments[N_BLOCKS] = weight.n_blocks - block
@@ -307,7 +317,7 @@ class Matmul:
     def _run(self, x: Any, weight: TileMatrix, arguments: Any, n_blocks: int) -> Any:
         x = whole_groups(x, weight.n_groups)
         out = np.empty((x.shape[0], n_blocks * 16), np.float32)
-        workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_A_GROUP, np.uint8)
+        workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_PER_GROUP, np.uint8)
         functions = self._functions.get(weight.kind) or self.compile(weight.kind)
         shared = self._pool.enter()
         try:
@@ -317,6 +327,6 @@ class Matmul:
         return out
 
     def compile(self, kind: Any) -> tuple[int, int]:
-        """Addresses of the chunk functions that multiply by one kind of tile, and that quantize."""
+        """Compile or load the chunk functions that multiply one kind of tile and that quantize; return addresses."""
         self._functions[kind] = addresses = (_chunk_function(kind).address, QUANTIZE.address)
         return addresses

@@ -1,14 +1,14 @@
-"""RMSNorm and LayerNorm over the rows of x (m, n), fp32, with the residual addition that comes before them.
+"""RMSNorm and LayerNorm over the rows of x (m, n), fp32, with the residual addition that precedes them.
 
 rms:    y = x / sqrt(mean(x^2) + eps) * scale              (arXiv 1910.07467)
 layer:  y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias   (arXiv 1607.06450; variance of the population)
-Where a delta is given, x += delta first, in place: a decoder's hidden state takes up a block's output on its way to the
-next block's norm. scale and bias may be absent. Layout: rows contiguous. Valid for n >= 1 and any m.
+If a delta is given, x += delta first, in place: a block's output is added to the hidden state on the way to the next
+block's norm. scale and bias are optional. Layout: rows contiguous. Valid for n >= 1 and any m.
 
 A row is summed in 64 lanes (element i in lane i mod 64, its last 1..63 elements in lanes of the first 16), then over
-lanes in a fixed tree: its bits depend on the row alone. Relative error below 1e-6 against float64. Rows are not shared
-over threads, since 512 rows of 4096 take less than 1 % of the time of a layer's matrices.
-One row of 4096 with scale: 1.0 us in all (Zen 5, one thread, Nov 2026).
+lanes in a fixed tree: its bits depend only on the row. Relative error below 1e-6 against float64. Rows are not shared
+over threads, since 512 rows of 4,096 cost less than 1 % of the time of a layer's matrices.
+One row of 4,096 with scale: 1.0 us in all (Zen 5, one thread, Nov 2026).
 """
 
 from math import sqrt
@@ -33,14 +33,14 @@ from hetero_ee_cpu_ops.simd.floats import (
     subtract,
 )
 
-F32 = np.float32(0)  # says what a load finds
-ABSENT, NO_DELTA = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)  # stand for what is not given
+F32 = np.float32(0)  # type of a loaded value
+ABSENT, NO_DELTA = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)  # stand for arguments that are None
 READ_1, READ_2, WRITE_2 = array_in(types.float32, 1), array_in(types.float32, 2), array_out(types.float32, 2)
 
 
 @inner
 def _sum_of(x: int, n: int, mean: Any, squared: bool) -> Any:
-    """Sum of (x - mean)^2, or of x."""
+    """Return the sum of (x - mean)^2 if squared, else of x."""
     a = b = c = d = spread(F32)
     center = spread(mean)
     i = 0
@@ -86,7 +86,7 @@ def _scaled(x: Any, mean: Any, inverse: Any, scale: Any, bias: Any, has_scale: b
 
 @inner
 def _norm_row(x: int, out: int, n: int, scale: int, bias: int, eps: float, centered: bool) -> None:
-    """One row; scale and bias are 0 where absent."""
+    """Normalize one row. The addresses scale and bias are 0 if absent."""
     mean = np.float32(_sum_of(x, n, F32, False) / n) if centered else F32
     inverse = spread(np.float32(1.0 / sqrt(_sum_of(x, n, mean, True) / n + eps)))
     center = spread(mean)
@@ -105,7 +105,7 @@ def _norm_row(x: int, out: int, n: int, scale: int, bias: int, eps: float, cente
 
 @entry(types.int64(WRITE_2, READ_2, READ_1, READ_1, types.float64, types.boolean, WRITE_2))
 def _norm(x: Any, delta: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any) -> int:
-    """1 where a shape is wrong."""
+    """Return 1 if a shape is wrong, else 0."""
     m, n = x.shape
     if n == 0 or out.shape != x.shape or (delta.size and delta.shape != x.shape):
         return 1
@@ -123,7 +123,7 @@ def _norm(x: Any, delta: Any, scale: Any, bias: Any, eps: float, centered: bool,
 
 @entry(types.int64(WRITE_2, READ_1, types.float64, types.int64, types.int64))
 def _heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> int:
-    """1 where a shape is wrong."""
+    """Return 1 if a shape is wrong, else 0."""
     m, total = x.shape
     n = scale.size
     if n == 0 or first < 0 or n_heads < 0 or first + n_heads * n > total:
@@ -136,22 +136,29 @@ def _heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> int:
 
 
 def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """x, delta, out: fp32 (m, n); scale: fp32 (n,) or None; out may be x. Returns out.
+    """Apply RMSNorm and return out.
 
-    Raises ValueError for other shapes, dtypes or layouts.
+    Args:
+        x: fp32 (m, n), changed in place if delta is given.
+        scale: fp32 (n,) or None.
+        out: fp32 (m, n), allocated if None; may be x.
+        delta: fp32 (m, n), added to x first.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit.
     """
     return _launch(x, scale, None, eps, False, out, delta)
 
 
 def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """As rms_norm, with bias: fp32 (n,) or None."""
+    """Apply LayerNorm as rms_norm applies RMSNorm, with bias: fp32 (n,) or None."""
     return _launch(x, scale, bias, eps, True, out, delta)
 
 
 def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> None:
-    """In place, each of n_heads heads of scale.size features from feature `first` of x (m, features) on."""
+    """Apply RMSNorm in place to n_heads heads of scale.size features each, from feature `first` of x (m, features)."""
     if _heads(x, scale, eps, first, n_heads):
-        raise ValueError(f"{n_heads} heads of {scale.shape} from feature {first} are not in x {x.shape}.")
+        raise ValueError(f"{n_heads} heads of {scale.shape} from feature {first} do not fit into x {x.shape}.")
 
 
 def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any, delta: Any) -> Any:
@@ -163,6 +170,6 @@ def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any,
     )
     if _norm(x, delta, scale, bias, eps, centered, out):
         raise ValueError(
-            f"x {x.shape} doesn't fit out {out.shape}, scale {scale.shape}, bias {bias.shape}, delta {delta.shape}."
+            f"x {x.shape} does not fit out {out.shape}, scale {scale.shape}, bias {bias.shape}, delta {delta.shape}."
         )
     return out

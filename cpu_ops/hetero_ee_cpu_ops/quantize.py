@@ -1,14 +1,14 @@
-"""Activations to int8: for each row and group of 32 columns, a = max|x| / 127, q = round(x / a), ties to even.
+"""Quantize activations to int8: for each row and group of 32 columns, a = max|x| / 127, q = round(x / a), ties to even.
 
-A row's codes depend on that row alone; a group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf,
-and so every output of the row NaN. With them go -8 sum(q) and -128 sum(q), which matmuls add because their instructions
-want unsigned weights; for AVX2, which adds up 8 products in 16 bits, also -32 times the sums of these codes: columns
-0, 1, 4 and 5; 2, 3, 6 and 7; those 8 further on; each with the four 16 further on. Source: derived; the grouping is
-that of the weights' scales.
+A row's codes depend only on that row. A group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf,
+and so every output of the row NaN. Each group also stores -8 sum(q) and -128 sum(q), which matmuls add because their
+instructions need unsigned weights. For AVX2, which adds 8 products in 16 bits, it also stores -32 times the sums of
+these codes: columns 0, 1, 4 and 5; 2, 3, 6 and 7; the same 8 further on; each with the four columns 16 further on.
+Source: derived; the groups are those of the weights' scales.
 
-Layout: rows in blocks of 8 (the last may be shorter, r rows), and within a block group after group, the group's r rows
-side by side: codes (G, r, 32), scales and offsets (G, r), AVX2's four (G, r, 4). So a matmul of 8 rows reads one
-stream; whole rows one after the other, a power of two apart, would meet in one set of the L1 cache.
+Layout: rows in blocks of 8 (r rows in the last, which may be shorter), within a block group by group, the group's r
+rows side by side: codes (G, r, 32), scales and offsets (G, r), AVX2's four (G, r, 4). So a matmul of 8 rows reads one
+stream; whole rows, a power of two apart, would compete for one set of the L1 cache.
 """
 
 from typing import Any
@@ -23,16 +23,16 @@ from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I8, I16, I32, I32X16, call
 from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT, adds_in_16_bits
 
 GROUP = 32
-ROW_BLOCK = 8  # the widest step of the matmul
-SMALLEST = 1e-30  # below it 127 / max|x| is no number; such a group counts as zeros
-BYTES_A_GROUP = 52  # of workspace: 32 codes, a scale, two offsets, four of AVX2's
+ROW_BLOCK = 8  # rows of the widest step of the matmul
+SMALLEST = 1e-30  # below it 127 / max|x| overflows; such a group counts as zeros
+BYTES_PER_GROUP = 52  # of workspace: 32 codes, a scale, two offsets, AVX2's four
 # Indices in the argument array, after the matmul's own.
 INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128, OFFSETS_32 = range(12, 19)
 
 
 @intrinsic
 def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any, offsets_32: Any) -> Any:
-    """32 fp32 at x -> 32 int8 at codes, and the fp32 scale and the offsets at their addresses."""
+    """Quantize 32 fp32 at x to 32 int8 at codes, and store the fp32 scale and the offsets at their addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x_, codes_, scale_, offset_8_, offset_128_, offsets_32_ = arguments
@@ -47,7 +47,7 @@ def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, o
         total = constant(I32X16, 0)
         for index, half in enumerate(halves):
             rounded = call(builder, "llvm.rint.v16f32", F32X16, [builder.fmul(half, splat(builder, F32X16, inverse))])
-            is_number = builder.fcmp_ordered("ord", rounded, rounded)  # then it is within +-127
+            is_number = builder.fcmp_ordered("ord", rounded, rounded)  # if so, it is within +-127
             whole = builder.fptosi(builder.select(is_number, rounded, constant(F32X16, 0.0)), I32X16)
             total = builder.add(total, whole)
             _store(builder, builder.trunc(whole, ir.VectorType(I8, 16)), codes_, 16 * index)
@@ -63,7 +63,7 @@ def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, o
 
 
 def _offsets_32(builder: Any, total: Any) -> Any:
-    """int32 (16,), columns k and k + 16 added up -> int16 (4,), -32 times four sums; at most 8 x 32 x 127 = 32,512."""
+    """Add columns k and k + 16 of int32 (16,) and return int16 (4,): -32 times four sums of at most 8 x 127 each."""
 
     def chosen(lanes: list[int]) -> Any:
         return builder.shuffle_vector(total, total, ir.Constant(ir.VectorType(I32, 4), lanes))
@@ -80,7 +80,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
 
 @inner
 def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -> None:
-    """Rows 8 * index .. of x, whose columns are whole groups."""
+    """Quantize rows 8 * index .. 8 * index + 7 of x, whose columns are whole groups."""
     top = index * ROW_BLOCK
     r = min(ROW_BLOCK, n_rows - top)
     for row in range(r):
@@ -100,10 +100,10 @@ def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -
 
 
 def whole_groups(x: Any, n_groups: int) -> Any:
-    """x (m, K), fp32 and contiguous, with zeros up to a whole number of groups. Raises ValueError for anything else."""
+    """Pad x, contiguous fp32 (m, K), with zero columns to n_groups groups. Raises ValueError if it does not fit."""
     if x.ndim != 2 or x.dtype != np.float32 or not x.flags.c_contiguous or -(-x.shape[1] // GROUP) != n_groups:
         raise ValueError(
-            f"activations are {x.dtype} {x.shape}, expected contiguous float32 (m, K), K in {n_groups} groups of 32."
+            f"Activations are {x.dtype} {x.shape}, expected contiguous float32 (m, K), K in {n_groups} groups of 32."
         )
     if x.shape[1] % GROUP == 0:
         return x

@@ -1,6 +1,6 @@
-"""Reads memory and does nothing else: the ceiling that every kernel which streams weights is measured against.
+"""Read memory and do nothing else: the upper limit for every kernel that streams weights.
 
-sum[lane] over all 64-byte lines of a buffer, two lines at a time; the sums are stored so that nothing can be left out.
+Sums all 64-byte lines of a buffer lane by lane; the sums are stored so that the compiler keeps every load.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ BUFFER, N_BYTES, SINK = range(3)
 
 @intrinsic
 def add_lines(typing: Any, address: Any, sink: Any) -> Any:
-    """Adds 256 bytes at `address` to the eight int64 at `sink`."""
+    """Add 256 bytes at `address` to the eight int64 at `sink`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[1], I64X8.as_pointer())
@@ -57,9 +57,9 @@ class Read:
         self._pool = pool
 
     def __call__(self, buffer: Any) -> int:
-        """The sum of the buffer's int64 words, modulo 2^64. Raises ValueError unless its size is a multiple of 256."""
+        """Return the sum of the int64 words, modulo 2^64. Raises ValueError unless the size is a multiple of 256."""
         if buffer.nbytes % 256 or not buffer.flags.c_contiguous:
-            raise ValueError(f"the buffer has {buffer.nbytes} bytes, expected a contiguous multiple of 256.")
+            raise ValueError(f"The buffer has {buffer.nbytes} bytes, expected a contiguous multiple of 256.")
         n_chunks = -(-buffer.nbytes // CHUNK_BYTES)
         sums = np.zeros(n_chunks * 8, np.int64)
         arguments = np.array([buffer.ctypes.data, buffer.nbytes, sums.ctypes.data], np.int64)

@@ -1,13 +1,13 @@
-"""Rotary position embedding, fp32, in place: turns pairs (i, i + n/2) of the first n features of each head.
+"""Rotary position embedding, fp32, in place: rotates pairs (i, i + n/2) of the first n features of each head.
 
 x[i]       <- x[i] cos(p f_i) - x[i + n/2] sin(p f_i)
 x[i + n/2] <- x[i + n/2] cos(p f_i) + x[i] sin(p f_i)         i < n/2, p the row's position, f_i the inverse frequency
 (arXiv 2104.09864, section 3.2; pairing as in Llama). Each product is rounded, as in the torch reference.
 
-Layout: x (m, features) contiguous; heads lie side by side from feature `first` on. Queries and keys that lie side by
-side are turned by one call. Cosines and sines come from a table by position, computed once in float64 from the fp32
-angle, so that a position's bits never depend on the batch or on when the table grew. Positions 0..2^24-1 (fp32 angles
-are exact to there). 40 heads of 128, m = 1: 0.8 us in all (Zen 5, one thread, Nov 2026).
+Layout: x (m, features) contiguous; heads are side by side from feature `first`, so one call rotates queries and keys
+that are side by side. Cosines and sines come from a table by position, computed once in float64 from the fp32 angle:
+a position's bits never depend on the batch or on when the table grew. Positions 0..2^24-1, where fp32 angles are
+exact. 40 heads of 128, m = 1: 0.8 us in all (Zen 5, one thread, Nov 2026).
 """
 
 import threading
@@ -20,7 +20,7 @@ from numba import types
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.floats import add, load16, load_lanes, multiply, store16, store_lanes, subtract
 
-F32 = np.float32(0)  # says what a load finds
+F32 = np.float32(0)  # type of a loaded value
 FIRST_POSITIONS = 256  # rows of the table at first; it doubles
 MAX_POSITIONS = 2**24
 
@@ -28,8 +28,8 @@ MAX_POSITIONS = 2**24
 @entry(
     types.int64(array_out(types.float32, 2), array_in(types.int64, 1), array_in(types.float32, 3), *[types.int64] * 3)
 )
-def _turn(x: Any, positions: Any, table: Any, first: int, n_heads: int, head_dim: int) -> int:
-    """1 where a shape is wrong, 2 where a position is not in the table: then nothing has been written."""
+def _rotate(x: Any, positions: Any, table: Any, first: int, n_heads: int, head_dim: int) -> int:
+    """Return 1 if a shape is wrong, 2 if a position is not in the table (nothing is written in both cases), else 0."""
     m, total = x.shape
     half = table.shape[2]
     if positions.size != m or first < 0 or n_heads < 0 or 2 * half > head_dim or first + n_heads * head_dim > total:
@@ -62,9 +62,11 @@ def _turn(x: Any, positions: Any, table: Any, first: int, n_heads: int, head_dim
 
 
 class Rope:
-    """One model's rotation. inverse_frequencies: radians per position of each pair; magnitude: factor of cos and sin.
+    """One model's rotary embedding. Safe to share between threads.
 
-    Safe to share between threads.
+    Args:
+        inverse_frequencies: radians per position of each pair.
+        magnitude: factor of cosines and sines.
     """
 
     def __init__(self, inverse_frequencies: Sequence[float], magnitude: float = 1.0) -> None:
@@ -73,28 +75,33 @@ class Rope:
         self._table = np.empty((0, 2, len(inverse_frequencies)), np.float32)
         self._growing = threading.Lock()
 
-    def turn(self, x: Any, positions: Any, first: int, n_heads: int, head_dim: int) -> None:
-        """x: fp32 (m, features), changed in place; positions: int64 (m,).
+    def rotate(self, x: Any, positions: Any, first: int, n_heads: int, head_dim: int) -> None:
+        """Rotate x in place.
 
-        Raises ValueError for other shapes, dtypes or layouts, and for positions below 0 or from 2^24 on.
+        Args:
+            x: fp32 (m, features).
+            positions: int64 (m,).
+
+        Raises:
+            ValueError: if a shape, dtype or layout does not fit, or a position is negative or 2^24 or more.
         """
-        status = _turn(x, positions, self._table, first, n_heads, head_dim)
+        status = _rotate(x, positions, self._table, first, n_heads, head_dim)
         if status == 2:
             self._grow(int(positions.max()) + 1)
-            status = _turn(x, positions, self._table, first, n_heads, head_dim)
+            status = _rotate(x, positions, self._table, first, n_heads, head_dim)
         if status:
             raise ValueError(
-                f"x {x.shape} doesn't hold {n_heads} heads of {head_dim} from feature {first} at positions "
-                f"{positions.shape} from 0 on, {2 * self._frequencies.size} features turning."
+                f"x {x.shape} does not hold {n_heads} heads of {head_dim} from feature {first}, of which "
+                f"{2 * self._frequencies.size} features rotate, for positions {positions.shape} from 0 on."
             )
 
     def _grow(self, n_positions: int) -> None:
-        """Makes the table cover positions below n_positions; a table in use elsewhere stays as it is."""
+        """Extend the table to positions below n_positions; a table that another thread uses stays unchanged."""
         if n_positions > MAX_POSITIONS:
-            raise ValueError(f"position {n_positions - 1} is beyond the last exact one, {MAX_POSITIONS - 1}.")
+            raise ValueError(f"Position {n_positions - 1} exceeds {MAX_POSITIONS - 1}, the last with exact angles.")
         with self._growing:
             covered = len(self._table)
             end = max(n_positions, 2 * covered, FIRST_POSITIONS)
             angles = np.arange(covered, end, dtype=np.float32)[:, None] * self._frequencies
-            turns = np.stack([np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)], axis=1)
-            self._table = np.concatenate([self._table, (turns * self._magnitude).astype(np.float32)])
+            waves = np.stack([np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)], axis=1)
+            self._table = np.concatenate([self._table, (waves * self._magnitude).astype(np.float32)])

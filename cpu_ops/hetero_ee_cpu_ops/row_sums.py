@@ -1,11 +1,11 @@
-"""Sums of int4 rows (rows.py), each times a weight of -127 .. 127 for each of its groups, as machine code.
+"""Sums of int4 rows (rows.py), each multiplied by an int8 weight per group of columns, as LLVM code.
 
-Four rows, a quad, are interleaved byte by byte, so that four products of bytes at a time give 16 columns' sums. A unit
-of 64 columns has four vectors of them, each 16 as COLUMNS has them; in_order puts them in order.
+Four rows, a quad, are interleaved byte by byte, so that dot products of four bytes give 16 columns' sums. A unit of 64
+columns has four vectors of sums, in the column order of COLUMNS; in_order restores the natural order.
 All sums are exact integers, so every instruction set gives the same bits.
 
-x86 multiplies unsigned by signed bytes: entries are moved up before weights, and what that adds is taken away at the
-end. On AVX2 two products are added in 16 bits: 2 x 64 x 127 fits.
+x86 multiplies unsigned by signed bytes: a bias is added to the entries, and its share is subtracted at the end. On AVX2
+two products are added in 16 bits: 2 x 64 x 127 fits.
 """
 
 from typing import Any
@@ -36,17 +36,17 @@ from hetero_ee_cpu_ops.simd.bytes import (
     target_has,
 )
 from hetero_ee_cpu_ops.simd.floats import MAGIC, Lanes, integers, operation, pointer
-from hetero_ee_cpu_ops.tile_group import moved_up
+from hetero_ee_cpu_ops.tile_group import byte_bias
 
-SMALLEST = 1e-30  # below it 127 / the largest magnitude is no number; such weights count as zeros
+SMALLEST = 1e-30  # below it 127 / the largest magnitude overflows; such weights count as zeros
 WEIGHT_LIMIT = 127
 COLUMNS = [16 * half + 4 * quarter + lane for quarter in range(4) for half in range(2) for lane in range(4)]
-SIGNED_TABLE = 64  # bytes from the table's start to its entries as they are; before them, those moved up
+SIGNED_TABLE = 64  # byte offset in the table of the entries without bias; those with bias come first
 I8X64 = ir.VectorType(I8, 64)
 
 
 def _dot_256(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """8 sums."""
+    """Return 8 sums."""
     if target_has(context, "avxvnni"):
         return call(builder, "llvm.x86.avx512.vpdpbusd.256", total.type, [total, a, b])
     pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [a, b])
@@ -55,7 +55,7 @@ def _dot_256(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
 
 
 def _dot_neon(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """4 sums."""
+    """Return 4 sums."""
     return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, a, b])
 
 
@@ -70,7 +70,7 @@ def _dot_portable(builder: Any, a: Any, b: Any, total: Any) -> Any:
 
 
 def _dot(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """total plus the 16 int32 sums of four products each of 64 bytes; x86 takes `a` as unsigned."""
+    """Return total plus 16 int32 sums of four products each, of 64 bytes; on x86 `a` is unsigned."""
     if target_has(context, "avx512vnni"):
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [total, a, b])
     dot, n = (_dot_256, 2) if target_has(context, "avx2") else (_dot_neon, 4)
@@ -81,8 +81,8 @@ def _dot(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
 
 
 @intrinsic
-def holds_many(typing: Any) -> Any:
-    """Whether registers hold two units' sums of a token, or one unit's of four, beside a quad's entries."""
+def has_many_registers(typing: Any) -> Any:
+    """Return whether registers can hold two units' sums of a token, or one unit's of four tokens, and a quad."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(ir.IntType(1), int(target_has(cpu_target.target_context, "avx512f")))
@@ -91,7 +91,7 @@ def holds_many(typing: Any) -> Any:
 
 
 def _quad(context: Any, builder: Any, lines: Any, here: Any, table: Any) -> list[Any]:
-    """Four rows' entries in a unit, of a column its four rows side by side, 16 columns each as COLUMNS has them."""
+    """Load four rows' entries in a unit, interleaved so that a column's four are adjacent; 16 columns per vector."""
     kind, words = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
     rows = [load(builder, builder.add(load(builder, lines, I64, 8 * row), here), kind) for row in range(4)]
     pairs = [[builder.bitcast(half, words) for half in zipped(builder, *rows[at : at + 2])] for at in (0, 2)]
@@ -106,11 +106,16 @@ def _quad(context: Any, builder: Any, lines: Any, here: Any, table: Any) -> list
 
 @intrinsic
 def add_quad(typing: Any, sums: Any, tokens: Any, lines: Any, here: Any, table: Any, weights: Any, stride: Any) -> Any:
-    """Int32 sums, carried as f32x16, plus four rows' entries times their weights: of every token, and for it of every
-    unit that the sums have, four vectors each.
+    """Add four rows' entries times their weights to int32 sums, which are carried as f32x16.
 
-    lines: address of the rows' addresses; here: the first unit's bytes in a row; table: RowMatrix's; weights: address
-    of token 0's 4 bytes, a row each, for each of the units' groups, the next token's `stride` on.
+    sums holds, token by token, four vectors for each of one or more consecutive units; len(tokens) tokens.
+
+    Args:
+        lines: address of the rows' addresses.
+        here: byte offset in a row of the first unit.
+        table: RowMatrix's table.
+        weights: address of token 0's weights, 4 bytes (one per row) for each of the units' groups.
+        stride: bytes to the next token's weights.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -133,9 +138,9 @@ def add_quad(typing: Any, sums: Any, tokens: Any, lines: Any, here: Any, table: 
 
 @intrinsic
 def finish_sums(typing: Any, sums: Any, tokens: Any, offsets: Any, factors: Any, out: Any, stride: Any) -> Any:
-    """out += (sum + offset) x factor, a token's fp32 at `out`, the next one's `stride` on.
+    """Add (sum + offset) x factor to the fp32 at `out`, where the next token's are `stride` bytes further on.
 
-    offsets, factors: int32 and fp32 for each of the units' groups, the next token's 64 bytes on.
+    offsets, factors: int32 and fp32 for each of the units' groups; the next token's are 64 bytes further on.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -158,7 +163,7 @@ def finish_sums(typing: Any, sums: Any, tokens: Any, offsets: Any, factors: Any,
 
 @intrinsic
 def add_sums(typing: Any, totals: Any, address: Any) -> Any:
-    """A unit's four vectors of fp32 plus those at `address`."""
+    """Add the four fp32 vectors at `address` to a unit's four."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values = enumerate(cgutils.unpack_tuple(builder, arguments[0]))
@@ -170,7 +175,7 @@ def add_sums(typing: Any, totals: Any, address: Any) -> Any:
 
 @intrinsic
 def in_order(typing: Any, sums: Any) -> Any:
-    """A unit's four vectors, a column after the other."""
+    """Return a unit's four vectors with their columns in natural order."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, results = cgutils.unpack_tuple(builder, arguments[0]), []
@@ -182,22 +187,22 @@ def in_order(typing: Any, sums: Any) -> Any:
     return sums(sums), codegen
 
 
-# Weights of a block of rows, for 16 groups at a time.
+# Weights of a block of rows, for 16 groups at a time
 
 
-steps_a_unit = operation(
+steps_per_unit = operation(
     1,
     lambda m: m.where("<", SMALLEST, 0.0, m.constant(WEIGHT_LIMIT) / m),
-    "steps_a_unit",
-    "127 / m, 0 where m is tiny.",
+    "steps_per_unit",
+    "127 / m, or 0 if m is tiny.",
 )
 step_size = operation(
-    1, lambda m: m.where("<", SMALLEST, 0.0, m / float(WEIGHT_LIMIT)), "step_size", "m / 127, 0 where m is tiny."
+    1, lambda m: m.where("<", SMALLEST, 0.0, m / float(WEIGHT_LIMIT)), "step_size", "m / 127, or 0 if m is tiny."
 )
 
 
 def _products(context: Any, builder: Any, scales: Any, hidden: Any) -> list[Lanes]:
-    """Of four rows their 16 fp32 scales, 64 bytes a row, times their fp32 at `hidden`."""
+    """Multiply four rows' 16 fp32 scales, 64 bytes per row, by the rows' fp32 at `hidden`."""
     found = []
     for row in range(4):
         h = splat(builder, F32X16, load(builder, hidden, F32, 4 * row))
@@ -207,7 +212,7 @@ def _products(context: Any, builder: Any, scales: Any, hidden: Any) -> list[Lane
 
 @intrinsic
 def largest_of_quad(typing: Any, largest: Any, scales: Any, hidden: Any) -> Any:
-    """The largest of `largest`, not negative, and |scale x hidden| of four rows, by their bits: NaN before all."""
+    """Return the maximum of `largest` (not negative) and |scale x hidden| of four rows; NaN counts as the largest."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits = builder.bitcast(arguments[0], I32X16)
@@ -221,14 +226,16 @@ def largest_of_quad(typing: Any, largest: Any, scales: Any, hidden: Any) -> Any:
 
 @intrinsic
 def weigh_quad(typing: Any, total: Any, steps: Any, scales: Any, hidden: Any, out: Any) -> Any:
-    """The weights rint(scale x hidden x steps) of four rows in 16 groups, 4 bytes a group at `out` as add_quads reads
-    them. Returns total, int32 carried as f32x16, plus the weights."""
+    """Compute the int8 weights rint(scale x hidden x steps) of four rows in 16 groups.
+
+    Stores 4 bytes per group at `out`, as add_quad reads them. Returns total, int32 carried as f32x16, plus the weights.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         total_, steps_, scales_, hidden_, out_ = arguments
         word = None
         for row, product in enumerate(_products(context, builder, scales_, hidden_)):
-            bits = (product * Lanes(context, builder, steps_) + MAGIC).bits()  # its low byte is the weight, 0 of a NaN
+            bits = (product * Lanes(context, builder, steps_) + MAGIC).bits()  # its low byte is the weight, 0 for NaN
             byte = builder.and_(builder.shl(bits, integers(8 * row)), integers(255 << 8 * row))
             word = byte if word is None else builder.or_(word, byte)
         builder.store(word, pointer(builder, out_, I32X16)).align = 4
@@ -240,10 +247,10 @@ def weigh_quad(typing: Any, total: Any, steps: Any, scales: Any, hidden: Any, ou
 
 @intrinsic
 def store_offsets(typing: Any, total: Any, address: Any) -> Any:
-    """What entries that are moved up add to sums, taken away: minus that times the sum of the weights; else 0."""
+    """Store what cancels the entries' bias in the sums: minus the bias times the sum of the weights, or 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        up = moved_up(context) if target_has(context, "avx2") else 0
+        up = byte_bias(context) if target_has(context, "avx2") else 0
         offsets = builder.mul(builder.bitcast(arguments[0], I32X16), integers(-up))
         builder.store(offsets, pointer(builder, arguments[1], I32X16)).align = 4
         return context.get_dummy_value()

@@ -1,7 +1,7 @@
 """Dot products of 16 rows (rows.py) with activations, one unit of 64 columns: the innermost step of a sparse up.
 
-The rows lie apart. Their words of four columns are transposed in registers, so that a lane is a row, as in a tile
-(tile_group.py), whose arithmetic, order and bits these sums have: so what is unpacked serves several tokens.
+The rows are apart in memory. Their words of four columns are transposed in registers so that a lane is a row, as in a
+tile: arithmetic, order and bits of the sums are those of tile_group.py. What is unpacked serves several tokens.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from hetero_ee_cpu_ops.tile_group import CODEBOOK, NARROW, Emitter, adds_in_16_b
 
 I32X8 = ir.VectorType(I32, 8)
 UNPACKED_UNIT_BYTES = 16 * 64  # of 16 rows
-COLUMN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of a group's words, as quantize.py adds up the codes that narrow sums want
+COLUMN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of a group's words, matching the order in which quantize.py sums codes
 
 
 def pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
@@ -40,7 +40,7 @@ def pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
 
 
 def zipped(builder: Any, first: Any, second: Any) -> list[Any]:
-    """The lower and the upper halves of each 16 bytes of both, their elements in turn: what x86 and Arm have for it."""
+    """Interleave the lower and the upper halves of each 16 bytes: what x86 and Arm have instructions for."""
     count, half = first.type.count, 64 // first.type.element.width
     halves = []
     for begin in (0, half):
@@ -50,15 +50,15 @@ def zipped(builder: Any, first: Any, second: Any) -> list[Any]:
 
 
 def _transposed(context: Any, builder: Any, rows: list[Any]) -> list[list[Any]]:
-    """Of 16 rows' 8 words each the 8 vectors with a lane a row: one list, or two of 8 rows where registers hold 8."""
+    """Transpose 16 rows of 8 words to 8 vectors with a lane per row; if registers hold 8 rows, to 8 for each half."""
     if has_wide_registers(context):
         pairs = [[joined(builder, [rows[at + n], rows[at + n + 4]]) for at in (0, 8)] for n in range(4)]
-        return [_turned(builder, pairs)]
-    return [_turned(builder, [[rows[at + n], rows[at + n + 4]] for n in range(4)]) for at in (0, 8)]
+        return [_transposed_pairs(builder, pairs)]
+    return [_transposed_pairs(builder, [[rows[at + n], rows[at + n + 4]] for n in range(4)]) for at in (0, 8)]
 
 
-def _turned(builder: Any, pairs: list[list[Any]]) -> list[Any]:
-    """Pair n holds rows n, n + 4 and so on, 8 words each; the result words 0 to 7, a lane a row."""
+def _transposed_pairs(builder: Any, pairs: list[list[Any]]) -> list[Any]:
+    """Transpose pairs to words 0 to 7 with a lane per row. Pair n holds rows n, n + 4 and so on, 8 words each."""
     words = []
     for half in range(2):
         lanes = [4 * at + n for at in range(half, pairs[0][0].type.count // 2, 2) for n in range(4)]
@@ -71,7 +71,7 @@ def _turned(builder: Any, pairs: list[list[Any]]) -> list[Any]:
 
 
 def _operands(emitter: Emitter, words: list[Any], table: Any, half: int) -> Iterator[tuple[list[Any], int]]:
-    """A group's entries, four columns each, with the first column's index: low nibbles or high ones."""
+    """Yield a group's entries, from the low or high nibbles, four columns at a time, with the first column's index."""
     bytes_type = ir.VectorType(I8, emitter.lanes)
     entries = load(emitter.builder, table, bytes_type, 64 if emitter.signed else 0)
     for number in COLUMN_ORDER:
@@ -84,7 +84,7 @@ def _emitter(context: Any, builder: Any) -> Emitter:
 
 
 def _unit_operands(emitter: Emitter, lines: Any, here: Any, table: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
-    """Operands of the first group and of the second; where registers hold 8 rows, those of the others after them."""
+    """Yield the operands of the first group and of the second; if registers hold 8 rows, then those of the others."""
     builder = emitter.builder
     rows = [load(builder, builder.add(load(builder, lines, I64, 8 * row), here), I32X8) for row in range(16)]
     for words in _transposed(emitter.context, builder, rows):
@@ -93,7 +93,7 @@ def _unit_operands(emitter: Emitter, lines: Any, here: Any, table: Any) -> Itera
 
 
 def _stored_operands(emitter: Emitter, address: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
-    """The same from where unpack_unit left them."""
+    """Yield what _unit_operands yields, from where unpack_unit stored it."""
 
     def operands(first: int) -> Iterator[tuple[list[Any], int]]:
         for at, number in enumerate(COLUMN_ORDER):
@@ -107,14 +107,14 @@ def _stored_operands(emitter: Emitter, address: Any) -> Iterator[Iterator[tuple[
 def _added(
     emitter: Emitter, totals: list[Any], each_operands: Any, scales: Any, inputs: list[Any], r: Any
 ) -> list[Any]:
-    """The totals plus the share of the two groups."""
+    """Add the share of the two groups to the totals."""
     context, builder, tokens = emitter.context, emitter.builder, list(range(len(totals)))
     steps = [builder.mul(r, ir.Constant(I64, n)) for n in (32, 4, 8 if emitter.kind == len(NARROW) else 4)]
     at = [inputs, [builder.add(*pair) for pair in zip(inputs, steps, strict=True)]]
     sums: list[list[list[Any]]] = [[], []]
     for number, operands in enumerate(each_operands):
         x, _, offset = at[number % 2]
-        if has_wide_registers(context):  # registers hold all operands: token by token
+        if has_wide_registers(context):  # registers hold all operands, so token by token
             held = list(operands)
             found = [emitter.group_sums(iter(held), x, offset, [token])[0][0] for token in tokens]
         else:
@@ -133,10 +133,14 @@ def _added(
 def add_unit(
     typing: Any, totals: Any, lines: Any, here: Any, table: Any, scales: Any, x: Any, scale: Any, offset: Any, r: Any
 ) -> Any:
-    """totals[t] (f32x16) plus the two groups' share of 16 rows for every token t, as add_group has it.
+    """Add two groups' share of 16 rows to totals[t] (f32x16) for every token t, as add_group does.
 
-    lines: address of the rows' addresses; here: the unit's bytes in a row; table: RowMatrix's; scales: address of the
-    first group's 16 fp32, the second's right after; x, scale, offset: as add_group's, with r tokens side by side.
+    Args:
+        lines: address of the rows' addresses.
+        here: byte offset of the unit in a row.
+        table: RowMatrix's table.
+        scales: address of the first group's 16 fp32 scales, followed by the second's.
+        x, scale, offset: as for add_group, with r tokens side by side.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -151,7 +155,7 @@ def add_unit(
 
 @intrinsic
 def unpack_unit(typing: Any, lines: Any, here: Any, table: Any, out: Any) -> Any:
-    """The unit's operands in 16 rows at `out`, UNPACKED_UNIT_BYTES, for add_unpacked_unit; others: see add_unit."""
+    """Store the unit's operands in 16 rows at `out`, UNPACKED_UNIT_BYTES, for add_unpacked_unit; see add_unit."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lines_, here_, table_, out_ = arguments
@@ -168,7 +172,7 @@ def unpack_unit(typing: Any, lines: Any, here: Any, table: Any, out: Any) -> Any
 def add_unpacked_unit(
     typing: Any, totals: Any, operands: Any, scales: Any, x: Any, scale: Any, offset: Any, r: Any
 ) -> Any:
-    """As add_unit, of what unpack_unit left at `operands`."""
+    """Do what add_unit does with the operands that unpack_unit stored at `operands`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         totals_, operands_, scales_, *inputs, r_ = arguments
@@ -182,9 +186,9 @@ def add_unpacked_unit(
 
 @intrinsic
 def unpack_scales(typing: Any, lines: Any, here: Any, n_units: Any, out: Any) -> Any:
-    """Of 16 rows the scales of up to 8 units as fp32 at `out`: group after group, 16 rows each; no others are read.
+    """Convert 16 rows' scales of up to 8 units to fp32 at `out`: group by group, 16 rows each. Reads no other scales.
 
-    lines: address of the addresses of the rows' scales; here: the first unit's bytes in them.
+    `lines` is the address of the addresses of the rows' scales, `here` the byte offset of the first unit in them.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -210,7 +214,7 @@ def unpack_scales(typing: Any, lines: Any, here: Any, n_units: Any, out: Any) ->
 
 @intrinsic
 def gate_rows(typing: Any, totals: Any, factor: Any, address: Any, stride: Any) -> Any:
-    """16 activated gates, token t's at address + t * stride, times (totals[t] x factor); those of 0 become 0."""
+    """Multiply 16 gates, token t's at address + t * stride, by totals[t] x factor, in place; gates of 0 become 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         totals_, factor_, at, stride_ = arguments

@@ -1,19 +1,19 @@
-"""y[m, K] = 2^d sum over neurons n of h[m, n] down[n], h = active x (2^u up[n] . x): inactive neurons are not read.
+"""y[m, K] = 2^d sum over neurons n of h[m, n] down[n], h = active x (2^u up[n] . x), without reading inactive neurons.
 
-up and down: int4 rows (rows.py), N neurons, K columns; active fp32 (m, N): each neuron's activated gate, 0 where it is
-skipped. A neuron's rows are read where any of the m tokens has it active; the others get an exact zero of it. For one
+up and down: int4 rows (rows.py), N neurons, K columns. active: fp32 (m, N), each neuron's activated gate, 0 if it is
+skipped. A neuron's rows are read if it is active for any of the m tokens; it adds an exact zero to the others. For one
 token, whatever m, the other tokens, the threads and the other neurons are:
 
-1. x to int8 in groups g of 32 (quantize.py): codes q, scales a.
-2. total = fma(sum of entry q over group g, scale_up[n, g] a[g], total), g = 0, 1, ..., from 0: as a tile matmul has it
-   (matmul.py). h = active (total 2^u). Without an up matrix h = active; 0 where active is 0.
-3. Neurons in blocks of 128. c[n, g] = h[n] scale_down[n, g]; M[g] = the largest |c| of the block, NaN before all;
+1. x is quantized to int8 in groups g of 32 (quantize.py): codes q, scales a.
+2. total = fma(sum of entry q over group g, scale_up[n, g] a[g], total), g = 0, 1, ..., from 0, as in a tile matmul
+   (matmul.py). h = active (total 2^u). Without an up matrix h = active. h = 0 if active is 0.
+3. Neurons form blocks of 128. c[n, g] = h[n] scale_down[n, g]; M[g] = the largest |c| of the block, NaN first;
    q[n, g] = rint(c (127 / M)); y[k] = fma(sum over the block of entry[n, k] q[n, g], M / 127, y[k]), blocks ascending.
-   Where M < 1e-30 both quotients are 0. The integer sum is exact, so what is left out changes nothing.
-4. Sections of B / 32 blocks, rounded up, of the B that there are: each is summed from 0, and the result is section
-   S - 1 + ... + section 1 + section 0, added up in this order from 0, times 2^d.
+   If M < 1e-30 both quotients are 0. The integer sum is exact, so skipping zeros changes nothing.
+4. The B blocks form S sections of B / 32 blocks, rounded up. Each section is summed from 0. The result is section
+   S - 1 + ... + section 1 + section 0, added in this order from 0, times 2^d.
 
-So the sections from s on, added up, are a prefix of the sum, and another device can add the first s to it.
+So the sum of the sections from s on is a prefix of the whole sum, and another device can add the first s to it.
 
 Source: derived; skipping after the gate as in PowerInfer (arXiv 2312.12456) and CATS (arXiv 2404.08763).
 """
@@ -46,7 +46,7 @@ from hetero_ee_cpu_ops.simd.bytes import word, zeros
 from hetero_ee_cpu_ops.simd.floats import multiply, read_float, spread, store16, store_lanes
 from hetero_ee_cpu_ops.sparse_section import (
     ACTIVE,
-    BLOCKS_A_SECTION,
+    BLOCKS_PER_SECTION,
     DOWN,
     F32,
     FIRST_SECTION,
@@ -57,7 +57,7 @@ from hetero_ee_cpu_ops.sparse_section import (
     OUTPUT,
     RESULT_FACTOR,
     SECTIONS,
-    SECTIONS_A_CHUNK,
+    SECTIONS_PER_CHUNK,
     SUMS,
     SUMS_STRIDE,
     UNIT_SUMS,
@@ -68,19 +68,19 @@ from hetero_ee_cpu_ops.sparse_section import (
 from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
 
 MAX_SECTIONS = 32
-CHUNKS_A_THREAD = 4  # of sections, at least: the first rows of each are waited for
-FOLD_UNITS = 8  # a chunk of the last sum
-MIN_SHARED_BYTES = 2**18  # rows times tokens, 7 us of one thread; below, handing over costs more than it saves
+CHUNKS_PER_THREAD = 4  # of sections, at least; the first rows of each chunk are not prefetched in time
+FOLD_UNITS = 8  # units per chunk of the last sum
+MIN_SHARED_BYTES = 2**18  # rows times tokens, 7 us of one thread; below, sharing costs more than it saves
 
 
-def n_blocks_a_section(n_neurons: int) -> int:
-    """Section s holds the blocks of 128 neurons from s times this on."""
+def n_blocks_per_section(n_neurons: int) -> int:
+    """Return the number of 128-neuron blocks per section."""
     n_blocks = -(-n_neurons // BLOCK)
     return -(-n_blocks // MAX_SECTIONS)
 
 
 def _fold(arguments: int, index: int) -> None:
-    """FOLD_UNITS units of one token: the sections' sums from the last to the first."""
+    """Add the sections' sums of FOLD_UNITS units of one token, from the last to the first."""
     n_columns, n_tokens, stride = word(arguments, N_COLUMNS), word(arguments, N_TOKENS), word(arguments, SUMS_STRIDE)
     n_units = word(arguments, N_UNITS)
     n_slices = (n_units + FOLD_UNITS - 1) // FOLD_UNITS
@@ -108,7 +108,7 @@ FOLD = Chunk(_fold)
 
 @compiled(nogil=True)
 def _compute(x: Any, active: Any, out: Any, arguments: Any, codes: Any, sums: Any, functions: Any, shared: int) -> None:
-    """Pass after pass; `arguments` comes with the matrices' part filled."""
+    """Compute pass after pass; `arguments` has the matrices' part filled."""
     n_units, n_sections, address = arguments[N_UNITS], arguments[N_SECTIONS], arguments.ctypes.data
     arguments[ACTIVE], arguments[OUTPUT] = active.ctypes.data, out.ctypes.data
     arguments[SUMS_STRIDE] = UNIT_SUMS * n_units + 64
@@ -123,33 +123,44 @@ def _compute(x: Any, active: Any, out: Any, arguments: Any, codes: Any, sums: An
         team = 0 if is_small else shared
         if arguments[UP] != 0:
             lead(0, functions[0], address, 1)
-        lead(team, functions[1], address, (n_sections + arguments[SECTIONS_A_CHUNK] - 1) // arguments[SECTIONS_A_CHUNK])
+        lead(
+            team,
+            functions[1],
+            address,
+            (n_sections + arguments[SECTIONS_PER_CHUNK] - 1) // arguments[SECTIONS_PER_CHUNK],
+        )
         lead(team, functions[2], address, n_tokens * n_slices)
 
 
 class SparseFfn:
-    """The operation with its compiled functions, made at first use. May be called from several threads."""
+    """The operation with its compiled functions, compiled at first use. Safe to call from several threads."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._functions: Any = None
 
     def __call__(self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix) -> Any:
-        """x fp32 (m, K), active fp32 (m, N), contiguous -> y fp32 (m, K); without up x is not read and may be None.
+        """Return y, fp32 (m, K).
 
-        Raises ValueError where shapes don't fit.
+        Args:
+            x: contiguous fp32 (m, K); may be None without `up`.
+            active: contiguous fp32 (m, N).
+
+        Raises:
+            ValueError: if a shape, dtype or layout does not fit.
         """
         return self._run(x, active, up, down, 0, None, down.factor)
 
     def from_section(self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int) -> Any:
-        """The sections from `section` on alone, added up, not times 2^d; of `active` nothing before them is read.
+        """Return the sum of the sections from `section` on, without 2^d; earlier neurons' `active` is not read.
 
-        Raises ValueError for a section that is not there, too.
+        Raises:
+            ValueError: if an operand does not fit or the section does not exist.
         """
         return self._run(x, active, up, down, section, None, np.float32(1))
 
     def onto(self, rest: Any, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int) -> Any:
-        """The whole sum, of what from_section gives for `section` (fp32 (m, K)) and the sections before it."""
+        """Return y from `rest`, which from_section returned for `section` (fp32 (m, K)), and the earlier sections."""
         total = rest
         for each in reversed(range(section)):
             total = total + self._run(x, active, up, down, each, each + 1, np.float32(1))
@@ -158,21 +169,21 @@ class SparseFfn:
     def _run(
         self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int, end: int | None, factor: Any
     ) -> Any:
-        """The sections from `section` to `end`, all where None."""
+        """Return factor times the sum of sections `section` .. end - 1; None for `end` means all."""
         arguments = np.zeros(N_ARGUMENTS, np.int64)
-        m, size = _check(x, active, up, down), n_blocks_a_section(down.n_rows)
+        m, size = _check(x, active, up, down), n_blocks_per_section(down.n_rows)
         n_there = -(-down.n_rows // (BLOCK * size))
         if not 0 <= section < n_there:
-            raise ValueError(f"section {section} is none of the {n_there} of {down.n_rows} neurons.")
+            raise ValueError(f"Section {section} does not exist; {down.n_rows} neurons have {n_there} sections.")
         n_sections = (n_there if end is None else end) - section
         if up is not None:
             arguments[UP : UP + 5] = up.words[:5]
         arguments[DOWN : DOWN + 5] = down.words[:5]
         arguments[[N_NEURONS, N_UNITS, N_COLUMNS]] = down.n_rows, down.n_units, down.n_columns
-        arguments[[BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS]] = size, section, n_sections
+        arguments[[BLOCKS_PER_SECTION, FIRST_SECTION, N_SECTIONS]] = size, section, n_sections
         arguments[RESULT_FACTOR] = int(np.float32(factor).view(np.int32))
         x = active if up is None else whole_units(x, down.n_units)
-        arguments[SECTIONS_A_CHUNK] = a_chunk = max(1, n_sections // (CHUNKS_A_THREAD * self._pool.n_threads))
+        arguments[SECTIONS_PER_CHUNK] = a_chunk = max(1, n_sections // (CHUNKS_PER_THREAD * self._pool.n_threads))
         tokens, n_listed = min(m, PASS_TOKENS), -(-n_sections // a_chunk) * a_chunk * size * BLOCK
         n_bytes = workspace_bytes(down.n_units, tokens)
         codes = np.empty(n_bytes + list_bytes(n_listed, tokens), np.uint8)
@@ -188,13 +199,13 @@ class SparseFfn:
         return out
 
     def compile(self) -> tuple[int, int, int]:
-        """Addresses of the chunk functions."""
+        """Compile or load the chunk functions and return their addresses."""
         self._functions = QUANTIZE.address, SECTIONS.address, FOLD.address
         return self._functions
 
 
 def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix) -> int:
-    """The number of tokens. Raises ValueError where an operand doesn't fit."""
+    """Return the number of tokens. Raises ValueError if an operand does not fit."""
     if up is not None and (up.n_rows, up.n_columns) != (down.n_rows, down.n_columns):
         raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
     if (
@@ -206,5 +217,5 @@ def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix) -> int:
         raise ValueError(f"active is {active.dtype} {active.shape}, expected contiguous float32 (m, {down.n_rows}).")
     expected = (active.shape[0], down.n_columns)
     if up is not None and (x.shape != expected or x.dtype != np.float32 or not x.flags.c_contiguous):
-        raise ValueError(f"activations are {x.dtype} {x.shape}, expected contiguous float32 {expected}.")
+        raise ValueError(f"Activations are {x.dtype} {x.shape}, expected contiguous float32 {expected}.")
     return int(active.shape[0])

@@ -1,8 +1,8 @@
-"""A few sections of the sparse FFN (sparse_ffn.py), as one thread computes them.
+"""One thread's share of the sparse FFN (sparse_ffn.py): a few sections.
 
-First their active neurons are listed. Then 16 of them at a time meet up, whatever their blocks. Then block after block
-is added up, strip of 8 units after strip, whose sums stay in registers. Meanwhile the rows that come next, of up and
-then of down, are asked for.
+First the sections' active neurons are listed. Then h is computed for 16 of them at a time, whatever their blocks. Then
+block after block is added up in strips of 8 units, whose sums stay in registers. Meanwhile the rows that come next, of
+up and then of down, are prefetched.
 """
 
 from typing import Any
@@ -36,20 +36,20 @@ from hetero_ee_cpu_ops.listed_rows import (
     STRIP_UNITS,
     TABLE,
     TILE,
-    ask,
-    ask_for_tile,
     begin_list,
-    load_first,
-    meet,
-    point_at,
+    load_prefix,
+    multiply_rows,
+    prefetch_first_tile,
+    prefetch_rows,
+    select_rows,
 )
 from hetero_ee_cpu_ops.row_sums import (
     add_quad,
     finish_sums,
-    holds_many,
+    has_many_registers,
     largest_of_quad,
     step_size,
-    steps_a_unit,
+    steps_per_unit,
     store_offsets,
     weigh_quad,
 )
@@ -68,12 +68,12 @@ from hetero_ee_cpu_ops.simd.floats import (
 )
 
 ONE, TWO, FOUR, EIGHT, SIXTEEN = (0,), (0,) * 2, (0,) * 4, (0,) * 8, (0,) * 16
-F32, F16 = np.float32(0), np.uint16(0)  # say what a load finds
-# Offsets in a chunk's frame, in bytes, after listed_rows.py's.
+F32, F16 = np.float32(0), np.uint16(0)  # types of a loaded value
+# Byte offsets in a chunk's frame, after listed_rows.py's.
 FACTOR_BYTES = 4 * STRIP_GROUPS
 WEIGHT_BYTES = BLOCK // 4 * FACTOR_BYTES  # of a token in 16 groups
 UNIT_SUMS = 4 * UNIT_COLUMNS
-RESULT = 48  # the section's sums
+RESULT = 48  # address of the section's sums
 HIDDEN = SCALES + BLOCK * FACTOR_BYTES
 FACTORS = HIDDEN + PASS_TOKENS * 4 * BLOCK
 OFFSETS = FACTORS + PASS_TOKENS * FACTOR_BYTES
@@ -81,27 +81,29 @@ WEIGHTS = OFFSETS + PASS_TOKENS * FACTOR_BYTES
 FRAME_BYTES = WEIGHTS + PASS_TOKENS * WEIGHT_BYTES
 # Indices in the argument array, after listed_rows.py's.
 UP, DOWN = FIRST, SECOND
-N_COLUMNS, BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS, ACTIVE, OUTPUT, SUMS, USED = range(OTHERS, OTHERS + 8)
-SUMS_STRIDE, RESULT_FACTOR, SECTIONS_A_CHUNK = range(OTHERS + 8, OTHERS + 11)
+N_COLUMNS, BLOCKS_PER_SECTION, FIRST_SECTION, N_SECTIONS, ACTIVE, OUTPUT, SUMS, USED = range(OTHERS, OTHERS + 8)
+SUMS_STRIDE, RESULT_FACTOR, SECTIONS_PER_CHUNK = range(OTHERS + 8, OTHERS + 11)
 N_ARGUMENTS = OTHERS + 11
 
 
 @compiled(nogil=True)
 def list_bytes(n_neurons: int, n_tokens: int) -> int:
-    """Of a list of that many neurons, whole tiles of them: numbers as int64, then each token's h as fp32."""
+    """Return the bytes of a list of n_neurons, in whole tiles: int64 neuron numbers, then each token's fp32 h."""
     return (8 + 4 * n_tokens) * n_neurons
 
 
 @inner
 def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: int) -> int:
-    """Lists the neurons of first .. end - 1 that any token has active, and every token's activations of them; both are
-    filled up to whole tiles, with the last one and zeros. Returns how many they are."""
+    """List the neurons of first .. end - 1 that are active for any token, with every token's activations.
+
+    Both are padded to whole tiles, with the last neuron and zeros. Returns the number of neurons without padding.
+    """
     n_neurons, n_tokens, count = word(arguments, N_NEURONS), word(arguments, N_TOKENS), 0
     active = word(arguments, ACTIVE) + 4 * n_neurons * word(arguments, FIRST_TOKEN)
     for start in range(first, end, 16):
         bits = 0
         for token in range(n_tokens):
-            bits |= nonzero_lanes(load_first(active + 4 * (token * n_neurons + start), end - start))
+            bits |= nonzero_lanes(load_prefix(active + 4 * (token * n_neurons + start), end - start))
         while bits:
             neuron = start + lowest_bit(bits)
             bits &= bits - 1
@@ -118,7 +120,7 @@ def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: 
 
 @inner
 def _scales(address: int, end: int) -> Any:
-    """16 scales as f32x16; nothing is read from `end` on."""
+    """Load 16 scales as f32x16, reading nothing from `end` on."""
     if address + 2 * STRIP_GROUPS <= end:
         return load16(address, F16)
     return load_lanes(address, 0, (end - address) // 2, F16)
@@ -126,18 +128,18 @@ def _scales(address: int, end: int) -> Any:
 
 @inner
 def _products(tokens: Any, arguments: int, frame: int, first: int, hidden: int, stride: int) -> None:
-    """h of the 16 neurons that meet, whose activations are at `hidden`, for len(tokens) tokens from `first` on."""
-    totals = meet(tokens, arguments, frame, first)
+    """Turn the activations at `hidden` of the 16 selected neurons into h, for len(tokens) tokens from `first` on."""
+    totals = multiply_rows(tokens, arguments, frame, first)
     gate_rows(totals, read_float(arguments + 8 * (UP + FACTOR)), hidden + stride * first, stride)
 
 
 @inner
-def _meet_up(arguments: int, frame: int, count: int, hidden: int, stride: int) -> None:
-    """Makes h of the listed neurons' activations."""
+def _compute_hidden(arguments: int, frame: int, count: int, hidden: int, stride: int) -> None:
+    """Turn the listed neurons' activations into h."""
     n_tokens = word(arguments, N_TOKENS)
-    ask_for_tile(arguments, frame)
+    prefetch_first_tile(arguments, frame)
     for at in range(0, count, TILE):
-        point_at(arguments, frame, at, 2 * count)
+        select_rows(arguments, frame, at, 2 * count)
         h, token = hidden + 4 * at, 0
         if n_tokens >= 8:
             _products(EIGHT, arguments, frame, 0, h, stride)
@@ -154,12 +156,12 @@ def _meet_up(arguments: int, frame: int, count: int, hidden: int, stride: int) -
 
 @inner
 def _weigh(frame: int, n_rows: int, token: int) -> None:
-    """One token's weights of a block's rows in the 16 groups whose scales are at SCALES."""
+    """Compute one token's weights for a block's rows in the 16 groups whose scales are at SCALES."""
     scales, hidden = frame + SCALES, frame + HIDDEN + 4 * BLOCK * token
     largest, total = spread(F32), spread(F32)
     for row in range(0, n_rows, 4):
         largest = largest_of_quad(largest, scales + FACTOR_BYTES * row, hidden + 4 * row)
-    steps = steps_a_unit(largest)
+    steps = steps_per_unit(largest)
     store16(step_size(largest), frame + FACTORS + FACTOR_BYTES * token)
     weights = frame + WEIGHTS + WEIGHT_BYTES * token
     for row in range(0, n_rows, 4):
@@ -170,12 +172,12 @@ def _weigh(frame: int, n_rows: int, token: int) -> None:
 
 @inner
 def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, unit: int, token: int) -> None:
-    """Adds the block's rows to the sums of len(tokens) tokens, len(cells) vectors of them from `unit` on."""
+    """Add the block's rows to len(tokens) tokens' sums, len(cells) vectors from `unit` on."""
     at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
     weights, lines, sums = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at, frame + LINES, zeros(cells)
     for first in range(0, n_rows, 32):
         n_quads = (min(32, n_rows - first) + 3) // 4
-        ask(arguments, frame, n_quads)
+        prefetch_rows(arguments, frame, n_quads)
         for _ in range(n_quads):
             sums = add_quad(sums, tokens, lines, here, table, weights, WEIGHT_BYTES)
             weights += FACTOR_BYTES
@@ -187,9 +189,9 @@ def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, uni
 
 @inner
 def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
-    """Adds the block's rows to every token's sums of the units from `start` on."""
+    """Add the block's rows to every token's sums of the strip's units from `start` on."""
     n_tokens, end, token = word(arguments, N_TOKENS), min(start + STRIP_UNITS, word(arguments, N_UNITS)), 0
-    while holds_many() and n_tokens - token >= 2:
+    while has_many_registers() and n_tokens - token >= 2:
         several = n_tokens - token >= 4
         for unit in range(start, end):
             if several:
@@ -199,7 +201,7 @@ def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
         token += 4 if several else 2
     for each in range(token, n_tokens):
         unit = start
-        while holds_many() and end - unit >= 2:
+        while has_many_registers() and end - unit >= 2:
             _units(EIGHT, ONE, arguments, frame, n_rows, unit, each)
             unit += 2
         while unit < end:
@@ -209,7 +211,7 @@ def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
 
 @inner
 def _block(arguments: int, frame: int, first: int, count: int, hidden: int, stride: int) -> None:
-    """Adds the share of `count` listed neurons of a block, from the list's `first` on, to the section's sums."""
+    """Add the share of a block's `count` listed neurons, which start at the list's `first`, to the section's sums."""
     rows, n_units, n_tokens = word(frame + ROWS, 0) + 8 * first, word(arguments, N_UNITS), word(arguments, N_TOKENS)
     n_rows = (count + 3) & -4
     for at in range(n_rows):
@@ -218,8 +220,9 @@ def _block(arguments: int, frame: int, first: int, count: int, hidden: int, stri
         for token in range(n_tokens):
             h = read_float(hidden + stride * token + 4 * (first + at)) if at < count else F32
             write_float(h, frame + HIDDEN + 4 * (BLOCK * token + at))
-    n_met, n_listed = word(frame + N_ROWS, 0) if word(arguments, UP + ROW_CODES) else 0, word(frame + N_ROWS, 0)
-    write_integer(n_met + min(first + count + AHEAD, n_listed), frame + LIMIT)
+    n_listed = word(frame + N_ROWS, 0)
+    n_up = n_listed if word(arguments, UP + ROW_CODES) else 0
+    write_integer(n_up + min(first + count + AHEAD, n_listed), frame + LIMIT)
     scales, end = word(arguments, DOWN + SCALE_BITS), word(arguments, DOWN + SCALES_END)
     for start in range(0, n_units, STRIP_UNITS):
         for at in range(n_rows):
@@ -237,10 +240,13 @@ def _clear(address: int, n_bytes: int) -> None:
 
 
 def _sections(arguments: int, index: int) -> None:
-    """SECTIONS_A_CHUNK sections from FIRST_SECTION on: their sums for every token, and which of them have any."""
+    """Sum SECTIONS_PER_CHUNK sections for every token and note which of them have any active neuron."""
     frame = scratch(FRAME_BYTES)
-    n_neurons, size = word(arguments, N_NEURONS), word(arguments, BLOCKS_A_SECTION) * BLOCK
-    n_sections, sums_bytes = word(arguments, SECTIONS_A_CHUNK), word(arguments, N_TOKENS) * word(arguments, SUMS_STRIDE)
+    n_neurons, size = word(arguments, N_NEURONS), word(arguments, BLOCKS_PER_SECTION) * BLOCK
+    n_sections, sums_bytes = (
+        word(arguments, SECTIONS_PER_CHUNK),
+        word(arguments, N_TOKENS) * word(arguments, SUMS_STRIDE),
+    )
     rows = word(arguments, LISTS) + index * list_bytes(n_sections * size, word(arguments, N_TOKENS))
     hidden, stride = rows + 8 * n_sections * size, 4 * n_sections * size
     before = word(arguments, FIRST_SECTION)
@@ -248,7 +254,7 @@ def _sections(arguments: int, index: int) -> None:
     count = _list(arguments, first * size, min((first + n_sections) * size, n_neurons), rows, hidden, stride)
     begin_list(frame, rows, count)
     if count and word(arguments, UP + ROW_CODES):
-        _meet_up(arguments, frame, count, hidden, stride)
+        _compute_hidden(arguments, frame, count, hidden, stride)
     begin = 0
     for section in range(first, min(first + n_sections, before + word(arguments, N_SECTIONS))):
         sums = word(arguments, SUMS) + (section - before) * sums_bytes

@@ -1,9 +1,9 @@
 """A small pool of threads that share an operation's chunks.
 
-Chunks are claimed one by one and completion is counted in chunks, not in workers: a worker that the system has put
-aside delays nothing but a chunk it holds. (A barrier that waits for every worker costs up to 8 ms when a core is busy.)
-Workers spin for a moment after their last chunk, since a decoder's operations follow each other within microseconds,
-and then sleep until they are woken; the caller never waits for them to wake.
+Chunks are claimed one by one, and completion is counted in chunks, not in workers: a worker that the system has
+descheduled delays nothing but a chunk it holds. (A barrier that waits for every worker costs up to 8 ms when a core is
+busy.) Workers spin for a moment after their last chunk, since a decoder's operations follow each other within
+microseconds. Then they sleep until woken; the caller never waits for them to wake.
 
 The ticket is one 64-bit word, epoch | number of chunks | next chunk: a claim succeeds only for the operation it was
 read from, and the operation's arguments stay untouched until all of its claimed chunks are done.
@@ -21,14 +21,14 @@ from hetero_ee_cpu_ops.kernel_files import compiled, inner
 COUNT_BITS = 20
 MAX_CHUNKS = 2**COUNT_BITS - 1
 MASK = MAX_CHUNKS
-# Offsets in the shared array, in bytes; what workers write lies on cache lines (64 bytes) of their own.
+# Byte offsets in the shared array; each word that workers write has a cache line (64 bytes) of its own.
 TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192
-SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model takes between two shared operations
+SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model's gap between two shared operations
 
 
 @inner
 def _claim_and_run(shared: int) -> bool:
-    """Runs one chunk if there is one."""
+    """Run one chunk if one is left; return whether it did."""
     ticket = load_acquire(shared + TICKET)
     index = ticket & MASK
     if index >= (ticket >> COUNT_BITS) & MASK or not replace(shared + TICKET, ticket, ticket + 1):
@@ -40,7 +40,7 @@ def _claim_and_run(shared: int) -> bool:
 
 @compiled(nogil=True)
 def _work(shared: int) -> None:
-    """A worker's life between two sleeps."""
+    """Run chunks until none has appeared for SPINS pauses."""
     spins = 0
     while spins < SPINS and load_acquire(shared + STOP) == 0:
         if _claim_and_run(shared):
@@ -52,7 +52,7 @@ def _work(shared: int) -> None:
 
 @compiled(nogil=True)
 def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
-    """Publishes an operation, works on it, and returns when every chunk is done; shared 0 computes alone."""
+    """Publish an operation, work on it, and return when every chunk is done. shared = 0 computes without workers."""
     if shared == 0 or n_chunks == 1:
         for index in range(n_chunks):
             call_chunk(function, arguments, index)
@@ -70,13 +70,13 @@ def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
 
 
 class ThreadPool:
-    """n_threads threads, the caller included. `run` may be called from several threads; close() ends the workers."""
+    """n_threads threads, including the caller's. Several threads may call `run`; close() ends the workers."""
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
         self._memory = np.zeros(64, np.int64)
-        self._shared = (self._memory.ctypes.data + 63) & ~63  # a cache line's edge
-        # Its own thread may take it again: Ctrl-C between enter() and the caller's try leaves it taken for good.
+        self._shared = (self._memory.ctypes.data + 63) & ~63  # aligned to a cache line
+        # Reentrant, since Ctrl-C between enter() and the caller's try leaves the lock taken for good.
         self._lock = threading.RLock()
         self._wake = threading.Semaphore(0)
         self._asleep = 0
@@ -86,10 +86,13 @@ class ThreadPool:
         self._process = os.getpid()
 
     def run(self, function: int, arguments: Any, n_chunks: int) -> None:
-        """Calls function(address of arguments, i) for every i < n_chunks; returns when all are done.
+        """Call function(address of arguments, i) for every i < n_chunks; return when all are done.
 
-        function: address of a compiled void(intp, intp) that may run in any thread. arguments: int64 array, untouched
-        meanwhile. A call while another is running computes alone.
+        A call during another thread's call computes in its own thread.
+
+        Args:
+            function: address of a compiled void(intp, intp) that may run in any thread.
+            arguments: int64 array, which must not change meanwhile.
         """
         address = arguments.ctypes.data
         shared = self.enter() if n_chunks > 1 else 0
@@ -99,7 +102,7 @@ class ThreadPool:
             self.leave(shared)
 
     def enter(self) -> int:
-        """The address compiled code hands to `lead`, or 0 where it must compute alone; pair with leave()."""
+        """Return the address for `lead`, or 0 if the caller must compute alone. Pair with leave()."""
         if self.n_threads == 1 or not self._lock.acquire(blocking=False):
             return 0
         if not self._threads or self._asleep:
@@ -111,7 +114,7 @@ class ThreadPool:
             self._lock.release()
 
     def close(self) -> None:
-        """Ends the workers; the thread pool still works, with the caller alone."""
+        """End the workers. The pool still works, with the caller's thread only."""
         with self._lock:
             self._stopping = True
             self._memory[(self._shared - self._memory.ctypes.data + STOP) // 8] = 1
@@ -122,8 +125,8 @@ class ThreadPool:
             self._threads, self.n_threads = [], 1
 
     def _wake_workers(self) -> None:
-        """Starts the workers at the first use, wakes the sleeping ones later."""
-        if os.getpid() != self._process:  # a forked child has no workers; it computes alone
+        """Start the workers at first use; wake the sleeping ones later."""
+        if os.getpid() != self._process:  # a forked child has no workers
             self.n_threads = 1
             return
         if not self._threads:
@@ -131,7 +134,7 @@ class ThreadPool:
                 thread = threading.Thread(target=self._live, name=f"hetero-ee-{number}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the system gives no more; those that there are do all chunks
+                except RuntimeError:  # the system refuses more threads; the others compute all chunks
                     break
                 self._threads.append(thread)
             self.n_threads = 1 + len(self._threads)

@@ -1,23 +1,23 @@
-"""One group of one row block, for several rows of activations: the innermost step of the tile matmuls, as machine code.
+"""One group of one row block times several rows of activations: the innermost step of tile matmuls, as LLVM code.
 
 For 16 rows n of W, 32 columns k, and every row t:  total[t, n] += s[n] a[t] (sum over k of entry[n, k] q[t, k])
 with q the int8 codes of the activation and a their scale. The integer sum is exact, so every instruction set gives the
-same bits. Five kinds of tile, told apart by the length of a tuple, because a length is part of a type:
+same bits. Five kinds of tile:
 
 LINEAR    int4, entry = code - 8.             CODEBOOK  int4, entry = table[code].
-BYTES     int8, entry = the byte.             NARROW    as CODEBOOK, no entry beyond -32 .. 32; on AVX2 alone.
-ZEROS     as LINEAR, with a zero point z for each row of the tile: from the integer sum, as fp32, z[n] (sum over k of
-          q[t, k]) is subtracted by one fused multiply-add, which rounds nothing where z is whole.
+BYTES     int8, entry = the byte.             NARROW    CODEBOOK with no entry beyond -32 .. 32; only on AVX2.
+ZEROS     LINEAR with a zero point z per row of the tile: z[n] (sum over k of q[t, k]) is subtracted from the integer
+          sum, as fp32, by one fused multiply-add, which is exact for a whole z.
 
-VNNI multiplies unsigned by signed bytes: entries are moved up by z (8, or 128) and -z sum(q) is where the sum begins.
-Arm's dot product takes two signed bytes. AVX2's multiply of unsigned by signed adds two products in 16 bits, and
-widening such sums costs as much as making them. Codes below 16 are widened once a group: 8 x 2 x 15 x 127 = 30,480
-fits. Narrow entries, moved up by 32, are widened after four: such a sum begins at -32 times the sum of its 8 codes, may
-wrap around on its way, and ends within 4 x 2 x 32 x 127 = 32,512. Full bytes go through |entry| times q with the sign
-of entry and are widened each.
+VNNI multiplies unsigned by signed bytes: a bias (8 or 128) is added to the entries, and the sum starts at
+-bias sum(q). Arm's dot product multiplies two signed bytes. AVX2's multiply of unsigned by signed adds two products in
+16 bits, and widening such sums costs as much as making them. Codes below 16 are widened once per group: 8 x 2 x 15 x
+127 = 30,480 fits. Narrow entries, with a bias of 32, are widened after four products: such a sum starts at -32 times
+the sum of its 8 codes, may wrap around on its way, and ends within 4 x 2 x 32 x 127 = 32,512. Full bytes are computed
+as |entry| times q with the sign of entry, and each product is widened.
 
-Where a register holds 8 rows of W, each broadcast of activations meets both halves of a tile, and each of its operands
-four rows: 6 loads for 8 products, where a half alone and all rows take 8 and more.
+If a register holds 8 rows of W, each broadcast of activations is multiplied by both halves of a tile, and each operand
+by four rows of activations: 6 loads for 8 products, where one half or all rows at once need 8 and more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,12 +50,12 @@ from hetero_ee_cpu_ops.simd.bytes import (
 
 LINEAR, CODEBOOK, BYTES, NARROW, ZEROS = (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)
 LINEAR_CODEBOOK = tuple(range(-8, 8))
-UNPACKED_BYTES = 512  # of a tile
-NARROW_LIMIT = 32  # the largest magnitude of an entry that lets four products be added up in 16 bits
+UNPACKED_BYTES = 512  # per tile
+NARROW_LIMIT = 32  # largest magnitude of an entry for which four products fit in 16 bits
 
 
 def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool = False) -> tuple[int, ...]:
-    """Which kind the tiles of this codebook are to the JIT target; None: int8 tiles. has_zeros: of LINEAR_CODEBOOK."""
+    """Return the kind of tile for this codebook (None: int8 tiles) on the JIT target; has_zeros: with zero points."""
     if codebook is None:
         return BYTES
     if codebook == LINEAR_CODEBOOK:
@@ -65,24 +65,26 @@ def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool
 
 
 def adds_in_16_bits(context: Any) -> bool:
-    """Whether the JIT target's products of bytes are added up in 16 bits: AVX2 without a dot product of bytes."""
+    """Return whether the JIT target adds products of bytes in 16 bits: AVX2 without a dot product of bytes."""
     has_dot = target_has(context, "avx512vnni") or target_has(context, "avxvnni")
     return target_has(context, "avx2") and not has_dot
 
 
-def moved_up(context: Any) -> int:
-    """What entries of -32 .. 32 are moved up by for products that take one unsigned byte."""
+def byte_bias(context: Any) -> int:
+    """Return the bias added to entries of -32 .. 32 for products that take one unsigned byte."""
     return NARROW_LIMIT if adds_in_16_bits(context) else 128
 
 
 def has_wide_registers(context: Any) -> bool:
-    """Whether one register holds 16 rows; where it holds 8, a row block is taken in halves."""
+    """Return whether one register holds 16 rows; if it holds 8, a row block is computed in halves."""
     return target_has(context, "avx512vnni") or not target_has(context, "avx2")
 
 
 class Emitter:
-    """Emits the step for one target and one kind of tile. A register holds 16 rows of it, or two hold 8 each;
-    n_parts: 1 for one register's rows alone."""
+    """Emits the LLVM code of the step for one target and one kind of tile.
+
+    One register holds 16 rows of the tile, or two hold 8 each. n_parts = 1 limits it to the rows of one register.
+    """
 
     def __init__(self, context: Any, builder: Any, kind: int, n_parts: int = 0) -> None:
         self.context, self.builder, self.has_zeros = context, builder, kind == len(ZEROS)
@@ -93,11 +95,11 @@ class Emitter:
         self.has_vnni_256 = target_has(context, "avxvnni") and not self.has_vnni
         self.has_avx2 = adds_in_16_bits(context)
         self.has_neon_dot = target_has(context, "dotprod")
-        # Where both operands are signed, entries stay as they are and need no offset (a code below 16 is both).
+        # If both operands are signed, entries need no bias (a code below 16 is signed and unsigned).
         self.signed = (self.has_avx2 or self.has_neon_dot) and kind in (len(CODEBOOK), len(BYTES))
 
     def operands(self, tile: Any, table: Any) -> Iterator[tuple[list[Any], int]]:
-        """The weights as bytes, four columns each, with the first column's index; emitted when they are asked for."""
+        """Yield the weights as bytes, four columns at a time, with the first column's index; emitted on demand."""
         bytes_type = ir.VectorType(I8, self.lanes)
         if self.kind == len(BYTES):
             flip = constant(bytes_type, 0 if self.signed else -128)
@@ -113,11 +115,11 @@ class Emitter:
                 yield [pair[half] for pair in halves], 4 * line + 16 * half
 
     def _nibbles(self, line: Any, entries: Any) -> Any:
-        """Of its low and its high nibbles the entries, where there are any, else the codes."""
+        """Return the entries of the low and of the high nibbles, or the codes if there are no entries."""
         return nibbles(self.builder, line) if entries is None else entries16(self.context, self.builder, entries, line)
 
     def unpacked(self, buffer: Any) -> Iterator[tuple[list[Any], int]]:
-        """The same from where unpack_group left them."""
+        """Yield what `operands` yields, from where unpack_group stored it."""
         order = range(8) if self.kind == len(BYTES) else (0, 4, 1, 5, 2, 6, 3, 7)
         for number, column in enumerate(order):
             yield self._line(buffer, number), 4 * column
@@ -127,7 +129,7 @@ class Emitter:
         return [load(self.builder, address, bytes_type, 64 * line + self.lanes * part) for part in range(self.n_parts)]
 
     def group_sums(self, operands: Iterator[tuple[list[Any], int]], x: Any, offset: Any, rows: Sequence[int]) -> Any:
-        """The exact sums over the group for these rows of activations: for each row its parts, int32 by weight row."""
+        """Return the exact sums over the group: for each row of activations its parts, int32 by weight row."""
         n_sums = 2 if self.kind == len(NARROW) else 1
         found: list[list[Any]] = []
         for number in range(n_sums):
@@ -135,21 +137,21 @@ class Emitter:
             for weights, column in islice(operands, 8 // n_sums):
                 for at, row in enumerate(rows):
                     codes = broadcast4(self.builder, x, 32 * row + column, self.lanes)
-                    totals[at] = self._here(
+                    totals[at] = self._pinned(
                         [self._dot4(*pair, codes) for pair in zip(totals[at], weights, strict=True)]
                     )
             for at, row in enumerate(rows):
                 ends = [self._end(total, offset, row) for total in totals[at]]
-                totals[at] = self._here(
+                totals[at] = self._pinned(
                     [self.builder.add(*pair) for pair in zip(ends, found[at], strict=True)] if found else ends
                 )
             found = totals
         return found
 
     def numbers(self, sums: Any, zeros: Any, offset: Any, row: int) -> Any:
-        """The integer sums of a row as fp32, less their zero points where there are any.
+        """Convert a row's integer sums to fp32 and subtract the share of the zero points, if there are any.
 
-        zeros: z / 8, because of a row there is -8 sum(q), its offset.
+        `zeros` are z / 8, because the row's offset is -8 sum(q).
         """
         numbers = self.builder.sitofp(sums, ir.VectorType(F32, sums.type.count))
         if zeros is None:
@@ -163,7 +165,7 @@ class Emitter:
         )
 
     def zeros(self, scales: Any, first: int, n: int) -> Any:
-        """An eighth of the zero points of n rows of the tile from row `first` on, fp32; None where it has none."""
+        """Return an eighth of the zero points of n rows from row `first` on, fp32; None if the tile has none."""
         if not self.has_zeros:
             return None
         zeros = load(self.builder, scales, ir.VectorType(I16, n), 2 * (16 + first))
@@ -171,11 +173,11 @@ class Emitter:
             half_to_float(self.context, self.builder, zeros), constant(ir.VectorType(F32, n), 0.125)
         )
 
-    def _here(self, values: list[Any]) -> list[Any]:
-        """The same values, computed at this point; registers that hold 8 rows are too few for another order.
+    def _pinned(self, values: list[Any]) -> list[Any]:
+        """Return the values unchanged, but force LLVM to compute them at this point.
 
-        Left to itself LLVM takes row after row, and spills. With rows in fours on unpacked tiles a row of activations
-        takes 37 microseconds in this order, where it took 49 (768 x 4096, m = 64, one thread, Zen 3, 2026-11-23).
+        With registers of 8 rows LLVM would otherwise go row by row, and spill. In fours on unpacked tiles, a row of
+        activations costs 37 us in this order, 49 us without (768 x 4096, m = 64, one thread, Zen 3, 2026-11-23).
         """
         if self.n_parts == 1:
             return values
@@ -186,7 +188,7 @@ class Emitter:
         return [self.builder.extract_value(held, number) for number in range(len(values))]
 
     def _start(self, offset: Any, row: int, number: int) -> Any:
-        """What a sum begins with. The offsets of a narrow row are four int16: two pairs of columns for each sum."""
+        """Return a sum's initial value. The offsets of a narrow row are four int16: two pairs of columns per sum."""
         sums_type = ir.VectorType(I32, self.lanes // 4)
         if self.kind == len(NARROW):
             start = broadcast4(self.builder, offset, 8 * row + 4 * number, self.lanes)
@@ -229,7 +231,7 @@ class Emitter:
         return total
 
     def _neon_dot4(self, total: Any, weight: Any, x: Any) -> Any:
-        """Arm's registers hold 4 rows x 4 columns: four dot products."""
+        """Return four dot products: Arm's registers hold 4 rows x 4 columns."""
         quarters = zip(*(parts(self.builder, value, 4) for value in (total, weight, x)), strict=True)
         name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
         return joined(self.builder, [call(self.builder, name, part[0].type, list(part)) for part in quarters])
@@ -241,7 +243,7 @@ class Emitter:
 
 @intrinsic
 def unpack_group(typing: Any, kind: Any, tile: Any, table: Any, buffer: Any) -> Any:
-    """The tile's operands at `buffer`, 512 bytes, for add_unpacked; tile, table: see add_group."""
+    """Store the tile's operands at `buffer`, 512 bytes, for add_unpacked; tile, table: see add_group."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, tile_, table_, buffer_ = arguments
@@ -259,19 +261,22 @@ def unpack_group(typing: Any, kind: Any, tile: Any, table: Any, buffer: Any) -> 
 def add_group(
     typing: Any, kind: Any, totals: Any, tile: Any, scales: Any, table: Any, x: Any, scale: Any, offset: Any
 ) -> Any:
-    """totals[t] (f32x16) plus the group's share for every row t of activations.
+    """Add the group's share to totals[t] (f32x16) for every row t of activations.
 
-    tile, scales: addresses of the tile and of its fp16 scales, of ZEROS with the zero points after them; table: address
-    of 64 bytes of entries + 128 (+ 32 if NARROW), then 64 bytes of entries, each 16 repeated; x, scale, offset:
-    addresses of row 0's 32 codes, its fp32 scale, its int32 -z sum(q) (if NARROW, four int16, see quantize.py), with
-    the other rows' right after.
+    Args:
+        tile: address of the tile.
+        scales: address of its 16 fp16 scales; for ZEROS the zero points follow.
+        table: address of 64 bytes of entries + 128 (+ 32 for NARROW), then 64 bytes of entries; 16 entries repeated.
+        x: address of row 0's 32 codes; the other rows' follow, here and below.
+        scale: address of row 0's fp32 scale.
+        offset: address of row 0's int32 -bias sum(q); for NARROW four int16, see quantize.py.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, tile_, scales_, table_, x_, scale_, offset_ = arguments
         emitter, rows = Emitter(context, builder, kind.count), range(totals.count)
         operands = emitter.operands(tile_, table_)
-        if emitter.n_parts == 1:  # registers hold all operands and totals: row by row
+        if emitter.n_parts == 1:  # registers hold all operands and totals, so row by row
             held = list(operands)
             sums = [emitter.group_sums(iter(held), x_, offset_, [row])[0] for row in rows]
         else:
@@ -290,7 +295,7 @@ def add_group(
 
 @intrinsic
 def add_unpacked(typing: Any, kind: Any, totals: Any, buffer: Any, scales: Any, x: Any, scale: Any, offset: Any) -> Any:
-    """The same for four rows, of what unpack_group left at `buffer`; totals: the address of 4 x 16 fp32."""
+    """Do what add_group does, for four rows and operands that unpack_group stored; totals: address of 4 x 16 fp32."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, buffer_, scales_, x_, scale_, offset_ = arguments

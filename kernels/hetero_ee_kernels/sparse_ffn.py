@@ -219,7 +219,7 @@ def sparse_ffn(
         neurons, hidden, counts = _listed(active[rows], least, skip, n_used)
         if up is not None:
             multiply(x[rows], up, neurons, counts, hidden=hidden)
-        sums = _section_sums(down, neurons, hidden, counts, n_blocks_a_section(down.n_rows))
+        sums = _section_sums(down, neurons, hidden, counts, n_blocks_per_section(down.n_rows))
         fold_sections(sums, down, out[rows])
     return out
 
@@ -237,7 +237,7 @@ def first_sections(
     n_used: Any = None,
 ) -> Any:
     """Sums of the first sections of an FFN that has more neurons than these matrices: fp32 (sections, m, Kp), Kp whole
-    units, to be folded. n_section_blocks: in a section of that FFN, see n_blocks_a_section. out: for the sums.
+    units, to be folded. n_section_blocks: in a section of that FFN, see n_blocks_per_section. out: for the sums.
 
     The rest as in sparse_ffn; m is PASS_TOKENS at most, and N whole sections. Raises ValueError, too.
     """
@@ -267,7 +267,7 @@ def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any
     return out
 
 
-def n_blocks_a_section(n_neurons: int) -> int:
+def n_blocks_per_section(n_neurons: int) -> int:
     """Of 128 neurons."""
     n_blocks = -(-n_neurons // BLOCK.value)
     return -(-n_blocks // MAX_SECTIONS)

@@ -14,9 +14,9 @@ import mmap, os, sys
 import numpy as np
 from pathlib import Path
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee_cpu_ops.bus_error import end_with_a_sentence_on_bus_errors
+from hetero_ee_cpu_ops.bus_error import report_bus_errors
 use_kernel_cache(Path(os.environ["HETERO_EE_CACHE_DIR"]))
-end_with_a_sentence_on_bus_errors()
+report_bus_errors()
 with open(sys.argv[1], "r+b") as file:
     values = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
     print(values.sum(), flush=True)

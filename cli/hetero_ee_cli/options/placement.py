@@ -120,7 +120,7 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         **options,
     )
     if engine.quantizer != UNQUANTIZED:  # whose weights are mapped for as long as it runs
-        from hetero_ee_cpu_ops.bus_error import end_with_a_sentence_on_bus_errors
+        from hetero_ee_cpu_ops.bus_error import report_bus_errors
 
-        end_with_a_sentence_on_bus_errors()
+        report_bus_errors()
     return engine

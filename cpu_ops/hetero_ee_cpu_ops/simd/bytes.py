@@ -1,8 +1,8 @@
 """SIMD values inside ordinary Numba code: vector types that live in registers, and the instructions the kernels need.
 
 A Numba type whose machine type is an LLVM vector flows through a plain @njit loop. LLVM lowers generic operations to
-whatever the target has; the few that it does not find by itself are chosen by the features of the JIT *target* (not of
-the host: an instruction the target lacks aborts the process).
+the target's instructions; the few it does not find are selected by the features of the JIT *target*, not of the host:
+an instruction that the target lacks aborts the process.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ I8, I16, I32, I64, F16, F32 = (
 
 
 class F32x16(types.Type):
-    """A class that can be found by its name, so that a kernel read from the disk has this type and no copy of it."""
+    """A Numba type with a module-level class, so that a kernel unpickled from disk has this type and not a copy."""
 
 
 F32X16 = ir.VectorType(F32, 16)
@@ -40,12 +40,12 @@ I32X16 = ir.VectorType(I32, 16)
 
 
 def target_has(context: Any, feature: str) -> bool:
-    """Whether the JIT target (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, else this machine) has a feature."""
+    """Return whether the JIT target (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, else this machine) has a feature."""
     return "+" + feature in context.codegen()._tm_features.split(",")
 
 
 def splat(builder: Any, vector: Any, value: Any) -> Any:
-    """`value` in every lane."""
+    """Return a vector with `value` in every lane."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
@@ -56,7 +56,7 @@ def constant(vector: Any, value: Any) -> Any:
 
 
 def load(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
-    """An unaligned load of `kind` from an integer address plus a constant."""
+    """Load a value of `kind`, unaligned, from an integer address plus a constant."""
     moved = builder.add(address, ir.Constant(I64, offset)) if offset else address
     value = builder.load(builder.inttoptr(moved, kind.as_pointer()))
     value.align = 1
@@ -64,20 +64,20 @@ def load(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
 
 
 def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    """Calls an LLVM intrinsic by name."""
+    """Call an LLVM intrinsic by name."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
 def parts(builder: Any, value: Any, n: int) -> list[Any]:
-    """A vector cut into n equal ones."""
+    """Cut a vector into n equal ones."""
     count = value.type.count // n
     lanes = [ir.Constant(ir.VectorType(I32, count), list(range(at * count, (at + 1) * count))) for at in range(n)]
     return [builder.shuffle_vector(value, value, part) for part in lanes]
 
 
 def joined(builder: Any, parts: list[Any]) -> Any:
-    """The inverse of parts: 2^n vectors, one after the other."""
+    """Concatenate 2^n vectors, the inverse of parts."""
     while len(parts) > 1:
         count = 2 * parts[0].type.count
         lanes = ir.Constant(ir.VectorType(I32, count), list(range(count)))
@@ -86,7 +86,7 @@ def joined(builder: Any, parts: list[Any]) -> Any:
 
 
 def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
-    """table[index] for byte indices below 16; table: 16 bytes, repeated to the length of indices (32 or 64)."""
+    """Return table[index] for byte indices below 16; table: 16 bytes, repeated to the length of indices (32 or 64)."""
     if indices.type.count == 64 and target_has(context, "avx512bw"):
         return call(builder, "llvm.x86.avx512.pshuf.b.512", indices.type, [table, indices])
     if indices.type.count == 32 and target_has(context, "avx2"):
@@ -110,7 +110,7 @@ def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
 
 
 def nibbles(builder: Any, line: Any) -> tuple[Any, Any]:
-    """The low and the high nibbles of a vector of bytes, as bytes."""
+    """Return the low and the high nibbles of a vector of bytes, as bytes."""
     mask = constant(line.type, 15)
     words = ir.VectorType(I16, line.type.count // 2)
     shifted = builder.lshr(builder.bitcast(line, words), constant(words, 4))  # x86 shifts words, not bytes
@@ -118,8 +118,8 @@ def nibbles(builder: Any, line: Any) -> tuple[Any, Any]:
 
 
 def entries16(context: Any, builder: Any, table: Any, line: Any) -> list[Any]:
-    """table[nibble] for the low and for the high nibbles of a vector of bytes; table: as lookup16's."""
-    if line.type.count == 64 and target_has(context, "avx512vbmi"):  # takes six bits, of 64 entries that repeat
+    """Return table[nibble] for the low and for the high nibbles of a vector of bytes; table: as for lookup16."""
+    if line.type.count == 64 and target_has(context, "avx512vbmi"):  # uses six index bits; the 16 entries repeat
         words = ir.VectorType(I16, 32)
         high = builder.bitcast(builder.lshr(builder.bitcast(line, words), constant(words, 4)), line.type)
         return [call(builder, "llvm.x86.avx512.permvar.qi.512", line.type, [table, part]) for part in (line, high)]
@@ -127,16 +127,16 @@ def entries16(context: Any, builder: Any, table: Any, line: Any) -> list[Any]:
 
 
 def broadcast4(builder: Any, address: Any, offset: int, lanes: int) -> Any:
-    """The 4 bytes at address + offset, repeated over `lanes` bytes."""
+    """Return the 4 bytes at address + offset, repeated over `lanes` bytes."""
     words = splat(builder, ir.VectorType(I32, lanes // 4), load(builder, address, I32, offset))
     return builder.bitcast(words, ir.VectorType(I8, lanes))
 
 
 def half_to_float(context: Any, builder: Any, bits16: Any) -> Any:
-    """fp16 bit patterns as fp32, subnormals, infinities and NaN included.
+    """Convert fp16 bit patterns to fp32, including subnormals, infinities and NaN.
 
-    Without the instruction: shifted into fp32's fields, a value is 2^-112 of itself; one multiplication rescales, and
-    subnormals come right.
+    Without the instruction, the bits are shifted into fp32's fields, which gives 2^-112 of the value, and multiplied by
+    2^112; that is right for subnormals, too.
     """
     count = bits16.type.count
     words, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
@@ -154,7 +154,7 @@ def half_to_float(context: Any, builder: Any, bits16: Any) -> Any:
 
 @intrinsic
 def zeros(typing: Any, rows: Any) -> Any:
-    """One vector of zeros for each element of a tuple."""
+    """Return a tuple of zero vectors, one for each element of the tuple `rows`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.make_tuple(builder, signature.return_type, [constant(F32X16, 0.0)] * rows.count)
@@ -164,7 +164,7 @@ def zeros(typing: Any, rows: Any) -> Any:
 
 @intrinsic
 def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any) -> Any:
-    """Stores vector t of the tuple, times the fp32 factor, at address + t * stride bytes."""
+    """Store vector t of the tuple, times the fp32 factor, at address + t * stride bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, target = cgutils.unpack_tuple(builder, arguments[0], values.count), arguments[2]
@@ -179,7 +179,7 @@ def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any)
 
 
 def _prefetch(locality: int, name: str, meaning: str) -> Any:
-    """An intrinsic that asks for a cache line, which is kept in the nearest levels from 4 - locality on."""
+    """Return an intrinsic that prefetches a cache line into the levels from 4 - locality on."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], I8.as_pointer())
@@ -195,15 +195,13 @@ def _prefetch(locality: int, name: str, meaning: str) -> Any:
     return intrinsic(function)
 
 
-prefetch = _prefetch(3, "prefetch", "Asks for the cache line at `address`, to be read soon. Any address is safe.")
-prefetch_far = _prefetch(
-    2, "prefetch_far", "The same into the second level, for what does not fit the first until then."
-)
+prefetch = _prefetch(3, "prefetch", "Prefetches the cache line at `address`. Any address is safe.")
+prefetch_far = _prefetch(2, "prefetch_far", "Prefetches into L2, for data that would be evicted from L1 before use.")
 
 
 @intrinsic
 def word(typing: Any, address: Any, index: Any) -> Any:
-    """The int64 at address + 8 * index: how a chunk function reads its arguments."""
+    """Load the int64 at address + 8 * index: how a chunk function reads its arguments."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at = builder.add(arguments[0], builder.mul(arguments[1], ir.Constant(I64, 8)))
@@ -214,7 +212,7 @@ def word(typing: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def nonzero_lanes(typing: Any, value: Any) -> Any:
-    """A bit for each lane that is not 0, NaN among them."""
+    """Return an integer with a bit set for each lane that is not 0; NaN is not 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         test = builder.fcmp_unordered("!=", arguments[0], constant(F32X16, 0.0))
@@ -225,7 +223,7 @@ def nonzero_lanes(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def lowest_bit(typing: Any, bits: Any) -> Any:
-    """Which the lowest of an int64's bits is; there must be one."""
+    """Return the index of the lowest set bit of a nonzero int64."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return call(builder, "llvm.cttz.i64", I64, [arguments[0], ir.Constant(ir.IntType(1), 1)])

@@ -1,8 +1,8 @@
-"""Arithmetic on 16 fp32 lanes: loads and stores with tails, sums in a fixed order, exp.
+"""Arithmetic on 16 fp32 lanes: loads and stores of partial vectors, sums in a fixed order, exp.
 
-No operation is reordered or contracted by LLVM (no fast-math flags anywhere): a fused multiply-add is used where the
-target has it and written as such. Sources: exp by Cody and Waite's reduction and Taylor's series; fp32 to fp16 by
-F. Giesen's integer method (public domain), for targets that lack the conversion instruction.
+LLVM reorders and contracts no operation (there are no fast-math flags): fused multiply-adds are written explicitly and
+used if the target has them. Sources: exp by Cody and Waite's reduction and Taylor's series; fp32 to fp16 by F. Giesen's
+integer method (public domain), for targets without the conversion instruction.
 """
 
 from typing import Any
@@ -30,14 +30,14 @@ from hetero_ee_cpu_ops.simd.bytes import (
 I8X16, I16X16 = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 MAGIC = 1.5 * 2.0**23  # adding it rounds to the nearest integer, ties to even; its low bits then hold that integer
 MAGIC_BITS = 0x4B400000
-HALF_LARGEST = 65504.0  # of fp16
-LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4  # 9 bits and the rest: n * LN2_HIGH is exact
+HALF_LARGEST = 65504.0  # fp16's largest value
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4  # 9 bits and the rest, so that n * LN2_HIGH is exact
 EXP_LOWEST, EXP_HIGHEST = -105.0, 89.0  # beyond: 0 and infinity
 EXP_SERIES = [1 / factorial for factorial in (5040, 720, 120, 24, 6, 2)]  # of (e^r - 1 - r) / r^2; next term 5e-9
 
 
 class Lanes:
-    """16 fp32 lanes at code-generation time, so that formulas read as formulas."""
+    """16 fp32 lanes at code-generation time, with operators, so that formulas read as formulas."""
 
     __slots__ = ("builder", "context", "value")
 
@@ -66,11 +66,11 @@ class Lanes:
         return self._of(self.builder.fdiv(self.value, self._operand(other)))
 
     def times_plus(self, factor: Any, term: Any) -> "Lanes":
-        """self * factor + term, rounded once where the target can."""
+        """Return self * factor + term, rounded once if the target has fused multiply-add."""
         return self._of(fused(self.context, self.builder, self.value, self._operand(factor), self._operand(term)))
 
     def where(self, relation: str, limit: Any, yes: Any, no: Any) -> "Lanes":
-        """yes where self < limit (or another ordered relation; false for NaN), else no."""
+        """Select yes if self < limit (or another ordered relation; false for NaN), else no."""
         test = self.builder.fcmp_ordered(relation, self.value, self._operand(limit))
         return self._of(self.builder.select(test, self._operand(yes), self._operand(no)))
 
@@ -82,7 +82,7 @@ class Lanes:
         return self.builder.bitcast(self.value, I32X16)
 
     def exp(self) -> "Lanes":
-        """e^self to 1.5e-7 relative (denormal results to their last bit); NaN stays NaN."""
+        """Return e^self to 1.5e-7 relative (denormal results to their last bit); NaN stays NaN."""
         x = self.where("<", EXP_LOWEST, EXP_LOWEST, self)
         x = x.where(">", EXP_HIGHEST, EXP_HIGHEST, x)
         shifted = x.times_plus(1.4426950408889634, MAGIC)
@@ -93,12 +93,12 @@ class Lanes:
         for coefficient in EXP_SERIES[1:]:
             series = series.times_plus(r, coefficient)
         result = (r * r).times_plus(series, r) + 1.0
-        if target_has(self.context, "avx512f"):  # one instruction for what takes eight, and the same bits
+        if target_has(self.context, "avx512f"):  # one instruction instead of eight, with the same bits
             mask, rounding = ir.Constant(I16, -1), ir.Constant(I32, 4)
             arguments = [result.value, n.value, result.value, mask, rounding]
             return self._of(call(self.builder, "llvm.x86.avx512.mask.scalef.ps.512", F32X16, arguments))
         exponent = self.builder.sub(shifted.bits(), integers(MAGIC_BITS))
-        first = self.builder.ashr(exponent, integers(1))  # 2^n in two factors: n reaches beyond fp32's exponents
+        first = self.builder.ashr(exponent, integers(1))  # 2^n as two factors: n can exceed fp32's exponents
         second = self.builder.sub(exponent, first)
         return result * self._power(first) * self._power(second)
 
@@ -112,7 +112,7 @@ def integers(value: int) -> Any:
 
 
 def fused(context: Any, builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c; without the instruction as two roundings, since the library call costs a hundred times as much."""
+    """Return a * b + c; with two roundings if the target lacks the instruction, since a library call is 100x slower."""
     if target_has(context, "fma") or target_has(context, "avx512f") or "aarch64" in builder.module.triple:
         return call(builder, "llvm.fma.v16f32", F32X16, [a, b, c])
     return builder.fadd(builder.fmul(a, b), c)
@@ -123,10 +123,10 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def fold(builder: Any, values: list[Any], combine: Any) -> Any:
-    """Reduces each of 1, 2, 4, 8 or 16 vectors of 16 lanes; vector i's result is in lane 16 i / len(values).
+    """Reduce each of 1, 2, 4, 8 or 16 vectors of 16 lanes; vector i's result is in lane 16 i / len(values).
 
-    Whatever their number, a vector's lanes are combined as i with i + 8, i + 4, i + 2, i + 1; combine must commute. Two
-    vectors at a time give way to one that holds half the lanes of each where they were: a blend and one shuffle.
+    Whatever the number of vectors, lanes are combined as i with i + 8, i + 4, i + 2, i + 1; combine must commute. Two
+    vectors at a time become one that holds half the lanes of each in place: a blend and one shuffle.
     """
     for width in (8, 4, 2, 1):
         moved = [lane ^ width for lane in range(16)]
@@ -143,12 +143,12 @@ def fold(builder: Any, values: list[Any], combine: Any) -> Any:
 
 
 def _chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
-    """These lanes of two vectors, the second's counted on from 16."""
+    """Shuffle two vectors; the second's lanes are numbered from 16."""
     return builder.shuffle_vector(first, second, ir.Constant(I32X16, lanes))
 
 
 def float_to_half(context: Any, builder: Any, value: Any) -> Any:
-    """fp32 to fp16 bit patterns, to nearest, ties to even; beyond its range its largest; NaN stays NaN."""
+    """Convert fp32 to fp16 bit patterns: to nearest, ties to even, clamped to the finite range; NaN stays NaN."""
     lanes = Lanes(context, builder, value)
     value = lanes.where(">", HALF_LARGEST, HALF_LARGEST, lanes.where("<", -HALF_LARGEST, -HALF_LARGEST, lanes)).value
     if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
@@ -168,14 +168,14 @@ def float_to_half(context: Any, builder: Any, value: Any) -> Any:
 
 
 def lane_mask(builder: Any, first: Any, end: Any) -> Any:
-    """True in lanes first..end-1."""
+    """Return a mask that is true in lanes first..end-1."""
     lanes = ir.Constant(I32X16, list(range(16)))
     first, end = (splat(builder, I32X16, builder.trunc(bound, I32)) for bound in (first, end))
     return builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end))
 
 
 def masked_load(builder: Any, address: Any, kind: Any, mask: Any) -> Any:
-    """Lanes of `kind` where mask is true, 0 elsewhere; touches no other memory."""
+    """Load the lanes of `kind` for which mask is true, with 0 in the others, whose memory is not touched."""
     name = f"llvm.masked.load.v16{_letters(kind)}.p0"
     zero = ir.Constant(kind, [0] * 16)
     return call(builder, name, kind, [pointer(builder, address, kind), ir.Constant(I32, 1), mask, zero])
@@ -192,7 +192,7 @@ def _letters(kind: Any) -> str:
 
 
 def operation(operands: int, formula: Any, name: str, meaning: str) -> Any:
-    """An intrinsic of f32x16 operands computed by formula(Lanes, ...)."""
+    """Return an intrinsic of f32x16 operands that computes formula(Lanes, ...)."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return formula(*(Lanes(context, builder, argument) for argument in arguments)).value
@@ -212,14 +212,14 @@ add = operation(2, lambda a, b: a + b, "add", "a + b.")
 subtract = operation(2, lambda a, b: a - b, "subtract", "a - b.")
 multiply = operation(2, lambda a, b: a * b, "multiply", "a * b.")
 multiply_add = operation(3, lambda a, b, c: a.times_plus(b, c), "multiply_add", "a * b + c.")
-maximum = operation(2, lambda a, b: a.where("<", b, b, a), "maximum", "The greater; a where either is NaN.")
+maximum = operation(2, lambda a, b: a.where("<", b, b, a), "maximum", "The greater; a if either is NaN.")
 exponential = operation(1, lambda a: a.exp(), "exponential", "e^a.")
 magnitude = operation(1, lambda a: a.magnitude(), "magnitude", "|a|.")
 
 
 @intrinsic
 def spread(typing: Any, value: Any) -> Any:
-    """`value` in 16 lanes."""
+    """Return 16 lanes of `value`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return splat(builder, F32X16, arguments[0])
@@ -228,7 +228,7 @@ def spread(typing: Any, value: Any) -> Any:
 
 
 def loader(element: Any, context: Any, builder: Any) -> tuple[Any, Any]:
-    """How values stored as the Numba type `element` lie in memory, and how they become fp32: fp16 is held as uint16."""
+    """Return the LLVM type in memory of values of the Numba type `element`, and their conversion to fp32."""
     if element == types.float32:
         return F32X16, lambda value: value
     if element == types.uint16:
@@ -241,7 +241,7 @@ ELEMENTS = (types.float32, types.uint16, types.int8)
 
 @intrinsic
 def element_bytes(typing: Any, element: Any) -> Any:
-    """Bytes of one stored value."""
+    """Return the bytes of one stored value."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(I64, element.bitwidth // 8)
@@ -251,7 +251,7 @@ def element_bytes(typing: Any, element: Any) -> Any:
 
 @intrinsic
 def first_lane(typing: Any, value: Any) -> Any:
-    """Lane 0."""
+    """Return lane 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.extract_element(arguments[0], ir.Constant(I32, 0))
@@ -261,7 +261,7 @@ def first_lane(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def load16(typing: Any, address: Any, element: Any) -> Any:
-    """16 values from `address`; element: any value of the type they are stored as."""
+    """Load 16 values from `address`; element: any value of the type they are stored as."""
     if element not in ELEMENTS:
         return None
 
@@ -276,7 +276,7 @@ def load16(typing: Any, address: Any, element: Any) -> Any:
 
 @intrinsic
 def load_lanes(typing: Any, address: Any, first: Any, end: Any, element: Any) -> Any:
-    """The same for lanes first..end-1, 0 in the others, whose memory is not touched."""
+    """Load lanes first..end-1, with 0 in the others, whose memory is not touched; element: as for load16."""
     if element not in ELEMENTS:
         return None
 
@@ -289,7 +289,7 @@ def load_lanes(typing: Any, address: Any, first: Any, end: Any, element: Any) ->
 
 @intrinsic
 def keep_lanes(typing: Any, value: Any, first: Any, end: Any, other: Any) -> Any:
-    """value in lanes first..end-1, the number `other` elsewhere."""
+    """Return value in lanes first..end-1 and the number `other` elsewhere."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         mask = lane_mask(builder, *arguments[1:3])
@@ -300,7 +300,7 @@ def keep_lanes(typing: Any, value: Any, first: Any, end: Any, other: Any) -> Any
 
 @intrinsic
 def store16(typing: Any, value: Any, address: Any) -> Any:
-    """Stores 16 fp32 values."""
+    """Store 16 fp32 values."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store(arguments[0], pointer(builder, arguments[1], F32X16)).align = 1
@@ -311,8 +311,10 @@ def store16(typing: Any, value: Any, address: Any) -> Any:
 
 @intrinsic
 def store_lanes(typing: Any, value: Any, address: Any, count: Any, element: Any) -> Any:
-    """Stores the first `count` lanes as `element`: fp32, fp16 bits (uint16, see float_to_half), or int8 (nearest even;
-    the values must lie in -128..127)."""
+    """Store the first `count` lanes as `element`: fp32, fp16 bits (uint16, see float_to_half), or int8.
+
+    int8 rounds to nearest, ties to even; its values must be in -128..127.
+    """
     if element not in ELEMENTS:
         return None
 
@@ -332,7 +334,7 @@ def store_lanes(typing: Any, value: Any, address: Any, count: Any, element: Any)
 
 @intrinsic
 def lane_sum(typing: Any, value: Any) -> Any:
-    """The sum of the lanes: i with i + 8, then i + 4, i + 2, i + 1."""
+    """Return the sum of the lanes, adding i and i + 8, then i + 4, i + 2, i + 1."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.extract_element(fold(builder, [arguments[0]], builder.fadd), ir.Constant(I32, 0))
@@ -342,7 +344,7 @@ def lane_sum(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def lane_maximum(typing: Any, value: Any) -> Any:
-    """The greatest lane."""
+    """Return the greatest lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def greater(a: Any, b: Any) -> Any:
@@ -354,7 +356,7 @@ def lane_maximum(typing: Any, value: Any) -> Any:
 
 
 def _scalar(kind: Any, numba_type: Any, name: str) -> tuple[Any, Any]:
-    """Intrinsics that read and write one number at an address."""
+    """Return intrinsics that read and write one number at an address."""
 
     def read_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value = builder.load(pointer(builder, arguments[0], kind))
@@ -381,12 +383,12 @@ write_integer = _scalar(I64, types.int64, "integer")[1]
 
 @intrinsic(prefer_literal=True)
 def scratch(typing: Any, n_bytes: Any) -> Any:
-    """The address of n_bytes (a constant) on the stack, 64-byte aligned, until the function returns; not cleared."""
+    """Return the address of n_bytes (a constant) on the stack, 64-byte aligned, valid until the function returns."""
     if not isinstance(n_bytes, types.IntegerLiteral):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        with builder.goto_entry_block():  # Numba's alloca_once clears it, for which LLVM emits a store a byte
+        with builder.goto_entry_block():  # Numba's alloca_once clears memory, with one store per byte
             memory = builder.alloca(ir.ArrayType(I8, n_bytes.literal_value))
         memory.align = 64
         return builder.ptrtoint(memory, I64)

@@ -18,7 +18,7 @@ from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.row_matrix import RowMatrix
-from hetero_ee_kernels.sparse_ffn import first_sections, fold_sections, n_blocks_a_section, sparse_ffn
+from hetero_ee_kernels.sparse_ffn import first_sections, fold_sections, n_blocks_per_section, sparse_ffn
 from tests import sparse_ffn_reference as definition
 from tests.families import random_model, save_checkpoint
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, random
@@ -83,7 +83,7 @@ def test_the_first_sections_are_added_to_the_rest(n_neurons: int, is_gated: bool
     """Wherever the sum is cut, its bits are the same; only the first rows need to be there."""
     case = Case((n_neurons, 32), 2, is_gated=is_gated)
     active = SETS["another for each token"](case.active).astype(np.float32)
-    whole, size = case.run(active), n_blocks_a_section(n_neurons)
+    whole, size = case.run(active), n_blocks_per_section(n_neurons)
     assert section_neurons(n_neurons) == size * 128, "plans divide FFNs where the kernels do"
     x, down = torch.tensor(case.x, device=DEVICE) if case.up else None, case.down_matrix
     for section in (1, 2, 5):
