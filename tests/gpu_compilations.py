@@ -67,7 +67,7 @@ def _attention() -> list[Compilation]:
     pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
     pointers |= {"out_ptr": "*fp32", "factor": "fp32", "cap": "fp32", "layer": "i32", "m": "i32"}
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
-    layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
+    layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_PER_SLOT": 64, "PAGE": PAGE_TOKENS}
     records = []
     for kind, code, group, whole, is_capped in (
         ("fp16", "*fp16", 1, False, False),
@@ -152,7 +152,7 @@ def _embed() -> list[Compilation]:
 def _kv_write() -> list[Compilation]:
     """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn."""
     pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
-    layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
+    layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_PER_SLOT": 64}
     records = []
     for kind, code, turns in (
         ("fp16", "*fp16", True),

@@ -1,12 +1,12 @@
-"""The FFN's activation, fp32: out = act(gate) * up where gated, x = [gate | up] (m, 2F); else out = act(x), x (m, F).
+"""The FFN's activation and the logits' soft cap, fp32.
+
+Gated: out = act(gate) * up with x = [gate | up] of (m, 2F). Not gated: out = act(x) with x of (m, F).
 
 silu(v) = v / (1 + e^-v)                                        relu(v) = max(v, 0)
-gelu(v) = v (1 + erf(v / sqrt 2)) / 2                           fatrelu(v) = v where v >= threshold, else 0
+gelu(v) = v (1 + erf(v / sqrt 2)) / 2                           fatrelu(v) = v if v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
-softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold: of logits (arXiv 2408.00118); a series near 0
-NaN stays NaN, except in fatrelu, where it becomes 0 as in torch.
-
-Each output is computed from its own inputs alone. Layout: rows contiguous.
+softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold (arXiv 2408.00118); a series near 0
+NaN stays NaN, except in fatrelu, which returns 0 as torch does. Each output depends only on its own inputs.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ import triton.language as tl
 from hetero_ee_kernels.checks import UNFUSED, check
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap")
-BLOCK, N_WARPS = 512, 4  # 4 outputs a thread: one 16-byte load; 11008 outputs are 22 programs
+BLOCK, N_WARPS = 512, 4  # 4 outputs per thread are one 16-byte load; 11,008 outputs are 22 programs
 
 
 @triton.jit
@@ -62,12 +62,19 @@ def activate_kernel(
 
 
 def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0) -> Any:
-    """x: fp32 (m, 2F) where gated, else (m, F); out: fp32 or fp16 (m, F), allocated where None. kind: of KINDS.
+    """Apply an activation and return out.
 
-    Returns out. Raises ValueError for other shapes, dtypes or layouts, and for an unknown kind.
+    Args:
+        x: contiguous fp32, (m, 2F) if gated, else (m, F).
+        kind: one of KINDS.
+        out: fp32 or fp16 (m, F), allocated if None.
+        threshold: fatrelu's threshold or softcap's cap.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit, or the kind is unknown.
     """
     if kind not in KINDS:
-        raise ValueError(f"no activation called {kind}; there are {', '.join(KINDS)}.")
+        raise ValueError(f"Unknown activation {kind}; choose one of {', '.join(KINDS)}.")
     m, n_outputs = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(m, n_outputs) if out is None else out
     check("x", x, (m, n_outputs * (1 + gated)))

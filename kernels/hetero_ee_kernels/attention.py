@@ -1,27 +1,27 @@
-"""Attention of m new rows of any sequences against the pages.
+"""Attention of m new rows, of any mixture of sequences, against the KV pages.
 
 out[r, h] = sum over p of softmax_p(score[p]) v[p],  p = max(0, position + 1 - window) .. position,
-score[p] = scale q[r, h] k[p], or of models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
+score[p] = scale q[r, h] k[p], or for models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
 
-A program takes 4 lines, a line being a row's query head: 4 heads of a key head, or where there are fewer, those of 2 or
-4 rows of a sequence. Its lines share the loads. It goes through 256 absolute positions at a time, a part: its lane i
-sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867, 2205.14135) of its own,
-so that no lane waits for another; lanes meet in a tree at the end of a part, and parts are added up in order of
-position. Of few rows each part has a program of its own, and a second launch adds them up; of many, a prompt's, a
-program does both and needs no workspace. What lies where follows from absolute positions alone: a row's bits depend on
-its query, position, window and the keys and values it sees, never on other rows, pages, slots, the longest context or
-how many launches there are. Pages outside the rows' windows are never loaded.
-A token alone pays for the lines it leaves empty: 36 instructions a thread and position on sm_86 where 2 lines take 20
-(fp16, heads of 128, counted); 4 of a sequence take those 36 together. 8 lines would take 226 to 255 registers, which
-halves the programs that run at once, and spill up to 120 bytes for prompts (compiled, Triton 3.9).
-fp32 multiplies and sums. Tensor cores would take fp16 queries and weights in two halves each, to be accurate, and for
-one row too, to have the same bits; Turing and fp32 caches could not use them, and registers would be spilled (compiled,
+A program computes 4 queries (a query is one query head of one row): 4 query heads of a key head, or for smaller groups
+those of 2 or 4 rows of a sequence. They share the loads. The program goes through 256 absolute positions at a time, a
+part. Lane i sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867, 2205.14135)
+of its own, so no lane waits for another. Lanes are combined in a tree at the end of a part, parts in order of position.
+For few rows each part has its own program, and a second launch combines the parts; for many, as in a prompt, one
+program does both and needs no workspace. The order of all sums follows from absolute positions: a row's bits depend
+only on its query, its position, the window and the keys and values it sees, never on other rows, pages, slots, the
+longest context or the number of launches. Pages outside the rows' windows are never loaded.
+A single token pays for the queries that stay empty: 36 instructions per thread and position on sm_86, where 2 queries
+need 20 (fp16, heads of 128, counted); 4 of a sequence need those 36 together. 8 queries would need 226 to 255
+registers, which halves the programs that run at once, and spill up to 120 bytes for prompts (compiled, Triton 3.9).
+fp32 multiplies and sums. Tensor cores would need fp16 queries and weights in two halves each, to be accurate, and for a
+single row, too, to have the same bits. Turing and fp32 caches could not use them, and registers would spill (compiled,
 Triton 3.9: 120 bytes on sm_86 for heads of 128).
 
-Layout: pages.py; queries (m, features) fp32, heads side by side from `first` on. Any d up to 256; any number of heads.
-Slots and positions are read from device memory. Programs of parts beyond a row's position, and of rows that another
-one's takes along, end at once.
+Layout: pages.py; queries (m, features) fp32, heads side by side from feature `first`. Any d up to 256; any number of
+heads. Slots and positions are read from device memory. Programs of parts beyond a row's position end at once, as do
+those of rows that another row's program computes.
 """
 
 from math import sqrt
@@ -44,16 +44,16 @@ from hetero_ee_kernels.pages import (
 )
 from hetero_ee_kernels.tile_group import split4
 
-LINES = 4  # a program's: query heads of a key head, times rows; programs after the first read from the L2 cache
-TILE = 4096  # lines x lanes x features of a step: 32 sums a thread; twice that leaves no registers (measured, 255)
+QUERIES = 4  # per program: query heads of a key head, times rows; later programs read the same keys from the L2 cache
+TILE = 4096  # queries x lanes x features of a step: 32 sums per thread; twice that needs 255 registers (measured)
 MAX_HEAD_DIM = 256
 N_WARPS, COMBINE_WARPS, N_STAGES = 4, 1, 1
-LATEST = tl.constexpr(2**31 - 1)  # a position after all others
+LATEST = tl.constexpr(2**31 - 1)  # later than any position
 
 
 @triton.jit
 def dot_fours(x: tl.tensor, y: tl.tensor) -> Any:
-    """(A, 1, 4 n), (1, B, 4 n) -> (A, B, n): sums of 4 products, three of them fused with their addition."""
+    """Return sums of 4 products, three of them fused: (A, 1, 4 n) x (1, B, 4 n) -> (A, B, n)."""
     x0, x1, x2, x3 = split4(tl.reshape(x, (x.shape[0], 1, x.shape[2] // 4, 4)))
     y0, y1, y2, y3 = split4(tl.reshape(y, (1, y.shape[1], y.shape[2] // 4, 4)))
     return tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, x0 * y0)))
@@ -61,7 +61,7 @@ def dot_fours(x: tl.tensor, y: tl.tensor) -> Any:
 
 @triton.jit
 def add_part(best: tl.tensor, total: tl.tensor, sums: tl.tensor, part: tl.tensor) -> Any:
-    """Greatest score (lines,), sum of weights (lines,) and sums (lines, features) with those of one part more."""
+    """Add one part to the greatest score (queries,), sum of weights (queries,) and sums (queries, features)."""
     higher = tl.maximum(best, part[0])
     base = tl.where(higher == float("-inf"), 0.0, higher)
     correction, share = tl.exp(best - base), tl.exp(part[0] - base)
@@ -95,33 +95,51 @@ def attention_kernel(
     FIRST: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_CAPPED: tl.constexpr,
-    PAGES_A_SLOT: tl.constexpr,
+    PAGES_PER_SLOT: tl.constexpr,
     N_PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """states_ptr: where it is given, one part's share is written of each line: sums (HEAD_DIM,) of weight x value to
-    out, greatest score and sum of weights to states. Else a line's attention is."""
+    """Attention of up to GROUP_BLOCK query heads of a key head for up to ROWS rows of one sequence.
+
+    The grid is (m, n_kv_heads * ceil(GROUP / GROUP_BLOCK), parts). The program of a sequence's first row in a group of
+    ROWS computes the group.
+
+    Args:
+        queries_ptr: fp32 (m, FEATURES), the query heads from feature FIRST.
+        codes_ptr, scales_ptr, table_ptr: the fields of Pages; scales_ptr is None unless codes are int8.
+        slots_ptr, positions_ptr: int32 (m,), each row's slot in the table and its position.
+        out_ptr: without states_ptr the attention, fp32 or fp16 (m, N_HEADS, HEAD_DIM); else each part's weighted sums
+            of values, fp32 (m, N_HEADS, N_PARTS, HEAD_DIM).
+        states_ptr: None, or fp32 (m, N_HEADS, N_PARTS, 2) for each part's greatest score and sum of weights.
+        factor, cap: scale of the scores; their limit if IS_CAPPED.
+        layer, m: layer to read; number of rows.
+        N_LAYERS, N_KV_HEADS, PAGES_PER_SLOT, PAGE: shape of the pages and the table.
+        GROUP, GROUP_BLOCK, ROWS: query heads per key head; query heads and rows per program.
+        HEAD_DIM, DIM_BLOCK, LANES: features per head; rounded up to a power of two; positions per step.
+        WINDOW: positions that a row sees, 0 for all.
+        N_PARTS, PART: parts of the longest context that the table holds; positions per part.
+    """
     first_row = tl.program_id(0)
     slot = tl.load(slots_ptr + first_row)
-    line = tl.arange(0, GROUP_BLOCK * ROWS)
-    row = first_row // ROWS * ROWS + line // GROUP_BLOCK
+    query_number = tl.arange(0, GROUP_BLOCK * ROWS)
+    row = first_row // ROWS * ROWS + query_number // GROUP_BLOCK
     inside = row < m
     inside = inside & (tl.load(slots_ptr + row, mask=inside, other=-1) == slot)
     if tl.min(tl.where(inside, row, LATEST), 0) == first_row:
-        n_turns: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
+        n_head_blocks: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
         N_HEADS: tl.constexpr = N_KV_HEADS * GROUP
-        kv_head, turn = tl.program_id(1) // n_turns, tl.program_id(1) % n_turns
-        head = turn * GROUP_BLOCK + line % GROUP_BLOCK
+        kv_head, head_block = tl.program_id(1) // n_head_blocks, tl.program_id(1) % n_head_blocks
+        head = head_block * GROUP_BLOCK + query_number % GROUP_BLOCK
         position = tl.load(positions_ptr + row, mask=inside, other=0)
         first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else position * 0
         lowest, highest = tl.min(tl.where(inside, first, LATEST), 0), tl.max(position, 0) + 1
-        is_line = inside & (head < GROUP)
+        is_query = inside & (head < GROUP)
         query_head = kv_head * GROUP + head
         lane, feature = tl.arange(0, LANES), tl.arange(0, DIM_BLOCK)
         features, is_feature = feature[None, None, :], feature < HEAD_DIM
         query_at = queries_ptr + row.to(tl.int64) * FEATURES + FIRST + query_head * HEAD_DIM
-        mask = is_line[:, None, None] & (features < HEAD_DIM)
+        mask = is_query[:, None, None] & (features < HEAD_DIM)
         query = tl.load(query_at[:, None, None] + features, mask=mask, other=0.0) * factor
         whole = tl.full((GROUP_BLOCK * ROWS,), float("-inf"), tl.float32)
         whole_total = tl.zeros((GROUP_BLOCK * ROWS,), tl.float32)
@@ -130,29 +148,29 @@ def attention_kernel(
         if states_ptr is not None:
             first_part = tl.maximum(first_part, tl.program_id(2))
             end_part = tl.minimum(end_part, tl.program_id(2) + 1)
-        VALUES: tl.constexpr = N_KV_HEADS * PAGE  # lines between keys and values
-        pages = table_ptr + slot * PAGES_A_SLOT
+        VALUES: tl.constexpr = N_KV_HEADS * PAGE  # vectors from a page's keys to its values
+        pages = table_ptr + slot * PAGES_PER_SLOT
         for part in range(first_part, end_part):
             low, high = tl.maximum(lowest, part * PART), tl.minimum(highest, (part + 1) * PART)
             best = tl.full((GROUP_BLOCK * ROWS, LANES), float("-inf"), tl.float32)
             total = tl.zeros((GROUP_BLOCK * ROWS, LANES), tl.float32)
             sums = tl.zeros((GROUP_BLOCK * ROWS, LANES, DIM_BLOCK), tl.float32)
-            for step in range(low // LANES, (high + LANES - 1) // LANES):  # unrolled, its loads would take registers
+            for step in range(low // LANES, (high + LANES - 1) // LANES):  # unrolled loads would need more registers
                 at = step * LANES + lane
                 page = tl.load(pages + step * LANES // PAGE).to(tl.int64)
-                first_line = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
-                lines = first_line + at % PAGE
-                code = lines[None, :, None] * HEAD_DIM + features
-                is_there = (at >= low) & (at < high)
-                loaded = is_there[None, :, None] & (features < HEAD_DIM)
+                first_vector = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
+                vectors = first_vector + at % PAGE
+                code = vectors[None, :, None] * HEAD_DIM + features
+                is_seen = (at >= low) & (at < high)
+                loaded = is_seen[None, :, None] & (features < HEAD_DIM)
                 key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
                 value = tl.load(codes_ptr + VALUES * HEAD_DIM + code, mask=loaded, other=0.0).to(tl.float32)
-                seen = is_there[None, :]
+                seen = is_seen[None, :]
                 if ROWS > 1:
                     seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
                 score = tl.sum(dot_fours(query, key), 2)
                 if scales_ptr is not None:
-                    score *= tl.load(scales_ptr + lines, mask=is_there, other=0.0)[None, :]
+                    score *= tl.load(scales_ptr + vectors, mask=is_seen, other=0.0)[None, :]
                 if IS_CAPPED:
                     score = activated(score, cap, "softcap")
                 score = tl.where(seen, score, float("-inf"))
@@ -161,9 +179,9 @@ def attention_kernel(
                 correction, weight = tl.exp(best - base), tl.exp(score - base)
                 total = tl.fma(total, correction, weight)
                 if scales_ptr is not None:
-                    weight *= tl.load(scales_ptr + VALUES + lines, mask=is_there, other=0.0)[None, :]
+                    weight *= tl.load(scales_ptr + VALUES + vectors, mask=is_seen, other=0.0)[None, :]
                     weight = tl.where(seen, weight, 0.0)
-                elif ROWS > 1:  # what one row does not see may be infinite, and 0 x inf is no 0
+                elif ROWS > 1:  # a value that only other rows see may be infinite, and 0 x inf is NaN
                     value = tl.where(seen[:, :, None], value, 0.0)
                 sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
                 best = higher
@@ -173,16 +191,16 @@ def attention_kernel(
             found = greatest, tl.sum(total * share, 1), tl.sum(sums * share[:, :, None], 1)
             if states_ptr is not None:
                 entry = (row.to(tl.int64) * N_HEADS + query_head) * N_PARTS + part
-                tl.store(states_ptr + 2 * entry, found[0], mask=is_line)
-                tl.store(states_ptr + 2 * entry + 1, found[1], mask=is_line)
+                tl.store(states_ptr + 2 * entry, found[0], mask=is_query)
+                tl.store(states_ptr + 2 * entry + 1, found[1], mask=is_query)
                 at_out = out_ptr + entry[:, None] * HEAD_DIM + feature[None, :]
-                tl.store(at_out, found[2], mask=is_line[:, None] & is_feature[None, :])
+                tl.store(at_out, found[2], mask=is_query[:, None] & is_feature[None, :])
             else:
                 whole, whole_total, whole_sums = add_part(whole, whole_total, whole_sums, found)
         if states_ptr is None:
             entry = row.to(tl.int64) * N_HEADS + query_head
             at_out = out_ptr + entry[:, None] * HEAD_DIM + feature[None, :]
-            tl.store(at_out, whole_sums / whole_total[:, None], mask=is_line[:, None] & is_feature[None, :])
+            tl.store(at_out, whole_sums / whole_total[:, None], mask=is_query[:, None] & is_feature[None, :])
 
 
 @triton.jit
@@ -198,13 +216,13 @@ def combine_kernel(
     N_PARTS: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """One row and head: its parts in order of position."""
+    """Combine the parts of one row and head in order of position; arguments as for attention_kernel."""
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else 0
-    line, feature = tl.arange(0, 1), tl.arange(0, DIM_BLOCK)[None, :]
+    zero, feature = tl.arange(0, 1), tl.arange(0, DIM_BLOCK)[None, :]
     inside = feature < HEAD_DIM
-    entry = row.to(tl.int64) * N_HEADS + head + line
+    entry = row.to(tl.int64) * N_HEADS + head + zero
     best = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     sums = tl.zeros((1, DIM_BLOCK), tl.float32)
@@ -230,12 +248,19 @@ def attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Any:
-    """queries: fp32 (m, features), the heads from feature `first` on; slots, positions: int32 (m,); window: positions
-    seen, the row's own included, None for all; out: fp32 or fp16 (m, n_heads x head_dim). Returns out.
+    """Attend with m rows whose own keys and values have been written already; return out.
 
-    scale: of scores, 1 / sqrt(head_dim) where None. cap: 0 for none.
-    workspace: attention_workspace's for at least m rows, allocated where None; more than FEW_ROWS rows need none. Each
-    row's own key and value must be written already. Raises ValueError for other shapes, dtypes or layouts.
+    Args:
+        queries: fp32 (m, features), the heads side by side from feature `first`.
+        slots, positions: int32 (m,).
+        window: number of positions a row sees, its own included; None for all.
+        out: fp32 or fp16 (m, n_heads * head_dim).
+        workspace: attention_workspace(...) for at least m rows, allocated if None. More than FEW_ROWS rows need none.
+        scale: factor of the scores, 1 / sqrt(head_dim) if None.
+        cap: limit of the scores, 0 for none.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
     """
     check_rows(queries, pages, slots, positions, layer)
     m, head_dim = queries.shape[0], pages.head_dim
@@ -243,13 +268,16 @@ def attention(
     group = n_heads // pages.n_kv_heads
     check("out", out, (m, group * pages.n_kv_heads * head_dim), torch.float32, torch.float16)
     if not 1 <= head_dim <= MAX_HEAD_DIM or group < 1:
-        raise ValueError(f"out {tuple(out.shape)} doesn't hold {pages.n_kv_heads} x n heads of {head_dim}.")
+        raise ValueError(f"Output {tuple(out.shape)} is not a multiple of {pages.n_kv_heads} heads of {head_dim}.")
     if first < 0 or first + out.shape[1] > queries.shape[1] or (window is not None and window < 1):
-        raise ValueError(f"queries {tuple(queries.shape)}, {out.shape[1]} features from {first} on, window {window}.")
+        raise ValueError(
+            f"Queries {tuple(queries.shape)} do not hold {out.shape[1]} features from {first}, or window {window} is "
+            "not positive."
+        )
     if m == 0:
         return out
     sizes = _sizes(group, head_dim) | {"N_LAYERS": pages.n_layers, "PAGE": PAGE_TOKENS, "N_KV_HEADS": pages.n_kv_heads}
-    sizes |= {"FEATURES": queries.shape[1], "FIRST": first, "PAGES_A_SLOT": pages.pages_a_slot}
+    sizes |= {"FEATURES": queries.shape[1], "FIRST": first, "PAGES_PER_SLOT": pages.pages_per_slot}
     common = {"WINDOW": window or 0, "N_PARTS": pages.n_parts, "PART": PART_TOKENS}
     grid = (m, pages.n_kv_heads * triton.cdiv(group, sizes["GROUP_BLOCK"]))
 
@@ -267,7 +295,8 @@ def attention(
     workspace = attention_workspace(pages, m, n_heads) if workspace is None else workspace
     check("workspace", workspace, (workspace.numel(),))
     if workspace.numel() < workspace_size(n_entries, head_dim):
-        raise ValueError(f"the workspace has {workspace.numel()} numbers of {workspace_size(n_entries, head_dim)}.")
+        needed = workspace_size(n_entries, head_dim)
+        raise ValueError(f"The attention workspace has {workspace.numel()} numbers, {needed} are needed.")
     states, sums = workspace, workspace[workspace_size(n_entries, 0) :]
     attend(sums, states, pages.n_parts)
     shape = {"N_HEADS": n_heads, "HEAD_DIM": head_dim, "DIM_BLOCK": sizes["DIM_BLOCK"]}
@@ -278,9 +307,9 @@ def attention(
 
 
 def _sizes(group: int, head_dim: int) -> dict[str, int]:
-    """How a program's step of lines x lanes x features is cut: by the model's shape alone."""
+    """Return the kernel's sizes. Only the model's shape decides them, so the bits do not depend on the batch."""
     dim_block = max(4, triton.next_power_of_2(head_dim))
-    group_block = min(LINES, triton.next_power_of_2(group))
-    lanes = max(1, min(PAGE_TOKENS, TILE // (LINES * dim_block)))
-    sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": LINES // group_block}
+    group_block = min(QUERIES, triton.next_power_of_2(group))
+    lanes = max(1, min(PAGE_TOKENS, TILE // (QUERIES * dim_block)))
+    sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": QUERIES // group_block}
     return sizes | {"HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}

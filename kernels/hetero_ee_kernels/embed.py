@@ -1,4 +1,4 @@
-"""Rows of an embedding matrix: out[r] = W[ids[r]], + P[positions[r] + offset] where positions are learned.
+"""Look up rows of a quantized embedding matrix: out[r] = W[ids[r]], + P[positions[r] + offset] if P is learned.
 
 W[n, k] = (scale x 2^e) x entry, each product and the sum rounded to fp32: the bits are those of the CPU's embed.py.
 Layout: int4 or int8 tiles (docs/FORMAT.md); P fp32 (positions, K); ids and positions int32 in device memory, whose
@@ -64,15 +64,22 @@ def embed(
     positions: Any,
     offset: int = 0,
 ) -> Any:
-    """ids, positions: int32 (m,), ids below weight.n_rows; learned: None or fp32 (n, n_columns), with a row for each
-    position + offset; out: fp32 (m, n_columns), allocated where None. Returns out. Raises ValueError where they don't
-    fit."""
+    """Look up the rows `ids` and return out.
+
+    Args:
+        ids, positions: int32 (m,), ids below weight.n_rows.
+        learned: None, or fp32 (n, n_columns) with a row for each position + offset.
+        out: fp32 (m, n_columns), allocated if None.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit.
+    """
     m = len(ids)
     check("ids", ids, (m,), torch.int32)
     check("positions", positions, (m,), torch.int32)
     check_no_zeros(weight)
     if -(-n_columns // GROUP) != weight.n_groups:
-        raise ValueError(f"{n_columns} columns are not the {weight.n_groups} groups of 32 that the tiles have.")
+        raise ValueError(f"{n_columns} columns do not fill the {weight.n_groups} groups of 32 in the tiles.")
     if learned is not None:
         check("learned", learned, (len(learned), n_columns))
     out = output(out, (m, n_columns), ids.device)

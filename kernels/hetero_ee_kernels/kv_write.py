@@ -1,14 +1,15 @@
-"""Writes the keys and values of m new rows into the pages, turning queries and keys on the way where there is a table.
+"""Write the keys and values of m new rows into the KV pages, after rotating queries and keys if there is a table.
 
-fp32: as they are. fp16: to nearest, ties to even, within +-65504, its range. int8, for each position and head:
-scale = max |x| / 127, code = x / scale to nearest, ties to even; a head below 1e-30 everywhere is stored as zero.
-The turn is rotary position embedding (arXiv 2104.09864, section 3.2; pairing as in Llama) of pairs (i, i + n/2) of the
-first n features of each head: queries in place, keys on their way into the page (x keeps them as they were). Cosines
-and sines come from rope_table.py: a kernel's own sine of a large angle costs registers and a slow path. Fused, because
-both touch the same few kilobytes: a launch of about 2 us less for every layer and token.
+fp32 is copied. fp16 rounds to nearest, ties to even, and clamps to +-65504. int8 uses, for each position and head,
+scale = max |x| / 127 and code = round(x / scale), ties to even; a head with all values below 1e-30 is stored as zero,
+and values must be finite. Rotary position embedding (arXiv 2104.09864, section 3.2; pairing as in Llama) rotates pairs
+(i, i + n/2) of the first n features of each head: queries in place, keys on their way into the page (x keeps them
+unrotated). Cosines and sines come from rope_table.py: computing the sine of a large angle in a kernel costs registers
+and a slow path. Both steps are fused, because they touch the same few kilobytes: one launch of about 2 us less per
+layer and token.
 
-Layout: pages.py. x fp32 (m, features): query heads from feature 0, key heads from first_key, value heads from
-first_value. One program a row and head. Values must be finite for int8.
+Layout: pages.py. x is fp32 (m, features): query heads from feature 0, key heads from first_key, value heads from
+first_value. One program per row and head.
 """
 
 from typing import Any
@@ -25,19 +26,19 @@ SMALLEST = 1e-30  # 127 / 1e-30 is still a finite fp32
 
 @triton.jit
 def turned(low: tl.tensor, high: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> Any:
-    """The two halves of a head after the turn."""
+    """Return the two halves of a head after the rotation."""
     return tl.fma(low, cosine, -(high * sine)), tl.fma(high, cosine, low * sine)
 
 
 @triton.jit
 def rounded(x: tl.tensor) -> Any:
-    """To the nearest integer, ties to even, for |x| < 2^22."""
+    """Round to the nearest integer, ties to even, for |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def stored(x: tl.tensor, inverse: tl.tensor, element: tl.constexpr) -> Any:
-    """What is stored of x: int8 codes; or x, which the store rounds, within fp16's range there. NaN stays."""
+    """Return int8 codes of x, or x clamped to the range of fp16, or x; the store rounds to fp16. NaN stays NaN."""
     if element == tl.int8:
         return rounded(x * inverse).to(tl.int8)
     elif element == tl.float16:
@@ -63,7 +64,7 @@ def kv_write_kernel(
     FEATURES: tl.constexpr,
     FIRST_KEY: tl.constexpr,
     FIRST_VALUE: tl.constexpr,
-    PAGES_A_SLOT: tl.constexpr,
+    PAGES_PER_SLOT: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -86,21 +87,21 @@ def kv_write_kernel(
     rest = tl.load(source + lane, mask=inside, other=0.0)
     if turns_ptr is not None:
         turn = turns_ptr + position.to(tl.int64) * (2 * HALF) + pair
-        turns = pair < tl.where(part == 0, HALF, 0)  # bounds, because Triton 3.9 makes integers of lanes & one
+        turns = pair < tl.where(part == 0, HALF, 0)  # bounds: Triton 3.9 makes integers of `lanes & bool`
         cosine = tl.load(turn, mask=turns, other=1.0)
         sine = tl.load(turn + HALF, mask=turns, other=0.0)
         low, high = turned(low, high, cosine, sine)
         tl.store(source + pair, low, mask=pair < tl.where(is_query, HALF, 0))
         tl.store(source + HALF + pair, high, mask=pair < tl.where(is_query, HALF, 0))
-    page = tl.load(table_ptr + tl.load(slots_ptr + row) * PAGES_A_SLOT + position // PAGE).to(tl.int64)
-    line = (((page * N_LAYERS + layer) * 2 + part) * N_KV_HEADS + kv_head) * PAGE + position % PAGE
+    page = tl.load(table_ptr + tl.load(slots_ptr + row) * PAGES_PER_SLOT + position // PAGE).to(tl.int64)
+    vector = (((page * N_LAYERS + layer) * 2 + part) * N_KV_HEADS + kv_head) * PAGE + position % PAGE
     inverse = 1.0
     if scales_ptr is not None:
         peak = tl.maximum(tl.max(tl.abs(low), 0), tl.maximum(tl.max(tl.abs(high), 0), tl.max(tl.abs(rest), 0)))
         is_zero = peak < TINY
         inverse = tl.where(is_zero, 0.0, tl.div_rn(127.0, peak))
-        tl.store(scales_ptr + line, tl.where(is_zero, 0.0, tl.div_rn(peak, 127.0)), mask=head >= N_HEADS)
-    target = codes_ptr + line * HEAD_DIM
+        tl.store(scales_ptr + vector, tl.where(is_zero, 0.0, tl.div_rn(peak, 127.0)), mask=head >= N_HEADS)
+    target = codes_ptr + vector * HEAD_DIM
     element: tl.constexpr = codes_ptr.dtype.element_ty
     kept_pairs, kept_lanes = tl.where(is_query, 0, HALF), tl.where(is_query, 0, HEAD_DIM)
     tl.store(target + pair, stored(low, inverse, element), mask=pair < kept_pairs)
@@ -144,7 +145,7 @@ def kv_write(
         "FEATURES": x.shape[1],
         "FIRST_KEY": first_key,
         "FIRST_VALUE": first_value,
-        "PAGES_A_SLOT": pages.pages_a_slot,
+        "PAGES_PER_SLOT": pages.pages_per_slot,
     }
     grid = (x.shape[0], n_heads + 2 * n_kv_heads)
     place = (pages.codes, pages.scales, pages.table, slots, positions)

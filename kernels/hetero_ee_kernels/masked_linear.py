@@ -1,11 +1,11 @@
-"""out[m, N] = 2^e rows[n] . x + bias[n] where a neuron's score is above 0 or its token may not skip any, 0 elsewhere.
+"""out[m, N] = 2^e rows[n] . x + bias[n] if a neuron's score is above 0 or its token may not skip any, else 0.
 
-rows: int4 rows (row_matrix.py), N neurons, K columns: the first matrix of an FFN, of which a predictor's scores say
-what to read. The product is the h of sparse_ffn.py before its activation, bit for bit, and so the CPU's: what a token
-gets depends neither on m nor on the other tokens. The bias is added to the rounded product.
+rows: int4 rows (row_matrix.py), N neurons, K columns: the first matrix of an FFN, of which a predictor's scores select
+the rows to read. The product is h of sparse_ffn.py before its activation, bit for bit as on the CPU: a token's outputs
+do not depend on m or on the other tokens. The bias is added to the rounded product.
 
-Two launches, whatever is above 0: one writes which neurons of each block of 128 a token needs, and zeros for all; the
-other multiplies the rows of those with x.
+Two launches, whatever the scores: one lists the neurons that a token needs of each block of 128 and writes zeros for
+all; the other multiplies the listed rows by x.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.row_products import BLOCK, empty_lists, listed, multiply
 
-PASS_TOKENS = 128  # the lists of a whole prompt would take tens of MB
+PASS_TOKENS = 128  # the lists of a whole prompt would need tens of MB
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def choose_kernel(
     n_used_ptr: tl.tensor,
     N: tl.constexpr,
 ) -> None:
-    """Of a token and block: numbers of the neurons to be computed, in order, and how many they are; zeros to out."""
+    """For one token and block, list the neurons to be computed, in order, with their count; write zeros to out."""
     token = tl.program_id(0).to(tl.int64)
     place = token * ((N + BLOCK - 1) // BLOCK) + tl.program_id(1)
     neuron = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,11 +50,18 @@ def choose_kernel(
 def masked_linear(
     x: Any, scores: Any, rows: RowMatrix, out: Any = None, *, bias: Any = None, may_skip: Any = None, n_used: Any = None
 ) -> Any:
-    """x fp32 (m, K), scores fp32 (m, N); out: fp32 (m, N), allocated where None; may be the scores. Returns out.
+    """Multiply the wanted rows and return out.
 
-    bias: fp32 (N,). may_skip: int32 (m,), 0 for tokens that need all neurons; without it all tokens do, scores are not
-    read and may be None. n_used: int64 (1,), to which the computed neurons of tokens that may skip are added.
-    Raises ValueError for operands that don't fit.
+    Args:
+        x: fp32 (m, K).
+        scores: fp32 (m, N), or None without may_skip.
+        out: fp32 (m, N), allocated if None; may be `scores`.
+        bias: fp32 (N,).
+        may_skip: int32 (m,), 0 for tokens that need all neurons; None if all tokens do.
+        n_used: int64 (1,), to which the number of computed neurons of tokens that may skip is added.
+
+    Raises:
+        ValueError: if an operand does not fit.
     """
     m = len(x)
     out = x.new_empty(m, rows.n_rows) if out is None else out
@@ -80,4 +87,4 @@ def _check(x: Any, scores: Any, rows: RowMatrix, out: Any, bias: Any, may_skip: 
     if n_used is not None:
         check("n_used", n_used, (1,), torch.int64)
         if may_skip is None:
-            raise ValueError("n_used counts neurons of rows that may skip some: may_skip is needed.")
+            raise ValueError("n_used counts the neurons of tokens that may skip some, so may_skip is needed.")

@@ -3,17 +3,18 @@
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32 and Q quads of 4 groups, m rows of activations, here
 called tokens. Arithmetic and order: tile_group.py, whose integer sums are those of the CPU's matmul. Source: derived.
 
-Tensor cores take a tile as it lies: line j of a tile holds, of each row, the very words that lane j of a row's four
-holds of an operand. So a lane reads 4 rows of a line, 16 bytes, and a warp one group of two row blocks, which are two
-products of 16 x 32 weights with 8 tokens; the rows of an operand may be any, so its 8 + 8 are rows 4 i + 0 and 4 i + 1
-of the tiles, then 4 i + 2 and 4 i + 3. What is made of a word (bytes of nibbles, entries of a codebook, scales) serves
-8 tokens after 8 tokens. No shared memory, but at the end: each of the 8 warps has added up every eighth quad.
+Tensor cores can read a tile as it is stored: line j of a tile holds, for each row, exactly the words that lane j of a
+row's four lanes holds of an operand. So a lane reads 4 rows of a line, 16 bytes, and a warp reads one group of two row
+blocks, which are two products of 16 x 32 weights with 8 tokens. The rows of an operand may be in any order: its 8 + 8
+are rows 4 i + 0 and 4 i + 1 of the tiles, then 4 i + 2 and 4 i + 3. What is unpacked from a word (bytes of nibbles,
+codebook entries, scales) serves 8 tokens after another. Shared memory is only used at the end: each of the 8 warps has
+added up every eighth quad.
 
-A token's bits are the same for every m: widths differ in what is done side by side and in no step.
+A token's bits are the same for every m: different numbers of tokens change what runs in parallel, but no step.
 
-Instructions of the loop for each weight, all loads included (SASS for sm_86, Triton 3.9.0, never timed on a card):
+Instructions of the loop per weight, including all loads (SASS for sm_86, Triton 3.9.0, not timed on a card):
 linear 1.2 for 1 token, 1.5 for 8, 8.3 for 64; codebook 2.4, 2.8, 10.8; int8 tiles 1.0, 1.4, 9.6.
-AMD's cards multiply one token a program, in plain arithmetic.
+AMD cards compute one token per program, in plain arithmetic.
 """
 
 from typing import Any
@@ -27,8 +28,8 @@ from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import SLOTS, entries, join4, load_table, mma, split4, sum_slots, to_float
 from hetero_ee_kernels.tile_matrix import GCN, TileMatrix, check_rows, output
 
-MAX_EIGHTS = 4  # tokens a program, in eights; with 8 there are not enough registers
-MAX_PAIRS = 2  # row blocks a program, in pairs, for prompts: each activation that is read serves them all
+MAX_EIGHTS = 4  # tokens per program, in eights; 8 need too many registers
+MAX_PAIRS = 2  # row blocks per program, in pairs, for prompts: they share the activations that are read
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def added(
     x_scale: tl.tensor,
     KIND: tl.constexpr,
 ) -> Any:
-    """Totals of 4 rows plus their share of a group."""
+    """Add a group's share to the totals of 4 rows."""
     return (
         tl.fma(number_of(sums[0], zeros[0], x_sum, KIND), scales[0] * x_scale, totals[0]),
         tl.fma(number_of(sums[1], zeros[1], x_sum, KIND), scales[1] * x_scale, totals[1]),
@@ -52,7 +53,7 @@ def added(
 
 @triton.jit
 def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.constexpr) -> Any:
-    """A group's sum in fp32, less a zero point times x_sum, -16 times the sum of the token's activations."""
+    """Return a group's sum as fp32 minus the zero point's share; x_sum: -16 times the sum of the activations."""
     return tl.fma(zero, x_sum, to_float(total)) if KIND == 3 else to_float(total)
 
 
@@ -60,7 +61,7 @@ def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.cons
 def zero_points(
     at: tl.tensor, mask: tl.tensor, b: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr, ISA: tl.constexpr
 ) -> Any:
-    """Of 4 rows, and -16 times the sums of the activations of tokens 2 j and 2 j + 1; b: see mma."""
+    """Return the zero points of 4 rows, and -16 times the activations' sums of tokens 2 j and 2 j + 1; b: see mma."""
     if KIND == 3:
         zeros = split4(tl.load(at, mask=mask, other=0.0 if MASKED else None).to(tl.float32))
         ones = tl.full((1, 1, b[0].shape[2]), 0x01010101, tl.int32)
@@ -81,10 +82,13 @@ def add_quads(
     MASKED: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
-    """totals, of tokens 2 j and of 2 j + 1, each of 4 rows, plus the share of a quad for each warp; what follows in at.
+    """Add each warp's quad to the totals, 4 rows each for tokens 2 j and 2 j + 1; return them and the next `at`.
 
-    at: words and scales of weights, (PAIRS, 1, T, 4); words of token r and scales of token 2 j, (1, EIGHTS, T, 4).
-    Where MASKED, groups from n_inside (T,) on add 0. IS_ONE: of the tokens the first alone counts.
+    Args:
+        at: addresses of words and scales of weights, (PAIRS, 1, T, 4), and of words of token r and scales of token 2 j,
+            (1, EIGHTS, T, 4).
+        n_inside: (T,), the group from which on a thread's groups add 0, if MASKED.
+        IS_ONE: only the first token counts.
     """
     TILE: tl.constexpr = 128 if KIND == 2 else 64
     SCALES: tl.constexpr = 32 if KIND == 3 else 16
@@ -99,11 +103,11 @@ def add_quads(
         low, high = split4(low), split4(high)
         scales = tl.load(scales_at + SCALES * i, mask=mask, other=0.0 if MASKED else None)
         scales = split4(scales.to(tl.float32))
-        if i % 2 == 0:  # not both at once, or a prompt's program has too few registers
+        if i % 2 == 0:  # not both at once, since a prompt's program has too few registers
             x = split4(tl.load(codes_at + 2 * i))
         b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
-        # For prompts between the products, else after them: the other way round, sm_75 or sm_80 has too few registers.
+        # For prompts between the products, else after them; the other way round needs too many registers on sm_75/80.
         if words_at.shape[0] > 1:
             zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
@@ -134,8 +138,17 @@ def matmul_kernel(
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """32 x PAIRS rows of TOKENS tokens: 1, or a multiple of 8. Programs of the same rows follow each other, so that
-    the weights come from the L2 cache. one: 1, unknown to the compiler."""
+    """Multiply 32 x PAIRS rows by TOKENS tokens: 1, or a multiple of 8.
+
+    Programs of the same rows are adjacent in the grid, so that the later ones read the weights from the L2 cache.
+
+    Args:
+        words_ptr, scales_ptr, table_ptr: TileMatrix.words, scales and table.
+        codes_ptr, code_scales_ptr: quantize(x), the codes as int32 words.
+        out_ptr: fp32 (m, n_rows), multiplied by `factor`.
+        one: 1, which the compiler does not know; see load_table.
+        KIND, ISA: constants of tile_matrix.py.
+    """
     IS_ONE: tl.constexpr = TOKENS == 1
     EIGHTS: tl.constexpr = 1 if IS_ONE else TOKENS // 8
     EACH: tl.constexpr = 1 if IS_ONE else 2
@@ -164,7 +177,7 @@ def matmul_kernel(
     totals = ((zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros))
     at = (words_at, scales_at, codes_at, code_scales_at)
     n_whole = n_groups // STEP * STEP
-    if PAIRS > 1:  # with a second body, without masks, a prompt's program would have too few registers
+    if PAIRS > 1:  # a second loop body, without masks, would need too many registers in a prompt's program
         for group in range(0, n_groups, STEP):
             totals, at = add_quads(totals, at, n_groups - group - 4 * slot, table, IS_ONE, KIND, True, ISA)
     else:
@@ -173,7 +186,7 @@ def matmul_kernel(
         if n_whole < n_groups:
             totals, at = add_quads(totals, at, n_groups - n_whole - 4 * slot, table, IS_ONE, KIND, True, ISA)
     y = join4(totals[0]) if IS_ONE else tl.join(join4(totals[0]), join4(totals[1]))
-    y = tl.reshape(y, (PAIRS, EIGHTS, SLOTS, 8, 4, 4, EACH))  # ., ., slot, row, j, rows of a lane, even and odd
+    y = tl.reshape(y, (PAIRS, EIGHTS, SLOTS, 8, 4, 4, EACH))  # ., ., slot, row, j, rows of a lane, even or odd token
     y = tl.reshape(tl.permute(y, (1, 4, 6, 0, 3, 5, 2)), (EIGHTS * 4 * EACH, PAIRS * 32, SLOTS))
     n = first_row + tl.arange(0, PAIRS * 32)
     local = tl.arange(0, EIGHTS * 4 * EACH)
@@ -182,9 +195,14 @@ def matmul_kernel(
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
-    """x: fp32 or fp16 (m, K), contiguous; out: fp32 (m, n_rows), allocated where None. Returns out.
+    """Return x times the transposed weight.
 
-    Raises ValueError where they don't fit.
+    Args:
+        x: fp32 or fp16 (m, K), contiguous.
+        out: fp32 (m, n_rows), allocated if None.
+
+    Raises:
+        ValueError: if an operand does not fit.
     """
     check_rows(x, weight)
     m = len(x)

@@ -1,8 +1,8 @@
-"""Gumbel noise by (seed, sequence, position), of each token by itself.
+"""Gumbel noise by (seed, sequence, position, token).
 
-Philox4x64-10 (Salmon et al., SC'11) as NumPy has it: its i-th raw integer is word i % 4 of the block with the counter
-(1 + i / 4, 0, sequence, position) and the key (seed, 0). The integers are NumPy's; the logarithms are fp32's, for
-drafts alone: what a text keeps is chosen in float64.
+Philox4x64-10 (Salmon et al., SC'11) as in NumPy: its i-th raw integer is word i % 4 of the block with the counter
+(1 + i / 4, 0, sequence, position) and the key (seed, 0). The integers equal NumPy's; the logarithms are fp32, since
+they only choose drafts: the tokens of the output are chosen in float64.
 """
 
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-N_WORDS = 5  # int32 of a row: seed (low, high), sequence, position, bits of the inverse temperature, 0 for greedy
+N_WORDS = 5  # int32 per row: seed (low, high), sequence, position, bits of the inverse temperature (0 for greedy)
 TO_UNIT = tl.constexpr(2.0**-52)
 
 
 @triton.jit
 def philox(token: tl.tensor, seed: tl.tensor, sequence: tl.tensor, position: tl.tensor) -> Any:
-    """The raw integer of each token, uint64 as all arguments."""
+    """Return the raw integer of each token; all uint64."""
     a, b, c, d = (token >> 2) + 1, token * 0, token * 0 + sequence, token * 0 + position
     key, key_high = seed, seed * 0
     for _ in tl.static_range(10):
@@ -30,19 +30,19 @@ def philox(token: tl.tensor, seed: tl.tensor, sequence: tl.tensor, position: tl.
 
 @triton.jit
 def gumbel(bits: tl.tensor) -> Any:
-    """-log(-log(u)), u = (bits / 2^12 + 1/2) / 2^52, fp32. Above 1/2 by the distance to 1, of which fp32 keeps all."""
+    """Return -log(-log(u)), u = (bits / 2^12 + 1/2) / 2^52, fp32; above 1/2 from 1 - u, which fp32 represents well."""
     high = bits >> 12
     u = (high.to(tl.float32) + 0.5) * TO_UNIT
     rest = (((high ^ 0xFFFFFFFFFFFFF).to(tl.float32)) + 0.5) * TO_UNIT
     kept = 1.0 - rest
-    # log1p(-rest): the logarithm of what is kept of 1 - rest, times what rounding has made of it (Kahan).
+    # log1p(-rest) by Kahan: the logarithm of the rounded 1 - rest, corrected by the rounding.
     near_one = tl.where(kept == 1.0, rest, tl.log(kept) * (rest / (kept - 1.0)))
     return -tl.log(tl.where(u < 0.5, -tl.log(u), near_one))
 
 
 @triton.jit
 def row_noise(noise_ptr: tl.tensor, token: tl.tensor) -> Any:
-    """Of these tokens (int32) by the row's words."""
+    """Return the noise of these tokens (int32) for the row's words."""
     low = tl.load(noise_ptr).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(noise_ptr + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     sequence, position = tl.load(noise_ptr + 2).to(tl.uint64), tl.load(noise_ptr + 3).to(tl.uint64)

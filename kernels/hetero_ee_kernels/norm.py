@@ -1,11 +1,11 @@
-"""RMSNorm and LayerNorm over the rows of x (m, n), fp32, with the residual addition that comes before them.
+"""RMSNorm and LayerNorm over the rows of x (m, n), fp32, with the residual addition that precedes them.
 
 rms:    y = x / sqrt(mean(x^2) + eps) * scale              (arXiv 1910.07467)
 layer:  y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias   (arXiv 1607.06450; variance of the population)
-Where a delta is given, x += delta first, in place: one launch and one pass over the row instead of two.
+If a delta is given, x += delta first, in place: one launch and one pass over the row instead of two.
 
-One program a row, the row in registers, sums in a tree fixed by n: a row's bits depend on the row alone. Valid for
-1 <= n <= 65536 and any m. Layout: rows contiguous.
+One program per row, with the row in registers and sums in a tree fixed by n: a row's bits depend only on the row. Valid
+for 1 <= n <= 65536 and any m. Layout: rows contiguous.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ MAX_FEATURES = 65536
 
 @triton.jit
 def norm_row(x: tl.tensor, inside: tl.tensor, eps: tl.tensor, N: tl.constexpr, CENTERED: tl.constexpr) -> Any:
-    """x divided by its root mean square, or standardized; lanes outside hold 0 in x."""
+    """Divide x by its root mean square, or standardize it if CENTERED; x must be 0 in lanes outside."""
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, 0) / N, 0.0)
     return x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)
@@ -73,28 +73,36 @@ def heads_kernel(
 
 
 def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """x, delta: fp32 (m, n); scale: fp32 (n,) or None; out: (m, n) fp32 or fp16, may be x. Returns out.
+    """Apply RMSNorm and return out.
 
-    Raises ValueError for other shapes, dtypes or layouts.
+    Args:
+        x: fp32 (m, n), changed in place if delta is given.
+        scale: fp32 (n,) or None.
+        out: fp32 or fp16 (m, n), allocated if None; may be x.
+        delta: fp32 (m, n), added to x first.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit.
     """
     return _launch(x, scale, None, eps, False, out, delta)
 
 
 def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """As rms_norm, with bias: fp32 (n,) or None."""
+    """Apply LayerNorm as rms_norm applies RMSNorm, with bias: fp32 (n,) or None."""
     return _launch(x, scale, bias, eps, True, out, delta)
 
 
 def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> None:
-    """In place, each of n_heads heads of len(scale) features from feature `first` of x (m, features) on.
+    """Apply RMSNorm in place to n_heads heads of len(scale) features, from feature `first` of x (m, features).
 
-    Raises ValueError where they are not there, and for other dtypes or layouts.
+    Raises:
+        ValueError: if x does not hold them, or a dtype or layout does not fit.
     """
     n = scale.numel()
     check("x", x, (x.shape[0], x.shape[-1]))
     check("scale", scale, (n,))
     if n == 0 or first < 0 or n_heads < 0 or first + n_heads * n > x.shape[1]:
-        raise ValueError(f"{n_heads} heads of {n} from feature {first} are not in x {tuple(x.shape)}.")
+        raise ValueError(f"{n_heads} heads of {n} from feature {first} do not fit into x {tuple(x.shape)}.")
     if x.shape[0] and n_heads:
         block = triton.next_power_of_2(n)
         n_warps = _n_warps(2 * block)
@@ -110,7 +118,7 @@ def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any,
         if given is not None:
             check(name, given, shape)
     if not 1 <= n <= MAX_FEATURES:
-        raise ValueError(f"rows have {n} features, expected 1 to {MAX_FEATURES}.")
+        raise ValueError(f"Rows have {n} features, expected 1 to {MAX_FEATURES}.")
     if m:
         block = triton.next_power_of_2(n)
         norm_kernel[(m,)](x, delta, scale, bias, out, eps, n, block, centered, num_warps=_n_warps(block), **UNFUSED)
@@ -118,5 +126,5 @@ def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any,
 
 
 def _n_warps(block: int) -> int:
-    """About 16 features a thread."""
+    """Return the warps for about 16 features per thread."""
     return min(16, max(1, block // 512))

@@ -1,12 +1,12 @@
-"""Activations to int8: for each row and group of 32 columns, a = max|x| / 127, q = round(x / a), ties to even.
+"""Quantize activations to int8: for each row and group of 32 columns, a = max|x| / 127, q = round(x / a), ties to even.
 
-The codes and scales of the CPU's quantize.py, bit for bit: x times the rounded 127 / max|x|; a group below 1e-30 counts
-as zeros; a NaN or Inf makes its group's scale NaN or Inf, and so every output of the row NaN. A row's codes depend on
-that row alone. Source: derived.
+Codes and scales equal the CPU's quantize.py, bit for bit: x is multiplied by the rounded 127 / max|x|; a group below
+1e-30 counts as zeros; a NaN or Inf makes its group's scale NaN or Inf, and so every output of the row NaN. A row's
+codes depend only on that row. Source: derived.
 
-Layout, as a lane of a matrix product reads it 16 bytes at a time: codes int8 (m, Q, 4, 4, 8), that is for each quad of
-128 columns and each j of 4, for each group of 32 its columns 4 j .. 4 j + 3 and those 16 columns on; scales fp32
-of two rows at a time, (m / 2, Q, 2, 4). K is padded to whole steps of 1024 columns, whose codes and scales are zeros;
+Layout, so that a lane of a matrix product reads 16 bytes at a time: codes int8 (m, Q, 4, 4, 8), that is, for each quad
+of 128 columns, each j of 4 and each group of 32, the group's columns 4 j .. 4 j + 3 and those 16 further on. Scales are
+fp32, two rows at a time, (m / 2, Q, 2, 4). K is padded to whole steps of 1,024 columns, with codes and scales of zero;
 the row that an odd m lacks is never written.
 """
 
@@ -20,10 +20,10 @@ from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.tile_group import MAGIC
 from hetero_ee_kernels.tile_matrix import GROUP
 
-SMALLEST = tl.constexpr(1e-30)  # below it 127 / max|x| is no number
-GROUPS = 8  # a program, two quads, a group a quarter of a warp
+SMALLEST = tl.constexpr(1e-30)  # below it 127 / max|x| overflows
+GROUPS = 8  # per program: two quads, a group per quarter of a warp
 N_WARPS = 2
-QUAD, STEP = 4, 1024  # groups; columns
+QUAD, STEP = 4, 1024  # in groups; in columns
 
 
 @triton.jit
@@ -39,13 +39,13 @@ def quantize_kernel(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 32 + tl.arange(0, 32)[None]
     x = tl.load(x_ptr + row * n_columns + column, mask=column < n_columns, other=0.0).to(tl.float32)
-    # Without their signs, floats are ordered as their bits are, Inf and NaN at the top.
+    # Without their signs, floats are ordered as their bits are, with Inf and NaN greatest.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     tiny = largest < SMALLEST
     top = tl.full(largest.shape, 127.0, tl.float32)
     inverse = tl.where(tiny, 0.0, tl.div_rn(top, tl.where(tiny, 1.0, largest)))
     scaled = x * inverse[:, None]
-    code = (scaled + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)  # the addition rounds, to even
+    code = (scaled + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)  # the addition rounds, ties to even
     code = tl.where(scaled == scaled, code, 0).to(tl.int8)
     scale = tl.where(tiny, 0.0, tl.div_rn(largest, top))
     within = column % 32
@@ -56,9 +56,9 @@ def quantize_kernel(
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """x: fp32 or fp16 (m, K), contiguous -> codes and scales. Raises ValueError otherwise."""
+    """Return codes and scales of x, contiguous fp32 or fp16 (m, K). Raises ValueError for anything else."""
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.float16) or not x.is_contiguous() or not x.shape[1]:
-        raise ValueError(f"activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
+        raise ValueError(f"Activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
     m, n_columns = x.shape
     n_quads = -(-n_columns // STEP) * STEP // (QUAD * GROUP)
     codes = torch.empty((m, n_quads, 4, QUAD, 8), dtype=torch.int8, device=x.device)

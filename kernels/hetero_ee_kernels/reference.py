@@ -1,6 +1,6 @@
-"""The kernels' operations in plain torch, on the same raw tensors: what kernels are checked against, and the fallback.
+"""The kernels' operations in plain torch, on the same tensors: the reference that tests check, and the fallback.
 
-Arguments and results are those of the kernels, which each file of this package describes; nothing is checked here.
+Arguments and results are those of the kernels, which are described in the kernels' files; nothing is checked here.
 """
 
 from math import sqrt
@@ -15,13 +15,15 @@ from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 FP16_LARGEST = 65504.0
-NEURON_BLOCK = 128  # whose weights share their steps
-SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere counts as zeros
+NEURON_BLOCK = 128  # neurons that share the scales of their weights
+SMALLEST = 1e-30  # a group of activations, or a head, with all magnitudes below it counts as zeros
 
 
 def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
-    """All of W with its padding, or of these blocks of 16 rows, fp32 (N padded to 16, K padded to 32):
-    (scale x 2^exponent) x entry, of which a zero point is subtracted first."""
+    """Return W with its padding, or only some blocks of 16 rows: fp32 (N padded to 16, K padded to 32).
+
+    Each value is (scale x 2^exponent) x (entry - zero point).
+    """
     tiles, scales = weight.tiles[blocks], weight.scales[blocks]
     n_blocks, n_groups = len(tiles), weight.n_groups
     if weight.codebook is None:
@@ -57,7 +59,7 @@ def embed(
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """x: fp32 or fp16 (m, K) -> codes int8 (m, Q, 4, 4, 8), scales fp32 (m / 2, Q, 2, 4), of an absent row 0."""
+    """Return codes int8 (m, Q, 4, 4, 8) and scales fp32 (m / 2, Q, 2, 4), which are 0 for a row that an odd m lacks."""
     codes, scales = _quantized(x)
     parts = codes.view(len(x), codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
     pairs = F.pad(scales, (0, 0, 0, len(x) % 2)).view(-(-len(x) // 2), 2, -1, 4)
@@ -65,23 +67,23 @@ def quantize(x: Any) -> tuple[Any, Any]:
 
 
 def _quantized(x: Any) -> tuple[Any, Any]:
-    """Codes (m, groups, 32) in the order of columns, padded to 1024, and scales (m, groups)."""
+    """Return codes (m, groups, 32) in the order of columns, padded to 1,024 columns, and scales (m, groups)."""
     x = F.pad(x.float(), (0, -x.shape[1] % 1024))
     codes, scales = _int8(x.view(len(x), x.shape[1] // 32, 32))
     return codes.nan_to_num(0.0).to(torch.int8), scales
 
 
 def _int8(x: Any) -> tuple[Any, Any]:
-    """x (..., n) -> rounded codes (..., n), still fp32, and scales (...)."""
+    """Quantize x (..., n): return rounded codes (..., n), still fp32, and scales (...)."""
     largest = x.abs().amax(-1)
     is_zero = largest < SMALLEST
-    top = torch.full_like(largest, 127.0)  # torch multiplies by a rounded inverse where one side is a number
+    top = torch.full_like(largest, 127.0)  # torch would multiply by a rounded inverse if one operand were a number
     codes = (x * torch.where(is_zero, 0.0, top / largest)[..., None]).round()
     return codes, torch.where(is_zero, 0.0, largest / top)
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
-    """The product of the quantized activations in float64. Returns out, fp32 (m, n_rows)."""
+    """Multiply the quantized activations in float64. Returns out, fp32 (m, n_rows)."""
     codes, scales = _quantized(x)
     x = (codes.double() * scales.double()[..., None]).flatten(1)[:, : 32 * weight.n_groups]
     product = (x @ dequantize(weight).double().T)[:, : weight.n_rows].float()
@@ -89,7 +91,7 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
 
 
 def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
-    """Columns `ids` of the whole product, fp32 (m, c); NaN for an unknown id."""
+    """Return columns `ids` of the whole product, fp32 (m, c), NaN for an unknown id."""
     logits = matmul(x, weight)
     ids = ids.expand(len(logits), ids.shape[-1])
     known = (ids >= 0) & (ids < logits.shape[1])
@@ -98,7 +100,7 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
 
 
 def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """One row at a time: torch's own sums round by the shape of the batch."""
+    """Normalize row by row, because torch's sums round differently for other batch shapes."""
     out = torch.empty_like(x) if out is None else out
     if delta is not None:
         x += delta
@@ -108,7 +110,6 @@ def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = No
 
 
 def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """As rms_norm, with bias: fp32 (n,) or None."""
     out = torch.empty_like(x) if out is None else out
     if delta is not None:
         x += delta
@@ -118,7 +119,6 @@ def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, de
 
 
 def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> None:
-    """In place, each of n_heads heads of len(scale) features from feature `first` of x (m, features) on."""
     n = scale.numel()
     for row in x:
         heads = row[first : first + n_heads * n].view(n_heads, n)
@@ -126,7 +126,7 @@ def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> 
 
 
 def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0) -> Any:
-    """One row at a time, on a clone, which is aligned as a view need not be: the bits depend on the row alone."""
+    """Activate row by row, on aligned clones, so that the bits depend only on the row."""
     n_outputs = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(len(x), n_outputs) if out is None else out
     for row, target in zip(x, out, strict=True):
@@ -149,13 +149,13 @@ def _activated(x: Any, kind: str, threshold: float) -> Any:
             return F.gelu(x, approximate="tanh")
         case "softcap":
             return threshold * torch.tanh(x / threshold)
-    raise ValueError(f"no activation called {kind}.")
+    raise ValueError(f"Unknown activation {kind}.")
 
 
 def rotated(heads: Any, positions: Any, table: Any) -> Any:
-    """Heads (m, n_heads, head_dim) after rotary position embedding, as a new tensor; positions (m,).
+    """Return heads (m, n_heads, head_dim) rotated to positions (m,), as a new tensor.
 
-    table: rope_table's, fp32 (positions, 2, pairs).
+    table: rope_table(...), fp32 (positions, 2, pairs).
     """
     half = table.shape[2]
     cosine, sine = table[positions.long()][:, :, None].unbind(1)  # (m, 1, half) each
@@ -174,7 +174,6 @@ def kv_write(
     *,
     turns: Any = None,
 ) -> None:
-    """x: fp32 (m, features), its queries (before first_key) rotated in place where there is a table."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     width = n_kv_heads * head_dim
     keys, values = (x[:, at : at + width].reshape(-1, n_kv_heads, head_dim) for at in (first_key, first_value))
@@ -207,7 +206,7 @@ def attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Any:
-    """One row and its whole softmax at a time. workspace: what only the kernel needs."""
+    """Compute one row with its whole softmax at a time. The workspace is not used."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     scale = 1 / sqrt(head_dim) if scale is None else scale
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
@@ -221,7 +220,7 @@ def attention(
 
 
 def read(pages: Pages, slot: int, layer: int, first: int, end: int) -> tuple[Any, Any]:
-    """Keys and values fp32 (n_kv_heads, end - first, head_dim) of positions first..end-1."""
+    """Return keys and values of positions first..end-1, fp32 (n_kv_heads, end - first, head_dim)."""
     positions = torch.arange(first, end, device=pages.codes.device)
     page = pages.table[slot, positions // PAGE_TOKENS].long()
     codes = pages.codes[page, layer, :, :, positions % PAGE_TOKENS].float()  # (positions, 2, heads, features)
@@ -232,20 +231,20 @@ def read(pages: Pages, slot: int, layer: int, first: int, end: int) -> tuple[Any
 
 
 def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: Any = None) -> Any:
-    """One row at a time, its noise in float64 by NumPy."""
+    """Draft row by row, with float64 noise from NumPy."""
     out = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device) if out is None else out
     for row, words, target in zip(logits, noise.cpu().numpy(), out, strict=True):
         target[0], target[1:] = -1, torch.tensor([torch.nan]).view(torch.int32)
         if torch.isfinite(row).all():
-            place = int(_scores(row, words, ids).argmax())
-            sure = torch.softmax(row, 0)[place] if network is None else judged(row, *network)
-            target[0] = place if ids is None else ids[place]
-            target[1:] = sure.reshape(1).view(torch.int32)
+            index = int(_scores(row, words, ids).argmax())
+            confidence = torch.softmax(row, 0)[index] if network is None else judged(row, *network)
+            target[0] = index if ids is None else ids[index]
+            target[1:] = confidence.reshape(1).view(torch.int32)
     return out
 
 
 def _scores(row: Any, words: Any, ids: Any) -> Any:
-    """float64 (n,), on the CPU: what the draft is the largest of, the first of equals."""
+    """Return float64 (n,) on the CPU, whose first greatest value is the draft."""
     scores, inverse = row.double().cpu().numpy(), float(words[4:].view(np.float32)[0])
     if not inverse:
         return scores
@@ -259,7 +258,7 @@ def _scores(row: Any, words: Any, ids: Any) -> Any:
 
 
 def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: Any) -> Any:
-    """The network's answer to the four largest of logits (n,)."""
+    """Evaluate the network for the four largest of logits (n,)."""
     largest = torch.topk(logits, 4).values
     softmax = torch.softmax(largest, 0)
     inner = torch.relu(torch.mv(first, torch.cat([largest, softmax, softmax])) + first_bias)
@@ -269,7 +268,7 @@ def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: A
 def masked_linear(
     x: Any, scores: Any, rows: RowMatrix, out: Any = None, *, bias: Any = None, may_skip: Any = None, n_used: Any = None
 ) -> Any:
-    """One row at a time, the neurons that it needs alone."""
+    """Compute row by row, reading only the neurons that the row needs."""
     out = x.new_empty(len(x), rows.n_rows) if out is None else out
     for row, target in enumerate(out):
         skips = may_skip is not None and bool(may_skip[row])
@@ -293,7 +292,7 @@ def sparse_ffn(
     may_skip: Any = None,
     n_used: Any = None,
 ) -> Any:
-    """One row at a time, its active neurons alone; what the definition rounds is rounded, all sums are in float64."""
+    """Compute row by row, reading only active neurons; rounds where the definition does, sums in float64."""
     out = active.new_empty(len(active), down.n_columns) if out is None else out
     for row in range(len(active)):
         h, neurons = _needed(row, x, active, up, least, may_skip, n_used)
@@ -313,7 +312,7 @@ def first_sections(
     may_skip: Any = None,
     n_used: Any = None,
 ) -> Any:
-    """Likewise, section by section, without down's factor."""
+    """Return the sections' sums without down's factor, otherwise as sparse_ffn."""
     size, width = 128 * n_section_blocks, UNIT_COLUMNS * down.n_units
     out = active.new_empty(down.n_rows // size, len(active), width) if out is None else out
     out.zero_()
@@ -326,7 +325,7 @@ def first_sections(
 
 
 def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any:
-    """The kernel's sums, in its order."""
+    """Add the sections in the kernel's order."""
     total = torch.zeros_like(out) if rest is None else rest
     for section in range(len(sums) - 1, -1, -1):
         total = total + sums[section, :, : down.n_columns]
@@ -336,7 +335,7 @@ def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any
 def _needed(
     row: int, x: Any, active: Any, up: RowMatrix | None, least: Any, may_skip: Any, n_used: Any
 ) -> tuple[Any, Any]:
-    """h of a token's active neurons, and their numbers, which are counted."""
+    """Return h of a token's active neurons and their numbers; n_used counts them if the token may skip."""
     token, skips = active[row], may_skip is not None and bool(may_skip[row])
     is_active = token != 0
     if least is not None and skips:
@@ -351,14 +350,14 @@ def _needed(
 
 
 def _row_products(x: Any, up: RowMatrix, rows: Any) -> Any:
-    """Of x (1, K), quantized, with these rows, without their exponent, float64."""
+    """Multiply x (1, K), quantized, by these rows without their exponent; float64."""
     codes, scales = (part[0, : 2 * up.n_units] for part in _quantized(x))
     sums = (_row_entries(up, rows) * codes.int()).sum(-1)
     return (sums.double() * up.scales[rows].double() * scales.double()).sum(-1)
 
 
 def _neurons_sum(h: Any, down: RowMatrix, rows: Any) -> Any:
-    """The sum of h times these rows, without their exponent, float64 (K): h times scale is rounded in its block."""
+    """Return the sum of h times these rows without their exponent, float64 (K,), with weights rounded per block."""
     n_blocks, block = -(-down.n_rows // NEURON_BLOCK), rows // NEURON_BLOCK
     values = h[:, None] * down.scales[rows].float()
     where = block[:, None].expand(values.shape)
@@ -372,7 +371,7 @@ def _neurons_sum(h: Any, down: RowMatrix, rows: Any) -> Any:
 
 
 def _row_entries(weight: RowMatrix, rows: Any) -> Any:
-    """int32 (rows, groups, 32)."""
+    """Return the entries of these rows, int32 (rows, groups, 32)."""
     units = weight.codes[rows].view(len(rows), -1, 32)
     codes = torch.stack([units & 15, units >> 4], dim=2).view(len(rows), 2 * weight.n_units, 32)
     return torch.tensor(weight.codebook, dtype=torch.int32, device=codes.device)[codes.int()]

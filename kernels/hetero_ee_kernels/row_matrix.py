@@ -7,31 +7,36 @@ import torch
 from hetero_ee_kernels.tile_matrix import instructions
 
 UNIT_COLUMNS, UNIT_BYTES = 64, 32
-LARGEST_ENTRY = 32  # of a codebook; the sums of a block then are exact as fp32
+LARGEST_ENTRY = 32  # of a codebook, so that a block's sums are exact in fp32
 
 
 class RowMatrix:
-    """Keeps the tensors as they are; changes and copies nothing.
+    """An int4 matrix stored row by row. Keeps the tensors without copying or changing them.
 
-    codes: uint8 (N, 32 units); scales: fp16 (N, 2 units), finite; codebook: 16 integers of -32..32; n_columns: K
-    without padding. Raises ValueError for other shapes, types, devices or layouts. Both tensors must lie at multiples
-    of 16 bytes.
+    Args:
+        codes: uint8 (N, 32 * units).
+        scales: fp16 (N, 2 * units), finite.
+        codebook: 16 integers of -32..32.
+        n_columns: K without padding.
+
+    Raises:
+        ValueError: if a shape, dtype or device does not fit, or a tensor is not contiguous and aligned to 16 bytes.
     """
 
     def __init__(self, codes: Any, scales: Any, exponent: int, codebook: tuple[int, ...], n_columns: int) -> None:
         n_units = -(-n_columns // UNIT_COLUMNS)
         if codes.dim() != 2 or n_columns < 1 or codes.shape[1] != n_units * UNIT_BYTES or codes.dtype != torch.uint8:
             raise ValueError(
-                f"codes are {codes.dtype} {tuple(codes.shape)}, expected torch.uint8 (N, {n_units * UNIT_BYTES}) for "
+                f"Codes are {codes.dtype} {tuple(codes.shape)}, expected torch.uint8 (N, {n_units * UNIT_BYTES}) for "
                 f"{n_columns} columns."
             )
         expected = (len(codes), 2 * n_units)
         if tuple(scales.shape) != expected or scales.dtype != torch.float16 or scales.device != codes.device:
-            raise ValueError(f"scales are {scales.dtype} {tuple(scales.shape)}, expected torch.float16 {expected}.")
+            raise ValueError(f"Scales are {scales.dtype} {tuple(scales.shape)}, expected torch.float16 {expected}.")
         if any(not part.is_contiguous() or part.data_ptr() % 16 for part in (codes, scales)):
-            raise ValueError("codes and scales must be contiguous and begin at multiples of 16 bytes.")
+            raise ValueError("Codes and scales must be contiguous and aligned to 16 bytes.")
         if len(codebook) != 16 or max(map(abs, codebook)) > LARGEST_ENTRY:
-            raise ValueError(f"the codebook {codebook} has not 16 entries of {-LARGEST_ENTRY}..{LARGEST_ENTRY}.")
+            raise ValueError(f"The codebook must have 16 entries of {-LARGEST_ENTRY}..{LARGEST_ENTRY}, not {codebook}.")
         self.codes, self.scales, self.codebook = codes, scales, tuple(codebook)
         self.n_rows, self.n_columns, self.n_units = len(codes), n_columns, n_units
         self.words, self.scale_pairs = codes.view(torch.int32), scales.view(torch.int32)

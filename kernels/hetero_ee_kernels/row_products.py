@@ -1,8 +1,8 @@
-"""Products of a token's x with the rows of listed neurons alone: 2^e rows[n] . x, by steps 1 and 2 of the CPU's
+"""Products of a token's x with the rows of listed neurons only: 2^e rows[n] . x, steps 1 and 2 of the CPU's
 sparse_ffn.py.
 
-A list is of one token and BLOCK neurons. Every token has programs of its own, which read its own neurons. Those of the
-same block follow each other, so that what several tokens need comes from the L2 cache.
+A list belongs to one token and BLOCK neurons. Every token has its own programs, which read its own neurons. Programs of
+the same block are adjacent, so that rows that several tokens need come from the L2 cache.
 """
 
 from typing import Any
@@ -17,27 +17,27 @@ from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_group import codebook_entries, dot4, load_table
 from hetero_ee_kernels.tile_matrix import CODEBOOK
 
-BLOCK = tl.constexpr(128)  # neurons of a list; those of down share their steps
+BLOCK = tl.constexpr(128)  # neurons per list; in down they share the scales of their weights
 KIND = tl.constexpr(CODEBOOK)  # codes of -8 .. 7 are looked up, too
-NEURONS, UNROLLED = 16, 4  # a program; units whose rows it asks for at once
+NEURONS, UNROLLED = 16, 4  # neurons per program; units whose rows are loaded at once
 
 
 @triton.jit
 def listed(
-    is_listed: tl.tensor, neuron: tl.tensor, place: tl.tensor, neurons_ptr: tl.tensor, counts_ptr: tl.tensor
+    is_listed: tl.tensor, neuron: tl.tensor, list_number: tl.tensor, neurons_ptr: tl.tensor, counts_ptr: tl.tensor
 ) -> Any:
-    """Writes the numbers of a token's and block's listed neurons and how many they are -> their places, and that."""
+    """Write a list's neurons and their number; return where the neurons were written, and that number."""
     ones = is_listed.to(tl.int32)
-    at = place * BLOCK + tl.cumsum(ones, 0) - 1
+    at = list_number * BLOCK + tl.cumsum(ones, 0) - 1
     tl.store(neurons_ptr + at, neuron, mask=is_listed)
     count = tl.sum(ones, 0)
-    tl.store(counts_ptr + place, count)
+    tl.store(counts_ptr + list_number, count)
     return at, count
 
 
 @triton.jit
 def scales_of(at: tl.tensor) -> Any:
-    """Of a unit's two groups, from the word that holds both."""
+    """Return the scales of a unit's two groups from the word that holds both."""
     pair = tl.load(at)
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -66,14 +66,22 @@ def products_kernel(
     UNROLLED: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """For NEURONS of a block's listed neurons: hidden times the product, in place; without hidden the product, plus a
-    bias where there is one, to out (m, N). one: 1, unknown to the compiler."""
+    """Multiply NEURONS of a list's neurons by the token's x.
+
+    Args:
+        words_ptr, scales_ptr, table_ptr, factor: RowMatrix.words, scale_pairs, table and factor.
+        codes_ptr, code_scales_ptr: quantize(x), the codes as int32 words.
+        neurons_ptr, counts_ptr: the lists, see empty_lists.
+        hidden_ptr: None, or fp32 (m, blocks, BLOCK), multiplied in place by the products.
+        bias_ptr, out_ptr: without hidden_ptr, fp32 (N,) or None, and fp32 (m, N) for products plus bias.
+        one: 1, which the compiler does not know; see load_table.
+    """
     token = tl.program_id(0).to(tl.int64)
-    place = token * n_blocks + tl.program_id(1)
+    list_number = token * n_blocks + tl.program_id(1)
     slot = tl.program_id(2) * NEURONS + tl.arange(0, NEURONS)
-    count = tl.load(counts_ptr + place)
+    count = tl.load(counts_ptr + list_number)
     if tl.program_id(2) * NEURONS < count:
-        at = place * BLOCK + tl.minimum(slot, count - 1)
+        at = list_number * BLOCK + tl.minimum(slot, count - 1)
         neuron = tl.load(neurons_ptr + at).to(tl.int64)
         word = tl.arange(0, 8)
         words_at = words_ptr + neuron[:, None] * (8 * n_units) + word[None, :]
@@ -102,7 +110,7 @@ def products_kernel(
 
 
 def empty_lists(values: Any) -> tuple[Any, Any]:
-    """For values (m, N): numbers of neurons (m, blocks, 128), int32, and how many there are of each 128."""
+    """Allocate lists for values (m, N): neuron numbers (m, blocks, 128), and how many each list has; both int32."""
     m, n_neurons = values.shape
     n_blocks = -(-n_neurons // BLOCK.value)
     neurons = torch.empty((m, n_blocks, BLOCK.value), dtype=torch.int32, device=values.device)
@@ -112,7 +120,7 @@ def empty_lists(values: Any) -> tuple[Any, Any]:
 def multiply(
     x: Any, rows: RowMatrix, neurons: Any, counts: Any, *, hidden: Any = None, bias: Any = None, out: Any = None
 ) -> None:
-    """Listed neurons' products with x (m, K): see products_kernel."""
+    """Multiply the listed neurons' rows by x (m, K); the other arguments are those of products_kernel."""
     m, n_blocks = counts.shape
     codes, code_scales = quantize(x)
     products_kernel[(m, n_blocks, BLOCK.value // NEURONS)](

@@ -1,9 +1,9 @@
-"""Logits of a few candidate tokens: out[t, c] = 2^e x[t] . W[id], id = ids[t, c] or, where all rows share them, ids[c].
+"""Logits of a few candidate tokens: out[t, c] = 2^e x[t] . W[id], id = ids[t, c], or ids[c] if all rows share them.
 
-The arithmetic and its order are those of matmul.py, step for step, so the bits are those of the whole product. A tile's
-line of 64 bytes holds 4 columns of 16 rows and memory is read 32 bytes at a time: a row costs the memory's time of 8.
-An id that has no row gives NaN: the CPU never sees the ids.
-A program takes 4 candidates of one row of x: a head's candidates are few (arXiv 2504.08850).
+Arithmetic and order are those of matmul.py, step by step, so the bits are those of the whole product. A tile's line of
+64 bytes holds 4 columns of 16 rows, and memory is read 32 bytes at a time: a row costs the bandwidth of 8. An id
+without a row gives NaN, because the CPU never sees the ids.
+A program computes 4 candidates of one row of x: a head has few candidates (arXiv 2504.08850).
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import MAGIC_BITS, SLOTS, dot4, entries, load_table, split4, sum_slots, to_float
 from hetero_ee_kernels.tile_matrix import TileMatrix, check_no_zeros, check_rows, output
 
-N_WARPS = 4  # a thread for each slot, candidate and group of a quad
+N_WARPS = 4  # one thread per slot, candidate and group of a quad
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def add_quad(
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
-    """total (8, 4) plus the share of a quad for each slot and candidate: add_quads of matmul.py for one token.
+    """Add a quad's share for each slot and candidate to total (8, 4); the same steps as add_quads of matmul.py.
 
-    Everything else (8, 4, 4): the last axis are the groups of the quad, of which those not inside add 0.
+    All other tensors are (8, 4, 4), with the quad's groups in the last axis; groups that are not inside add 0.
     """
     sums = tl.full(inside.shape, MAGIC_BITS, tl.int32)
     for j in tl.static_range(4):
@@ -65,7 +65,7 @@ def sliced_kernel(
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """codes: as words. one: 1, unknown to the compiler."""
+    """Compute 4 candidates of one row; arguments as for matmul_kernel, ids int64 with ids_stride 0 if shared."""
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.program_id(1) * 4 + tl.arange(0, 4)
     wanted = (candidate < n_candidates)[None, :]
@@ -100,16 +100,22 @@ def sliced_kernel(
 
 
 def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
-    """x: fp32 or fp16 (m, K); ids: int64 (c,) for all rows or (m, c), each row its own; out: fp32 (m, c). Returns out.
+    """Return out, which equals matmul(x, weight) in the candidates' columns, bit for bit.
 
-    The bits of matmul(x, weight) at those columns. Raises ValueError where the shapes don't fit.
+    Args:
+        x: fp32 or fp16 (m, K).
+        ids: int64 (c,) for all rows, or (m, c).
+        out: fp32 (m, c), allocated if None.
+
+    Raises:
+        ValueError: if an operand does not fit.
     """
     check_rows(x, weight)
     check_no_zeros(weight)
     m = len(x)
     fits = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == m)
     if not fits or ids.dtype != torch.int64 or not ids.is_contiguous() or ids.device != x.device:
-        raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}, expected contiguous torch.int64 (c,) or ({m}, c).")
+        raise ValueError(f"Ids are {ids.dtype} {tuple(ids.shape)}, expected contiguous torch.int64 (c,) or ({m}, c).")
     n_candidates = ids.shape[-1]
     out = output(out, (m, n_candidates), x.device)
     if m and n_candidates:

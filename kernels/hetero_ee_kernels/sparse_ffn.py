@@ -1,14 +1,14 @@
-"""y[m, K] = 2^d sum over neurons n of h[m, n] down[n], h = active x (2^u up[n] . x): inactive neurons are not read.
+"""y[m, K] = 2^d sum over neurons n of h[m, n] down[n], h = active x (2^u up[n] . x), without reading inactive neurons.
 
-up and down: int4 rows (row_matrix.py), N neurons, K columns; active fp32 (m, N): each neuron's activated gate, 0 where
-it is skipped. Arithmetic, order and so all bits are those of the CPU's sparse_ffn.py, whose docstring defines them:
-what a token gets depends neither on m nor on the other tokens, nor on the device.
+up and down: int4 rows (row_matrix.py), N neurons, K columns. active: fp32 (m, N), each neuron's activated gate, 0 if it
+is skipped. Arithmetic, order and therefore all bits are those of the CPU's sparse_ffn.py, whose docstring defines them:
+a token's output does not depend on m, the other tokens or the device.
 
-Four launches, whatever is active: `list` writes which neurons of each block of 128 a token needs, and how many;
-`hidden` multiplies their rows of up with x; `sections` adds up their rows of down, blocks in order, integer sums inside
-a block; `fold` adds the sections up. `first_sections` and `fold_sections` do so in two steps, of an FFN whose other
-sections another device adds up meanwhile. Every token has programs of its own, which read its own neurons. Those of the
-same weights follow each other, so that what several tokens need comes from the L2 cache.
+Four launches, however many neurons are active: `list` lists the neurons that a token needs of each block of 128;
+`hidden` multiplies their rows of up by x; `sections` adds up their rows of down, blocks in order, with integer sums
+inside a block; `fold` adds the sections. `first_sections` and `fold_sections` do this in two steps for an FFN whose
+other sections another device computes meanwhile. Every token has its own programs, which read its own neurons. Programs
+of the same weights are adjacent, so that weights that several tokens need come from the L2 cache.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ from hetero_ee_kernels.row_products import BLOCK, KIND, empty_lists, listed, mul
 from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, join4, load_table
 
 MAX_SECTIONS = 32
-PASS_TOKENS = 16  # a prompt's sums of sections would take hundreds of MB at once
-UNITS, ROWS, N_WARPS = 4, 16, 4  # of columns and of neurons in a step of `sections`
-FOLDED = 256  # columns a program
+PASS_TOKENS = 16  # the sections' sums of a whole prompt would need hundreds of MB
+UNITS, ROWS, N_WARPS = 4, 16, 4  # units of columns and neurons per step of `sections`
+FOLDED = 256  # columns per program
 
 
 @triton.jit
@@ -40,10 +40,10 @@ def list_kernel(
     n_used_ptr: tl.tensor,
     N: tl.constexpr,
 ) -> None:
-    """Of a token and block: numbers and activations of the active neurons, in order, and how many they are."""
+    """For one token and block, list the active neurons in order, their activations and their number."""
     n_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
     token = tl.program_id(0).to(tl.int64)
-    place = token * n_blocks + tl.program_id(1)
+    list_number = token * n_blocks + tl.program_id(1)
     neuron = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = neuron < N
     active = tl.load(active_ptr + token * N + neuron, mask=inside, other=0.0)
@@ -51,7 +51,7 @@ def list_kernel(
     if least_ptr is not None:
         least = tl.load(least_ptr + neuron, mask=inside, other=0.0)
         is_active &= tl.where(tl.abs(active) < least, tl.load(may_skip_ptr + token) == 0, True)
-    at, count = listed(is_active, neuron, place, neurons_ptr, counts_ptr)
+    at, count = listed(is_active, neuron, list_number, neurons_ptr, counts_ptr)
     tl.store(hidden_ptr + at, active, mask=is_active)
     if n_used_ptr is not None:
         tl.atomic_add(n_used_ptr, tl.where(tl.load(may_skip_ptr + token) != 0, count, 0).to(tl.int64))
@@ -59,7 +59,7 @@ def list_kernel(
 
 @triton.jit
 def weighed(totals: tl.tensor, entries: tl.tensor, weights: tl.tensor) -> Any:
-    """Integer totals of 4 columns plus their signed bytes times the weights."""
+    """Add 4 columns' signed bytes times the weights to their integer totals."""
     return (
         totals[0] + ((entries << 24) >> 24) * weights,
         totals[1] + ((entries << 16) >> 24) * weights,
@@ -70,7 +70,7 @@ def weighed(totals: tl.tensor, entries: tl.tensor, weights: tl.tensor) -> Any:
 
 @triton.jit
 def added_up(sums: tl.tensor, totals: tl.tensor, factor: tl.tensor) -> Any:
-    """Sums of 4 columns plus a block's totals over all its rows times the factor (units,)."""
+    """Add a block's totals over all its rows, times the factor (units,), to the sums of 4 columns."""
     factor = tl.broadcast_to(factor[:, None], sums[0].shape)
     return (
         tl.fma(tl.sum(totals[0], 0).to(tl.float32), factor, sums[0]),
@@ -82,13 +82,13 @@ def added_up(sums: tl.tensor, totals: tl.tensor, factor: tl.tensor) -> Any:
 
 @triton.jit
 def magnitude(x: tl.tensor) -> Any:
-    """The bits of |x|, which are ordered as the numbers are, Inf and NaN at the top."""
+    """Return the bits of |x|, which are ordered as the numbers are, with Inf and NaN greatest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def steps_of(largest: tl.tensor) -> Any:
-    """127 / M and M / 127 of groups whose largest magnitude has these bits."""
+    """Return 127 / M and M / 127 of groups whose largest magnitudes have these bits."""
     largest = tl.max(largest, 0).to(tl.float32, bitcast=True)
     tiny = largest < SMALLEST
     top = tl.full(largest.shape, 127.0, tl.float32)
@@ -98,7 +98,7 @@ def steps_of(largest: tl.tensor) -> Any:
 
 @triton.jit
 def rounded(x: tl.tensor) -> Any:
-    """x of -127 to 127 to the nearest integer, ties to even; NaN to 0."""
+    """Round x in -127..127 to the nearest integer, ties to even; NaN to 0."""
     return tl.where(x == x, (x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS, 0)
 
 
@@ -121,7 +121,14 @@ def sections_kernel(
     ROWS: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """A token's sum over one section of neurons, in UNITS of columns: two groups each."""
+    """Sum one section of a token's neurons, in UNITS units of columns, which are two groups each.
+
+    Args:
+        words_ptr, scales_ptr, table_ptr: RowMatrix.words, scale_pairs and table of down.
+        neurons_ptr, counts_ptr: the lists, see row_products.py; hidden_ptr: h of the listed neurons.
+        sums_ptr: fp32 (n_sections, m, 64 * n_units).
+        one: 1, which the compiler does not know; see load_table.
+    """
     token = (tl.program_id(0) % m).to(tl.int64)
     section = tl.program_id(0) // m % n_sections
     unit = tl.program_id(0) // m // n_sections * UNITS + tl.arange(0, UNITS)
@@ -135,13 +142,13 @@ def sections_kernel(
     high = (nothing, nothing, nothing, nothing)
     first = section * n_section_blocks
     for block in range(first, tl.minimum(first + n_section_blocks, n_blocks)):
-        place = token * n_blocks + block
-        count = tl.load(counts_ptr + place)
+        list_number = token * n_blocks + block
+        count = tl.load(counts_ptr + list_number)
         if count > 0:
             largest = tl.zeros((ROWS, UNITS), tl.int32)
             next_largest = tl.zeros((ROWS, UNITS), tl.int32)
             for start in range(0, count, ROWS):
-                at = place * BLOCK + tl.minimum(start + row, count - 1)
+                at = list_number * BLOCK + tl.minimum(start + row, count - 1)
                 neuron, h = tl.load(neurons_ptr + at).to(tl.int64), tl.load(hidden_ptr + at)
                 scale, next_scale = scales_of(scales_ptr + neuron[:, None] * n_units + here[None, :])
                 largest = tl.maximum(largest, magnitude(h[:, None] * scale))
@@ -151,7 +158,7 @@ def sections_kernel(
             totals = (zeros, zeros, zeros, zeros)
             next_totals = (zeros, zeros, zeros, zeros)
             for start in range(0, count, ROWS):
-                at = place * BLOCK + tl.minimum(start + row, count - 1)
+                at = list_number * BLOCK + tl.minimum(start + row, count - 1)
                 neuron, h = tl.load(neurons_ptr + at).to(tl.int64), tl.load(hidden_ptr + at)
                 h = tl.where(start + row < count, h, 0.0)
                 scale, next_scale = scales_of(scales_ptr + neuron[:, None] * n_units + here[None, :])
@@ -181,7 +188,7 @@ def fold_kernel(
     n_sections: tl.tensor,
     FOLDED: tl.constexpr,
 ) -> None:
-    """A token's sections, from the last to the first, after the sum of those behind them, if there are any."""
+    """Add a token's sections from the last to the first, starting from the sum of later sections in rest, if given."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * FOLDED + tl.arange(0, FOLDED)
     inside = column < n_columns
@@ -204,11 +211,18 @@ def sparse_ffn(
     may_skip: Any = None,
     n_used: Any = None,
 ) -> Any:
-    """x fp32 (m, K), active fp32 (m, N); out: fp32 (m, K), allocated where None. Returns out.
+    """Compute the sparse FFN and return out.
 
-    Without up x is not read and may be None. least: fp32 (N,), below which an |active| counts as 0 for rows whose
-    may_skip, int32 (m,), is not 0. n_used: int64 (1,), to which the active neurons of those rows are added.
-    Raises ValueError for operands that don't fit.
+    Args:
+        x: fp32 (m, K); may be None without `up`.
+        active: fp32 (m, N).
+        out: fp32 (m, K), allocated if None.
+        least: fp32 (N,), below which |active| counts as 0 for rows whose may_skip is not 0.
+        may_skip: int32 (m,).
+        n_used: int64 (1,), to which the number of active neurons of rows that may skip is added.
+
+    Raises:
+        ValueError: if an operand does not fit.
     """
     m = len(active)
     out = active.new_empty(m, down.n_columns) if out is None else out
@@ -236,16 +250,21 @@ def first_sections(
     may_skip: Any = None,
     n_used: Any = None,
 ) -> Any:
-    """Sums of the first sections of an FFN that has more neurons than these matrices: fp32 (sections, m, Kp), Kp whole
-    units, to be folded. n_section_blocks: in a section of that FFN, see n_blocks_per_section. out: for the sums.
+    """Return the sums of an FFN's first sections, fp32 (sections, m, Kp) with Kp whole units, for fold_sections.
 
-    The rest as in sparse_ffn; m is PASS_TOKENS at most, and N whole sections. Raises ValueError, too.
+    Args:
+        up, down: the matrices of the first sections, with N whole sections; the FFN has more neurons.
+        n_section_blocks: n_blocks_per_section(...) of the whole FFN.
+        out: memory for the sums, allocated if None. The other arguments are those of sparse_ffn, with m <= PASS_TOKENS.
+
+    Raises:
+        ValueError: if an operand does not fit.
     """
     check_operands(x, active, up, down, None, least, may_skip, n_used)
     if len(active) > PASS_TOKENS or down.n_rows % (n_section_blocks * BLOCK.value):
         raise ValueError(
-            f"{len(active)} tokens and {down.n_rows} neurons, expected at most {PASS_TOKENS} and a multiple of "
-            f"{n_section_blocks * BLOCK.value}."
+            f"{len(active)} tokens and {down.n_rows} neurons do not fit: at most {PASS_TOKENS} tokens and a multiple "
+            f"of {n_section_blocks * BLOCK.value} neurons are expected."
         )
     neurons, hidden, counts = _listed(active, least, may_skip, n_used)
     if up is not None:
@@ -254,9 +273,11 @@ def first_sections(
 
 
 def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any:
-    """Sections' sums fp32 (sections, m, Kp), from the last to the first, times down's factor: fp32 (m, K). Returns out.
+    """Add sections from the last to the first and multiply by down's factor; return out, fp32 (m, K).
 
-    rest: fp32 (m, K), the sum of the sections behind them, without the factor; may be out.
+    Args:
+        sums: fp32 (sections, m, Kp).
+        rest: fp32 (m, K), the sum of the later sections without the factor; may be out.
     """
     n_sections, m, n_padded = sums.shape
     if rest is not None:
@@ -268,13 +289,13 @@ def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any
 
 
 def n_blocks_per_section(n_neurons: int) -> int:
-    """Of 128 neurons."""
+    """Return the number of 128-neuron blocks per section."""
     n_blocks = -(-n_neurons // BLOCK.value)
     return -(-n_blocks // MAX_SECTIONS)
 
 
 def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, Any, Any]:
-    """Numbers of active neurons (m, blocks, 128), int32, their activations, and how many of each 128 there are."""
+    """List active neurons: numbers (m, blocks, 128) int32, their activations, and each block's count."""
     neurons, counts = empty_lists(active)
     hidden = torch.empty_like(neurons, dtype=torch.float32)
     list_kernel[counts.shape](
@@ -284,7 +305,7 @@ def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, A
 
 
 def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size: int, out: Any = None) -> Any:
-    """Of sections of `size` blocks: fp32 (sections, m, Kp)."""
+    """Return the sums of sections of `size` blocks, fp32 (sections, m, Kp)."""
     m, n_blocks = counts.shape
     n_sections = -(-n_blocks // size)
     shape = n_sections, m, UNIT_COLUMNS * down.n_units
@@ -315,7 +336,7 @@ def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size:
 def check_operands(
     x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, out: Any, least: Any, may_skip: Any, n_used: Any
 ) -> None:
-    """Raises ValueError."""
+    """Check the operands' shapes and dtypes. Raises ValueError for the first one that does not fit."""
     if up is not None and (up.n_rows, up.n_columns) != (down.n_rows, down.n_columns):
         raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
     m = len(active)
@@ -327,7 +348,7 @@ def check_operands(
     if least is not None:
         check("least", least, (down.n_rows,))
     if (least is not None or n_used is not None) and may_skip is None:
-        raise ValueError("least and n_used say something of rows that may skip neurons: may_skip is needed.")
+        raise ValueError("least and n_used apply to rows that may skip neurons, so may_skip is needed.")
     if may_skip is not None:
         check("may_skip", may_skip, (m,), torch.int32)
     if n_used is not None:

@@ -1,15 +1,16 @@
-"""Steps over the groups of a tile that matmul and the sliced head share: the same integers, added in the same order.
+"""Steps over a tile's groups that matmul and the sliced head share: the same integers, added in the same order.
 
-A 32-bit word of a tile is 4 columns of one row: of an int8 tile 4 signed bytes, of an int4 tile 4 codes in the low
-nibbles and 4 codes, 16 columns on, in the high ones (docs/FORMAT.md). Within a group of 32 columns: the integer sum of
-entry x int8 activation, exact whatever the order, then one fma with the two scales.
+A 32-bit word of a tile is 4 columns of one row: 4 signed bytes of an int8 tile; of an int4 tile 4 codes in the low
+nibbles and 4 codes, 16 columns further on, in the high nibbles (docs/FORMAT.md). For a group of 32 columns: the integer
+sum of entry x int8 activation, exact in any order, then one fma with the two scales.
 
-Four groups are a quad. Quad q is added to slot q mod 8, groups in order; the slots are then summed pair by pair. That
+Four groups are a quad. Quad q is added to slot q mod 8, groups in order; then the slots are added pair by pair. That
 order is written out here, in additions of two numbers, so no layout that the compiler picks can change a bit. Linear
-entries come out of their nibbles 16 times too large, which saves the offset; the scale takes the factor back, exactly.
-With zero points z, z times the sum of the group's activations, which a product with ones gives, goes off that integer
-first, by an fma that rounds nothing where z is whole.
-Integers become fp32 by their bits: magic + i, less magic, is exact for |i| < 2^22, and the conversion instruction slow.
+entries are unpacked 16 times too large, which saves an offset; the scale divides by 16, exactly. With zero points z, z
+times the sum of the group's activations, computed by a product with ones, is subtracted from the integer first, by an
+fma that rounds nothing if z is whole.
+Integers become fp32 by their bits: magic + i, minus magic, is exact for |i| < 2^22, and the conversion instruction is
+slow.
 """
 
 from typing import Any
@@ -51,7 +52,7 @@ TURING_MMA_PTX = tl.constexpr("""{
 
 @triton.jit
 def split4(x: tl.tensor) -> Any:
-    """(..., 4) -> four of (...)."""
+    """Split (..., 4) into four tensors of (...)."""
     even, odd = tl.split(tl.reshape(x, x.shape[:-1] + [2, 2]))  # noqa: RUF005 (Triton knows no starred lists)
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -60,18 +61,18 @@ def split4(x: tl.tensor) -> Any:
 
 @triton.jit
 def join4(x: tl.tensor) -> Any:
-    """Four of (...) -> (..., 4)."""
+    """Join four tensors of (...) to (..., 4)."""
     joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
     return tl.reshape(joined, x[0].shape + [4])  # noqa: RUF005
 
 
 @triton.jit
 def mma(a: tl.tensor, b: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Magic + 16 rows x 32 columns of signed bytes times 8 tokens: a warp's tensor cores, or what they compute.
+    """Return magic + (16 rows x 32 columns of signed bytes) x 8 tokens, by a warp's tensor cores or plain arithmetic.
 
-    a, b: 4 and 2 words of each lane 4 r + j, as fragments of the PTX ISA: of rows r, r + 8 columns 4 j .. 4 j + 3, of
-    both 16 columns on; of token r the same. Results: row r with tokens 2 j, 2 j + 1, then row r + 8. Threads are the
-    last axis. On AMD's, all lanes of a row hold one token and get its sum.
+    a and b are 4 and 2 words of each lane 4 r + j, as fragments of the PTX ISA: of rows r and r + 8 columns 4 j ..
+    4 j + 3, then of both 16 columns further on; of token r the same. Results: row r with tokens 2 j and 2 j + 1, then
+    row r + 8. Threads are the last axis. On AMD cards all lanes of a row hold one token and get its sum.
     """
     if ISA >= 2:
         return tl.inline_asm_elementwise(
@@ -90,7 +91,7 @@ def mma(a: tl.tensor, b: tl.tensor, ISA: tl.constexpr) -> Any:
 
 @triton.jit
 def lane_sums(low: tl.tensor, high: tl.tensor, x_low: tl.tensor, x_high: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Two of mma's results, in plain arithmetic: low, high (R, 1, T), x_low, x_high (1, M, T)."""
+    """Return two of mma's results by plain arithmetic: low, high (R, 1, T), x_low, x_high (1, M, T)."""
     R: tl.constexpr = low.shape[0]
     M: tl.constexpr = x_low.shape[1]
     T: tl.constexpr = low.shape[2]
@@ -109,7 +110,7 @@ def lane_sums(low: tl.tensor, high: tl.tensor, x_low: tl.tensor, x_high: tl.tens
 
 @triton.jit
 def dot4(words: tl.tensor, x: tl.tensor, total: tl.tensor, ISA: tl.constexpr) -> Any:
-    """total + the sum of 4 products of signed bytes."""
+    """Return total + the sum of 4 products of signed bytes."""
     if ISA >= 2:
         return tl.inline_asm_elementwise(DOT4_PTX, "=r,r,r,r", [words, x, total], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -120,7 +121,7 @@ def dot4(words: tl.tensor, x: tl.tensor, total: tl.tensor, ISA: tl.constexpr) ->
 
 @triton.jit
 def and_xor(words: tl.tensor, MASK: tl.constexpr, FLIP: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """(words & MASK) ^ FLIP; left to itself the assembler takes two instructions."""
+    """Return (words & MASK) ^ FLIP in one instruction; the assembler alone would use two."""
     if ISA >= 2:
         return tl.inline_asm_elementwise(
             AND_XOR_PTX, "=r,r,r,r", [words, MASK, FLIP], dtype=tl.int32, is_pure=True, pack=1
@@ -131,7 +132,7 @@ def and_xor(words: tl.tensor, MASK: tl.constexpr, FLIP: tl.constexpr, ISA: tl.co
 
 @triton.jit
 def linear_entries(words: tl.tensor, ISA: tl.constexpr) -> Any:
-    """8 codes -> signed bytes 16 (code - 8): of the low nibbles, of the high ones."""
+    """Unpack 8 codes to signed bytes 16 (code - 8): those of the low nibbles, those of the high ones."""
     NIBBLES: tl.constexpr = -0x0F0F0F10  # 0xF0F0F0F0
     SIGNS: tl.constexpr = -0x7F7F7F80  # 0x80808080
     return and_xor(words << 4, NIBBLES, SIGNS, ISA), and_xor(words, NIBBLES, SIGNS, ISA)
@@ -139,10 +140,10 @@ def linear_entries(words: tl.tensor, ISA: tl.constexpr) -> Any:
 
 @triton.jit
 def codebook_entries(words: tl.tensor, table: tl.tensor, ISA: tl.constexpr) -> Any:
-    """8 codes -> table[code] in signed bytes: of the low nibbles, of the high ones. table: 16 entries in 4 words.
+    """Unpack 8 codes to table[code] in signed bytes: low nibbles, high nibbles. table: 16 entries in 4 words.
 
-    A byte permutation takes 4 of 8 bytes by three bits of four neighbouring nibbles: once from each half of the table,
-    and once more to choose between the two by the fourth bit.
+    A byte permutation selects 4 of 8 bytes by three bits of four adjacent nibbles: once from each half of the table,
+    and once more to select between the two by the fourth bit.
     """
     if ISA >= 2:
         return tl.inline_asm_elementwise(
@@ -172,7 +173,7 @@ def codebook_entries(words: tl.tensor, table: tl.tensor, ISA: tl.constexpr) -> A
 
 @triton.jit
 def gcn_lookup(words: tl.tensor, table: tl.tensor) -> Any:
-    """table[code] for the codes in the low nibbles, in signed bytes."""
+    """Return table[code] for the codes in the low nibbles, as signed bytes."""
     selector = words & 0x07070707
     lower = gcn_permute(table[1], table[0], selector)
     upper = gcn_permute(table[3], table[2], selector)
@@ -183,7 +184,7 @@ def gcn_lookup(words: tl.tensor, table: tl.tensor) -> Any:
 
 @triton.jit
 def gcn_permute(upper: tl.tensor, lower: tl.tensor, selector: tl.tensor) -> Any:
-    """4 of the 8 bytes of two words: those of `lower` are 0 to 3, those of `upper` 4 to 7."""
+    """Select 4 of the 8 bytes of two words: those of `lower` are 0 to 3, those of `upper` 4 to 7."""
     return tl.inline_asm_elementwise(
         "v_perm_b32 $0, $1, $2, $3", "=v,v,v,v", [upper, lower, selector], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -191,9 +192,10 @@ def gcn_permute(upper: tl.tensor, lower: tl.tensor, selector: tl.tensor) -> Any:
 
 @triton.jit
 def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> Any:
-    """The codebook's 4 words for every thread, in the shape of zeros.
+    """Return the codebook's 4 words for every thread, in the shape of `zeros`.
 
-    zeros: 0, unknown to the compiler: what all threads share it would keep in uniform registers, to copy at every use.
+    zeros: 0, which the compiler must not know. It would keep values that all threads share in uniform registers, and
+    copy them at every use.
     """
     if KIND == 1:
         at = table_ptr + zeros
@@ -204,7 +206,7 @@ def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> An
 
 @triton.jit
 def entries(at: tl.tensor, mask: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """Signed bytes of a tile's row: of 4 columns from 4 j on, and of those 16 columns on. at: the word of line j."""
+    """Return signed bytes of a tile's row: 4 columns from 4 j, and 4 that are 16 further on; at: the word of line j."""
     words = tl.load(at, mask=mask)
     if KIND == 0 or KIND == 3:
         return linear_entries(words, ISA)
@@ -216,13 +218,13 @@ def entries(at: tl.tensor, mask: tl.tensor, table: tl.tensor, KIND: tl.constexpr
 
 @triton.jit
 def to_float(sums: tl.tensor) -> Any:
-    """Integers that began at MAGIC_BITS -> fp32, exactly."""
+    """Convert integers that were summed from MAGIC_BITS to fp32, exactly."""
     return sums.to(tl.float32, bitcast=True) - MAGIC
 
 
 @triton.jit
 def sum_slots(x: tl.tensor) -> Any:
-    """(A, B, 8) -> (A, B), neighbours first."""
+    """Sum (A, B, 8) to (A, B), adjacent slots first."""
     for _ in tl.static_range(3):
         first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
         x = first + second

@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused() -> None:
     logits, softmax = np.zeros(9, np.float32), np.zeros(4, np.float32)
     for place, part in enumerate(parts):
         wrong = [*parts[:place], np.zeros((part.shape[0] + 1, *part.shape[1:]), np.float32), *parts[place + 1 :]]
-        with pytest.raises(ValueError, match="do not (fit|match)"):
+        with pytest.raises(ValueError, match="do not"):
             exit_confidence(logits, softmax, *wrong, all_tokens=True)
     for values, remembered, all_tokens in (
         (logits, softmax, False),
@@ -116,5 +116,5 @@ def test_what_does_not_fit_is_refused() -> None:
         (logits, softmax[:3], True),
         (logits[::2], softmax, True),
     ):
-        with pytest.raises(ValueError, match="do not (fit|match)"):
+        with pytest.raises(ValueError, match="do not"):
             exit_confidence(values, remembered, *parts, all_tokens=all_tokens)

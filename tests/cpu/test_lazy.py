@@ -42,7 +42,7 @@ def test_signature_is_held():
     x.flags.writeable = False
     assert _double(x, out) == 4
     for bad in ((x, x), (x.astype(np.float64), out), (x[::2], out), (x[None], out), (x,), (None, out)):
-        with pytest.raises(ValueError, match="do not (fit|match)"):
+        with pytest.raises(ValueError, match="do not"):
             _double(*bad)
 
 

@@ -75,7 +75,7 @@ def test_rows_do_not_see_each_other() -> None:
 
 def test_wrong_activations_are_refused() -> None:
     for wrong in (random(4, 32), random(4, 2, 32).double(), random(4, 2, 64)[:, ::2], random(4, 2, 0)):
-        with pytest.raises(ValueError, match="activations are"):
+        with pytest.raises(ValueError, match="Activations are"):
             quantize(wrong)
     assert quantize(random(4, 0, 32))[0].shape == (0, 8, 4, 4, 8)
 

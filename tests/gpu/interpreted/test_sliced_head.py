@@ -49,8 +49,8 @@ def test_the_reference_agrees() -> None:
 def test_wrong_ids_are_refused() -> None:
     weight, x = random_matrix("linear", (N_ROWS, 64)), random(4, 2, 64)
     for wrong in (ids(1, 2).int(), ids([1], [2], [3]), ids([[1]]), ids(1, 2, 3, 4)[::2]):
-        with pytest.raises(ValueError, match="ids are"):
+        with pytest.raises(ValueError, match="Ids are"):
             sliced_head(x, weight, wrong)
-    with pytest.raises(ValueError, match="activations are"):
+    with pytest.raises(ValueError, match="Activations are"):
         sliced_head(x.double(), weight, ids(1))
     assert sliced_head(x, weight, ids()).shape == (2, 0)
