@@ -1,4 +1,4 @@
-"""Times reading memory: what no kernel that reads weights can beat."""
+"""Time reading memory: no kernel that reads weights can be faster."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from hetero_ee_cpu_ops.read import Read
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_profiles.probe_samples import Clock
 
-READ_BYTES = 2**28  # at least: more than a cache holds
+READ_BYTES = 2**28  # at least this much, to exceed any cache
 
 
 def probe_read_bytes_per_s(pool: ThreadPool, buffers: Sequence[Any], repeats: int, clock: Clock) -> list[float]:
-    """Memory read bandwidth on the thread pool's threads. buffers: contiguous arrays, READ_BYTES together or more."""
+    """Measure memory read bandwidth with the pool's threads; buffers: contiguous arrays, READ_BYTES or more in all."""
     read, n_bytes = Read(pool), sum(buffer.nbytes for buffer in buffers)
 
     def read_all() -> None:

@@ -1,4 +1,4 @@
-"""HardwareProfile: what one machine does in which time, and whether that was measured or derived from data sheets."""
+"""HardwareProfile: how long a machine's operations take, either measured or derived from data sheets."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import ClassVar
 from hetero_ee_profiles.measurement import Measurement
 
 PROFILE_VERSION = 4
-ZEROS, ZEROS_BYTES = "int4 zeros", 5.0 / 4.5  # int4 with zero points, and its bytes over those of int4
-KV_TYPES = ("fp32", "fp16", "int8")  # of a cache
+ZEROS, ZEROS_BYTES = "int4 zeros", 5.0 / 4.5  # int4 with zero points, and its bytes relative to int4
+KV_TYPES = ("fp32", "fp16", "int8")
 MEASURED, DERIVED = "measured", "derived"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a profile is valid for: another processor, card, driver or version makes it foreign."""
+    """The machine a profile is valid for; with another processor, GPU, driver or version it is not valid."""
 
     cpu_model: str
     n_cores: int
@@ -35,7 +35,7 @@ class MatmulTime:
     n_rows: int
     n_columns: int
     m: int
-    cycle_bytes: int  # weights that took turns: what caches hold of fewer is not timed
+    cycle_bytes: int  # weights multiplied alternately; with few, caches would hold them
     time: Measurement
 
     def __post_init__(self) -> None:
@@ -44,9 +44,9 @@ class MatmulTime:
 
 @dataclass(frozen=True, slots=True)
 class RowsTime:
-    """Seconds of a sparse FFN's up and down together for m tokens, each with random neurons of its own active."""
+    """Seconds of a sparse FFN's up and down together, for m tokens that each have random active neurons."""
 
-    n_rows: int  # of both: two a neuron where there is a gate, else one
+    n_rows: int  # of both: two per neuron with a gate, else one
     n_columns: int
     m: int
     active_share: float  # of the neurons, for each token
@@ -60,14 +60,14 @@ class RowsTime:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTime:
-    """Seconds of one layer's attention of m tokens over a cache that holds context_tokens, these included."""
+    """Seconds of one layer's attention of m tokens over a cache of context_tokens, which include them."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
     m: int
     context_tokens: int
-    kv_type: str  # of KV_TYPES
+    kv_type: str  # one of KV_TYPES
     time: Measurement
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class AttentionTime:
 
 @dataclass(frozen=True, slots=True)
 class OverheadTime:
-    """Seconds of m tokens that are neither matmul nor attention: of one layer, or of a pass outside of the layers."""
+    """Seconds of what is neither matmul nor attention for m tokens: of one layer, or of a pass outside the layers."""
 
     hidden_size: int
     ffn_size: int
@@ -95,16 +95,16 @@ class OverheadTime:
 class DeviceTimes:
     """Times of one device."""
 
-    threads: int  # that the CPU used, 0 for a GPU
-    free_bytes: int  # memory available there
-    read_bytes_per_s: Measurement  # the most that its memory gives: as read, or as rated where derived
-    call: Measurement  # of a product of one tile: what any product or attention takes, however small
+    threads: int  # of the CPU, 0 for a GPU
+    free_bytes: int  # available memory
+    read_bytes_per_s: Measurement  # memory bandwidth: measured by reading, or rated if derived
+    call: Measurement  # of a product of one tile: the least time of any product or attention
     matmuls: tuple[MatmulTime, ...]
     attentions: tuple[AttentionTime, ...]
     overheads: tuple[OverheadTime, ...]
-    rows: tuple[RowsTime, ...] = ()  # empty where sparse FFNs were not measured
+    rows: tuple[RowsTime, ...] = ()  # empty if sparse FFNs were not measured
 
-    ADDED_FIELDS: ClassVar = ("rows",)  # that a file of the profile's version may lack
+    ADDED_FIELDS: ClassVar = ("rows",)  # may be missing from a file of the profile's version
 
     def __post_init__(self) -> None:
         if self.threads < 0 or self.free_bytes < 0:
@@ -117,15 +117,20 @@ class DeviceTimes:
 
     @property
     def kv_type(self) -> str:
-        """Of the keys and values that attention was timed with."""
+        """Type of the keys and values that attention was measured with."""
         return self.attentions[0].kv_type
 
     def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int, share: float = 1.0) -> float:
-        """Seconds of a product; of the shapes that were measured in this layout the nearest in size counts, and what it
-        takes beyond a call is in proportion to the size. share: of the matrix, what is multiplied by; 0 takes nothing.
+        """Return the seconds of a product.
 
-        Between two measured m, and beyond the last, time is linear in m. Raises KeyError for a layout without times.
-        int4 with zero points takes as long as int4 for each of its bytes.
+        Scales the time beyond a call from the measured shape of this layout that is nearest in size. Time is linear in
+        m between two measured m and beyond the last. int4 with zero points needs as long as int4 per byte.
+
+        Args:
+            share: the part of the matrix that is multiplied; 0 needs no time.
+
+        Raises:
+            KeyError: if the layout was not measured.
         """
         if layout == ZEROS:
             return self.matmul_s("int4", n_rows, n_columns, m, share * ZEROS_BYTES)
@@ -141,10 +146,13 @@ class DeviceTimes:
         return self._scaled(interpolated(points, m), share * size / (shape[0] * shape[1]))
 
     def rows_s(self, n_rows: int, n_columns: int, m: int, active_share: float) -> float:
-        """Seconds of a sparse FFN's up and down, n_rows together, for m tokens that need this share of neurons each.
+        """Return the seconds of a sparse FFN's up and down (n_rows together) for m tokens.
 
-        Linear between the measured shares and numbers of tokens, in proportion to the size. Where none were measured,
-        as long as int4 tiles of the same size take for the share of the rows that any of the m tokens needs.
+        Linear between the measured shares and numbers of tokens, proportional to the size. Without measurements, the
+        time of int4 tiles for the share of the rows that any of the m tokens needs.
+
+        Args:
+            active_share: share of the neurons that each token needs.
         """
         if not self.rows:
             return self.matmul_s("int4", n_rows, n_columns, m, needed_share(active_share, m))
@@ -169,12 +177,15 @@ class DeviceTimes:
         few: bool,
         kept_share: float = 1.0,
     ) -> float:
-        """Seconds of one layer's attention, linear between the measured contexts and numbers of tokens.
+        """Return the seconds of one layer's attention, linear between the measured contexts and numbers of tokens.
 
-        few: whether m is a decode batch's. From heads that were not measured: beyond a call, what one token takes is in
-        proportion to the keys and values, which a batch reads once, and what more tokens add to the queries; all is to
-        the queries where m is not a decode batch's. kept_share: of a value's bytes as timed, what a cache of another
-        type keeps; counts for what one token takes.
+        For heads that were not measured, the time beyond a call is scaled. In a decode batch, one token's time is
+        proportional to the keys and values, which a batch reads once, and the time of further tokens to the queries; in
+        other batches all is proportional to the queries.
+
+        Args:
+            few: whether m is the size of a decode batch.
+            kept_share: bytes of a cached value relative to the measured type; scales one token's time.
         """
         width = n_heads * head_dim
         nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))
@@ -188,17 +199,16 @@ class DeviceTimes:
         return self._scaled(one_s, share * kept_share) + (seconds - one_s) * queries_share
 
     def _scaled(self, seconds: float, share: float) -> float:
-        """What takes so many seconds, at another size. At most half of them are the call's, so that noise makes nothing
-        free."""
+        """Scale a time to another size. At most half of it counts as the call's, so that noise makes nothing free."""
         call_s = min(self.call.value, seconds / 2)
         return call_s + (seconds - call_s) * share
 
     def layer_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
-        """Seconds of one layer's norms, rotations, activations and bookkeeping."""
+        """Return the seconds of one layer's norms, rotations, activations and bookkeeping."""
         return interpolated([(row.m, row.layer.value) for row in self._overheads(hidden_size, ffn_size)], m)
 
     def pass_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
-        """Seconds of a pass outside of the layers and the head's product: embedding, final norm, choosing a token."""
+        """Return the seconds of a pass outside the layers and the head: embedding, final norm, choosing a token."""
         return interpolated([(row.m, row.whole_pass.value) for row in self._overheads(hidden_size, ffn_size)], m)
 
     def _overheads(self, hidden_size: int, ffn_size: int) -> list[OverheadTime]:
@@ -210,29 +220,29 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Between CPU and GPU: bytes per second of pinned memory and of pageable memory, and seconds."""
+    """Rates and delays between CPU and GPU; rates are those of pinned memory unless named pageable."""
 
     to_gpu_bytes_per_s: Measurement
-    beside_cpu_bytes_per_s: Measurement  # to the GPU, where the CPU reads weights meanwhile as fast as it does alone
+    beside_cpu_bytes_per_s: Measurement  # to the GPU while the CPU reads weights at full speed
     to_cpu_bytes_per_s: Measurement
     pageable_to_gpu_bytes_per_s: Measurement
     pageable_to_cpu_bytes_per_s: Measurement
-    both_ways_bytes_per_s: Measurement  # of pinned memory both ways at once, their sum
+    both_ways_bytes_per_s: Measurement  # sum of both directions at once
     latency: Measurement  # of a small copy that the CPU waits for
-    launch: Measurement  # of handing over one kernel
+    launch: Measurement  # CPU time of launching one kernel
     synchronize: Measurement  # of one kernel that the CPU waits for
-    transfer: Measurement  # until one token's hidden state that one device has computed can be used on the other
+    transfer: Measurement  # from a hidden state computed on one device to its use on the other, one token
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """What a machine does in which time."""
+    """Times of all devices of one machine."""
 
     version: int
     name: str
     kind: str  # MEASURED or DERIVED
     machine: Machine
-    cpu: tuple[DeviceTimes, ...]  # one for each number of threads, ascending
+    cpu: tuple[DeviceTimes, ...]  # one per measured number of threads, ascending
     gpu: DeviceTimes | None
     link: LinkTimes | None  # None without a GPU
     disk_read_bytes_per_s: Measurement
@@ -246,7 +256,7 @@ class HardwareProfile:
         if not threads or threads != sorted(set(threads)) or threads[0] < 1:
             raise ValueError("cpu must have times for ascending numbers of threads")
         if (self.gpu is None) != (self.link is None):
-            raise ValueError("gpu and link must be there together")
+            raise ValueError("gpu and link must be given together")
 
     def __repr__(self) -> str:
         gpu = "no GPU" if self.gpu is None else f"{self.machine.gpu_model}, {self.machine.vram_bytes / 2**30:.1f} GiB"
@@ -255,25 +265,26 @@ class HardwareProfile:
 
     @staticmethod
     def check_version(version: int) -> None:
-        """Raises ValueError for one that this engine doesn't read."""
+        """Raise ValueError for a version that this engine does not read."""
         if version != PROFILE_VERSION:
             raise ValueError(f"it has profile version {version}, this engine reads version {PROFILE_VERSION}")
 
     def cpu_with(self, threads: int) -> DeviceTimes:
-        """The times of the measured thread count nearest to `threads`; 0 for the most that were measured."""
+        """Return the times of the measured thread count nearest to `threads`; 0 means the largest."""
         return min(self.cpu, key=lambda times: abs(times.threads - threads)) if threads else self.cpu[-1]
 
 
 def needed_share(active_share: float, m: int) -> float:
-    """Of the neurons, what any of m tokens needs where each has this share of its own: at most so many, as tokens that
-    follow each other need the same ones more often than by chance."""
+    """Return the share of neurons that any of m tokens needs if each needs active_share, chosen independently.
+
+    This is an upper bound: consecutive tokens need the same neurons more often than by chance.
+    """
     return float(1 - (1 - active_share) ** m)
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Linear between the points, and beyond the last by its slope but never below the last two; before the first, its
-    value. One point alone is taken as proportional beyond it.
-    """
+    """Interpolate linearly. Beyond the last point continues its slope, but not below the last two values; before the
+    first, returns its value. A single point is taken as proportional beyond it."""
     ordered = sorted(points)
     if at <= ordered[0][0]:
         return ordered[0][1]
@@ -285,10 +296,10 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def _at_context(rows: Sequence[AttentionTime], context_tokens: int) -> list[tuple[float, float]]:
-    """Seconds at this context for each m that was measured.
+    """Return (m, seconds) at this context for each measured m.
 
-    An m that was measured at one context alone grows with it as those that were measured at several do, in between
-    them: tokens of a sequence share what they read, so that neither m nor the context makes it proportional.
+    An m that was measured at only one context grows with it as the m measured at several contexts do, interpolated:
+    tokens of a sequence share what they read, so time is proportional neither to m nor to the context.
     """
     points: dict[int, list[tuple[float, float]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""This machine as a profile names it: what must stay the same for its measurements to hold."""
+"""This machine as a profile describes it: what must stay the same for its measurements to be valid."""
 
 from hetero_ee_profiles.gpu.inventory import gpu_inventory
 from hetero_ee_profiles.hardware import Machine
@@ -9,7 +9,7 @@ from hetero_ee_profiles.host.memory import memory_info
 
 
 def this_machine(host: Host, versions: str) -> Machine:
-    """versions: of the engine and of what compiles its kernels. Of several GPUs the one with most memory counts."""
+    """Describe this machine, with its largest GPU. versions: those of the engine and of what compiles its kernels."""
     cpu = cpu_info(host)
     gpus = sorted(gpu_inventory(host).gpus, key=lambda gpu: gpu.total_bytes or 0)
     gpu = gpus[-1] if gpus else None

@@ -1,4 +1,4 @@
-"""One measured quantity with its spread and where it comes from."""
+"""One measured quantity with its spread and origin."""
 
 import math
 import statistics
@@ -10,28 +10,30 @@ from dataclasses import dataclass
 class Origin:
     """Where a measurement comes from."""
 
-    command: str  # that made it
+    command: str  # that measured or derived it
     date: str  # ISO
     versions: str  # of the software in use
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Median and quantiles of samples, all above 0; of a derived quantity the quantiles are the value.
+    """Median and quantiles of samples, all above 0. For a derived quantity the quantiles equal the value.
 
-    Raises ValueError where they are out of order.
+    Raises:
+        ValueError: if they are out of order.
     """
 
     value: float
     unit: str  # "s" or "B/s"
     p20: float
     p80: float
-    count: int  # of samples, 0 where derived
+    count: int  # of samples, 0 if derived
     origin: Origin
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.p80) and 0 < self.p20 <= self.value <= self.p80):
-            raise ValueError(f"0 < p20 {self.p20:.4g} <= value {self.value:.4g} <= p80 {self.p80:.4g} does not hold")
+            found = f"{self.p20:.4g}, {self.value:.4g} and {self.p80:.4g}"
+            raise ValueError(f"p20, value and p80 must be finite, positive and ascending, not {found}")
         if self.count < 0:
             raise ValueError(f"count is {self.count}, expected 0 or more")
 
@@ -42,7 +44,7 @@ class Measurement:
 
 
 def measured(samples: Sequence[float], unit: str, origin: Origin) -> Measurement:
-    """The measurement that `samples`, at least one, amount to."""
+    """Return the measurement of one or more samples."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     return Measurement(
@@ -56,5 +58,5 @@ def measured(samples: Sequence[float], unit: str, origin: Origin) -> Measurement
 
 
 def derived(value: float, unit: str, origin: Origin) -> Measurement:
-    """A quantity that was computed, not measured."""
+    """Return a measurement of a quantity that was computed, not measured."""
     return Measurement(value, unit, value, value, 0, origin)

@@ -1,4 +1,4 @@
-"""A file opened for reading: a regular one, whatever took its place since it was looked at."""
+"""Open a file for reading and make sure that what was opened is a regular file."""
 
 import os
 import stat
@@ -15,9 +15,10 @@ KINDS = {
 
 
 def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (stat.S_IFREG,)) -> BufferedReader:
-    """The file, open for reading bytes; links are followed. Never waits, as opening a pipe that nobody writes to does.
+    """Open `file` for reading bytes, following links. Never blocks, as opening a pipe without a writer would.
 
-    Raises OSError, also for what is of none of the kinds.
+    Raises:
+        OSError: if it cannot be opened or is none of `kinds`.
     """
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -28,9 +29,9 @@ def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (s
     except BaseException:
         os.close(descriptor)
         raise
-    return opened  # type: ignore[return-value]  # unbuffered it is a raw file, whose reads may stop early
+    return opened  # type: ignore[return-value]  # without buffering a raw file, whose reads may be short
 
 
 def kind_of(mode: int) -> str:
-    """What a file of that mode is, in words."""
+    """Return what kind of file has this mode, in words."""
     return KINDS.get(stat.S_IFMT(mode), "of an unknown kind")

@@ -1,4 +1,4 @@
-"""What the probes are asked for, and the samples they return."""
+"""Shapes that the probes measure, and the samples they return."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ProductShape:
     layout: str  # "int4" or "int8"
     n_rows: int
     n_columns: int
-    n_layers: int  # that have it in a pass
+    n_layers: int  # layers that have it
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -28,7 +28,7 @@ class ProductShape:
 
     @property
     def n_bytes(self) -> int:
-        """Of one such matrix, scales included."""
+        """Bytes of one such matrix, including scales."""
         return self.grid[0] * self.grid[1] * (self.tile_bytes + 2 * TILE_ROWS)
 
 
@@ -38,7 +38,7 @@ class ProductSamples:
 
     shape: ProductShape
     m: int
-    cycle_bytes: int  # of all the matrices that took turns
+    cycle_bytes: int  # of all matrices that were multiplied alternately
     seconds: tuple[float, ...]
 
 

@@ -1,11 +1,11 @@
-"""Profiles of machines people plan for on paper, derived from data sheets by one rule. Nothing is measured.
+"""Profiles of machines to plan for, derived from data sheets by one rule. Nothing here is measured.
 
-Rule: a product takes a call, and beside it the longer of reading its weights and computing. Memory, link and disk give
-a share of what the data sheet says; a CPU computes at a share of the operations per cycle and 64 bytes of vector width
-that this repository's CPU kernels were measured at, times its cores, clock and vector width; a GPU at a share of its
-fp32 rate, the more rows the larger. Every constant below says where it comes from;
-`python scripts/compare_published.py` holds what follows against published speeds. CPU and copies share the RAM: beside
-a CPU that reads weights, copies get what is left of the rated bandwidth.
+Rule: a product needs the time of a call plus the longer of reading its weights and computing. Memory, link and disk
+reach a share of what the data sheet states. A CPU computes at a share of the operations per cycle and 64 bytes of
+vector width that this repository's CPU kernels reach, times its cores, clock and vector width; a GPU at a share of its
+fp32 rate that grows with the number of rows. Each constant below names its source; `python
+scripts/compare_published.py` compares the results with published speeds. CPU and copies share the RAM: while the CPU
+reads weights, copies get the rest of the rated bandwidth.
 """
 
 from dataclasses import dataclass
@@ -26,53 +26,53 @@ from hetero_ee_profiles.measurement import Measurement, Origin, derived
 
 GIB = 2**30
 COMMAND = "derived from data sheets by hetero_ee_profiles/reference.py"
-DATE = "2026-11-23"  # of the rule and the numbers in it
+DATE = "2026-11-23"  # of the rule and its numbers
 VERSIONS = "data sheets; CPU kernels as in docs/benchmarks.md of 2026-11-21"
-# Copy kernels, and fits of seconds a token over bytes through llama.cpp's CUDA scoreboard (discussion 15013).
+# Copy kernels, and fits of seconds per token over bytes through llama.cpp's CUDA scoreboard (discussion 15013).
 VRAM_SHARE = 0.90
 RAM_SHARE = 0.68  # desktop and laptop CPUs read at 0.62 to 0.73 of the rated rate in published measurements
 LINK_SHARE = 0.8  # pinned copies: 22.9 of 31.5 GB/s on an RTX 4090, published; pageable memory half of that
 DISK_SHARE = 0.8  # assumed
-# Operations of a GPU as a share of its fp32 rate, by rows, up to the most that share holds for. One row is bound by
-# reading. From 2 to 64 what llama.cpp's int8 tensor-core kernels do of an 8B Q4_0 model on an RTX 4090 in microbatches
-# of 16, 32 and 64 tokens: 1937, 3428 and 5420 tokens/s (pull request 7676); its dp4a kernels do 0.25 to 0.28 of the
-# rate (15802). Above, 0.6 of twice the rate until it is measured here: theirs do 0.7 to 1.2 of that.
+# A GPU's operations as a share of its fp32 rate, for up to so many rows. One row is limited by reading. From 2 to 64
+# rows: what llama.cpp's int8 tensor-core kernels reach for an 8B Q4_0 model on an RTX 4090 in microbatches of 16, 32
+# and 64 tokens, 1937, 3428 and 5420 tokens/s (pull request 7676); its dp4a kernels reach 0.25 to 0.28 of the rate
+# (15802). Above: 0.6 of twice the rate until it is measured here; llama.cpp's kernels reach 0.7 to 1.2 of that.
 FP32_SHARES = {1: 0.8, 16: 0.35, 32: 0.62, 64: 0.98, 512: 1.2}
 # 596 GOPS at 16 rows on one Zen 5 thread with 64-byte vectors at 4.1 GHz (tests/bench/bench_cpu_ops.py, 2026-11-21).
 OPERATIONS_PER_CYCLE_AND_64_BYTES = 145.0
-# AVX2 without byte dot products, linear codes: 262 GOPS there, with 32-byte vectors.
+# AVX2 without byte dot products, linear codes, in the same benchmark: 262 GOPS, with 32-byte vectors.
 AVX2_OPERATIONS_PER_CYCLE_AND_64_BYTES = 128.0
-# Of two multiply-adds of a vector of fp32 a cycle, what a CPU's attention does of a prompt, which computes in fp32: 128
-# tokens at the end of 2048 positions do 0.4 with AVX2, on one thread and on two alike (AMD EPYC Milan at 3.1 GHz), so
-# that CPU_SHARE has no part in it; 0.52 with AVX-512 (Sapphire Rapids; tests/bench/bench_cpu_ops.py, 2026-11-23).
+# Share of two fp32 vector multiply-adds per cycle that a CPU's attention reaches for a prompt, in fp32: 128 tokens at
+# the end of 2,048 positions reach 0.4 with AVX2, on one thread and on two alike (AMD EPYC Milan at 3.1 GHz), so
+# CPU_SHARE does not apply; 0.52 with AVX-512 (Sapphire Rapids; tests/bench/bench_cpu_ops.py, 2026-11-23).
 ATTENTION_SHARE = 0.4
-CPU_SHARE = 0.7  # of that on all cores: makes 51 a cycle of a Ryzen 7950X's core, where 50 is the best published
+CPU_SHARE = 0.7  # of that on all cores: gives 51 per cycle of a Ryzen 7950X core, where 50 is the best published
 CPU_LAYER_OVERHEAD_S = 17e-6  # measured on the same machine
 CPU_CALL_S = 4e-6  # assumed
-# A layer has five calls and this overhead: 31 us; published with CUDA graphs on Linux 28 to 35, on Windows twice that.
+# A layer has five calls and this overhead: 31 us; published: 28 to 35 with CUDA graphs on Linux, twice that on Windows.
 GPU_CALL_S = 3e-6
 GPU_LAYER_OVERHEAD_S = 15e-6
 GPU_PASS_OVERHEAD_S = 60e-6  # assumed: sampling, its synchronization, the embedding
-TRANSFER_S = 60e-6  # assumed: hidden states that the other device waits for; 30 to 100 published, by code and driver
+TRANSFER_S = 60e-6  # assumed, for hidden states that the other device waits for; 30 to 100 published
 COPY_LATENCY_S = 10e-6  # assumed
-CPU_LAUNCH_S = 9e-6  # what a launch outside of a graph keeps the CPU busy, published for ordinary code
+CPU_LAUNCH_S = 9e-6  # CPU time of a launch outside a graph, published for ordinary code
 SYNCHRONIZE_S = 57e-6  # of a stream, published for ordinary code
-GPU_FREE_SHARE = 0.93  # assumed: what a desktop and the driver leave
+GPU_FREE_SHARE = 0.93  # assumed: what a desktop and the driver leave free
 RAM_FREE_SHARE = 0.8  # assumed
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (128, 1024, 4096)
-MANY_ROWS = 32768  # of a matrix: most of its seconds are not the call's
-LAYOUT_BYTES = {"int4": 4.5 / 8, "int8": 8.5 / 8}  # a weight, scales included
+MANY_ROWS = 32768  # of a matrix, so that its time is mostly not the call's
+LAYOUT_BYTES = {"int4": 4.5 / 8, "int8": 8.5 / 8}  # per weight, including scales
 
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """Decimal units: GB/s, GHz, TFLOPS; GiB for memory."""
+    """One machine's data sheet, in decimal units: GB/s, GHz, TFLOPS; memory in GiB."""
 
     name: str
     cpu_model: str
     n_cores: int
-    ghz: float  # that all cores hold
+    ghz: float  # sustained on all cores
     vector_bytes: int  # of the widest integer instructions
     has_dot: bool  # whether one instruction multiplies bytes and adds (VNNI)
     ram_gib: int
@@ -82,7 +82,7 @@ class DataSheet:
     vram_gb_s: float
     fp32_tflops: float
     link_gb_s: float
-    disk_gb_s: float  # of a drive of its day
+    disk_gb_s: float  # of a drive from the machine's time
 
 
 # Sources: the makers' product pages; GPU boost clocks; PCIe 4.0 at 1.97 GB/s a lane; DDR at its rated transfer rate.
@@ -120,12 +120,12 @@ DATA_SHEETS = (
 
 
 def reference_names() -> list[str]:
-    """Names that `--hardware` takes besides files."""
+    """Return the names that `--hardware` accepts in addition to files."""
     return sorted(sheet.name for sheet in DATA_SHEETS)
 
 
 def reference_profile(name: str) -> HardwareProfile:
-    """The reference profile of that name. Raises UsageError."""
+    """Return the reference profile of that name. Raises UsageError."""
     found = next((sheet for sheet in DATA_SHEETS if sheet.name == name), None)
     if found is None:
         known = ", ".join(reference_names())
@@ -134,7 +134,7 @@ def reference_profile(name: str) -> HardwareProfile:
 
 
 def derived_profile(sheet: DataSheet, date: str) -> HardwareProfile:
-    """The profile that the rule makes of a data sheet; date: ISO, of the derivation."""
+    """Derive a profile from a data sheet; date: ISO date of the derivation."""
     origin = Origin(COMMAND, date, VERSIONS)
     return HardwareProfile(
         version=PROFILE_VERSION,
@@ -207,9 +207,9 @@ def _times(
     layer_s: float,
     pass_s: float,
 ) -> DeviceTimes:
-    """One shape stands for all: time beyond a call is in proportion to its weights. Overhead grows by 5 % a token.
+    """Derive a device's times. One shape is enough, as time beyond a call is proportional to weights.
 
-    rated: bytes per second, of which products and attention get a share.
+    rated: bytes per second, of which products and attention reach `share`. Overhead grows by 5 % per token.
     """
 
     def seconds(value: float) -> Measurement:

@@ -54,7 +54,7 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, Answer], GpuInventory]] = {
     "garbage": (
         DRIVER_FILES,
         {"nvidia-smi": Answer("\x00\x1b[31m<html>\n,,,,,\n")},
-        GpuInventory((T4_FROM_FILES,), ("nvidia-smi gave an answer that makes no sense",)),
+        GpuInventory((T4_FROM_FILES,), ("nvidia-smi gave an unreadable answer",)),
     ),
     "a driver that doesn't answer": (
         PCI_FILES,
@@ -119,7 +119,7 @@ def test_torch_with_a_gpu() -> None:
 
 @pytest.mark.parametrize("output", ["", "Segmentation fault", "[]", "{}", '{"version": 1, "gpus": [[1]]}', "3"])
 def test_answers_of_torch_that_make_no_sense(output: str) -> None:
-    assert torch_says(output) == TorchBuild("", None, None, (), "an answer that makes no sense")
+    assert torch_says(output) == TorchBuild("", None, None, (), "an unreadable answer")
     assert torch_says(output, "exit code -11") == TorchBuild("", None, None, (), "exit code -11")
 
 

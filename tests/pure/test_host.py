@@ -133,7 +133,7 @@ def test_a_disk_without_mmap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(19, "No such device")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(OSError, match="can't be mapped into memory"):
+    with pytest.raises(OSError, match="cannot be mapped into memory"):
         try_disk(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -160,7 +160,7 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise NotImplementedError
 
     monkeypatch.setattr(disk, "FileLock", refuse)
-    with pytest.raises(OSError, match="files can't be locked"):
+    with pytest.raises(OSError, match="files cannot be locked"):
         try_disk(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -172,7 +172,7 @@ def test_a_disk_on_which_only_a_file_could_stand_for_a_lock(tmp_path: Path, monk
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(OSError, match=r"files can't be locked: .*Function not implemented"):
+    with pytest.raises(OSError, match=r"files cannot be locked: .*Function not implemented"):
         try_disk(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -409,7 +409,7 @@ def test_more_threads_than_cores_are_warned_of(ask: Asking) -> None:
     assert ask.remarks == []
     for _ in range(2):  # measured, and found
         ask(replace(QUICKLY, threads=(9, 2)))
-        assert ask.remarks == ["9 threads on 4 physical cores take turns; 4 are usually faster"]
+        assert ask.remarks == ["9 threads share 4 physical cores; 4 threads are usually faster"]
 
 
 def test_the_time_it_takes_is_said_first(ask: Asking) -> None:

@@ -1,1 +1,1 @@
-"""GPUs: which there are, how they are timed, and what the kernels compile to for them."""
+"""GPUs: which ones exist and how long their operations take."""

@@ -1,4 +1,4 @@
-"""Graphics processors as drivers and the PCI bus list them, without torch: one may be there that torch can't use."""
+"""GPUs as listed by drivers and the PCI bus, without torch, which may not be able to use them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,39 +10,39 @@ PCI = "/sys/bus/pci/devices"
 PCI_VENDORS = {"0x10de": NVIDIA, "0x1002": AMD}
 SMI_PLACES = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
 SMI_FIELDS = ("name", "memory.total", "memory.free", "driver_version", "uuid")
-COMPUTE_CAPABILITY = "compute_cap"  # drivers before 2021 refuse a query that asks for it
+COMPUTE_CAPABILITY = "compute_cap"  # drivers before 2021 reject a query with this field
 
 
 @dataclass(frozen=True, slots=True)
 class GpuInfo:
-    """One GPU. None: unknown, as most is without a driver."""
+    """One GPU. Fields are None if unknown, as most are without a driver."""
 
     vendor: str
     name: str
     total_bytes: int | None = None
     free_bytes: int | None = None
-    compute_capability: str | None = None  # such as 8.9, NVIDIA's only
+    compute_capability: str | None = None  # such as 8.9, only for NVIDIA
     driver: str | None = None
     uuid: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuInventory:
-    """The GPUs found, and what went wrong on the way."""
+    """The GPUs found, and problems met while searching."""
 
     gpus: tuple[GpuInfo, ...]
     problems: tuple[str, ...]
 
     @property
     def kind(self) -> str | None:
-        """What the engine calls them: "cuda", or "rocm" where all are AMD's; None without any."""
+        """The engine's name for them: "cuda", "rocm" if all are AMD's, None without any."""
         if not self.gpus:
             return None
         return "rocm" if all(gpu.vendor == AMD for gpu in self.gpus) else "cuda"
 
 
 def gpu_inventory(host: Host) -> GpuInventory:
-    """NVIDIA's by nvidia-smi, else by the driver's files; AMD's by the driver's; else what the PCI bus names."""
+    """List NVIDIA GPUs by nvidia-smi or the driver's files, AMD GPUs by the driver's files, others by the PCI bus."""
     nvidia, problem = _nvidia_smi(host)
     gpus = nvidia or list(_nvidia_files(host))
     gpus += _amd(host)
@@ -52,7 +52,7 @@ def gpu_inventory(host: Host) -> GpuInventory:
 
 
 def _nvidia_smi(host: Host) -> tuple[list[GpuInfo], str]:
-    """The GPUs, or why there are none; a tool that isn't there is no problem."""
+    """Return the GPUs, or a problem. A missing nvidia-smi is not a problem."""
     for program in SMI_PLACES:
         answer = _queried(host, program, (*SMI_FIELDS, COMPUTE_CAPABILITY))
         if answer.problem.startswith("exit code"):
@@ -64,7 +64,7 @@ def _nvidia_smi(host: Host) -> tuple[list[GpuInfo], str]:
             return [], f"nvidia-smi: {answer.problem}{': ' if said else ''}{said}"
         lines = answer.output.splitlines()
         gpus = [gpu for line in lines if (gpu := _gpu_of_line(line)) is not None]
-        return gpus, "" if gpus or not answer.output.strip() else "nvidia-smi gave an answer that makes no sense"
+        return gpus, "" if gpus or not answer.output.strip() else "nvidia-smi gave an unreadable answer"
     return [], ""
 
 
@@ -98,7 +98,7 @@ def _nvidia_files(host: Host) -> Iterator[GpuInfo]:
 
 
 def _amd(host: Host) -> list[GpuInfo]:
-    """Of cards with memory of their own; an integrated one has a few hundred MiB set aside."""
+    """List AMD cards with their own memory; an integrated GPU has a few hundred MiB reserved."""
     found = []
     for card in host.names("/sys/class/drm"):
         device = f"/sys/class/drm/{card}/device"
@@ -114,7 +114,7 @@ def _amd(host: Host) -> list[GpuInfo]:
 
 
 def _pci(host: Host) -> list[GpuInfo]:
-    """Display controllers of both makers, for cards without a driver."""
+    """List both vendors' display controllers, for cards without a driver."""
     found = []
     for slot in host.names(PCI):
         vendor = PCI_VENDORS.get(_line(host, f"{PCI}/{slot}/vendor"))

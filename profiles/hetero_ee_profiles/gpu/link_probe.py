@@ -1,4 +1,4 @@
-"""Times copies between CPU and GPU, launches, and a hidden state's way there and back."""
+"""Time copies between CPU and GPU, launches, and the transfer of a hidden state there and back."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,11 +14,11 @@ from hetero_ee_profiles.measurement import Measurement, Origin, measured
 from hetero_ee_profiles.probe_samples import Clock
 
 SMALL_BYTES = 4096
-SHORT_REPEATS = 10  # samples of what takes microseconds, for each of what takes milliseconds
-LAUNCHES = 100  # in a row, of one sample
-MOST_READS = 16  # of the CPU's memory in one sample, however slow the link is
-LEAST_S = 1e-9  # so that a clock that stands still gives no infinite rate
-LEAST_SHARE = 0.05  # of the link's rate, which copies keep beside the CPU however little is left
+SHORT_REPEATS = 10  # samples of a microsecond operation per sample of a millisecond operation
+LAUNCHES = 100  # per sample, in a row
+MOST_READS = 16  # of the CPU's memory per sample, however slow the link is
+LEAST_S = 1e-9  # avoids an infinite rate when the clock does not advance
+LEAST_SHARE = 0.05  # of the link's rate, the least that copies reach while the CPU reads
 
 
 def probe_link(
@@ -30,9 +30,11 @@ def probe_link(
     origin: Origin,
     clock: Clock,
 ) -> LinkTimes:
-    """n_bytes: of one large copy; four such buffers are on the CPU's side at most, two on the GPU's.
+    """Measure the link.
 
-    read: reads memory on all of the CPU's cores, and says how many bytes.
+    Args:
+        n_bytes: size of one large copy; at most four such buffers are in the CPU's memory, two in the GPU's.
+        read: reads memory on all CPU cores and returns the number of bytes.
     """
     near, other_near = platform.pinned(n_bytes), platform.pinned(n_bytes)
     far, other_far = (platform.allocate((n_bytes,), torch.uint8) for _ in range(2))
@@ -69,11 +71,14 @@ def probe_beside_cpu_bytes_per_s(
     repeats: int,
     clock: Clock,
 ) -> list[float]:
-    """What both move at once, less what the CPU reads alone: the rate of copies that cost the CPU nothing.
+    """Measure the rate of copies that do not slow the CPU: what both move at once minus what the CPU reads alone.
 
-    copied: (target, source) of a copy to the GPU, in bytes, of which a part is copied where the CPU's reads take less
-    time. alone: its rate. The link is given exactly what it moves alone while the CPU reads alone, so that where
-    neither slows the other down both end together, and the rate is `alone`.
+    The link gets exactly as much as it moves alone while the CPU reads alone. If neither slows the other down, both end
+    together and the rate is `alone`.
+
+    Args:
+        copied: target and source of a copy to the GPU, in bytes; only a part is copied if the CPU's reads are shorter.
+        alone: the copy's rate without reads.
     """
     target, source = copied
     n_read_bytes = read()
@@ -95,7 +100,7 @@ def probe_beside_cpu_bytes_per_s(
 
 
 def probe_launch_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
-    """Seconds of the CPU for handing over one launch, of many in a row."""
+    """Measure the CPU's seconds per launch, for many in a row."""
     x = platform.allocate((1,), torch.float32)
 
     def launches() -> None:
@@ -106,14 +111,16 @@ def probe_launch_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[fl
 
 
 def probe_synchronize_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
-    """Seconds from before one launch until the CPU knows that it is done."""
+    """Measure the seconds from one launch until the CPU knows that it is done."""
     x = platform.allocate((1,), torch.float32)
     return _timed(platform, lambda: platform.launch(x), repeats, clock)
 
 
 def probe_transfer_s(platform: GpuPlatform, hidden_size: int, repeats: int, clock: Clock) -> list[float]:
-    """Half the time from where the CPU has a token's hidden state, over a kernel of the GPU that uses it, until the
-    CPU, which waits for an event, can use the result."""
+    """Measure half the time from a hidden state on the CPU, through a GPU kernel, to the result on the CPU.
+
+    The CPU waits for an event.
+    """
     hidden = torch.ones(hidden_size)
     there, back = (platform.pinned(hidden.nbytes).view(torch.float32) for _ in range(2))
     far = platform.allocate((hidden_size,), torch.float32)
@@ -129,13 +136,13 @@ def probe_transfer_s(platform: GpuPlatform, hidden_size: int, repeats: int, cloc
 
 
 def _copy_s(platform: GpuPlatform, copies: Sequence[tuple[Tensor, Tensor]], repeats: int, clock: Clock) -> list[float]:
-    """Seconds until all copies, (target, source) each, begun at once, are done."""
+    """Return the seconds until all copies (target, source), started at once, are done."""
     works = [partial(platform.copy, target, source) for target, source in copies]
     return _timed(platform, works[0] if len(works) == 1 else partial(platform.at_once, *works), repeats, clock)
 
 
 def _timed(platform: GpuPlatform, work: Work, repeats: int, clock: Clock, *, is_awaited: bool = True) -> list[float]:
-    """Seconds of each run of `work` on an idle GPU, until it is done where is_awaited; the first run doesn't count."""
+    """Return the seconds of each run on an idle GPU, until it is done if is_awaited, after one run that is ignored."""
     found = []
     for _ in range(repeats + 1):
         platform.synchronize()

@@ -1,4 +1,4 @@
-"""A GPU as the probes use it: memory, its own clock, recorded launches, copies. A seam: tests put a CPU there."""
+"""The GPU interface that the probes use: memory, its clock, recorded launches, copies. Tests substitute a CPU."""
 
 import warnings
 from collections.abc import Callable
@@ -9,60 +9,62 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-LEAST_S = 5e-7  # what the events of CUDA resolve; a shorter time counts as this
+LEAST_S = 5e-7  # resolution of CUDA events; shorter times count as this
 Work = Callable[[], Any]
 
 
 class GpuPlatform(Protocol):
-    """kind: "cuda" or "rocm", as in the registry. Everything may raise RuntimeError, as drivers have it."""
+    """A GPU for probes. kind: "cuda" or "rocm". Any method may raise the driver's RuntimeError."""
 
     kind: str
     device: torch.device
     l2_bytes: int
 
     def current(self) -> AbstractContextManager[Any]:
-        """Inside, kernels are launched on this GPU."""
+        """Return a context in which kernels are launched on this GPU."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory that the driver says is free, once torch has given back what it only keeps for later."""
+        """Return the memory that the driver reports as free, after torch has released its cached memory."""
         ...
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the GPU, with anything in it. Raises torch.OutOfMemoryError."""
+        """Allocate uninitialized GPU memory. Raises torch.OutOfMemoryError."""
         ...
 
     def pinned(self, n_bytes: int) -> Tensor:
-        """Memory of the CPU, uint8, that the GPU copies from and to by itself."""
+        """Allocate pinned CPU memory, uint8."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begins the copy; where both ends allow it, returns before it is done."""
+        """Start a copy; returns before it is done if both ends allow it."""
         ...
 
     def launch(self, x: Tensor) -> None:
-        """Begins the smallest kernel there is: x += 1."""
+        """Launch the smallest possible kernel: x += 1."""
         ...
 
     def at_once(self, *works: Work) -> None:
-        """Begins each work on a stream of its own."""
+        """Start each work on its own stream."""
         ...
 
     def synchronize(self) -> None:
-        """Waits until everything that was begun is done."""
+        """Wait until everything that was started is done."""
         ...
 
     def wait(self) -> None:
-        """The same by an event, for what was begun on the stream in use."""
+        """Wait by an event for what was started on the current stream."""
         ...
 
     def recorded(self, work: Work) -> Work:
-        """What repeats the launches of `work`, which must have run once, as one graph."""
+        """Record the launches of `work`, which must have run once, as one graph; return a function that replays it."""
         ...
 
     def seconds(self, work: Work, repeats: int) -> list[float]:
-        """Of each of so many runs, one after the other, by the GPU's clock; one more runs before them, so that the GPU
-        is busy while the first is being launched."""
+        """Return the seconds of each of `repeats` consecutive runs by the GPU's clock.
+
+        One more run precedes them, so that the GPU is busy while the first is launched.
+        """
         ...
 
 
@@ -128,18 +130,21 @@ class CudaPlatform:
 
 
 def cuda_platform(model: str | None) -> CudaPlatform | None:
-    """The GPU of that name, else the one with most memory; None where torch has none and none is named.
+    """Return the GPU called `model` (as the driver names it), else the one with the most memory.
 
-    model: as the driver names it. Raises RuntimeError where one is named and torch can't use it.
+    Returns None if torch has no GPU and none is named.
+
+    Raises:
+        RuntimeError: if one is named and torch cannot use any GPU.
     """
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         is_usable = torch.cuda.is_available() and torch.cuda.device_count() > 0
     if not is_usable:
         if model is None:
             return None
-        said = f" ({str(told[0].message).splitlines()[0]})" if told else ""
-        raise RuntimeError(f"torch {torch.__version__} for {_built_for()} can't use it{said}")
+        reason = f" ({str(caught[0].message).splitlines()[0]})" if caught else ""
+        raise RuntimeError(f"torch {torch.__version__} for {_built_for()} cannot use it{reason}")
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     best = max(range(len(found)), key=lambda index: (found[index].name == model, found[index].total_memory))
     return CudaPlatform(best)

@@ -1,8 +1,8 @@
-"""Times a GPU's operations at a model's shapes: copying its memory, int4 and int8 products, attention.
+"""Time a GPU's operations at a model's shapes: copies in its memory, int4 and int8 products, attention.
 
-A product's weights take turns over as many bytes as the model has, where there is room: only a small model's lie in the
-L2 cache. Launches are recorded in a graph over a whole turn, as when tokens are generated, and the GPU's own clock
-times them, so that what the CPU needs for a launch is not counted. All rows are one product, as in a segment of layers.
+A product is measured with alternating weights of as many bytes as the model has, if they fit: only a small model's
+weights would be in the L2 cache. Launches are recorded in a graph over one cycle of the weights, as in decoding, and
+timed by the GPU's own clock, so the CPU's time per launch is not counted. All rows are one product, as in a segment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +24,12 @@ from hetero_ee_profiles.probe_samples import (
 )
 
 COPY_BYTES = 2**28
-L2_TURNS = 4  # a turn of so many times the L2 cache finds nothing in it
-FREE_SHARE = 4  # one probe takes at most a fourth of what is free
-MAX_MATRICES = 512  # in a turn, two launches each
+L2_TURNS = 4  # a cycle of this many times the L2 cache finds nothing in it
+FREE_SHARE = 4  # one probe uses at most a fourth of the free memory
+MAX_MATRICES = 512  # per cycle, two launches each
 MAX_WARM_UP_RUNS = 1000
 KV_KIND, KV_VALUE_BYTES = "fp16", 2
-PIECE_BYTES = 2**25  # the smallest piece that is taken to see whether memory is free
+PIECE_BYTES = 2**25  # the smallest piece that probe_free_bytes allocates
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Sampling:
     """How often each measurement is repeated."""
 
     repeats: int
-    max_s: float  # of all repeats together: fewer are made where they would take longer
+    max_s: float  # limit for all repeats together; fewer are made if they would exceed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ProductKernel:
 
 
 def probe_free_bytes(platform: GpuPlatform) -> int:
-    """What is available, to 32 MiB: ever smaller pieces are taken, as far as the driver says, and given back."""
+    """Return the available bytes, to 32 MiB, by allocating ever smaller pieces within the driver's limit."""
     limit_bytes, n_bytes, held = platform.free_bytes(), 0, []
     piece_bytes = 1 << limit_bytes.bit_length()
     while piece_bytes >= PIECE_BYTES:
@@ -66,8 +66,10 @@ def probe_free_bytes(platform: GpuPlatform) -> int:
 
 
 def probe_gpu_copy_bytes_per_s(platform: GpuPlatform, repeats: int, warm_up_s: float, clock: Clock) -> list[float]:
-    """Bandwidth of the GPU's memory: bytes read and written by a copy within it. Before, until warm_up_s have passed, a
-    GPU at rest is made to raise its clock."""
+    """Measure the bandwidth of the GPU's memory: bytes read and written by a copy within it.
+
+    Copies for `warm_up_s` first, so that an idle GPU reaches its boost clock.
+    """
     n_bytes = min(max(COPY_BYTES, L2_TURNS * platform.l2_bytes), platform.free_bytes() // FREE_SHARE)
     target, source = (platform.allocate((n_bytes,), torch.uint8) for _ in range(2))
     copy = partial(platform.copy, target, source)
@@ -88,8 +90,8 @@ def probe_gpu_products(
     sampling: Sampling,
     max_cycle_bytes: int,
 ) -> list[ProductSamples]:
-    """Samples of every shape at every number of rows; kernels: by layout. A turn through the weights is at most
-    max_cycle_bytes, or four L2 caches."""
+    """Measure every shape at every number of rows. kernels: by layout. Weights are at most max_cycle_bytes, or four
+    L2 caches."""
     model_bytes = sum(shape.n_bytes * shape.n_layers for shape in shapes)
     cycle_bytes = min(model_bytes, max(max_cycle_bytes, L2_TURNS * platform.l2_bytes))
     return [
@@ -108,9 +110,11 @@ def probe_gpu_attention(
     is_capturable: bool,
     sampling: Sampling,
 ) -> list[AttentionSamples]:
-    """heads: (n_heads, n_kv_heads, head_dim). Samples for each (m, context_tokens) of one sequence, over an fp16 cache.
+    """Measure attention for each (m, context_tokens) of one sequence over an fp16 cache.
 
-    attend: as hetero_ee_kernels.attention.attention.
+    Args:
+        heads: (n_heads, n_kv_heads, head_dim).
+        attend: called as hetero_ee_kernels.attention.attention.
     """
     n_heads, n_kv_heads, head_dim = heads
     n_pages = -(-max(context for _, context in points) // PAGE_TOKENS)
@@ -160,13 +164,13 @@ def _shape_samples(
 def probe_calls(
     platform: GpuPlatform, calls: Sequence[Work], n_parts: int, is_capturable: bool, sampling: Sampling
 ) -> tuple[float, ...]:
-    """Seconds of an n_parts-th of all the calls, made one after the other."""
+    """Return the seconds of 1 / n_parts of all the calls, made one after the other."""
 
     def everything() -> None:
         for call in calls:
             call()
 
-    calls[0]()  # compiles, which recording does not allow
+    calls[0]()  # compiles, which a recording does not allow
     work = platform.recorded(everything) if is_capturable else everything
     found = platform.seconds(work, 1)
     n_more = min(sampling.repeats - 1, int(sampling.max_s / found[0]))

@@ -1,1 +1,1 @@
-"""This computer: processor, memory, disk and what the system says of them."""
+"""Facts about this computer: processor, memory, disk, operating system."""

@@ -7,20 +7,20 @@ from hetero_ee_profiles.host.host import Host
 
 ROOT = "/sys/fs/cgroup"
 RECLAIMABLE = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")  # in versions 2 and 1
-UNLIMITED_BYTES = 2**60  # version 1 says "no limit" by an enormous number
+UNLIMITED_BYTES = 2**60  # version 1 reports "no limit" as an enormous number
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """None where there is no limit."""
+    """Limits of a control group; None if there is no limit."""
 
-    cores: float | None  # CPU time by wall time
-    memory_bytes: int | None  # the group's own
-    free_bytes: int | None = None  # of that; what the group's cached files take can be taken back
+    cores: float | None  # CPU time per wall time
+    memory_bytes: int | None
+    free_bytes: int | None = None  # unused part of memory_bytes; cached files count as unused
 
 
 def cgroup_limits(host: Host) -> CgroupLimits:
-    """The least that this process's group and the groups around it allow."""
+    """Return the lowest limits of this process's group and the groups around it."""
     cores = [limit for folder in _folders(host, "cpu") if (limit := _cores(host, folder)) is not None]
     memory = {
         folder: limit for folder in _folders(host, "memory") if (limit := _memory_bytes(host, folder)) is not None
@@ -30,10 +30,9 @@ def cgroup_limits(host: Host) -> CgroupLimits:
 
 
 def _folders(host: Host, controller: str) -> Iterator[str]:
-    """The group's folder and all around it, in every hierarchy that has the controller.
+    """Yield the group's folder and all around it, in every hierarchy with the controller.
 
-    In a container the path may be the host's, of which only the root is mounted; folders that are not there give
-    nothing.
+    In a container the path may be the host's, of which only the root is mounted; missing folders are harmless.
     """
     for line in (host.text("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
@@ -65,7 +64,7 @@ def _memory_bytes(host: Host, folder: str) -> int | None:
 
 
 def _used_bytes(host: Host, folder: str) -> int:
-    """Without cached files; 0 where the group does not say."""
+    """Return the memory in use, without cached files; 0 if unknown."""
     text = (host.text(f"{folder}/memory.current") or host.text(f"{folder}/memory.usage_in_bytes") or "").strip()
     lines = (line.split() for line in (host.text(f"{folder}/memory.stat") or "").splitlines())
     parts = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}

@@ -35,25 +35,25 @@ class CpuInfo:
     n_logical: int  # hardware threads
     n_allowed: int  # cores that affinity lets this process use
     quota_cores: float | None  # CPU time a container grants, in cores; None without a limit
-    n_performance: int  # cores of this kind, 0 where all are alike or it is unknown
-    n_efficiency: int  # likewise
-    features: frozenset[str]  # instructions as the system names them, in lower case; empty where it doesn't say
+    n_performance: int  # performance cores; 0 if all cores are alike or it is unknown
+    n_efficiency: int  # efficiency cores, likewise
+    features: frozenset[str]  # instructions as the system names them, in lower case; empty if unknown
 
     @property
     def n_usable(self) -> int:
-        """Cores this process can keep busy: threads beyond a container's quota are put to sleep."""
+        """Number of cores this process can keep busy: threads beyond a container's quota are suspended."""
         return max(1, min(self.n_allowed, int(self.quota_cores or self.n_allowed)))
 
 
 def cpu_info(host: Host) -> CpuInfo:
-    """From /proc and /sys, elsewhere from psutil and the system's own command."""
+    """Read the processor from /proc and /sys, or from psutil and a system command on other systems."""
     if host.text("/proc/cpuinfo") is not None:
         return _linux(host)
     return _mac(host) if host.system == "darwin" else _other(host)
 
 
 def cpu_set(text: str | None) -> frozenset[int]:
-    """A kernel's list of CPUs such as 0-3,8. What is no list gives none."""
+    """Parse a kernel's list of CPUs such as 0-3,8; invalid parts are skipped."""
     found: set[int] = set()
     for part in (text or "").strip().split(","):
         first, _, last = part.partition("-")
@@ -84,7 +84,7 @@ def _linux(host: Host) -> CpuInfo:
 
 
 def _records(text: str) -> list[dict[str, str]]:
-    """The blocks of /proc/cpuinfo; Arm's ends with one about the board."""
+    """Return the blocks of /proc/cpuinfo; on Arm the last one is about the board."""
     found = []
     for block in text.split("\n\n"):
         fields = (line.partition(":") for line in block.splitlines())
@@ -105,7 +105,7 @@ def _model(host: Host, records: list[dict[str, str]]) -> str:
 
 
 def _cores(host: Host, online: Iterable[int], records: list[dict[str, str]]) -> dict[int, object]:
-    """CPU to its physical core: what two hardware threads of one core have in common."""
+    """Map each CPU to its physical core, which hardware threads of one core share."""
     cores: dict[int, object] = {}
     for record in records:
         if record.get("processor", "").isdecimal() and "core id" in record:
@@ -121,7 +121,7 @@ def _count(cores: dict[int, object], cpus: Iterable[int]) -> int:
 
 
 def _kinds(host: Host, online: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """CPUs that are fast and slow: Intel's hybrids name them, Arm's give each a capacity."""
+    """Return fast and slow CPUs: Intel's hybrids name them, Arm's give each a capacity."""
     fast = cpu_set(host.text("/sys/devices/cpu_core/cpus"))
     slow = cpu_set(host.text("/sys/devices/cpu_atom/cpus")) | cpu_set(host.text("/sys/devices/cpu_lowpower/cpus"))
     if fast and slow:
@@ -157,7 +157,7 @@ def _mac(host: Host) -> CpuInfo:
 
 
 def _other(host: Host) -> CpuInfo:
-    """Windows, and systems that have no /proc."""
+    """Read the processor on Windows and other systems without /proc."""
     answer = host.run(["reg", "query", REGISTRY_KEY, "/v", "ProcessorNameString"], TIMEOUT_S).output
     model = " ".join(answer.partition("REG_SZ")[2].split())
     return _counted(host, model or "unknown", (0, 0), frozenset())

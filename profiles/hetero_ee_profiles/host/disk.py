@@ -1,4 +1,4 @@
-"""The disk below a folder: its room, its kind of file system, and whether locks and mmap work there, really tried."""
+"""The disk of a folder: free space, file system, and whether locks and mmap work, tested by using them."""
 
 import mmap
 import os
@@ -11,17 +11,17 @@ from filelock import FileLock, Timeout
 
 from hetero_ee_profiles.host.host import Host
 
-NETWORK = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "drvfs", "afs", "ceph", "glusterfs")  # beginnings of their names
+NETWORK = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "drvfs", "afs", "ceph", "glusterfs")  # prefixes of their names
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
 class DiskInfo:
-    """The disk that a folder lies on."""
+    """The disk that holds a folder."""
 
     total_bytes: int
     free_bytes: int
-    kind: str  # the file system's name, such as ext4; empty where unknown
+    kind: str  # the file system's name, such as ext4; empty if unknown
 
     @property
     def is_network(self) -> bool:
@@ -33,7 +33,7 @@ class DiskInfo:
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest around it that is there. Raises OSError where one is a file or can't be looked at."""
+    """Return the folder or its nearest existing parent. Raises OSError if one is a file or cannot be read."""
     for candidate in (folder.absolute(), *folder.absolute().parents):
         try:
             candidate.stat()
@@ -44,16 +44,17 @@ def existing_folder(folder: Path) -> Path:
 
 
 def disk_info(host: Host, folder: Path) -> DiskInfo:
-    """Of the disk that `folder` lies on, or would. Raises OSError."""
+    """Return the disk that holds `folder`, or will. Raises OSError."""
     existing = existing_folder(folder)
     usage = shutil.disk_usage(existing)
     return DiskInfo(usage.total, usage.free, _kind(host, os.path.realpath(existing)))
 
 
 def try_disk(folder: Path) -> None:
-    """Writes, maps and locks small files that are removed again. Raises OSError, which says what doesn't work.
+    """Write, map and lock small files in `folder` or its nearest existing parent, and remove them.
 
-    Where `folder` is not there yet, the nearest folder around it is tried.
+    Raises:
+        OSError: if one of these does not work; the message says which.
     """
     with tempfile.TemporaryDirectory(prefix=".hetero-ee-check-", dir=existing_folder(folder)) as name:
         _try_mmap(Path(name, "mapped"))
@@ -67,7 +68,7 @@ def _try_mmap(path: Path) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             read = mapped[:]
     except (OSError, ValueError) as error:
-        raise OSError(f"files can't be mapped into memory: {error}") from error
+        raise OSError(f"files cannot be mapped into memory: {error}") from error
     if read != written:
         raise OSError("a file mapped into memory has other bytes than were written")
 
@@ -81,18 +82,18 @@ def _try_lock(path: Path) -> None:
             except Timeout:
                 is_exclusive = True
     except (NotImplementedError, OSError) as error:
-        raise OSError(f"files can't be locked: {error}") from error
+        raise OSError(f"files cannot be locked: {error}") from error
     if not is_exclusive:
         raise OSError("a lock can be taken twice")
 
 
 def _lock(path: Path) -> FileLock:
-    """As stores are locked: by the kernel or not at all."""
+    """Lock as stores are locked: by the kernel, without a fallback."""
     return FileLock(path, timeout=0, fallback_to_soft=False)
 
 
 def _kind(host: Host, folder: str) -> str:
-    """By the deepest mount point around the folder; of several at one point the last covers the others."""
+    """Return the file system of the deepest mount point around the folder; the last mount at a point wins."""
     best, kind = -1, ""
     for line in (host.text("/proc/self/mountinfo") or "").splitlines():
         mounted, _, described = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""The machine as facts about it are read: files, commands and psutil, as a seam that tests fill with recorded ones."""
+"""Access to facts about the machine (files, commands, psutil), which tests replace by recorded facts."""
 
 import platform
 import subprocess
@@ -12,21 +12,21 @@ from threading import Thread
 import psutil
 
 MAX_TEXT_BYTES = 2**22  # /proc/cpuinfo of a server with 512 threads has 1 MiB
-TIMEOUT_S = 2.0  # of a command; a GPU driver in trouble never answers
-END_TIMEOUT_S = 0.5  # from a command's last output to its end
+TIMEOUT_S = 2.0  # for a command; a GPU driver in trouble never answers
+END_TIMEOUT_S = 0.5  # from a command's last output to its exit
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a command."""
+    """The result of a command."""
 
     output: str = ""  # standard output
-    problem: str = ""  # empty where it ended well, else why not, in a few words
+    problem: str = ""  # empty if it succeeded, else the reason in a few words
 
 
 @dataclass(frozen=True, slots=True)
 class CoreCounts:
-    """Physical cores, hardware threads, and those of them that this process may run on. None: unknown."""
+    """Physical cores, hardware threads, and how many of those this process may run on; None if unknown."""
 
     physical: int | None
     logical: int | None
@@ -35,7 +35,7 @@ class CoreCounts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCounts:
-    """Bytes of memory and of swap in all."""
+    """Bytes of memory and of swap."""
 
     total: int
     available: int
@@ -44,21 +44,21 @@ class MemoryCounts:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where facts come from."""
+    """Sources of facts about the machine."""
 
     system: str  # as sys.platform
-    architecture: str  # this, release and libc as the platform module has them
+    architecture: str  # this, release and libc as in the platform module
     release: str
     libc: str
-    text: Callable[[str], str | None]  # a file's contents, None where it can't be read
-    names: Callable[[str], list[str]]  # a folder's entries in order, none where it can't be read
-    run: Callable[[Sequence[str], float], Answer]  # a command, its arguments and a limit in seconds; never raises
+    text: Callable[[str], str | None]  # a file's contents, None if it cannot be read
+    names: Callable[[str], list[str]]  # a folder's entries in order, none if it cannot be read
+    run: Callable[[Sequence[str], float], Answer]  # runs a command with a time limit in seconds; never raises
     core_counts: Callable[[], CoreCounts]
     memory_counts: Callable[[], MemoryCounts]
 
 
 def this_host() -> Host:
-    """The machine this process runs on."""
+    """Return the machine this process runs on."""
     return Host(
         system=sys.platform,
         architecture=platform.machine(),
@@ -73,7 +73,7 @@ def this_host() -> Host:
 
 
 def read_text(path: str) -> str | None:
-    """The file's text, at most MAX_TEXT_BYTES of it."""
+    """Return the first MAX_TEXT_BYTES of the file as text, or None if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
@@ -89,7 +89,7 @@ def entry_names(folder: str) -> list[str]:
 
 
 def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
-    """Runs `command` and waits no longer than the time limit, even for a process that can't be killed."""
+    """Run `command`, waiting at most timeout_s, even for a process that cannot be killed."""
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null)
@@ -107,7 +107,7 @@ def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
     reader = Thread(target=read, daemon=True)
     try:
         reader.start()
-    except RuntimeError as error:  # the system gives no more threads
+    except RuntimeError as error:  # the system refuses more threads
         stdout.close()
         process.kill()
         process.wait()
@@ -123,7 +123,7 @@ def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
 
 
 def _why_ended(process: "subprocess.Popen[bytes]") -> str:
-    """Why a process that says nothing more did not end well. One that goes on without its output is killed."""
+    """Return why a process that closed its output failed, or "". Kills one that does not exit."""
     try:
         code = process.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Which instructions the CPU kernels are compiled for, and which they could be on this processor."""
+"""The instructions that the CPU kernels are compiled for, and those that this processor has."""
 
 from collections.abc import Collection
 
@@ -13,23 +13,23 @@ FEATURES = {"avx512_vnni": "avx512vnni", "avx512vnni": "avx512vnni", "avx_vnni":
 
 
 def instruction_set(features: Collection[str]) -> str:
-    """The set the matmul uses where it is compiled for these features, as LLVM names them."""
+    """Return the instruction set that the matmul uses for these features, named as in LLVM."""
     return next((name for feature, name in NAMES.items() if feature in features), GENERIC)
 
 
 def system_instruction_set(features: Collection[str]) -> str:
-    """The same for features as the operating system names them."""
+    """Return the instruction set for features that are named as in the operating system."""
     return instruction_set({FEATURES.get(feature, feature) for feature in features})
 
 
 def rank(name: str) -> int:
-    """0 for generic code, more for what is faster."""
+    """Return 0 for generic code, and more for faster instruction sets."""
     order = [GENERIC, *reversed(NAMES.values())]
     return order.index(name)
 
 
 def kernel_instruction_set() -> str:
-    """The set the kernels are compiled for in this process, which imports Numba. Raises ImportError."""
+    """Return the set that this process compiles kernels for. Imports Numba. Raises ImportError."""
     from numba.core.registry import cpu_target
 
     from hetero_ee_cpu_ops.simd.bytes import target_has

@@ -1,4 +1,4 @@
-"""Memory of the machine, and how much of it this process may have."""
+"""Memory of the machine, and how much of it this process may use."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ class MemoryInfo:
     """Memory of the machine and of this process's container."""
 
     total_bytes: int
-    available_bytes: int  # to this process: the machine's, as far as a container's limit leaves room
+    available_bytes: int  # to this process: the machine's, within a container's limit
     swap_total_bytes: int
     limit_bytes: int | None  # a container's limit, None without one
-    huge_pages: str | None  # "always", "madvise" or "never"; None: unknown
+    huge_pages: str | None  # "always", "madvise" or "never"; None if unknown
 
     @property
     def usable_bytes(self) -> int:
-        """What this process can hold at most."""
+        """The most that this process can use."""
         return min(self.total_bytes, self.limit_bytes or self.total_bytes)
 
 
 def memory_info(host: Host) -> MemoryInfo:
-    """From /proc/meminfo, elsewhere from psutil."""
+    """Read the memory from /proc/meminfo, or from psutil on other systems."""
     fields = _meminfo(host.text("/proc/meminfo") or "")
     limits = cgroup_limits(host)
     pages = _chosen(host.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
@@ -38,7 +38,7 @@ def memory_info(host: Host) -> MemoryInfo:
 
 
 def _meminfo(text: str) -> dict[str, int]:
-    """Name to bytes."""
+    """Map names to bytes."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -49,7 +49,7 @@ def _meminfo(text: str) -> dict[str, int]:
 
 
 def _chosen(text: str) -> str | None:
-    """The word in brackets."""
+    """Return the word in brackets."""
     _, _, rest = text.partition("[")
     word, bracket, _ = rest.partition("]")
     return word if bracket and word else None

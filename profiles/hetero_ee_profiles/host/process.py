@@ -1,4 +1,4 @@
-"""What the operating system says of this process: memory and cores."""
+"""Memory and cores of this process, from the operating system."""
 
 import sys
 
@@ -9,7 +9,7 @@ from hetero_ee_profiles.host.host import this_host
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident memory of this process since it started, in bytes."""
+    """Return the largest resident memory of this process since its start."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource
@@ -19,31 +19,31 @@ def peak_memory_bytes() -> int:
 
 
 def physical_core_count() -> int:
-    """Cores this process may use and a container's quota lets it keep busy; hardware threads of one core count once."""
+    """Return the cores this process may use, within a container's quota; a core's hardware threads count once."""
     return cpu_info(this_host()).n_usable
 
 
 def processor_count() -> int:
-    """Hardware threads this process may use."""
+    """Return the hardware threads this process may use."""
     counts = this_host().core_counts()
     return max(counts.allowed or counts.logical or 1, physical_core_count())
 
 
 def usable_threads(n_asked: int) -> int:
-    """How many run: 0 asks for one on each physical core; more than there are processors would wait for each other."""
+    """Return how many threads run: n_asked, but at most one per hardware thread; 0 means one per physical core."""
     return min(n_asked, processor_count()) if n_asked else physical_core_count()
 
 
 def capped_threads(n_asked: int) -> str:
-    """A sentence where fewer threads run than that, else nothing."""
+    """Return a sentence if fewer threads than n_asked will run, else ""."""
     n_run = usable_threads(n_asked)
     if n_asked <= n_run:
         return ""
-    return f"{n_asked} threads were asked for; {n_run} run, as many as this process has processors"
+    return f"{n_asked} threads were requested, but this process has only {n_run} processors; {n_run} threads run"
 
 
 def surplus_threads(n_threads: int, n_cores: int) -> str:
-    """A sentence where those are more threads than physical cores, else nothing."""
+    """Return a sentence if there are more threads than physical cores, else ""."""
     if n_threads <= n_cores:
         return ""
-    return f"{n_threads} threads on {n_cores} physical cores take turns; {n_cores} are usually faster"
+    return f"{n_threads} threads share {n_cores} physical cores; {n_cores} threads are usually faster"

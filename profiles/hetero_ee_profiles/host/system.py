@@ -1,4 +1,4 @@
-"""The operating system, and whether it runs inside of another."""
+"""The operating system, and whether it runs inside a virtual machine or container."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ class SystemInfo:
     """The operating system."""
 
     name: str
-    distribution: str  # a Linux's own name, else empty
+    distribution: str  # name of a Linux distribution, else empty
     release: str
-    libc: str  # name and version, empty where it is not glibc
+    libc: str  # name and version, empty if it is not glibc
     is_wsl: bool
     is_container: bool
 

@@ -1,4 +1,4 @@
-"""What the installed torch is and which GPUs it can use, asked in a process of its own: a broken one may crash."""
+"""The installed torch and the GPUs it can use, queried in a child process, since a broken torch may crash."""
 
 import json
 import sys
@@ -39,27 +39,27 @@ class TorchGpu:
 class TorchBuild:
     """The installed torch."""
 
-    version: str  # empty where it can't be imported
-    cuda: str | None  # the version it was built for
-    hip: str | None  # likewise
+    version: str  # empty if it cannot be imported
+    cuda: str | None  # the CUDA version it was built for
+    hip: str | None  # the HIP version it was built for
     gpus: tuple[TorchGpu, ...]
-    problem: str  # why no GPU answers
+    problem: str  # why no GPU is usable
 
     @property
     def platform(self) -> str:
-        """What it computes on beside the CPU."""
+        """What torch computes on in addition to the CPU."""
         return f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "CPU only"
 
 
 def torch_build(host: Host) -> TorchBuild:
-    """Asks torch, which takes a second or two."""
+    """Query torch in a child process, which needs a second or two."""
     answer = host.run([sys.executable, "-P", "-W", "ignore", "-c", PROGRAM], TIMEOUT_S)
     if answer.problem:
         return TorchBuild("", None, None, (), answer.problem)
     try:
         return _read(json.loads(answer.output.strip().splitlines()[-1]))
     except (ValueError, LookupError, TypeError):
-        return TorchBuild("", None, None, (), "an answer that makes no sense")
+        return TorchBuild("", None, None, (), "an unreadable answer")
 
 
 def _read(found: dict[str, Any]) -> TorchBuild:
