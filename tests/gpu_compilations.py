@@ -165,7 +165,7 @@ def _kv_write() -> list[Compilation]:
             layout | kv_write._sizes(16, 32 if turns else 0, 8, 128, 64),
         )
         optional = (
-            ("turns_ptr", turns, "*fp32"),
+            ("rotary_ptr", turns, "*fp32"),
             ("scales_ptr", kind == "int8", "*fp32"),
         )
         for name, there, pointer in optional:

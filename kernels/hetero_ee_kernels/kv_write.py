@@ -25,7 +25,7 @@ SMALLEST = 1e-30  # 127 / 1e-30 is still a finite fp32
 
 
 @triton.jit
-def turned(low: tl.tensor, high: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> Any:
+def rotated(low: tl.tensor, high: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> Any:
     """Return the two halves of a head after the rotation."""
     return tl.fma(low, cosine, -(high * sine)), tl.fma(high, cosine, low * sine)
 
@@ -55,7 +55,7 @@ def kv_write_kernel(
     table_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    turns_ptr: tl.tensor,
+    rotary_ptr: tl.tensor,
     layer: tl.tensor,
     N_LAYERS: tl.constexpr,
     N_HEADS: tl.constexpr,
@@ -71,7 +71,18 @@ def kv_write_kernel(
     REST_BLOCK: tl.constexpr,
     TINY: tl.constexpr,
 ) -> None:
-    """N_HEADS: query heads to turn, 0 without a table. A head is HALF pairs and the rest."""
+    """Rotate and store one head of one row: a query head (only rotated, in place), a key head or a value head.
+
+    Args:
+        x_ptr: fp32 (m, FEATURES): query heads from feature 0, key heads from FIRST_KEY, value heads from FIRST_VALUE.
+        codes_ptr, scales_ptr, table_ptr: the fields of Pages, of N_LAYERS, PAGES_PER_SLOT and PAGE positions per page.
+        slots_ptr, positions_ptr: int32 (m,), each row's slot in the table and its position.
+        rotary_ptr: rope_table(...), or None for no rotation.
+        N_HEADS, N_KV_HEADS: query heads to rotate, 0 without a rotary table; key heads.
+        HEAD_DIM, HALF: features of a head; pairs that rotate, the first 2 * HALF features.
+        HALF_BLOCK, REST_BLOCK: HALF and HEAD_DIM - 2 * HALF, rounded up to powers of two.
+        TINY: magnitude below which an int8 head is stored as zero.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     is_query = head < N_HEADS
@@ -85,12 +96,12 @@ def kv_write_kernel(
     inside = lane < HEAD_DIM
     low, high = tl.load(source + pair, mask=paired, other=0.0), tl.load(source + HALF + pair, mask=paired, other=0.0)
     rest = tl.load(source + lane, mask=inside, other=0.0)
-    if turns_ptr is not None:
-        turn = turns_ptr + position.to(tl.int64) * (2 * HALF) + pair
-        turns = pair < tl.where(part == 0, HALF, 0)  # bounds: Triton 3.9 makes integers of `lanes & bool`
-        cosine = tl.load(turn, mask=turns, other=1.0)
-        sine = tl.load(turn + HALF, mask=turns, other=0.0)
-        low, high = turned(low, high, cosine, sine)
+    if rotary_ptr is not None:
+        angle = rotary_ptr + position.to(tl.int64) * (2 * HALF) + pair
+        rotates = pair < tl.where(part == 0, HALF, 0)  # bounds: Triton 3.9 makes integers of `lanes & bool`
+        cosine = tl.load(angle, mask=rotates, other=1.0)
+        sine = tl.load(angle + HALF, mask=rotates, other=0.0)
+        low, high = rotated(low, high, cosine, sine)
         tl.store(source + pair, low, mask=pair < tl.where(is_query, HALF, 0))
         tl.store(source + HALF + pair, high, mask=pair < tl.where(is_query, HALF, 0))
     page = tl.load(table_ptr + tl.load(slots_ptr + row) * PAGES_PER_SLOT + position // PAGE).to(tl.int64)
@@ -120,11 +131,15 @@ def kv_write(
     *,
     turns: Any = None,
 ) -> None:
-    """x: fp32 (m, features); slots, positions: int32 (m,), their pages in the table already.
+    """Write m rows into the pages, rotating queries in place and keys on their way if there is a rotary table.
 
-    turns: rope_table's fp32 (positions, 2, pairs), or None; with it, the heads before first_key are queries and turned
-    in place. Raises ValueError for other
-    shapes, dtypes or layouts, and for a layer that is not there.
+    Args:
+        x: fp32 (m, features). With a rotary table, the heads before first_key are queries.
+        slots, positions: int32 (m,); the table must already name their pages.
+        turns: rope_table(...), fp32 (positions, 2, pairs), or None.
+
+    Raises:
+        ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
     """
     check_rows(x, pages, slots, positions, layer)
     head_dim, n_kv_heads = pages.head_dim, pages.n_kv_heads
@@ -132,12 +147,12 @@ def kv_write(
     n_pairs = head_dim // 2 if turns is None else turns.shape[2]
     if not 0 <= first_key <= last or not 0 <= first_value <= last:
         raise ValueError(
-            f"x {tuple(x.shape)} has no {n_kv_heads} heads of {head_dim} from {first_key} and {first_value} on."
+            f"x {tuple(x.shape)} does not hold {n_kv_heads} heads of {head_dim} from {first_key} and {first_value}."
         )
     if turns is not None:
         check("turns", turns, (turns.shape[0], 2, n_pairs))
         if first_key % head_dim or n_pairs * 2 > head_dim:
-            raise ValueError(f"{2 * n_pairs} features can't turn in heads of {head_dim} before feature {first_key}.")
+            raise ValueError(f"Heads of {head_dim} before feature {first_key} cannot rotate {2 * n_pairs} features.")
     if not x.shape[0]:
         return
     n_heads = 0 if turns is None else first_key // head_dim

@@ -218,7 +218,7 @@ class CpuExecutor(HostExecutor):
             rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, n_queries)
             rms_norm_heads(qkv, key_scale, spec.norm_eps, first_key, n_keys)
         if rope := spec.rope_of(block.layer):
-            self._ropes[rope].rotate(qkv, turns, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
+            self._ropes[rope].turn(qkv, turns, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
         self._kv_write.write(qkv, places, place, first_key, first_key + spec.kv_size)
 
     def _fed_forward(self, block: Block, normed: Any, batch: Batch) -> Any:
