@@ -1,4 +1,4 @@
-"""Two texts at a time with asyncio; the event loop stays free, and a text that nobody waits for any longer ends.
+"""Generate two texts at a time with asyncio. The event loop stays free, and a cancelled request ends.
 
 python examples/asyncio_stream.py [MODEL]    # a Hugging Face id or a folder; without one, the demo model
 """

@@ -64,11 +64,11 @@ class Replica:
             running.cancel()
 
     async def process(self) -> int:
-        """Its number, for whoever wants to see one die."""
+        """Return the process number, for tests that kill a replica."""
         return os.getpid()
 
     def check_health(self) -> None:
-        """Asked by Ray, which replaces a replica that raises."""
+        """Raise if the engine's thread has ended; Ray then replaces the replica."""
         if not self._served.scheduler.is_alive:
             raise RuntimeError("the engine's thread has ended")
 
@@ -80,12 +80,12 @@ class Replica:
 
     @serve.multiplexed(max_num_models_per_replica=N_KNOWN)
     async def _known(self, beginning: str) -> str:
-        """From now on Ray sends requests with this beginning here, unless this replica has too much to do."""
+        """Make Ray send requests with this prefix here, unless this replica is too busy."""
         return beginning
 
 
 class _Door:
-    """What Ray takes for the application; the replica that it runs in does the work."""
+    """The application that Ray serves. It passes requests to the replica that it runs in."""
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         await serve.get_replica_context().servable_object.handle(scope, receive, send)
@@ -94,13 +94,13 @@ class _Door:
 @serve.deployment
 @serve.ingress(Starlette(routes=[Mount("/", _Door())]))
 class Front:
-    """Finds a replica for each request, and another one where it dies."""
+    """Finds a replica for each request, and another one if it dies."""
 
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
         self._replicas, self._max_body_bytes = replicas, max_body_bytes
 
     async def handle(self, scope: Message, receive: Any, send: Any) -> None:
-        """As ASGI has it."""
+        """Handle one ASGI request."""
         if scope["type"] != "http":
             return
         body = await self._body(receive)

@@ -20,7 +20,7 @@ class BrowserError(Exception):
 
 
 def chromium() -> str | None:
-    """Its path, None where there is none."""
+    """Return the path of Chromium, or None if it is not installed."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -28,7 +28,11 @@ class Browser:
     """One tab. Use as a context manager."""
 
     def __init__(self, folder: Path, width: int = 1280, height: int = 800) -> None:
-        """folder: for its profile. Raises BrowserError where there is no Chromium."""
+        """Start Chromium with its profile in `folder`.
+
+        Raises:
+            BrowserError: if Chromium is not installed.
+        """
         program = chromium()
         if program is None:
             raise BrowserError(f"none of {', '.join(NAMES)} is here; install Debian's chromium.")
@@ -68,7 +72,11 @@ class Browser:
         os.close(self._out)
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """What the browser answers; events that come meanwhile are kept. Raises BrowserError."""
+        """Send a command and return the answer. Events that arrive before it are kept.
+
+        Raises:
+            BrowserError: if the browser reports an error or does not answer.
+        """
         self._number += 1
         session = {} if self._session is None else {"sessionId": self._session}
         message = {"id": self._number, "method": method, "params": params, **session}
@@ -89,7 +97,11 @@ class Browser:
         self.until(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
 
     def run(self, script: str) -> Any:
-        """The value of an expression, which may be awaited. Raises BrowserError where it throws."""
+        """Return the value of an expression, awaited if it is a promise.
+
+        Raises:
+            BrowserError: if the expression throws.
+        """
         said = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in said:
             raise BrowserError(json.dumps(said["exceptionDetails"].get("exception", said["exceptionDetails"]))[:500])
@@ -126,7 +138,7 @@ class Browser:
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, file: Path) -> None:
-        """As PNG."""
+        """Write a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))
 
     def _message(self, seconds: float = 30.0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Published speeds beside what the shipped profiles predict, mode full, and prompts by layers on the GPU.
+"""Compare published speeds with predictions of the shipped profiles, in full mode; and prompts by layers on the GPU.
 
     python scripts/compare_published.py
 
@@ -145,7 +145,7 @@ def table(what: str, rows: Sequence[tuple[Published, float]]) -> Iterator[str]:
 
 
 def prompts_by_layers() -> Iterator[str]:
-    """What asking for layers on the GPU does to prompts, predicted."""
+    """Yield a table of predicted prompt speeds by requested layers on the GPU."""
     row = Published(NGL_HARDWARE, NGL_MODEL, 1.0, "", PROMPT_TOKENS)
     yield f"| {NGL_MODEL}, {NGL_HARDWARE} | prompt of {PROMPT_TOKENS}, t/s | text, t/s |\n|---|---|---|"
     asked: list[tuple[str, dict[str, object]]] = [(f"-ngl {n}", {"gpu_layers": n}) for n in NGLS]

@@ -28,11 +28,11 @@ class Trace:
 
     @property
     def seen(self) -> Tensor:
-        """What a head sees: (n, captured x hidden), or the final states where none were captured."""
+        """The head's inputs: (n, captured x hidden), or the final states if none were captured."""
         return torch.cat(self.captured, 1) if self.captured else self.states
 
     def half(self) -> Trace:
-        """The same in half the memory."""
+        """Return a copy in half precision."""
         return Trace(self.token_ids, self.states.half(), tuple(each.half() for each in self.captured))
 
 

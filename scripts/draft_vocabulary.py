@@ -26,9 +26,9 @@ from hetero_ee.weights.tiles import TILE_ROWS
 
 
 def frequent_tokens(token_lists: Iterable[Sequence[int]], coverage: float, vocab_size: int) -> list[int] | None:
-    """The fewest tokens, in whole tiles, that are this share of all, ascending; None where that takes them all.
+    """Return the fewest tokens that cover this share of the lists, ascending, or None if that needs all of them.
 
-    Of tokens that are as frequent as each other the lowest ids come first.
+    Their number is a multiple of a tile's rows. Among equally frequent tokens the lowest ids come first.
     """
     counts = Counter(token_id for tokens in token_lists for token_id in tokens)
     wanted, covered, n_tokens = coverage * counts.total(), 0, 0

@@ -1,4 +1,4 @@
-"""Writes docs/first_evening.md: what a new user types on a first evening, and what comes back. A test repeats it.
+"""Write docs/first_evening.md, a recorded session of a new user. A test repeats it.
 
 python -m scripts.generate_first_evening
 """
@@ -19,17 +19,16 @@ from tests.hub_server import Hub, running_hub
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "first_evening.md"
 LLAMA, STORIES, TOKEN = "meta-llama/Llama-3.1-8B", "local/stories", "hf_yours"
-MEASURED = "console measured"  # a block whose lines depend on the machine and its mood
+MEASURED = "console measured"  # a block whose lines depend on the machine
 
 HEAD = """# A first evening
 
-What a new user types, and what comes back. Written by `python -m scripts.generate_first_evening` on {date}, in
-an empty home folder. CI types the same again and compares all that is neither a figure nor of this machine alone.
+A recorded session of a new user, written by `python -m scripts.generate_first_evening` on {date} in an empty home
+folder. CI repeats the commands and compares the output, except for figures and lines that depend on the machine.
 
-Only results go to standard output. What is shown in a second block came on standard error; a terminal mixes the two.
-One thing is not as it is at your desk: this machine has no network, so that `HF_ENDPOINT` names a small server on the
-machine itself. It holds {llama}'s config.json, with the published shapes, gated as the real one is, and
-of all other files no more than the names; and the demo model, as `{stories}`.
+Only results go to standard output. Second blocks show standard error; a terminal mixes the two. The machine has no
+network, so `HF_ENDPOINT` names a small server on the machine itself. It has {llama}'s published
+config.json, gated like the real one, the names of its other files, and the demo model as `{stories}`.
 """
 
 INSTALL = """
@@ -40,14 +39,14 @@ python3 -m venv .venv && . .venv/bin/activate
 pip install -e .
 ```
 
-1.3 GiB and about a minute with torch's CPU build, 5.1 GiB and two minutes with its CUDA build; README says which part
-is what. Then look at the machine:
+This needs 1.3 GiB and about a minute with torch's CPU build, 5.1 GiB and two minutes with its CUDA build. Then check
+the machine:
 """
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command. is_measured: what it prints has figures and sentences of this very machine."""
+    """A command of the session. `is_measured`: its output depends on this machine."""
 
     prose: str
     command: str
@@ -58,33 +57,33 @@ class Step:
 STEPS = (
     Step(INSTALL, "hetero-ee doctor | head -n 9", is_measured=True),
     Step(
-        "\n## Generate\n\nWithout a model, the demo model that comes along: a toy that tells children's stories. "
-        "It is converted to int4, the CPU\nkernels are compiled and this machine is measured, each once.\n",
+        "\n## Generate\n\nThe default is the bundled demo model, a toy that tells children's stories. The first run "
+        "converts it to int4, compiles\nthe CPU kernels and measures this machine.\n",
         'hetero-ee generate "Once upon a time" -n 60',
     ),
-    Step("\nThe second time, nothing is left to prepare.\n", 'hetero-ee generate "Once upon a time" -n 60'),
+    Step("\nThe second run starts at once.\n", 'hetero-ee generate "Once upon a time" -n 60'),
     Step(
-        "\n## Plan for a model and a laptop that one does not have\n\nThe model is gated: its owner wants an "
-        "account that has accepted the licence.\n",
+        "\n## Plan for a model and a laptop that you don't have\n\nThe model is gated: its owner requires an account "
+        "that has accepted the licence.\n",
         f"hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb",
         code=1,
     ),
     Step(
-        "\nWith the account's token. No weights are downloaded: the plan is made from config.json alone, and the "
-        "laptop is derived\nfrom data sheets.\n",
+        "\nWith the account's token it works. The plan needs only config.json, no weights; the laptop's profile is "
+        "derived from data\nsheets.\n",
         f"HF_TOKEN={TOKEN} hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb",
     ),
     Step(
-        "\n## Run a model from the hub\n\nDownloaded, converted, and answered.\n",
+        "\n## Run a model from the Hub\n\nThis downloads and converts the model, then answers.\n",
         f'hetero-ee run {STORIES} "Tom had a dog." -n 40',
     ),
     Step(
-        "\n## Chat\n\nA line is a turn; in a pipe as on a terminal.\n",
+        "\n## Chat\n\nEach line is a turn, in a pipe as on a terminal.\n",
         "printf 'Tom had a dog.\\nThe dog ran away.\\n' | hetero-ee chat -n 30 -s 7",
     ),
     Step(
-        "\n## Calibrate\n\nMeasures after which layers this model's tokens are settled, so that exact mode can draft "
-        "by leaving early.\n",
+        "\n## Calibrate\n\nThis measures after which layers the model's tokens are settled, so that exact mode can "
+        "draft with early exits.\n",
         f"hetero-ee calibrate {STORIES} --tokens 2048",
         is_measured=True,
     ),
@@ -92,14 +91,14 @@ STEPS = (
 )
 
 TAIL = """
-## Leave nothing behind
+## Uninstall
 
-README's last section says which folders to delete.
+See [README](../README.md#uninstall).
 """
 
 
 def _llama_config() -> bytes:
-    """config.json of Llama-3.1-8B, as published."""
+    """Return the published config.json of Llama-3.1-8B."""
     rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
     fields = {
         "architectures": ["LlamaForCausalLM"],
@@ -132,7 +131,7 @@ def _publish(hub: Hub) -> None:
 
 
 def _environment(home: Path, hub: Hub) -> dict[str, str]:
-    """Of a user whose settings are all defaults."""
+    """Return the environment of a user with default settings."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HETERO_EE_", "HF_", "XDG_"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     python_path = os.pathsep.join(folder for folder in sys.path if folder)
@@ -140,7 +139,11 @@ def _environment(home: Path, hub: Hub) -> dict[str, str]:
 
 
 def _typed(step: Step, environment: dict[str, str]) -> str:
-    """The step's part of the page. Raises RuntimeError where it ends in another way than it should."""
+    """Run a step and return its part of the page.
+
+    Raises:
+        RuntimeError: if it ends with another exit code than expected.
+    """
     done = subprocess.run(["bash", "-c", step.command], cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode != step.code:
         raise RuntimeError(f"{step.command} ended with {done.returncode}, not {step.code}: {done.stderr}")
@@ -153,13 +156,13 @@ def _typed(step: Step, environment: dict[str, str]) -> str:
 
 
 def _lines(text: str, environment: dict[str, str]) -> str:
-    """Whole lines, with the home folder as a shell writes it."""
+    """Return whole lines, with `~` for the home folder."""
     text = text.replace(environment["HOME"], "~").replace(str(ROOT), ".")
     return text if text.endswith("\n") or not text else f"{text}\n"
 
 
 def transcript(home: Path) -> str:
-    """The page, typed in this home folder."""
+    """Return the page of a session in this home folder."""
     with running_hub() as hub:
         _publish(hub)
         environment = _environment(home, hub)
@@ -169,7 +172,7 @@ def transcript(home: Path) -> str:
 
 
 def without_figures(page: str) -> str:
-    """What of a page is the same wherever and whenever it is made."""
+    """Return a page without what depends on time and machine."""
     page = re.sub(r"\n```text\n.*?^```\n", "", page, flags=re.M | re.S)  # standard error: times, remarks
     page = re.sub(rf"^(```{MEASURED}\n\$ [^\n]*\n).*?^```$", r"\1```", page, flags=re.M | re.S)
     return re.sub(r"[ \t]+", " ", re.sub(r"\d[\d.,]*", "N", page))

@@ -1,4 +1,4 @@
-"""Writes docs/gpu_kernels.md: what the compiler makes of every GPU kernel, for every class of cards.
+"""Write docs/gpu_kernels.md: registers, shared memory and occupancy of every GPU kernel for every class of cards.
 
 PYTHONPATH=. python scripts/generate_gpu_kernel_docs.py
 
@@ -17,20 +17,21 @@ from tests.gpu_compilations import every_compilation
 PAGE = Path(__file__).parent.parent / "docs" / "gpu_kernels.md"
 HEADER = """# GPU kernels
 
-What the compiler makes of every Triton kernel, compiled ahead of time without a GPU: registers of a thread, shared
-memory of a program, and occupancy, the share of a multiprocessor's warps that can be there at once. Generated with
-Triton {version} by `scripts/generate_gpu_kernel_docs.py`; another Triton gives other numbers. Registers are not spilled
-where the table doesn't say so; what memory bounds reads 16 bytes at a time (tests/gpu/test_ahead_of_time.py).
+Every Triton kernel, compiled ahead of time without a GPU: registers per thread, shared memory per program, and
+occupancy, the share of a multiprocessor's warps that can be active at once. Generated with Triton {version} by
+`scripts/generate_gpu_kernel_docs.py`; other versions give other numbers. The table notes spilled registers.
+Memory-bound kernels load 16 bytes at a time (tests/gpu/test_ahead_of_time.py).
 
-| class | cards | warps of a multiprocessor | shared memory of a program |
+| class | cards | warps per multiprocessor | shared memory per program |
 |---|---|---|---|
 """
 READS = """
-Keys and values that attention's programs load, by counting: MiB a layer, fp16, {context_tokens} positions. Programs of
-a key head follow each other, so that all but the first find them in the L2 cache where it holds them. With 8 query
-heads or rows instead of 4 a program takes 226 to 255 registers and spills for prompts (hetero_ee_kernels/attention.py).
+Keys and values that attention's programs load, counted: MiB per layer, fp16, {context_tokens} positions, by rows of one
+sequence (m). Programs of a key head run one after another, so that all but the first find its keys in the L2 cache if
+they fit. With 8 query heads or rows instead of 4, a program needs 226 to 255 registers and spills for prompts
+(hetero_ee_kernels/attention.py).
 
-| model | rows of a sequence a program |"""
+| model | rows of a sequence per program |"""
 READ_SHAPES = (("Llama-2-7B", 32, 1), ("Llama-3-8B", 8, 4))  # n_kv_heads, query heads of each
 READ_ROWS = (1, 2, 4, 8, 16)
 CONTEXT_TOKENS, HEAD_DIM = 4096, 128
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def page(triton_version: str, rows: Iterable[tuple[Any, list[Compiled]]]) -> str:
-    """rows: each kernel's record with what it was compiled to."""
+    """Return the page. `rows` has each kernel's record with its compilations."""
     lines = [
         f"| {card.name} | {card.cards} | {card.max_warps} | {card.program_shared_bytes // 1024} KiB |"
         for card in CARD_CLASSES
@@ -61,7 +62,7 @@ def page(triton_version: str, rows: Iterable[tuple[Any, list[Compiled]]]) -> str
 
 
 def reads() -> str:
-    """What m rows of one sequence load where a program takes as many of them as it does, and where it takes fewer."""
+    """Return the table of what m rows of one sequence load, by rows per program."""
     lines = [READS.format(context_tokens=CONTEXT_TOKENS) + "".join(f" m = {m} |" for m in READ_ROWS)]
     lines.append("|---|---|" + "---|" * len(READ_ROWS))
     for model, n_kv_heads, group in READ_SHAPES:
@@ -69,12 +70,12 @@ def reads() -> str:
         taken = attention._sizes(group, HEAD_DIM)["ROWS"]
         for n_rows in (n for n in READ_ROWS if n <= taken):
             cells = "".join(f" {-(-m // n_rows) * once_mib} |" for m in READ_ROWS)
-            lines.append(f"| {model} | {n_rows}{', as it is' * (n_rows == taken)} |{cells}")
+            lines.append(f"| {model} | {n_rows}{', as used' * (n_rows == taken)} |{cells}")
     return "\n".join(lines) + "\n"
 
 
 def metrics(compiled: Compiled) -> str:
-    """Registers · shared memory · occupancy."""
+    """Return registers, shared memory and occupancy as one cell."""
     shared = compiled.shared_bytes
     room = f"{shared // 1024} KiB" if shared >= 1024 else f"{shared} B"
     spilled = f" · {compiled.stack_bytes} B spilled" if compiled.stack_bytes else ""

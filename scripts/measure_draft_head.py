@@ -64,7 +64,7 @@ def acceptance(
 
 
 def _choice(executor: Executor, params: SamplingParams, number: int, tokens: Sequence[int]) -> Choose:
-    """As drafts of the text are chosen."""
+    """Return the function that chooses the drafts of this request."""
     text = Text.of_prompt(number, list(tokens), params, Ending(frozenset(), len(tokens)), str, cached_as=number)
     sampler = DraftSampler()
     return lambda hidden, end, history: sampler.drafted(executor, hidden, end, [(text, history)])[0]

@@ -1,8 +1,8 @@
-"""How good calibrations of several sizes are on other text. Prints tables, or with --json one document.
+"""Measure how good calibrations of several sizes are on other text. Print tables, or one document with --json.
 
     python scripts/measure_exits.py --calibrate stories_a.txt --evaluate stories_b.txt [--model FOLDER] [--json]
 
-For each of --sizes the model is calibrated on the first so many tokens of the one text, and all metrics are taken on
+For each of --sizes the model is calibrated on that many tokens of the first text, and all metrics are taken on
 the first --tokens of the other. Texts are split at <|endoftext|>. With --shipped, the calibration that the model has
 already is evaluated in place of new ones. Nothing is written.
 """
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def stories(file: Path, n_tokens: int) -> list[str]:
-    """The first stories of a file, as many as so many tokens make up; a text without separators is one."""
+    """Return the first stories of a file, enough for `n_tokens`. A text without separators is one story."""
     found: list[str] = []
     for story in read_stories([file]):
         if sum(map(len, found)) > 5 * n_tokens:  # characters a token, rather more than they are

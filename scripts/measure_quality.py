@@ -1,12 +1,12 @@
-"""What int4 costs in quality: each quantizer against fp32 on a text; beside it int8 activations, and keys and values of
-less than 32 bits. Prints tables, or with --json one document.
+"""Measure what int4 costs in quality: each quantizer vs. fp32 on a text, and int8 activations, and keys and values of
+fewer than 32 bits. Print tables, or one document with --json.
 
     python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--also FILE ...] [--json]
 
 Mean KL divergence of the next-token distributions (fp32 to quantized, nats), share of positions with the same likeliest
-token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context. --also: the
-same model in other formats, GGUF files or folders, each as it is and as it is kept here, beside the quantizers with
-embedding and head in int8, in place of the other tables.
+token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context. With --also,
+the script compares the same model in other formats (GGUF files or folders), as they are and as stores keep them, with the
+quantizers whose embedding and head are int8, instead of printing the other tables.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def measure(
 
 
 def measure_import(path: Path, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int) -> Iterator[Quality]:
-    """Of a checkpoint or GGUF file of the model: the weights that it has, and what a store keeps of them."""
+    """Yield the quality of a checkpoint's or GGUF file's own weights, and of the store made from it."""
     folder = gguf_folder(path) if path.is_file() else path
     spec, n_bytes = read_spec(folder), sum(file.stat().st_size for file in weight_files(folder))
     dense = load_dense(open_checkpoint(folder, spec))
@@ -204,7 +204,7 @@ def print_tables(rows: list[Quality], beside_weights: dict[str, dict[str, float]
             f"| {row.mean_kl_nats:.5f} | {row.same_top1:.4f} | {row.perplexity_ratio:.4f} |"
         )
     if beside_weights:
-        print("\n| beside the weights | mean KL (nats) | same top-1 | perplexity ratio |\n|---|---|---|---|")
+        print("\n| rounded | mean KL (nats) | same top-1 | perplexity ratio |\n|---|---|---|---|")
     for name, metrics in beside_weights.items():
         kl, same, ratio = (metrics[of] for of in COMPARED)
         print(f"| {name} | {kl:.1e} | {same:.4f} | {ratio:.6f} |")

@@ -23,7 +23,7 @@ BUSY_SHARE = 0.7  # of the time, at most; beyond it queues grow fast
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients ask for."""
+    """Requests of all clients together."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of one replica with so many texts at a time."""
+    """Capacity of one replica with `n_texts` requests at a time."""
 
     n_texts: int
     pass_s: float  # of a token of each text

@@ -1,4 +1,4 @@
-"""What the scripts share: stories in files, every n-th of them held out, and settings that are command-line flags."""
+"""Stories in files, every n-th of them held out, and settings as command-line flags, shared by the scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def without_held_out(stories: list[str], every: int) -> tuple[list[str], list[st
 
 
 def parse_settings(parser: argparse.ArgumentParser, kind: type[T]) -> tuple[argparse.Namespace, T]:
-    """What is on the command line, and the dataclass made of a flag for each of its fields, whose metadata hold help.
+    """Return the command line and a dataclass with a flag for each field. The fields' metadata hold the help texts.
 
     With --smoke the settings are those of its method smoke().
     """

@@ -103,7 +103,7 @@ def collect(teacher: Teacher, texts: Sequence[str], settings: Settings, n_text: 
 
 
 def continuations(teacher: Teacher, texts: list[list[int]], settings: Settings, n_tokens: int) -> list[list[int]]:
-    """Of the texts' beginnings, every other one sampled, until there are n_tokens."""
+    """Return continuations of the texts' beginnings, every other one sampled, until there are `n_tokens`."""
     params = [SamplingParams(temperature=temperature) for temperature in (0.0, settings.temperature)]
     found: list[list[int]] = []
     for first in range(0, len(texts), CONTINUED_TOGETHER):

@@ -1,4 +1,4 @@
-"""Writes story_endings.jsonl, of stories of one's own: each one's last sentence beside three that end others.
+"""Write story_endings.jsonl from your own stories: each story's last sentence and three last sentences of others.
 
 python examples/lm_eval/story_endings.py STORIES.txt [HOW_MANY]    # a line <|endoftext|> after each story
 """
@@ -15,7 +15,7 @@ N_CHOICES = 4
 
 
 def items(stories: list[str], n_items: int, seed: int = 0) -> list[dict[str, object]]:
-    """Of the first stories of at least four sentences and at most 1,200 characters."""
+    """Return items from the first stories with at least four sentences and at most 1,200 characters."""
     drawn, split = Random(seed), [re.split(r"(?<=[.!?])\s+", " ".join(story.split())) for story in stories]
     chosen = [each for each in split if len(each) >= 4 and sum(map(len, each)) <= 1200][:n_items]
     found = []

@@ -164,5 +164,5 @@ def test_the_generator_writes_a_row_a_kernel() -> None:
     compiled = Compiled("example", CARD_IN_CI, 4, 128, 0, 8192, 7)
     page = generator.page("3.7.1", [(record, []) for record in RECORDS[:1]] + [(RECORDS[0], [compiled])])
     assert "Triton 3.7.1" in page and "128 · 8 KiB · 33 %" in page
-    assert "\n| Llama-2-7B | 4, as it is | 64 | 64 | 64 | 128 | 256 |\n" in page
-    assert "\n| Llama-3-8B | 1, as it is | 16 | 32 | 64 | 128 | 256 |\n" in page
+    assert "\n| Llama-2-7B | 4, as used | 64 | 64 | 64 | 128 | 256 |\n" in page
+    assert "\n| Llama-3-8B | 1, as used | 16 | 32 | 64 | 128 | 256 |\n" in page
