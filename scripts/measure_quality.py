@@ -4,8 +4,8 @@ fewer than 32 bits. Print tables, or one document with --json.
     python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--also FILE ...] [--json]
 
 Mean KL divergence of the next-token distributions (fp32 to quantized, nats), share of positions with the same likeliest
-token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context. With --also,
-the script compares the same model in other formats (GGUF files or folders), as they are and as stores keep them, with the
+token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context. --also FILE
+compares the same model in other formats (GGUF files or folders), as they are and as stores keep them, with the
 quantizers whose embedding and head are int8, instead of printing the other tables.
 """
 
