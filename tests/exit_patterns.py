@@ -145,7 +145,7 @@ class SlowText:
 
     def _fed_forward(self, block: Any, x: Tensor) -> Tensor:
         inner = self._product(block, "gate_up" if self.model[0].gated else "up", self._normed(block, x))
-        return self._product(block, "down", self.ops.activate(inner[None], self.model[0])[0])
+        return self._product(block, "down", self.ops.activate(inner[None], self.model[0].layer(0).ffn.activation)[0])
 
     def _normed(self, block: Any, x: Tensor) -> Tensor:
         spec = self.model[0]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.runtime.executors import cpu as cpu_executor
+from hetero_ee.layers.decoder import BoundBlock
+from hetero_ee.ops import cpu as cpu_operations
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_table import POSITION
 from hetero_ee_cpu_ops.kv_write import KvWrite
@@ -25,10 +25,10 @@ class WorkClock:
         self._spend(patch, Matmul, "__call__", lambda self_, x, matrix: self.product_s(matrix.n_bytes, len(x)))
         self._spend(patch, Attention, "attend", lambda self_, x, places, *rest: self._attention_s(places))
         self._spend(patch, KvWrite, "write", lambda *arguments: WRITE_S)
-        self._spend(patch, CpuKvCache, "index", lambda *arguments: PLACE_S)
-        self._spend(patch, cpu_executor, "kv_table", lambda *arguments: PLACES_S)
+        self._spend(patch, BoundBlock, "finish", lambda *arguments: PLACE_S / 2)  # a layer is two blocks
+        self._spend(patch, cpu_operations, "kv_table", lambda *arguments: PLACES_S)
         for name in ("embed_int4", "embed_int8"):
-            self._spend(patch, cpu_executor, name, lambda *arguments: EMBED_S)
+            self._spend(patch, cpu_operations, name, lambda *arguments: EMBED_S)
 
     def __call__(self) -> float:
         self.now_s += self.look_s

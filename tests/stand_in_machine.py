@@ -31,7 +31,7 @@ MakeCpu = Callable[[ModelSpec, ModelWeights, CpuKvCache], HostExecutor]
 COMPUTED = (
     "linear",
     "normed",
-    "attend",
+    "mix",
     "forward",
     "forward_with",
     "attend_uploaded",

@@ -44,9 +44,9 @@ class ActivationRecorder(BatchedTorchOps):
         self.sums: Sums = {}
         self.n_tokens = 0
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         self._count(x, weight)
-        return super().linear(x, weight, bias)
+        return super().product(x, weight, bias)
 
     def summed(self, inner: Tensor, down: Weight) -> Tensor:
         self._count(inner, down)

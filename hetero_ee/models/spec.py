@@ -6,6 +6,63 @@ from typing import Self
 from hetero_ee.models.rope import RopeSpec
 
 
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The function between an FFN's matrices."""
+
+    kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
+    threshold: float  # below it, "fatrelu" is 0
+    gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The numbers that define the attention of one layer."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    window: int | None  # positions that a token sees, its own included; None for all
+    rope: RopeSpec | None  # rotates queries and keys
+    scale: float | None  # of scores; None is 1 / sqrt(head_dim)
+    cap: float  # scores stay below it, by tanh; 0 without
+    qk_norm: bool
+    qk_norm_whole: bool  # over all heads together, in place of each one alone
+
+    @property
+    def query_size(self) -> int:
+        """Return the number of features of all query heads."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Return the number of features of all key heads, which is that of all value heads."""
+        return self.n_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FfnSpec:
+    """The numbers that define the FFN of one layer."""
+
+    size: int
+    activation: Activation
+    neuron_major: bool  # its weights are stored neuron by neuron, so that inactive ones need not be read
+    predictor_rank: int  # of the neuron predictor; 0 without one
+
+    @property
+    def first_matrix(self) -> str:
+        """Return the short name of the matrix that says which neurons of a neuron-major FFN are active."""
+        return "gate" if self.activation.gated else "up"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer: an attention and an FFN."""
+
+    attention: AttentionSpec
+    ffn: FfnSpec
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer, family by family reduced to the same few switches."""
@@ -64,6 +121,28 @@ class ModelSpec:
     def rope_of(self, layer: int) -> RopeSpec | None:
         """Which turns the queries and keys of that layer."""
         return self.rope if self.layer_ropes is None else self.layer_ropes[layer]
+
+    def layer(self, layer: int) -> LayerSpec:
+        """Return what defines one layer."""
+        attention = AttentionSpec(
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            window=self.sliding_windows[layer],
+            rope=self.rope_of(layer),
+            scale=self.attention_scale,
+            cap=self.attention_cap,
+            qk_norm=self.qk_norm,
+            qk_norm_whole=self.qk_norm_whole,
+        )
+        activation = Activation(self.activation, self.activation_threshold, self.gated)
+        ffn = FfnSpec(
+            size=self.ffn_size,
+            activation=activation,
+            neuron_major=self.neuron_major,
+            predictor_rank=self.predictor_rank,
+        )
+        return LayerSpec(attention, ffn)
 
     @property
     def ropes(self) -> set[RopeSpec]:

@@ -20,7 +20,7 @@ WAYS_OUT = {
     "bitsandbytes": "`pip install bitsandbytes`",
     "torch": "`pip install torch`",
 }
-TILES = "hetero_ee.ops.gpu_weights:tile_matrix"
+TILES = "hetero_ee.ops.gpu:tile_matrix"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,28 +7,184 @@ their own.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.ops import Neurons, Norm, Ops
 from hetero_ee.models.rope import RopeSpec
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.models.spec import Activation, AttentionSpec
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.weights.weight import Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
 
 
-class TorchOps:
-    """x is (m, features), one row a token. Nothing is changed in place but the KV cache."""
+@dataclass(frozen=True, slots=True)
+class TorchMatrix:
+    """A weight as it is stored, and its bias."""
 
-    def embed(self, weight: Weight, token_ids: tuple[int, ...]) -> Tensor:
-        """(m,) -> (m, hidden)."""
-        return weight.rows(torch.tensor(token_ids))
+    weight: Weight
+    bias: Tensor | None
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+
+@dataclass(frozen=True, slots=True)
+class TorchHeads:
+    """The attention of one layer, and the cache that has its keys and values."""
+
+    spec: AttentionSpec
+    layer: int
+    cache: CpuKvCache
+    query_norm: Norm | None
+    key_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRows:
+    """The tokens of a pass."""
+
+    batch: Batch
+    counts: NeuronCounts
+    some_may_skip: bool
+
+    @property
+    def may_skip(self) -> Tensor:
+        """Return for each token whether neurons may be left out, bool (m, 1)."""
+        return torch.from_numpy(self.batch.may_skip())[:, None]
+
+
+class TorchOps(Ops):
+    """Plain torch. Nothing is changed in place but the KV cache and the hidden states that norms add to."""
+
+    def matrix(self, name: str, weight: Weight, bias: Tensor | None) -> TorchMatrix:
+        return TorchMatrix(weight, bias)
+
+    def vector(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def part(self, matrix: Any, rows: slice) -> Any:
+        raise UsageError("an FFN can't be split: its weights are not quantized; plan without hot neurons.")
+
+    def heads(
+        self, spec: AttentionSpec, layer: int, cache: CpuKvCache, query_norm: Norm | None, key_norm: Norm | None
+    ) -> TorchHeads:
+        return TorchHeads(spec, layer, cache, query_norm, key_norm)
+
+    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> TorchRows:
+        """Return the batch as verbs take it. Neurons are counted in `counts`."""
+        return TorchRows(batch, counts, bool(batch.may_skip().any()))
+
+    def array(self, x: Tensor) -> Tensor:
+        """Return a copy, to be changed in place."""
+        return x.clone()
+
+    def view(self, x: Tensor) -> Tensor:
+        return x
+
+    def tensor(self, x: Tensor) -> Tensor:
+        return x
+
+    @torch.inference_mode()
+    def embed(self, tokens: TorchMatrix, batch: Batch, n_features: int, learned: Tensor | None, offset: int) -> Tensor:
+        found = tokens.weight.rows(torch.tensor(batch.token_ids))
+        return found if learned is None else found + learned[torch.tensor(batch.positions) + offset]
+
+    @torch.inference_mode()
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+        if delta is not None:
+            x += delta
+        return x if norm is None else self.norm_in_place(x, norm)
+
+    @torch.inference_mode()
+    def norm_in_place(self, x: Tensor, norm: Norm) -> Tensor:
+        return self.norm(x, norm.kind, norm.scale, norm.bias, norm.eps)
+
+    @torch.inference_mode()
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    @torch.inference_mode()
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @torch.inference_mode()
+    def linear(self, x: Tensor, matrix: TorchMatrix, into: str) -> Tensor:
+        return self.product(x, matrix.weight, matrix.bias)
+
+    def concatenate(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, 1)
+
+    @torch.inference_mode()
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        if not activation.gated:
+            return self.activated(x, activation.kind, activation.threshold)
+        gate, up = x.chunk(2, dim=-1)
+        return self.activated(gate, activation.kind, activation.threshold) * up
+
+    @torch.inference_mode()
+    def cap(self, x: Tensor, cap: float) -> Tensor:
+        return self.activated(x, "softcap", cap)
+
+    @torch.inference_mode()
+    def write_kv(self, qkv: Tensor, heads: TorchHeads, rows: TorchRows) -> Tensor:
+        """See Ops.write_kv. Returns queries (m, n_heads, head_dim)."""
+        spec = heads.spec
+        queries, keys, values = (
+            part.reshape(len(qkv), -1, spec.head_dim)
+            for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
+        )
+        if spec.qk_norm_whole:
+            queries, keys = queries.flatten(1), keys.flatten(1)
+        if heads.query_norm is not None and heads.key_norm is not None:
+            queries = self.norm_in_place(queries, heads.query_norm)
+            keys = self.norm_in_place(keys, heads.key_norm)
+        queries, keys = (part.view(len(qkv), -1, spec.head_dim) for part in (queries, keys))
+        if spec.rope is not None:
+            place = rows.batch.positions, spec.rope, heads.cache.max_tokens
+            queries, keys = (self.rope(part, *place) for part in (queries, keys))
+        heads.cache.write(heads.layer, rows.batch, keys, values)
+        return queries
+
+    @torch.inference_mode()
+    def attend(self, queries: Tensor, heads: TorchHeads, rows: TorchRows) -> Tensor:
+        spec = heads.spec
+        place = heads.cache, heads.layer, rows.batch, spec.window
+        return self.attention(queries, *place, spec.scale, spec.cap).flatten(1)
+
+    @torch.inference_mode()
+    def masked_linear(self, x: Tensor, matrix: TorchMatrix, scores: Tensor | None, rows: TorchRows) -> Tensor:
+        found = self.product(x, matrix.weight, matrix.bias)
+        if scores is not None:
+            found[rows.may_skip & ~(scores > 0)] = 0.0
+        return found
+
+    @torch.inference_mode()
+    def sparse_ffn(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Tensor | None, rows: TorchRows) -> Tensor:
+        if neurons.least is not None:
+            active[rows.may_skip & (active.abs() < neurons.least)] = 0.0
+        rows.counts.count(active.numpy(), rows.batch, None if scores is None else scores.numpy())
+        return self.neurons(x, active, None if neurons.up is None else neurons.up.weight, neurons.down.weight)
+
+    def first_sections(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: Any) -> Tensor:
+        raise NotImplementedError("part() refuses to split an FFN")
+
+    def rest_sections(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: Any) -> Tensor:
+        raise NotImplementedError("part() refuses to split an FFN")
+
+    def fold_sections(self, x: Tensor, sums: Tensor, rest: Tensor, neurons: Neurons) -> Tensor:
+        raise NotImplementedError("part() refuses to split an FFN")
+
+    @torch.inference_mode()
+    def sliced_head(self, x: Tensor, matrix: TorchMatrix, token_ids: Tensor) -> Tensor:
+        return self.product(x, matrix.weight).gather(1, token_ids)
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias: (m, K) -> (m, N)."""
         dense = weight.dequantize()
         product = torch.stack([torch.mv(dense, row.clone()) for row in x])  # a clone is aligned, a view need not be
@@ -78,20 +234,13 @@ class TorchOps:
             outputs.append(torch.bmm(torch.softmax(scores, -1), values).view(n_heads, head_dim))
         return torch.stack(outputs)
 
-    def activate(self, x: Tensor, spec: ModelSpec) -> Tensor:
-        """The FFN between its matrices: act(gate) * up where gated, (m, 2F) -> (m, F); else act, (m, F) -> (m, F)."""
-        if not spec.gated or spec.neuron_major:
-            return self.activated(x, spec.activation, spec.activation_threshold)
-        gate, up = x.chunk(2, dim=-1)
-        return self.activated(gate, spec.activation, spec.activation_threshold) * up
-
     def activated(self, x: Tensor, kind: str, threshold: float) -> Tensor:
         """One activation of each number: (m, F) -> (m, F)."""
         return torch.stack([_activation(row, kind, threshold) for row in x])
 
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
         """The sum over neurons: x (m, K), active (m, F), 0 where one is skipped, up and down (F, K) -> (m, K)."""
-        return self.summed(active if up is None else active * self.linear(x, up), down)
+        return self.summed(active if up is None else active * self.product(x, up), down)
 
     def summed(self, inner: Tensor, down: Weight) -> Tensor:
         """inner (m, F) times the rows of down (F, K) -> (m, K)."""
@@ -103,7 +252,7 @@ class BatchedTorchOps(TorchOps):
     """The same mathematics with whole batches to torch's matmul: several times faster for long inputs, but a token's
     last bits depend on its batch. For measuring quality, never for generating."""
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.dequantize(), bias)
 
     def summed(self, inner: Tensor, down: Weight) -> Tensor:

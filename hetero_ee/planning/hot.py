@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.planning.parts import ALL_NEURONS, NeuronRows, NeuronShares, Product
+from hetero_ee.weights.sections import MAX_SECTIONS, section_neurons
 from hetero_ee_profiles.hardware import interpolated
 
-BLOCK, MAX_SECTIONS = 128, 32  # neurons, and sections of an FFN, as the kernels have them
 LEVELS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 26)  # sections that the planner tries: more change little, and take longer
 SPLITS = tuple(f"hot-{n}" for n in range(1, MAX_SECTIONS))
 
@@ -44,11 +44,6 @@ def hot_sections(placement: str) -> int:
 def hot_neurons(n_neurons: int, placement: str) -> int:
     """Of so many neurons those on the GPU."""
     return hot_sections(placement) * section_neurons(n_neurons)
-
-
-def section_neurons(n_neurons: int) -> int:
-    """In each section, whole blocks, but for what the last one lacks."""
-    return -(-n_neurons // (BLOCK * MAX_SECTIONS)) * BLOCK
 
 
 def splits(n_neurons: int, *, every: bool = False) -> list[str]:

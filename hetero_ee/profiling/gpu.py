@@ -11,6 +11,7 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.arena import MAX_ROWS, Arena
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.cpu import memory_reader
@@ -18,7 +19,6 @@ from hetero_ee.profiling.machine_profile import WAY_OUT, reason
 from hetero_ee.profiling.preset import Point, Preset
 from hetero_ee.profiling.rows import gpu_rows
 from hetero_ee.runtime.drafted import DraftNoise, noise_words
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
@@ -202,8 +202,8 @@ def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, 
     cache = GpuKvCache(shape, max_tokens, platform.device, n_slots=1, kind=KV_KIND)
     recorder = platform.recorded if operations.is_capturable else None
     blocks = decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers]
-    room = SegmentRoom(spec, cache, max_tokens)
-    return GpuSegment(spec, _dummy_weights(spec), blocks, cache, operations, recorder, room)
+    arena = Arena(spec, cache, max_tokens)
+    return GpuSegment(spec, _dummy_weights(spec), blocks, cache, operations, recorder, arena)
 
 
 def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable[[Tensor], Any]) -> Callable[[], Any]:

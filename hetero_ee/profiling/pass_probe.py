@@ -5,11 +5,10 @@ values as far apart as the executor lays them. A part's sample is its mean over 
 else falls out with its pass, and what one layer waits for and the next one does not stays in.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,24 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.ops import Neurons, Norm
+from hetero_ee.models.blocks import Block
+from hetero_ee.models.spec import Activation
+from hetero_ee.ops.cpu import CpuHeads, CpuMatrix, CpuOps, CpuRows
+from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.preset import PassSampling
 from hetero_ee.runtime.executors.cpu import CpuExecutor
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.weight import TileWeight, Weight
+from hetero_ee_cpu_ops.kv_write import KvWrite
 from hetero_ee_profiles.probe_samples import Clock
 
 N_LONG_HEADS = 2  # products of the lm_head with a chunk: as long as several layers, and hardly ever wanted
 LONG_PASS_S = 0.05  # from where stopwatches count for nothing, so that passes without them need not be timed
 FILL_TOKENS = 256  # keys and values that are written at a time before the passes
 CLOCK_READS = 50  # in a row, the quickest of which is what reading the clock costs
-N_OTHERS = 6  # stopwatches in a layer besides those of products
+N_OTHERS = 5  # stopwatches in a layer besides those of products
 MAX_WATCH_S = 1e-6  # that a stopwatch may cost: what seems to be more is noise
 SMALLEST_S = 1e-8  # what is left where noise has left nothing
 TOKEN_ID = 1
@@ -142,12 +147,15 @@ class _StopWatch:
 
     def __init__(self, clock: Clock) -> None:
         self.now_s = clock
+        self._start_s = 0.0
         self._cost_s = min(late - early for early, late in pairwise([clock() for _ in range(CLOCK_READS)]))
         self.seconds: list[float] = []
 
-    def note(self, start_s: float) -> None:
-        """An interval that ends now."""
-        self.seconds.append(self.now_s() - start_s - self._cost_s)
+    def __enter__(self) -> None:
+        self._start_s = self.now_s()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds.append(self.now_s() - self._start_s - self._cost_s)
 
     def taken(self) -> list[float]:
         """The intervals since the last time, at least one."""
@@ -155,39 +163,69 @@ class _StopWatch:
         return found
 
 
-def _watched(kernel: Callable[..., Any], watch: _StopWatch) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        start_s = watch.now_s()
-        out = kernel(*arguments)
-        watch.note(start_s)
-        return out
+class _WatchedOps(CpuOps):
+    """The same operations with stopwatches. products: those that were multiplied with, in order."""
 
-    return call
+    def __init__(self, ops: CpuOps, clock: Clock) -> None:
+        vars(self).update(vars(ops))
+        self.attending, self.multiplying, self.placing, self.others = (_StopWatch(clock) for _ in range(4))
+        self.products: list[CpuMatrix] = []
+
+    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> CpuRows:
+        with self.placing:
+            return super().rows(batch, cache, counts)
+
+    def linear(self, x: Any, matrix: CpuMatrix, into: str) -> Any:
+        with self.multiplying:
+            product = super().linear(x, matrix, into)
+        self.products.append(matrix)
+        return product
+
+    def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:
+        with self.attending:
+            return super().attend(queries, heads, rows)
+
+    def write_kv(self, qkv: Any, heads: CpuHeads, rows: CpuRows) -> Any:
+        with self.others:
+            return super().write_kv(qkv, heads, rows)
+
+    def add_norm(self, x: Any, delta: Any, norm: Norm | None) -> Any:
+        with self.others:
+            return super().add_norm(x, delta, norm)
+
+    def norm_in_place(self, x: Any, norm: Norm) -> Any:
+        with self.others:
+            return super().norm_in_place(x, norm)
+
+    def activate(self, x: Any, activation: Activation) -> Any:
+        with self.others:
+            return super().activate(x, activation)
+
+    def sparse_ffn(self, x: Any, active: Any, neurons: Neurons, scores: Any, rows: CpuRows) -> Any:
+        with self.others:
+            return super().sparse_ffn(x, active, neurons, scores, rows)
 
 
 class _WatchedExecutor(CpuExecutor):
-    """Another executor's weights, cache and threads, all shared, with stopwatches on products, attention and layers.
+    """Another executor's weights, cache and threads, all shared, with stopwatches on operations and layers.
 
     n_layers: that passes take, None for all. end_pass is to follow each pass.
     """
 
+    _ops: _WatchedOps
+
     def __init__(self, executor: CpuExecutor, clock: Clock, n_layers: int | None = None) -> None:
         vars(self).update(vars(executor))
         self.n_layers = n_layers or executor.spec.n_layers
-        self._watches = [_StopWatch(clock) for _ in range(6)]
-        self._attending, self._multiplying, self._walking, self._placing, self._feeding, self._others = self._watches
-        self._attention: Any = SimpleNamespace(attend=_watched(executor._attention.attend, self._attending))
-        self._kv_write: Any = SimpleNamespace(write=_watched(executor._kv_write.write, self._others))
-        ropes = executor._ropes.items()
-        self._ropes: Any = {spec: SimpleNamespace(turn=_watched(rope.turn, self._others)) for spec, rope in ropes}
-        self._multiplied_by: list[tuple[Block, str]] = []
+        self._ops, self._walking = _WatchedOps(executor._ops, clock), _StopWatch(clock)
         self.forget()
 
     def forget(self) -> None:
         """Whatever was timed."""
-        for watch in self._watches:
+        ops = self._ops
+        for watch in (ops.attending, ops.multiplying, ops.placing, ops.others, self._walking):
             watch.seconds.clear()
-        self._multiplied_by.clear()
+        ops.products.clear()
         self._products: dict[Shape, list[float]] = {}
         self._per_layer: dict[Shape, int] = {}
         self._attention_s: list[float] = []
@@ -200,63 +238,36 @@ class _WatchedExecutor(CpuExecutor):
         """Writes keys and values of so many tokens: memory that was never written costs less to read."""
         starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
         qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
+        cache = self.cache
+        write = KvWrite(cache.n_layers, cache.n_kv_heads, cache.head_dim, cache.kind)
         for first in range(0, n_tokens, FILL_TOKENS):
             batch = Batch.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
             self.cache.admit(batch, range(self.n_layers))
-            places = super()._places(batch)
+            places = CpuOps.rows(self._ops, batch, self.cache, self._neurons).places
             for layer in range(self.n_layers):
-                self._kv_write.write(qkv[: len(batch)], places, layer, *starts)
+                write.write(qkv[: len(batch)], places, layer, *starts)
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        start_s = self._walking.now_s()
-        found = super().forward(hidden, batch, blocks)
-        self._walking.note(start_s)
-        return found
-
-    def _places(self, batch: Batch) -> Any:
-        start_s = self._placing.now_s()
-        found = super()._places(batch)
-        self._placing.note(start_s)
-        return found
-
-    def _normed(self, block: Block, x: Any, delta: Any) -> Any:
-        start_s = self._others.now_s()
-        normed = super()._normed(block, x, delta)
-        if block.layer is not None:
-            self._others.note(start_s)
-        return normed
-
-    def _fed_forward(self, block: Block, normed: Any, batch: Batch) -> Any:
-        start_s = self._feeding.now_s()
-        fed = super()._fed_forward(block, normed, batch)
-        self._feeding.note(start_s)
-        return fed
-
-    def _multiplied(self, x: Any, block: Block, short: str) -> Any:
-        start_s = self._multiplying.now_s()
-        product = super()._multiplied(x, block, short)
-        self._multiplying.note(start_s)
-        self._multiplied_by.append((block, short))
-        return product
+        with self._walking:
+            return super().forward(hidden, batch, blocks)
 
     def end_pass(self, pass_s: float) -> None:
         """pass_s: what the pass took, stopwatches included. The last product is the lm_head's."""
-        *products_s, head_s = self._multiplying.taken()
-        attention_s, n_layers = self._attending.taken(), self.n_layers
-        layers_s = sum(self._walking.taken()) - sum(self._placing.taken())
-        kernels_s = sum(self._others.taken()) + sum(self._feeding.taken())  # the FFN's products are in it
+        ops, n_layers = self._ops, self.n_layers
+        *products_s, head_s = ops.multiplying.taken()
+        attention_s, others_s = ops.attending.taken(), sum(ops.others.taken())
+        layers_s = sum(self._walking.taken()) - sum(ops.placing.taken())
         by_shape: dict[Shape, list[float]] = {}
-        for (block, short), seconds in zip(self._multiplied_by, products_s, strict=False):
-            by_shape.setdefault(self._shape(block.tensors[short].name), []).append(seconds)
-            kernels_s -= seconds if block.kind is BlockKind.FFN else 0.0
-        self._multiplied_by.clear()
+        for matrix, seconds in zip(ops.products, products_s, strict=False):
+            by_shape.setdefault(_shape(matrix.weight), []).append(seconds)
+        ops.products.clear()
         for shape, found in by_shape.items():
             self._products.setdefault(shape, []).append(fmean(found))
             self._per_layer[shape] = len(found) // n_layers
         rest_s = layers_s - sum(products_s) - sum(attention_s)
         self._attention_s.append(fmean(attention_s))
         self._layer_s.append(rest_s / n_layers)
-        self._executor_s.append((rest_s - kernels_s) / n_layers)
+        self._executor_s.append((rest_s - others_s) / n_layers)
         self._head_s.append(head_s)
         self._outside_s.append(pass_s - layers_s - head_s)
 
@@ -264,8 +275,8 @@ class _WatchedExecutor(CpuExecutor):
         """Of the lm_head's product of m tokens."""
         for _ in range(N_LONG_HEADS):
             self.lm_head(torch.ones(m, self.spec.hidden_size))
-        self._multiplied_by.clear()
-        return self._multiplying.taken()
+        self._ops.products.clear()
+        return self._ops.multiplying.taken()
 
     def samples(
         self,
@@ -292,15 +303,15 @@ class _WatchedExecutor(CpuExecutor):
             attention_s=_above_0(self._attention_s),
             layer_s=_above_0([seconds - watches_s for seconds in self._layer_s]),
             executor_s=_above_0([seconds - watches_s for seconds in self._executor_s]),
-            head=self._shape(self.blocks[-1].tensors["tokens"].name),
+            head=_shape(self.weights.matrices[self.blocks[-1].tensors["tokens"].name]),
             head_s=_above_0(self._head_s if heads_s is None else heads_s),
             outside_s=_above_0(self._outside_s),
         )
 
-    def _shape(self, name: str) -> Shape:
-        weight = self.weights.matrices[name]
-        assert isinstance(weight, TileWeight)
-        return weight.layout, *weight.shape
+
+def _shape(weight: Weight) -> Shape:
+    assert isinstance(weight, TileWeight)
+    return weight.layout, *weight.shape
 
 
 def _above_0(samples: Sequence[float]) -> tuple[float, ...]:

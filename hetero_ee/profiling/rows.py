@@ -9,8 +9,8 @@ import torch
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.gpu import row_matrix
 from hetero_ee.ops.gpu_operations import gpu_operations
-from hetero_ee.ops.gpu_weights import row_matrix
 from hetero_ee.ops.registry import Registry
 from hetero_ee.planning.parts import neuron_rows
 from hetero_ee.profiling.preset import Preset

@@ -29,7 +29,7 @@ class FfnRecorder(BatchedTorchOps):
         self._layers = {id(weights.matrices[block.tensors["down"].name]): block.layer or 0 for block in blocks}
 
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
-        inner = active if up is None else active * self.linear(x, up)
+        inner = active if up is None else active * self.product(x, up)
         rows = down.dequantize()
         self.watch(self._layers[id(down)], active, inner, rows)
         return inner @ rows

@@ -69,9 +69,9 @@ class Gates(BatchedTorchOps):
     def __init__(self, gates: list[Weight]) -> None:
         self.inputs: dict[int, list[Tensor]] = {id(gate): [] for gate in gates}
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         self.inputs.get(id(weight), []).append(x)
-        return super().linear(x, weight, bias)
+        return super().product(x, weight, bias)
 
 
 def measured(model: Path, data: Path) -> Iterator[Row]:

@@ -93,12 +93,12 @@ class InputSelection(FfnRecorder):
         self._sparse = {id(weights.matrices[name]) for name in names}
         self._target = target
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if id(weight) in self._sparse:
             least = torch.quantile(x.abs(), self._target, dim=1, keepdim=True)
             least[:FIRST_SPARSE] = 0.0
             x = x.masked_fill(x.abs() < least, 0.0)
-        return super().linear(x, weight, bias)
+        return super().product(x, weight, bias)
 
 
 def main() -> None:

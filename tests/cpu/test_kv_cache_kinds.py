@@ -8,8 +8,8 @@ import torch
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.ops.cpu import sequence_cache
 from hetero_ee.ops.torch_ops import TorchOps
-from hetero_ee.runtime.executors.cpu import _sequence_cache
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_table import kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite
@@ -42,12 +42,12 @@ def rows_of(m: int) -> Batch:
 
 
 def places(cache: CpuKvCache, batch: Batch) -> Any:
-    views = [cache.view(sequence, _sequence_cache) for sequence in batch.sequences]
+    views = [cache.view(sequence, sequence_cache) for sequence in batch.sequences]
     return kv_table(views, batch.positions, (N_LAYERS, cache.n_kv_heads, cache.head_dim), cache.kind)
 
 
 def stored(cache: CpuKvCache, sequence: int) -> list[Any]:
-    view = cache.view(sequence, _sequence_cache)
+    view = cache.view(sequence, sequence_cache)
     parts = (view.keys, view.values, view.key_scales, view.value_scales)
     return [part for part in parts if part is not None]
 

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.runtime.executors.cpu import _sequence_cache
+from hetero_ee.ops.cpu import sequence_cache
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_table import kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite
@@ -25,7 +25,7 @@ def attended(kind: str, n_layers: int, window: int | None) -> Any:
     cache.open(0)
     cache.admit(Batch.of_sequence(0, 0, [0] * CAPACITY))
     shape, layer, width = (n_layers, N_KV_HEADS, HEAD_DIM), n_layers - 1, N_KV_HEADS * HEAD_DIM
-    table = kv_table([cache.view(0, _sequence_cache)] * len(POSITIONS), POSITIONS, shape, kind)
+    table = kv_table([cache.view(0, sequence_cache)] * len(POSITIONS), POSITIONS, shape, kind)
     random = np.random.default_rng(0)
     new = random.normal(size=(len(POSITIONS), 2 * width)).astype(np.float32)
     KvWrite(*shape, kind).write(new, table, layer, 0, width)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.planning.hot import section_neurons
+from hetero_ee.weights.sections import section_neurons
 from hetero_ee_cpu_ops.rows import RowMatrix
 from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_per_section
 from hetero_ee_cpu_ops.thread_pool import ThreadPool

@@ -54,7 +54,7 @@ def test_texts_side_by_side_are_what_each_is_alone(mode: str, request: pytest.Fi
 
 def test_the_loop_goes_on_while_a_token_is_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_go_on = threading.Event(), threading.Event()
-    attend = engine.executor._attend  # type: ignore[attr-defined]
+    attend = engine.executor._ops.attend  # type: ignore[attr-defined]
 
     def waits(*arguments: object) -> object:
         begun.set()
@@ -71,7 +71,7 @@ def test_the_loop_goes_on_while_a_token_is_computed(engine: Engine, monkeypatch:
         assert isinstance(await first, GeneratedToken)
         await tokens.aclose()
 
-    monkeypatch.setattr(engine.executor, "_attend", waits)
+    monkeypatch.setattr(engine.executor._ops, "attend", waits)
     asyncio.run(asks())
     assert is_free(engine)
 
@@ -157,7 +157,7 @@ def test_errors_arrive_where_tokens_are_awaited(engine: Engine, monkeypatch: pyt
 
     with pytest.raises(UsageError, match="empty"):
         engine.astream("")  # at the call, as of stream
-    monkeypatch.setattr(engine.executor, "_attend", fails)
+    monkeypatch.setattr(engine.executor._ops, "attend", fails)
     with pytest.raises(HeteroError, match="the pass has failed"):
         asyncio.run(text_of(engine, PROMPTS[0]))
     assert is_free(engine)

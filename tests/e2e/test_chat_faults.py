@@ -93,7 +93,7 @@ def test_a_fault_in_any_layer_of_any_pass(
     before = chat.messages
     executor = engine.executor
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "_attend", failing_at(N_LAYERS * n_passes + layer, executor._attend, error))
+        patch.setattr(executor._ops, "attend", failing_at(N_LAYERS * n_passes + layer, executor._ops.attend, error))
         reply = chat.send(QUESTION)
         with pytest.raises(type(error)):
             reply.finish()
@@ -173,7 +173,7 @@ def test_a_fault_on_the_cpu_kernels(tiny: Path, monkeypatch: pytest.MonkeyPatch)
         executor: Any = engine.executor
         for n_calls in (0, 4, 8):  # the first inside the pass that makes the cache grow
             with monkeypatch.context() as patch:
-                patch.setattr(executor, "_attended", failing_at(n_calls, executor._attended, KeyboardInterrupt()))
+                patch.setattr(executor._ops, "attend", failing_at(n_calls, executor._ops.attend, KeyboardInterrupt()))
                 with pytest.raises(KeyboardInterrupt):
                     chat.send(QUESTION).finish()
             assert_goes_on(chat, engine)

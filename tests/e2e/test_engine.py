@@ -298,14 +298,14 @@ def test_ctrl_c_inside_a_pass_leaves_the_engine_usable(
     engine: Engine, whole: GenerationResult, monkeypatch: pytest.MonkeyPatch, n_passes: int
 ) -> None:
     executor = engine.executor
-    real, passes = executor._attend, itertools.count()
+    real, passes = executor._ops.attend, itertools.count()
 
     def interrupted(*args: Any) -> Any:
         if next(passes) == 3 * n_passes - 1:  # three layers a pass
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(executor, "_attend", interrupted)
+    monkeypatch.setattr(executor._ops, "attend", interrupted)
     seen = []
     with pytest.raises(KeyboardInterrupt):
         for token in engine.stream(PROMPT):

@@ -68,7 +68,7 @@ def test_skipping_neurons_changes_no_bit(twin: Engine, n_prompts: int, monkeypat
     run = run_of(twin, n_prompts)
     run.params = run.params.changed(logprobs=1)
     sparse = run.full()
-    monkeypatch.setattr(twin.executor, "_sparse_ffn", EveryNeuron(twin.executor._sparse_ffn))  # type: ignore[attr-defined]
+    monkeypatch.setattr(twin.executor._ops, "_sparse_ffn", EveryNeuron(twin.executor._ops._sparse_ffn))  # type: ignore[attr-defined]
     assert run.full() == sparse
     assert len(sparse) == n_prompts and all(len(tokens) == N_TOKENS for tokens in sparse)
 

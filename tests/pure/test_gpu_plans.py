@@ -11,12 +11,12 @@ import torch
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.ops.arena import MAX_ROWS
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from tests.device_support import held_bytes
 from tests.emulation import planned, prompt_of

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import warn_of_context
 from hetero_ee.models.rope import RopeScaling, RopeSpec
-from hetero_ee.runtime.gpu.buffers import _turns
+from hetero_ee.ops.arena import _rope_tables
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -126,7 +126,7 @@ def test_every_device_has_one_table_for_a_context(kind: str) -> None:
     for n_positions in (8192, 9000):
         on_cpu = Rope(spec.rope.inverse_frequencies(n_positions), spec.rope.scaling.magnitude)
         on_cpu._grow(n_positions)
-        assert torch.equal(torch.from_numpy(on_cpu._table), _turns(spec, n_positions, "cpu")[spec.rope])
+        assert torch.equal(torch.from_numpy(on_cpu._table), _rope_tables(spec, n_positions, "cpu")[spec.rope])
 
 
 def own_context(rope: dict[str, Any]) -> tuple[int, str]:

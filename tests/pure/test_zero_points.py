@@ -14,7 +14,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.ops.gpu_weights import gpu_linear
+from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.planning.parts import Product, model_parts
 from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.model_weights import ModelWeights, as_stored
@@ -163,7 +163,7 @@ def test_a_gpu_multiplies_them_by_what_takes_any_tiles(model: tuple[Path, ModelS
     )
     matrices = model[2].matrices
     for name, expected in ((QKV, "any"), ("layers.1.attention.qkv", "int4"), ("embedding.tokens", "any")):
-        found = gpu_linear(name, matrices[name], None, operations, None)
+        found = GpuOps(operations, None).matrix(name, matrices[name], None)
         assert (found.multiply, found.matrix) == (expected, f"for {expected}")
 
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.hot import MAX_SECTIONS, SPLITS, halves
+from hetero_ee.planning.hot import SPLITS, halves
 from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, STREAMED
+from hetero_ee.weights.sections import MAX_SECTIONS
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes

@@ -1,7 +1,6 @@
 """A model without numbers: every pass runs as it would and computes nothing. For time lines of any shapes."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +38,8 @@ class DummyExecutor(HostExecutor):
     def normed(self, x: Tensor, name: str) -> Tensor:
         return x
 
-    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
-        return torch.zeros(len(qkv), self.spec.query_size)
+    def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
+        return torch.zeros(len(x), self.spec.hidden_size)
 
     def product(self, x: Tensor, weight: Weight) -> Tensor:
         return torch.zeros(len(x), weight.shape[0])
@@ -51,8 +50,8 @@ class DummyExecutor(HostExecutor):
     def split(self, block: Block, n_first: int) -> SplitFfn:
         return _DummySplit((self.spec.ffn_size - n_first) * (self.spec.predictor_rank > 0))
 
-    def borrowing(self, weights: ModelWeights) -> AbstractContextManager[None]:
-        return nullcontext()
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -60,7 +59,7 @@ class DummyExecutor(HostExecutor):
     def lm_head(self, normed: Tensor) -> Tensor:
         return torch.zeros(normed.shape[0], self.spec.vocab_size)
 
-    def capped(self, logits: Tensor, cap: float) -> Tensor:
+    def finished(self, logits: Tensor) -> Tensor:
         return logits
 
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:

@@ -5,10 +5,8 @@ A token's bits depend on that token and its sequence alone, never on its batch.
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from hetero_ee.config import Progress
@@ -206,9 +204,11 @@ class BlockExecutor(HeadExecutor, Protocol):
         """RMSNorm by the vector of that name: (m, K) -> (m, K)."""
         ...
 
-    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
-        """An attention without its matrices: (m, queries, keys and values) -> (m, queries); the batch is admitted
-        already."""
+    def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
+        """Return what the block adds to the hidden states, without its norms and scale: (m, K) -> (m, hidden).
+
+        The batch is admitted already.
+        """
         ...
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
@@ -256,19 +256,12 @@ class HostExecutor(Executor, BlockExecutor):
     def product(self, x: Tensor, weight: Weight) -> Tensor:
         """x W^T by a matrix that is not the model's; what was made of it is kept, by identity."""
 
-    @torch.inference_mode()
+    @abstractmethod
     def finished(self, logits: Tensor) -> Tensor:
-        """Logits: what the head's product is made into, in place."""
-        if self.spec.logit_scale != 1:
-            logits.mul_(self.spec.logit_scale)
-        return self.capped(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
+        """Make logits of the head's product, in place."""
 
     def split(self, block: Block, n_first: int) -> SplitFfn:
         raise UsageError(f"{block.name} can't be split: its weights are not quantized; plan without hot neurons.")
-
-    @abstractmethod
-    def capped(self, logits: Tensor, cap: float) -> Tensor:
-        """cap tanh(logits / cap), in place or not."""
 
     @abstractmethod
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
@@ -293,14 +286,6 @@ class HostExecutor(Executor, BlockExecutor):
         logits = self.draft_logits(hidden, end)
         token_ids = None if end.vocabulary is None else end.vocabulary.token_ids
         return drafted_rows([drafted(row, one, end.judge, token_ids) for row, one in zip(logits, noise, strict=True)])
-
-    @abstractmethod
-    def borrowing(self, weights: ModelWeights) -> AbstractContextManager[None]:
-        """Inside, these are computed with in place of the executor's own of the same names."""
-
-    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        with self.borrowing(weights):
-            return self.forward(hidden, batch, [block])
 
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
+from hetero_ee.layers import decoder
+from hetero_ee.layers.ops import LOGITS, Norm
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.arena import Arena
+from hetero_ee.ops.device_weights import DeviceWeights
+from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.ops.gpu_operations import GpuOperations
-from hetero_ee.ops.gpu_weights import GpuWeights
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor, SplitFfn
-from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
 from hetero_ee.runtime.gpu.split import GpuSplit
@@ -27,7 +30,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 class GpuExecutor(BlockExecutor):
     """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
 
-    n_rows: of one pass, see SegmentRoom. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
+    n_rows: of one pass, see Arena. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
     for none. Matrices must be in tiles, or rows of neurons.
     """
 
@@ -45,8 +48,9 @@ class GpuExecutor(BlockExecutor):
     ) -> None:
         self._spec, self._model_blocks = spec, decoder_blocks(spec)
         self.cache, self._device, self._operations = cache, cache.pages.codes.device, operations
-        self._resident = GpuWeights(weights, blocks, operations, self._device)
-        self._room = SegmentRoom(spec, cache, n_rows)
+        self._ops = GpuOps(operations, self._device)
+        self._resident = DeviceWeights(self._ops, weights, blocks)
+        self._arena = Arena(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
         self._visiting = VisitingCache(spec, cache.max_tokens, visits, self._device) if visits else None
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
@@ -67,20 +71,10 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> Tensor:
-        """See BlockExecutor.embed. Of an embedding that stays on the GPU; the host does not wait."""
-        block, spec = self._model_blocks[0], self._spec
-        if not 0 <= min(batch.token_ids) <= max(batch.token_ids) < spec.vocab_size:
-            raise ValueError(f"tokens {batch.token_ids} are not all of the {spec.vocab_size} there are.")
-        pin_memory = self._device.type == "cuda"
-        ids, positions = (
-            torch.tensor(numbers, dtype=torch.int32, pin_memory=pin_memory).to(self._device, non_blocking=True)
-            for numbers in (batch.token_ids, batch.positions)
-        )
-        matrix, learned = self._resident.linear(block, "tokens").matrix, self._resident.vector(block, "positions")
-        place = {"learned": learned, "positions": positions, "offset": spec.learned_position_offset or 0}
+        """See BlockExecutor.embed, for an embedding that stays on the GPU. The host does not wait."""
         with entered(self._device):
-            found: Tensor = self._operations.embed(ids, matrix, spec.hidden_size, **place)
-        return found if spec.embedding_scale == 1 else found.mul_(spec.embedding_scale)
+            found: Tensor = decoder.embed(self._ops, self._spec, self._resident.of(self._model_blocks[0]), batch)
+        return found
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward. Of the blocks whose weights stay."""
@@ -90,17 +84,17 @@ class GpuExecutor(BlockExecutor):
         """See BlockExecutor.split. Of a block whose first neurons alone are here."""
         if block.name not in self._splits:
             self._splits[block.name] = GpuSplit(
-                self._spec, self._resident, block, n_first, self.cache, self._operations, self._recorder, self._room
+                self._spec, self._resident, block, n_first, self.cache, self._operations, self._recorder, self._arena
             )
         return self._splits[block.name]
 
     @torch.inference_mode()
     def normed(self, x: Tensor, name: str) -> Tensor:
-        found: Tensor = self._operations.rms_norm(self._whole(x), self._resident.vectors[name], self._spec.norm_eps)
-        return found
+        norm = Norm("rms", self._resident.vectors[name], None, self._spec.norm_eps)
+        return self._ops.add_norm(self._whole(x), None, norm)
 
-    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
-        return self._segment([block]).attend(qkv, batch)
+    def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
+        return self._segment([block]).mix(x, batch)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
         """See BlockExecutor.forward_with. A weights object holds the same block each time, wherever its bytes lie."""
@@ -126,41 +120,29 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def linear(self, x: Tensor, name: str) -> Tensor:
-        linear = self._resident.linears[name]
-        product: Tensor = linear.multiply(self._whole(x), linear.matrix)
-        if linear.bias is not None:
-            self._operations.add(product, linear.bias)
-        return product
+        return self._ops.linear(self._whole(x), self._resident.matrices[name], LOGITS)
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        block, eps = self._model_blocks[-2], self._spec.norm_eps
-        x = self._whole(hidden)
+        block, x = self._model_blocks[-2], self._whole(hidden)
         if block.kind is not BlockKind.FINAL_NORM:
             return x
-        scale = self._resident.vector(block, "norm")
-        if self._spec.norm == "layer":
-            normed: Tensor = self._operations.layer_norm(x, scale, self._resident.vector(block, "norm_bias"), eps)
-        else:
-            normed = self._operations.rms_norm(x, scale, eps)
-        return normed
+        norm = decoder.bound_norm(self._spec, self._resident.of(block), "norm")
+        return self._ops.add_norm(x, None, norm)
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
         return self._finished(self.linear(normed, self._model_blocks[-1].tensors["tokens"].name))
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """What the head's product is made into, in place."""
-        if self._spec.logit_scale != 1:
-            logits.mul_(self._spec.logit_scale)
-        if cap := self._spec.logit_cap:
-            self._operations.activate(logits, "softcap", logits, gated=False, threshold=cap)
-        return logits
+        """Make logits of the head's product, in place."""
+        found: Tensor = decoder.to_logits(self._ops, self._spec, logits)
+        return found
 
     @property
     def neurons(self) -> NeuronCounts:
         """See BlockExecutor.neurons. The host waits for the GPU."""
-        return NeuronCounts(int(self._room.n_used.item()), self._room.n_neurons, int(self._room.n_predicted.item()))
+        return NeuronCounts(int(self._arena.n_used.item()), self._arena.n_neurons, int(self._arena.n_predicted.item()))
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         """See BlockExecutor.draft_rows. On the GPU, valid until the next call."""
@@ -172,16 +154,9 @@ class GpuExecutor(BlockExecutor):
     def _end(self, end: DraftEnd) -> GpuDraftEnd:
         """Made once: its weights stay on the GPU."""
         if end not in self._ends:
-            head = self._resident.linear(self._model_blocks[-1], "tokens") if end.vocabulary is None else None
+            head = self._resident.of(self._model_blocks[-1]).matrix("tokens") if end.vocabulary is None else None
             self._ends[end] = GpuDraftEnd(
-                end,
-                self.final_norm,
-                head,
-                self._finished,
-                self._spec.hidden_size,
-                self._operations,
-                self._recorder,
-                self._device,
+                end, self.final_norm, head, self._finished, self._spec.hidden_size, self._ops, self._recorder
             )
         return self._ends[end]
 
@@ -192,7 +167,7 @@ class GpuExecutor(BlockExecutor):
         names = tuple(block.name for block in blocks)
         if names not in self._segments:
             self._segments[names] = GpuSegment(
-                self._spec, self._resident, blocks, self.cache, self._operations, self._recorder, self._room
+                self._spec, self._resident, blocks, self.cache, self._operations, self._recorder, self._arena
             )
         return self._segments[names]
 
@@ -205,7 +180,7 @@ class GpuExecutor(BlockExecutor):
         found = self._borrowed.get(key)
         if found is not None and found[0] is weights and found[1].cache is cache:
             return found[1]
-        segment = GpuSegment(self._spec, weights, [block], cache, self._operations, None, self._room)
+        segment = GpuSegment(self._spec, weights, [block], cache, self._operations, None, self._arena)
         if self._operations.is_capturable:
             self._borrowed[key] = weights, segment
         return segment

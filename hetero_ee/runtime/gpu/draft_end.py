@@ -4,18 +4,16 @@ One sequence of launches for every m rows, for a CUDA graph to replay; only ids 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetero_ee.ops.gpu_operations import GpuOperations
-from hetero_ee.ops.gpu_weights import GpuLinear, gpu_linear
+from hetero_ee.layers.ops import LOGITS
+from hetero_ee.ops.arena import MAX_ROWS
+from hetero_ee.ops.gpu import GpuMatrix, GpuOps
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, noise_words
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.segment import Recorder, Replays, entered
 from hetero_ee.weights.weight import Weight
-from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
 class GpuDraftEnd:
@@ -29,17 +27,17 @@ class GpuDraftEnd:
         self,
         end: DraftEnd,
         final_norm: Callable[[Tensor], Tensor],
-        head: GpuLinear | None,
+        head: GpuMatrix | None,
         finished: Callable[[Tensor], Tensor],
         hidden_size: int,
-        operations: GpuOperations,
+        ops: GpuOps,
         recorder: Recorder | None,
-        device: Any,
     ) -> None:
-        self._ops, self._device = operations, device
+        self._ops, self._device = ops, ops.device
+        device = ops.device
         self._finished = finished
         self._final_norm = None if end.is_normed else final_norm
-        self._map: list[GpuLinear] = []
+        self._map: list[GpuMatrix] = []
         if end.state_map is not None:
             self._map = [self._linear(each) for each in (end.state_map.down, end.state_map.up) if each is not None]
             self._map_bias = end.state_map.bias.to(device)
@@ -84,17 +82,15 @@ class GpuDraftEnd:
         ids = token_ids.to(self._device).contiguous()
         with entered(self._device):
             x = self._mapped(hidden.to(self._device).contiguous())
-            if isinstance(self._head.matrix, TileMatrix):
-                return self._finished(self._ops.sliced_head(x, self._head.matrix, ids))
-            return self._finished(self._head.multiply(x, self._head.matrix)).gather(1, ids)
+            return self._finished(self._ops.sliced_head(x, self._head, ids))
 
     def _compute(self, m: int) -> None:
         """Launches alone: they depend on m and nothing else."""
         logits = self._logits(self._x[:m])
-        self._ops.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
+        self._ops.kernels.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self._finished(self._head.multiply(self._mapped(x), self._head.matrix))
+        return self._finished(self._ops.linear(self._mapped(x), self._head, LOGITS))
 
     def _mapped(self, x: Tensor) -> Tensor:
         """What the head multiplies."""
@@ -103,7 +99,7 @@ class GpuDraftEnd:
         if self._map:
             inner = x
             for linear in self._map:
-                inner = linear.multiply(inner, linear.matrix)
+                inner = self._ops.linear(inner, linear, LOGITS)
             self._ops.add(inner, x)
             self._ops.add(inner, self._map_bias)
             x = inner
@@ -113,5 +109,5 @@ class GpuDraftEnd:
         """The noise of m rows, in one piece."""
         return self._noise[: m * len(self._noise) // MAX_ROWS].view(m, -1)
 
-    def _linear(self, weight: Weight) -> GpuLinear:
-        return gpu_linear("a matrix for drafts", weight, None, self._ops, self._device)
+    def _linear(self, weight: Weight) -> GpuMatrix:
+        return self._ops.matrix("a matrix for drafts", weight, None)

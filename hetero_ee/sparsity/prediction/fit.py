@@ -147,8 +147,9 @@ class ActiveNeurons(BatchedTorchOps):
         self._spec, self._firsts = spec, {id(weights.matrices[name]) for name in names}
         self.n_active = 0
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        found = super().linear(x, weight, bias)
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        found = super().product(x, weight, bias)
         if id(weight) in self._firsts:
-            self.n_active += int(self.activate(found[FIRST_SPARSE:], self._spec).count_nonzero())
+            kind, threshold = self._spec.activation, self._spec.activation_threshold
+            self.n_active += int(self.activated(found[FIRST_SPARSE:], kind, threshold).count_nonzero())
         return found

@@ -119,8 +119,7 @@ class DraftHeadLayer:
         executor, (attention, ffn) = self._executor, self._blocks
         normed = executor.normed(states, HIDDEN_NORM)
         x = torch.cat([executor.normed(embedded, EMBEDDING_NORM), normed], 1)
-        attended = executor.attend(executor.linear(x, attention.tensors["qkv"].name), batch, attention)
-        mixed = executor.linear(attended, attention.tensors["output"].name)
+        mixed = executor.mix(x, batch, attention)
         return (normed if eagle3.norm_before_residual else states) + mixed, batch, [ffn]
 
     def normed(self, state: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.ops.gpu_operations import gpu_operations
-from hetero_ee.ops.gpu_weights import gpu_linear
 from hetero_ee.ops.registry import Registry
 from hetero_ee.runtime.choice import gumbel_noise
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, StateMap, noise_words
@@ -189,9 +189,9 @@ def end_on(operations: Any, end: DraftEnd, head: Any, recorder: Any = None) -> G
         found: torch.Tensor = operations.rms_norm(x.clone(), None, 1e-5)
         return found
 
-    linear = gpu_linear("head", head, None, operations, torch.device(DEVICE))
+    ops = GpuOps(operations, torch.device(DEVICE))
     return GpuDraftEnd(
-        end, normed, linear, lambda logits: logits, head.n_columns, operations, recorder, torch.device(DEVICE)
+        end, normed, ops.matrix("head", head, None), lambda logits: logits, head.n_columns, ops, recorder
     )
 
 

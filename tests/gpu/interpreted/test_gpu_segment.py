@@ -15,12 +15,12 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.arena import MAX_ROWS
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu import segment as gpu_segment
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized

@@ -11,11 +11,11 @@ import torch
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.ops.arena import Arena
 from hetero_ee.ops.gpu_operations import gpu_operations
 from hetero_ee.ops.registry import Registry
-from hetero_ee.planning.hot import section_neurons
-from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.segment import GpuSegment
+from hetero_ee.weights.sections import section_neurons
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.sparse_ffn import first_sections, fold_sections, n_blocks_per_section, sparse_ffn
@@ -195,14 +195,14 @@ def test_a_segment_of_sparse_ffns(tmp_path: Path) -> None:
     plain, found = gpu_operations(Registry(lambda package: package == "torch"), "cuda"), []
     for operations in (plain, replace(plain, sparse_ffn=sparse_ffn)):
         cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), 64, torch.device(DEVICE), kind="fp16")
-        room, sequence = SegmentRoom(spec, cache), cache.open_new()
-        segment = GpuSegment(spec, weights, decoder_blocks(spec)[1:3], cache, operations, lambda work: work, room)
+        arena, sequence = Arena(spec, cache), cache.open_new()
+        segment = GpuSegment(spec, weights, decoder_blocks(spec)[1:3], cache, operations, lambda work: work, arena)
         rows = []
         for first in range(3):
             batch = Batch.of_sequence(sequence, 2 * first + 4 * (first > 0), [1, 2] if first else [1, 2, 3, 4, 5, 6])
             cache.admit(batch)
             rows.append(segment.run(random(first, len(batch), 32), batch))
-        found.append((torch.cat(rows), room))
-    (expected, counted), (bits, room) = found
+        found.append((torch.cat(rows), arena))
+    (expected, counted), (bits, arena) = found
     assert nmse(bits, expected) <= BOUND
-    assert room.n_used.item() == counted.n_used.item() > 0 and room.n_neurons == counted.n_neurons == 6 * 96
+    assert arena.n_used.item() == counted.n_used.item() > 0 and arena.n_neurons == counted.n_neurons == 6 * 96

@@ -1,0 +1,1 @@
+"""The decoder's layers, each written once over the operations of a device."""

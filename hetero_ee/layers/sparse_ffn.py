@@ -1,0 +1,83 @@
+"""The sparse FFN, whose inactive neurons are not read: act(first(x)) says which neurons a token needs.
+
+A predictor, two matrices of low rank, may say before that which neurons of the first matrix to compute. An FFN may be
+split by sections of neurons between a GPU and the CPU: the sections are added from the last to the first, so that the
+sum has the same bits however it is split.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero_ee.layers.ops import INNER, Array, Matrix, Mixer, Neurons, Ops, Parameters
+from hetero_ee.models.spec import FfnSpec
+
+SCORES_LOW = "scores_low"  # a predictor's inner values
+
+
+class SparseFfn(Mixer):
+    """The sparse FFN of one layer on a device. It has no state."""
+
+    def __init__(self, spec: FfnSpec, parameters: Parameters) -> None:
+        self.n_neurons = spec.size
+        self.first, self._down_bias = parameters.matrix(spec.first_matrix), parameters.vector("down_bias")
+        self._activation = replace(spec.activation, gated=False)
+        up = parameters.matrix("up") if spec.activation.gated else None
+        self.neurons = Neurons(up, parameters.matrix("down"), parameters.least())
+        self._predictor: tuple[Matrix, Matrix] | None = None
+        if spec.predictor_rank:
+            self._predictor = parameters.matrix("predictor_in"), parameters.matrix("predictor_out")
+
+    def forward(self, ops: Ops, x: Array, rows: Any) -> Array:
+        """Return what to add to the hidden states whose norm is x (m, hidden)."""
+        scores = self.scores(ops, x) if rows.some_may_skip else None
+        active = self.activations(ops, self.first, x, scores, rows)
+        return self.biased(ops, ops.sparse_ffn(x, active, self.neurons, scores, rows))
+
+    def scores(self, ops: Ops, x: Array) -> Array | None:
+        """Return the predictor's scores (m, ffn), above 0 for neurons to compute; None without a predictor."""
+        if self._predictor is None:
+            return None
+        inner, outer = self._predictor
+        return ops.linear(ops.linear(x, inner, SCORES_LOW), outer, INNER)
+
+    def activations(self, ops: Ops, first: Matrix, x: Array, scores: Array | None, rows: Any) -> Array:
+        """Return the activations (m, n) of the neurons in `first`, the first matrix or a part of it."""
+        return ops.activate(ops.masked_linear(x, first, scores, rows), self._activation)
+
+    def biased(self, ops: Ops, summed: Array) -> Array:
+        """Add the bias of down to a whole sum."""
+        return summed if self._down_bias is None else ops.add(summed, self._down_bias)
+
+    def part(self, ops: Ops, chosen: slice, section: int) -> "SplitPart":
+        """Return one device's part of the FFN, of which the other device has the rest.
+
+        Args:
+            chosen: the neurons of this device.
+            section: how many sections the GPU has.
+        """
+        least = self.neurons.least
+        neurons = replace(self.neurons, least=None if least is None else least[chosen], chosen=chosen, section=section)
+        return SplitPart(self, ops.part(self.first, chosen), neurons)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """The neurons of a split FFN that one device has. Scores are those of its own neurons, or of all."""
+
+    ffn: SparseFfn
+    first: Matrix
+    neurons: Neurons
+
+    def first_sums(self, ops: Ops, x: Array, scores: Array | None, rows: Any) -> Array:
+        """Begin the sum with these neurons: what end() takes."""
+        active = self.ffn.activations(ops, self.first, x, scores, rows)
+        return ops.first_sections(x, active, self.neurons, scores, rows)
+
+    def rest(self, ops: Ops, x: Array, scores: Array | None, rows: Any) -> Array:
+        """Return the sum (m, hidden) of these neurons, which come after the other device's."""
+        active = self.ffn.activations(ops, self.first, x, scores, rows)
+        return ops.rest_sections(x, active, self.neurons, scores, rows)
+
+    def end(self, ops: Ops, x: Array, sums: Array, rest: Array) -> Array:
+        """Return what to add to the hidden states, from both devices' sums."""
+        return self.ffn.biased(ops, ops.fold_sections(x, sums, rest, self.neurons))

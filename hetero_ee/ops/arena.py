@@ -1,0 +1,92 @@
+"""Arena: the buffers that the layers of a GPU work in, which stay where they are, and the tables that they read.
+
+One serves all segments of a device, as they never run at the same time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, NORMED, QKV
+from hetero_ee.models.rope import RopeSpec
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee_kernels.pages import attention_workspace
+from hetero_ee_kernels.rope_table import rope_table
+
+MAX_ROWS = 16  # of a decode pass: each number of rows up to it has a graph of its own
+HIDDEN = "hidden"  # the buffer of the hidden states between a segment's blocks
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRows:
+    """The tokens of a pass: int32 (m,) each, in buffers that stay where they are."""
+
+    slots: Tensor  # of the KV cache
+    positions: Tensor
+    may_skip: Tensor  # 0 for tokens that need all neurons
+    some_may_skip: bool = True  # launches must not depend on it
+
+
+class Arena:
+    """Buffers for segments whose keys and values are in this cache, or in one of the same context and heads.
+
+    Args:
+        n_rows: of one pass, MAX_ROWS or a prompt's whole chunk; more rows follow in further passes.
+    """
+
+    def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
+        self.n_rows = n_rows
+        self.device = cache.pages.codes.device
+        self.rope_tables = _rope_tables(spec, cache.max_tokens, self.device)  # of the angles; None for layers without
+        self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
+        self._buffers: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # recorded launches may still use them
+        inner = spec.ffn_size * (2 if spec.gated and not spec.neuron_major else 1)
+        sizes = {NORMED: spec.hidden_size, QKV: spec.query_size + 2 * spec.kv_size, ATTENDED: spec.query_size}
+        sizes |= {HIDDEN: spec.hidden_size, INNER: inner, ACTIVE: spec.ffn_size, DELTA: spec.hidden_size}
+        for name, width in sizes.items():
+            self.rows(name, n_rows, width)
+        slots, positions, may_skip = (torch.zeros(n_rows, dtype=torch.int32, device=self.device) for _ in range(3))
+        self._rows = GpuRows(slots, positions, may_skip)
+        # Neurons used and predicted, counted on the device; n_neurons: those there were. See NeuronCounts.
+        self.n_used, self.n_predicted = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.n_neurons = 0
+
+    def rows(self, name: str, m: int, width: int) -> Tensor:
+        """Return m rows of the buffer of that name, fp32 (m, width), contiguous, where they are each time."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < m * width:
+            if buffer is not None:
+                self._outgrown.append(buffer)
+            buffer = self._buffers[name] = torch.zeros(max(m, MAX_ROWS) * width, device=self.device)
+        return buffer[: m * width].view(m, width)
+
+    def tokens(self, m: int) -> GpuRows:
+        """Return the first m tokens of the pass that was placed."""
+        found = self._rows
+        return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m])
+
+    def place(self, slots: Sequence[int], positions: Sequence[int], may_skip: Sequence[bool] | None = None) -> None:
+        """Copy the tokens of a pass to the GPU. The host does not wait for it.
+
+        Args:
+            may_skip: see Batch; None if FFNs are not neuron-major.
+        """
+        some = self.tokens(len(slots))
+        pinned: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self.device.type == "cuda"}
+        numbers = torch.tensor([slots, positions, *([] if may_skip is None else [may_skip])], **pinned)
+        some.slots.copy_(numbers[0], non_blocking=True)
+        some.positions.copy_(numbers[1], non_blocking=True)
+        if may_skip is not None:
+            some.may_skip.copy_(numbers[2], non_blocking=True)
+
+
+def _rope_tables(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpec | None, Any]:
+    return {None: None} | {
+        rope: rope_table(rope.inverse_frequencies(n_positions), rope.scaling.magnitude, n_positions, device)
+        for rope in spec.ropes
+    }

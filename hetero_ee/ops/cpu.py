@@ -1,0 +1,271 @@
+"""Ops of the CPU: Numba kernels on NumPy arrays, int4 and int8 weights as they are stored, one thread pool for all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.ops import Neurons, Norm, Ops
+from hetero_ee.models.rope import RopeSpec
+from hetero_ee.models.spec import Activation, AttentionSpec
+from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.weights.rows import RowWeight
+from hetero_ee.weights.weight import TileWeight
+from hetero_ee_cpu_ops.activate import activate
+from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
+from hetero_ee_cpu_ops.kv_table import SequenceCache, kv_table
+from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.masked_linear import MaskedLinear
+from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
+from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
+from hetero_ee_cpu_ops.rope import Rope
+from hetero_ee_cpu_ops.rows import RowMatrix
+from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMatrix:
+    """A matrix in tiles, or in rows of neurons, as the kernels take it."""
+
+    weight: TileWeight | RowWeight
+    tiles: Any  # TileMatrix, or None
+    rows: Any  # RowMatrix, or None
+    bias: Any  # fp32 (n_rows,) or None
+    n_rows: int
+    first_row: int = 0  # of the tiles, a multiple of 16; what comes before it is not read
+
+
+@dataclass(frozen=True, slots=True)
+class CpuHeads:
+    """The attention of one layer, and where the cache has its keys and values."""
+
+    spec: AttentionSpec
+    place: int
+    write: KvWrite
+    attention: Attention
+    rope: Rope | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRows:
+    """The tokens of a pass."""
+
+    batch: Batch
+    counts: NeuronCounts
+    positions: Any  # int64 (m,)
+    places: Any  # of their keys and values, for all layers; None if no layer attends
+    some_may_skip: bool
+
+
+class CpuOps(Ops):
+    """Share `pool` among all operations. Layers' hidden states are fp32 (m, features), contiguous."""
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self.pool = pool
+        self._matmul = Matmul(pool)
+        self._sparse_ffn, self._masked_linear = SparseFfn(pool), MaskedLinear(pool)
+        self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
+        self._attentions: dict[tuple[Any, ...], tuple[KvWrite, Attention]] = {}
+
+    def compile(self, kind: Any) -> None:
+        """Compile the product with tiles of this kind, or load it from the disk."""
+        self._matmul.compile(kind)
+
+    def matrix(self, name: str, weight: Any, bias: Any) -> CpuMatrix:
+        if isinstance(weight, RowWeight):
+            rows = RowMatrix(
+                weight.codes.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook, weight.n_columns
+            )
+            return CpuMatrix(weight, None, rows, bias, weight.shape[0])
+        if not isinstance(weight, TileWeight):
+            raise TypeError(f"{name} is {type(weight).__name__}, the CPU kernels multiply tiles.")
+        tiles = TileMatrix(weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
+        return CpuMatrix(weight, tiles, None, bias, weight.n_rows)
+
+    def vector(self, vector: Tensor) -> Any:
+        return vector.numpy()
+
+    def part(self, matrix: CpuMatrix, rows: slice) -> CpuMatrix:
+        first, end, _ = rows.indices(matrix.n_rows)
+        bias, weight = None if matrix.bias is None else matrix.bias[rows], matrix.weight
+        if isinstance(weight, RowWeight):
+            return self.matrix("rows", replace(weight, codes=weight.codes[rows], scales=weight.scales[rows]), bias)
+        return replace(matrix, bias=bias, n_rows=end - first, first_row=first)
+
+    def heads(
+        self, spec: AttentionSpec, layer: int, cache: CpuKvCache, query_norm: Norm | None, key_norm: Norm | None
+    ) -> CpuHeads:
+        rope = None if spec.rope is None else self._rope(spec.rope, cache.max_tokens)
+        return CpuHeads(spec, cache.index(layer), *self._attention(spec, cache), rope, query_norm, key_norm)
+
+    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> CpuRows:
+        """Return the batch as verbs take it. Neurons are counted in `counts`; cache: None if no layer attends."""
+        places = None if cache is None else _places(batch, cache)
+        return CpuRows(batch, counts, np.array(batch.positions, np.int64), places, bool(batch.may_skip().any()))
+
+    def array(self, x: Tensor) -> Any:
+        """Return a copy, to be changed in place."""
+        return np.array(x.numpy(), order="C")
+
+    def view(self, x: Tensor) -> Any:
+        """Return the numbers where they are, if they are contiguous."""
+        return np.ascontiguousarray(x.numpy())
+
+    def tensor(self, x: Any) -> Tensor:
+        return torch.from_numpy(x)
+
+    def embed(self, tokens: CpuMatrix, batch: Batch, n_features: int, learned: Any, offset: int) -> Any:
+        weight, ids = tokens.weight, np.array(batch.token_ids, np.int64)
+        assert isinstance(weight, TileWeight)
+        tiles, scales = weight.tiles.numpy(), weight.scales.numpy().view(np.uint16)
+        if weight.codebook is None:
+            x = embed_int8(tiles, scales, 2.0**weight.exponent, weight.shape, ids)
+        else:
+            codebook = np.array(weight.codebook, np.int8)
+            x = embed_int4(tiles, scales, 2.0**weight.exponent, codebook, weight.shape, ids)
+        if learned is not None:
+            x += learned[np.array(batch.positions) + offset]
+        return x
+
+    def add_norm(self, x: Any, delta: Any, norm: Norm | None) -> Any:
+        if norm is None:
+            if delta is not None:
+                x += delta
+            return x
+        if norm.kind == "layer":
+            return layer_norm(x, norm.scale, norm.bias, norm.eps, delta=delta)
+        return rms_norm(x, norm.scale, norm.eps, delta=delta)
+
+    def norm_in_place(self, x: Any, norm: Norm) -> Any:
+        if norm.kind == "layer":
+            return layer_norm(x, norm.scale, norm.bias, norm.eps, out=x)
+        return rms_norm(x, norm.scale, norm.eps, out=x)
+
+    def scale(self, x: Any, factor: float) -> Any:
+        x *= np.float32(factor)
+        return x
+
+    def add(self, x: Any, y: Any) -> Any:
+        x += y
+        return x
+
+    def linear(self, x: Any, matrix: CpuMatrix, into: str) -> Any:
+        tiles, first = matrix.tiles, matrix.first_row
+        product = self._matmul.from_row(x, tiles, first) if first else self._matmul(x, tiles)
+        if product.shape[1] != matrix.n_rows:
+            product = np.ascontiguousarray(product[:, : matrix.n_rows])
+        if matrix.bias is not None:
+            product += matrix.bias
+        return product
+
+    def concatenate(self, parts: list[Any]) -> Any:
+        return np.hstack(parts)
+
+    def activate(self, x: Any, activation: Activation) -> Any:
+        kind, threshold = activation.kind, activation.threshold
+        return activate(x, kind, gated=activation.gated, threshold=threshold, pool=self.pool)
+
+    def cap(self, x: Any, cap: float) -> Any:
+        return activate(x, "softcap", x, gated=False, threshold=cap, pool=self.pool)
+
+    def write_kv(self, qkv: Any, heads: CpuHeads, rows: CpuRows) -> Any:
+        spec = heads.spec
+        if heads.query_norm is not None and heads.key_norm is not None:
+            n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
+            rms_norm_heads(qkv, heads.query_norm.scale, heads.query_norm.eps, 0, n_queries)
+            rms_norm_heads(qkv, heads.key_norm.scale, heads.key_norm.eps, spec.query_size, n_keys)
+        if heads.rope is not None:
+            heads.rope.turn(qkv, rows.positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
+        heads.write.write(qkv, rows.places, heads.place, spec.query_size, spec.query_size + spec.kv_size)
+        return qkv
+
+    def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:
+        return heads.attention.attend(queries, rows.places, heads.place, heads.spec.window)
+
+    def masked_linear(self, x: Any, matrix: CpuMatrix, scores: Any, rows: CpuRows) -> Any:
+        if matrix.rows is None:
+            return self.linear(x, matrix, "")
+        may_skip = None if scores is None else rows.batch.may_skip()
+        return self._masked_linear(x, scores, matrix.rows, matrix.bias, may_skip)
+
+    def sparse_ffn(self, x: Any, active: Any, neurons: Neurons, scores: Any, rows: CpuRows) -> Any:
+        self._skip(active, neurons, scores, rows)
+        return self._sparse_ffn(x, active, *_up_and_down(neurons))
+
+    def first_sections(self, x: Any, active: Any, neurons: Neurons, scores: Any, rows: CpuRows) -> Any:
+        """Return the activations (m, ffn), 0 but for these neurons: fold_sections() sums them, section by section."""
+        self._skip(active, neurons, scores, rows)
+        return _spread(active, neurons)
+
+    def rest_sections(self, x: Any, active: Any, neurons: Neurons, scores: Any, rows: CpuRows) -> Any:
+        self._skip(active, neurons, scores, rows)
+        up_and_down = _up_and_down(neurons)
+        return self._sparse_ffn.from_section(x, _spread(active, neurons), *up_and_down, neurons.section)
+
+    def fold_sections(self, x: Any, sums: Any, rest: Any, neurons: Neurons) -> Any:
+        return self._sparse_ffn.onto(rest, x, sums, *_up_and_down(neurons), neurons.section)
+
+    def sliced_head(self, x: Any, matrix: CpuMatrix, token_ids: Tensor) -> Any:
+        """See Ops.sliced_head. One pass over the rows of all ids; for many ids the whole head costs less."""
+        ids, where = np.unique(token_ids.numpy(), return_inverse=True)
+        logits = self._matmul.sliced(x, matrix.tiles, ids)
+        return np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1)
+
+    def _rope(self, rope: RopeSpec, n_positions: int) -> Rope:
+        key = rope, n_positions
+        if key not in self._ropes:
+            self._ropes[key] = Rope(rope.inverse_frequencies(n_positions), rope.scaling.magnitude)
+        return self._ropes[key]
+
+    def _attention(self, spec: AttentionSpec, cache: CpuKvCache) -> tuple[KvWrite, Attention]:
+        """Return what writes and attends; layers of one shape share them."""
+        shape = _shape(cache)
+        key = shape, cache.kind, spec.n_heads, spec.scale, spec.cap
+        if key not in self._attentions:
+            sizes = shape[0], spec.n_heads, *shape[1:]
+            attention = Attention(*sizes, cache.kind, self.pool, scale=spec.scale, cap=spec.cap)
+            self._attentions[key] = KvWrite(*shape, cache.kind), attention
+        return self._attentions[key]
+
+    @staticmethod
+    def _skip(active: Any, neurons: Neurons, scores: Any, rows: CpuRows) -> None:
+        """Set activations that do not count to 0, and count the others."""
+        if neurons.least is not None:
+            active[rows.batch.may_skip()[:, None] & (np.abs(active) < neurons.least)] = 0.0
+        rows.counts.count(active, rows.batch, scores)
+
+
+def _up_and_down(neurons: Neurons) -> tuple[RowMatrix | None, RowMatrix]:
+    return None if neurons.up is None else neurons.up.rows, neurons.down.rows
+
+
+def _spread(active: Any, neurons: Neurons) -> Any:
+    """Return the activations at their places among those of all neurons."""
+    whole = np.zeros((len(active), neurons.down.n_rows), np.float32)
+    whole[:, neurons.chosen] = active
+    return whole
+
+
+def _shape(cache: CpuKvCache) -> tuple[int, int, int]:
+    return max(1, cache.n_layers), cache.n_kv_heads, cache.head_dim
+
+
+def _places(batch: Batch, cache: CpuKvCache) -> Any:
+    """Return where each token's keys and values are, for all layers."""
+    caches: Sequence[SequenceCache] = [cache.view(sequence, sequence_cache) for sequence in batch.sequences]
+    return kv_table(caches, batch.positions, _shape(cache), cache.kind)
+
+
+def sequence_cache(*parts: Tensor) -> SequenceCache:
+    """Return a sequence's storage as the kernels take it."""
+    arrays = (part.numpy() for part in parts)
+    return SequenceCache(*(array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays))

@@ -1,0 +1,234 @@
+"""Ops of a GPU: the kernels that the registry chooses, writing into an arena, so that a CUDA graph can replay them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, NORMED, Neurons, Norm, Ops
+from hetero_ee.models.spec import Activation, AttentionSpec
+from hetero_ee.ops.arena import MAX_ROWS, Arena, GpuRows
+from hetero_ee.ops.gpu_operations import GpuOperations
+from hetero_ee.weights.rows import UNIT_COLUMNS, RowWeight
+from hetero_ee.weights.sections import BLOCK, MAX_SECTIONS
+from hetero_ee.weights.weight import TileWeight
+from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.tile_matrix import TileMatrix
+
+FIRST, SECTION_SUMS = "first", "section_sums"  # buffers of split FFNs
+
+
+def tile_matrix(weight: TileWeight, device: Any) -> TileMatrix:
+    """Copy a weight to the GPU, the same bytes as in memory and on disk, not repacked."""
+    tiles, scales = weight.tiles.to(device), weight.scales.to(device)
+    return TileMatrix(tiles, scales, weight.exponent, weight.codebook, weight.n_rows)
+
+
+def row_matrix(weight: RowWeight, device: Any) -> RowMatrix:
+    """Copy rows of neurons to the GPU in the same way."""
+    codes, scales = weight.codes.to(device), weight.scales.to(device)
+    return RowMatrix(codes, scales, weight.exponent, weight.codebook, weight.n_columns)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMatrix:
+    """A weight as the kernels take it. multiply(x, matrix, out) is the product, None for rows of neurons."""
+
+    multiply: Callable[..., Any] | None
+    matrix: Any
+    bias: Tensor | None  # fp32 (n_rows,)
+    n_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHeads:
+    """The attention of one layer, and where the cache has its keys and values."""
+
+    spec: AttentionSpec
+    cache: GpuKvCache
+    place: int
+    angles: Any  # the table of rotary angles, or None
+    query_norm: Norm | None
+    key_norm: Norm | None
+
+
+class GpuOps(Ops):
+    """Launch kernels on one device.
+
+    Args:
+        arena: where results go; None for new tensors each time.
+    """
+
+    def __init__(self, kernels: GpuOperations, device: Any, arena: Arena | None = None) -> None:
+        self.kernels, self.device = kernels, device
+        self._arena = arena
+
+    def matrix(self, name: str, weight: Any, bias: Tensor | None) -> GpuMatrix:
+        if isinstance(weight, RowWeight):
+            return GpuMatrix(None, row_matrix(weight, self.device), bias, weight.shape[0])
+        if not isinstance(weight, TileWeight):
+            raise TypeError(f"{name} is {type(weight).__name__}, the GPU kernels multiply tiles.")
+        kernels = self.kernels
+        if weight.layout == "int4":
+            multiply, prepare = kernels.matmul_int4, kernels.prepare_int4
+        else:
+            multiply, prepare = kernels.matmul_int8, kernels.prepare_int8
+        return GpuMatrix(multiply, prepare(weight, self.device), bias, weight.n_rows)
+
+    def vector(self, vector: Tensor) -> Tensor:
+        """Copy the vector, on a CPU too: a mapped one begins anywhere."""
+        return vector.to(self.device, copy=True)
+
+    def part(self, matrix: GpuMatrix, rows: slice) -> GpuMatrix:
+        """Return the matrix: a GPU is given its own neurons of a split FFN alone."""
+        return matrix
+
+    def heads(
+        self, spec: AttentionSpec, layer: int, cache: GpuKvCache, query_norm: Norm | None, key_norm: Norm | None
+    ) -> GpuHeads:
+        angles = self.arena.rope_tables[spec.rope]
+        return GpuHeads(spec, cache, cache.index(layer), angles, query_norm, key_norm)
+
+    @property
+    def arena(self) -> Arena:
+        assert self._arena is not None, "an operation of layers, which work in an arena"
+        return self._arena
+
+    def embed(self, tokens: GpuMatrix, batch: Batch, n_features: int, learned: Tensor | None, offset: int) -> Tensor:
+        """See Ops.embed. The host does not wait. Raises ValueError for tokens that are not in the vocabulary."""
+        if not 0 <= min(batch.token_ids) <= max(batch.token_ids) < tokens.n_rows:
+            raise ValueError(f"tokens {batch.token_ids} are not all of the {tokens.n_rows} there are.")
+        ids, positions = (
+            torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda").to(
+                self.device, non_blocking=True
+            )
+            for numbers in (batch.token_ids, batch.positions)
+        )
+        place: dict[str, Any] = {"learned": learned, "positions": positions, "offset": offset}
+        found: Tensor = self.kernels.embed(ids, tokens.matrix, n_features, **place)
+        return found
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+        out = self._out(NORMED, x, x.shape[1])
+        if norm is not None:
+            return self._norm(x, norm, out, delta=delta)
+        if delta is not None:
+            self.kernels.add(x, delta)
+        return x if out is None else out.copy_(x)
+
+    def norm_in_place(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._norm(x, norm, x)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        self.kernels.add(x, y)
+        return x
+
+    def linear(self, x: Tensor, matrix: GpuMatrix, into: str) -> Tensor:
+        assert matrix.multiply is not None, "rows of neurons are no product"
+        out = self._out(into, x, matrix.n_rows)
+        found: Any = matrix.multiply(x, matrix.matrix, out)
+        out = found if out is None else out
+        if matrix.bias is not None:
+            self.kernels.add(out, matrix.bias)
+        return out
+
+    def concatenate(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, 1)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        out = self.arena.rows(ACTIVE, len(x), x.shape[1] // (2 if activation.gated else 1))
+        how: dict[str, Any] = {"gated": activation.gated, "threshold": activation.threshold}
+        self.kernels.activate(x, activation.kind, out, **how)
+        return out
+
+    def cap(self, x: Tensor, cap: float) -> Tensor:
+        self.kernels.activate(x, "softcap", x, gated=False, threshold=cap)
+        return x
+
+    def write_kv(self, qkv: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:
+        spec, kernels = heads.spec, self.kernels
+        if heads.query_norm is not None and heads.key_norm is not None:
+            n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
+            kernels.rms_norm_heads(qkv, heads.query_norm.scale, heads.query_norm.eps, 0, n_queries)
+            kernels.rms_norm_heads(qkv, heads.key_norm.scale, heads.key_norm.eps, spec.query_size, n_keys)
+        place = heads.cache.pages, rows.slots, rows.positions, heads.place
+        kernels.kv_write(qkv, *place, spec.query_size, spec.query_size + spec.kv_size, turns=heads.angles)
+        return qkv
+
+    def attend(self, queries: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:
+        spec, out = heads.spec, self.arena.rows(ATTENDED, len(queries), heads.spec.query_size)
+        place = heads.cache.pages, rows.slots, rows.positions, heads.place, spec.window
+        scores: dict[str, Any] = {"scale": spec.scale, "cap": spec.cap}
+        self.kernels.attention(queries, *place, out, workspace=self.arena.workspace, **scores)
+        return out
+
+    def masked_linear(self, x: Tensor, matrix: GpuMatrix, scores: Tensor | None, rows: GpuRows) -> Tensor:
+        if matrix.multiply is not None:
+            return self.linear(x, matrix, INNER)
+        skips: dict[str, Any] = {}
+        if scores is None:
+            out = self.arena.rows(INNER, len(x), matrix.n_rows)
+        else:
+            skips, out = {"may_skip": rows.may_skip, "n_used": self.arena.n_predicted}, scores
+            if scores.shape[1] != matrix.n_rows:
+                out = self.arena.rows(FIRST, len(x), matrix.n_rows)
+                out.copy_(scores[:, : matrix.n_rows])
+        self.kernels.masked_linear(x, out, matrix.matrix, out, bias=matrix.bias, **skips)
+        return out
+
+    def sparse_ffn(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: GpuRows) -> Tensor:
+        out, (up, down) = self.arena.rows(DELTA, len(x), x.shape[1]), _up_and_down(neurons)
+        self.kernels.sparse_ffn(x, active, up, down, out, **self._skips(neurons, rows))
+        return out
+
+    def first_sections(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: GpuRows) -> Tensor:
+        sums, (up, down) = self.section_sums(len(x), neurons), _up_and_down(neurons)
+        n_blocks = neurons.down.n_rows // neurons.section // BLOCK  # of a section
+        self.kernels.first_sections(x, active, up, down, n_blocks, sums, **self._skips(neurons, rows))
+        return sums
+
+    def rest_sections(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: GpuRows) -> Tensor:
+        raise NotImplementedError("a split FFN's other neurons are the CPU's")
+
+    def fold_sections(self, x: Tensor, sums: Tensor, rest: Tensor, neurons: Neurons) -> Tensor:
+        """See Ops.fold_sections. In place of the rest."""
+        self.kernels.fold_sections(sums, neurons.down.matrix, rest, rest)
+        return rest
+
+    def section_sums(self, m: int, neurons: Neurons) -> Tensor:
+        """Return the sums of a split FFN's first sections, (n_sections, m, width), where they are each time."""
+        width, n_sections = UNIT_COLUMNS * neurons.down.matrix.n_units, neurons.section
+        sums = self.arena.rows(SECTION_SUMS, MAX_ROWS, MAX_SECTIONS * width).flatten()
+        return sums[: n_sections * m * width].view(n_sections, m, width)
+
+    def sliced_head(self, x: Tensor, matrix: GpuMatrix, token_ids: Tensor) -> Tensor:
+        if isinstance(matrix.matrix, TileMatrix):
+            found: Tensor = self.kernels.sliced_head(x, matrix.matrix, token_ids)
+            return found
+        assert matrix.multiply is not None, "a head is in tiles"
+        whole: Tensor = matrix.multiply(x, matrix.matrix)
+        return whole.gather(1, token_ids)
+
+    def _out(self, name: str, x: Tensor, width: int) -> Tensor | None:
+        return None if self._arena is None else self._arena.rows(name, len(x), width)
+
+    def _norm(self, x: Tensor, norm: Norm, out: Tensor | None, **more: Any) -> Tensor:
+        if norm.kind == "layer":
+            found = self.kernels.layer_norm(x, norm.scale, norm.bias, norm.eps, out, **more)
+        else:
+            found = self.kernels.rms_norm(x, norm.scale, norm.eps, out, **more)
+        return found if out is None else out
+
+    def _skips(self, neurons: Neurons, rows: GpuRows) -> dict[str, Any]:
+        return {"least": neurons.least, "may_skip": rows.may_skip, "n_used": self.arena.n_used}
+
+
+def _up_and_down(neurons: Neurons) -> tuple[RowMatrix | None, RowMatrix]:
+    return None if neurons.up is None else neurons.up.matrix, neurons.down.matrix

@@ -1,0 +1,112 @@
+"""Runs the blocks of a model in the CPU's memory, by plain torch or by the CPU kernels."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers import decoder
+from hetero_ee.layers.decoder import BoundBlock
+from hetero_ee.layers.ops import LOGITS, Array, Norm, Ops
+from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.device_weights import DeviceWeights
+from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
+
+
+class HostOps(Ops, Protocol):
+    """Operations on arrays in the CPU's memory, which tensors are converted to without copies."""
+
+    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> Any: ...
+
+    def array(self, x: Tensor) -> Array: ...
+
+    def view(self, x: Tensor) -> Array: ...
+
+    def tensor(self, x: Array) -> Tensor: ...
+
+
+class OpsExecutor(HostExecutor):
+    """Run one model by these operations. Blocks are bound to their weights when they first run."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, ops: HostOps, cache: CpuKvCache | None = None
+    ) -> None:
+        super().__init__(spec, weights, max_tokens, cache)
+        self._ops = ops
+        self._device_weights = DeviceWeights(ops, weights)
+        self._bound: dict[str, BoundBlock] = {}
+        self._borrowed: dict[tuple[str, int], tuple[ModelWeights, BoundBlock]] = {}
+        self._foreign: dict[Weight, Any] = {}
+
+    def embed(self, batch: Batch) -> Tensor:
+        parameters = self._device_weights.of(self.blocks[0])
+        return self._ops.tensor(decoder.embed(self._ops, self.spec, parameters, batch))
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return self._ops.tensor(self._ops.linear(self._ops.view(x), self._device_weights.matrices[name], LOGITS))
+
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        if weight not in self._foreign:
+            self._foreign[weight] = self._ops.matrix("a matrix that is not the model's", weight, None)
+        return self._ops.tensor(self._ops.linear(self._ops.view(x), self._foreign[weight], LOGITS))
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        norm = Norm("rms", self._device_weights.vectors[name], None, self.spec.norm_eps)
+        return self._ops.tensor(self._ops.add_norm(self._ops.view(x), None, norm))
+
+    def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
+        mixer = self._of(block).mixer
+        return self._ops.tensor(mixer.forward(self._ops, self._ops.view(x), self._rows(batch, mixer.has_state)))
+
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        return self._through([self._of(block) for block in blocks], hidden, batch)
+
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        key = block.name, id(weights)
+        found = self._borrowed.get(key)
+        if found is None or found[0] is not weights:
+            mine = self.weights
+            both = ModelWeights(mine.matrices | weights.matrices, mine.vectors | weights.vectors)
+            parameters = DeviceWeights(self._ops, both, [block]).of(block)
+            found = weights, decoder.bind(self._ops, self.spec, block, parameters, self.cache)
+            self._borrowed[key] = found
+        return self._through([found[1]], hidden, batch)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        block = self.blocks[-2]
+        if block.kind is not BlockKind.FINAL_NORM:
+            return hidden
+        norm = decoder.bound_norm(self.spec, self._device_weights.of(block), "norm")
+        return self._ops.tensor(self._ops.add_norm(self._ops.view(hidden), None, norm))
+
+    def lm_head(self, normed: Tensor) -> Tensor:
+        return self.finished(self.linear(normed, self.blocks[-1].tensors["tokens"].name))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        return self._ops.tensor(decoder.to_logits(self._ops, self.spec, self._ops.view(logits)))
+
+    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        head = self._device_weights.matrices[self.blocks[-1].tensors["tokens"].name]
+        return self.finished(self._ops.tensor(self._ops.sliced_head(self._ops.view(x), head, token_ids)))
+
+    def _of(self, block: Block) -> BoundBlock:
+        """Return the block with the executor's own weights and cache."""
+        found = self._bound.get(block.name)
+        if found is None:
+            parameters = self._device_weights.of(block)
+            found = self._bound[block.name] = decoder.bind(self._ops, self.spec, block, parameters, self.cache)
+        return found
+
+    def _through(self, bound: Sequence[BoundBlock], hidden: Tensor, batch: Batch) -> Tensor:
+        has_state = any(block.mixer.has_state for block in bound)
+        x = decoder.forward(self._ops, bound, self._ops.array(hidden), self._rows(batch, has_state))
+        return self._ops.tensor(x)
+
+    def _rows(self, batch: Batch, has_state: bool) -> Any:
+        return self._ops.rows(batch, self.cache if has_state else None, self._neurons)
