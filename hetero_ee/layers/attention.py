@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hetero_ee.layers.ops import DELTA, QKV, Array, Mixer, Norm, Ops, Parameters
+from hetero_ee.layers.ops import DELTA, QKV, Array, Mixer, Norm, Ops, Parameters, Rows
 from hetero_ee.models.spec import AttentionSpec
 
 
@@ -24,7 +24,7 @@ class Attention(Mixer):
         )
         self._heads = ops.heads(spec, layer, cache, query_norm, key_norm)
 
-    def forward(self, ops: Ops, x: Array, rows: Any) -> Array:
+    def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
         """Attend the tokens, whose normed states are x (m, hidden): what to add to the hidden states."""
         queries = ops.write_kv(ops.linear(x, self._qkv, QKV), self._heads, rows)
         return ops.linear(ops.attend(queries, self._heads, rows), self._output, DELTA)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hetero_ee.layers.attention import Attention
 from hetero_ee.layers.ffn import Ffn
-from hetero_ee.layers.ops import Array, Mixer, Norm, Ops, Parameters
+from hetero_ee.layers.ops import Array, Mixer, Norm, Ops, Parameters, Rows
 from hetero_ee.layers.sparse_ffn import SparseFfn
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
@@ -28,7 +28,7 @@ class BoundBlock:
         return delta if self.residual_scale == 1 else ops.scale(delta, self.residual_scale)
 
 
-def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Any) -> Array:
+def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Rows) -> Array:
     """Run hidden states x (m, hidden) through the blocks, in place.
 
     Each block's output is added on the way into the next block's norm.

@@ -1,8 +1,6 @@
 """The dense FFN: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
-from typing import Any
-
-from hetero_ee.layers.ops import DELTA, INNER, Array, Mixer, Ops, Parameters
+from hetero_ee.layers.ops import DELTA, INNER, Array, Mixer, Ops, Parameters, Rows
 from hetero_ee.models.spec import FfnSpec
 
 
@@ -13,7 +11,7 @@ class Ffn(Mixer):
         self._first = parameters.matrix("gate_up" if spec.activation.gated else "up")
         self._down, self._activation = parameters.matrix("down"), spec.activation
 
-    def forward(self, ops: Ops, x: Array, rows: Any) -> Array:
+    def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
         """Return what to add to the hidden states whose norm is x (m, hidden)."""
         inner = ops.linear(x, self._first, INNER)
         return ops.linear(ops.activate(inner, self._activation), self._down, DELTA)

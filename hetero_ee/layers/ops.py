@@ -45,15 +45,6 @@ class Neurons:
     section: int = 0
 
 
-class Rows(Protocol):
-    """The tokens of one pass as a device's operations take them."""
-
-    @property
-    def some_may_skip(self) -> bool:
-        """Whether neurons may be left out for any of the tokens."""
-        ...
-
-
 class Parameters(Protocol):
     """The parameters of one block on a device, by the block's own short names."""
 
@@ -68,6 +59,15 @@ class Parameters(Protocol):
         ...
 
 
+class Rows(Protocol):
+    """The tokens of one pass as a device's operations take them."""
+
+    @property
+    def some_may_skip(self) -> bool:
+        """Whether neurons may be left out for any of the tokens."""
+        ...
+
+
 class Mixer(ABC):
     """An attention, FFN or another part of a layer, with its parameters on a device."""
 
@@ -75,7 +75,7 @@ class Mixer(ABC):
     n_neurons = 0  # of which some may be skipped
 
     @abstractmethod
-    def forward(self, ops: "Ops", x: Array, rows: Any) -> Array:
+    def forward(self, ops: "Ops", x: Array, rows: Rows) -> Array:
         """Return what to add to the hidden states whose norm is x (m, hidden)."""
 
 

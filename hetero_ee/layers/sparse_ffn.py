@@ -6,9 +6,8 @@ sum has the same bits however it is split.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from hetero_ee.layers.ops import INNER, Array, Matrix, Mixer, Neurons, Ops, Parameters
+from hetero_ee.layers.ops import INNER, Array, Matrix, Mixer, Neurons, Ops, Parameters, Rows
 from hetero_ee.models.spec import FfnSpec
 
 SCORES_LOW = "scores_low"  # a predictor's inner values
@@ -27,7 +26,7 @@ class SparseFfn(Mixer):
         if spec.predictor_rank:
             self._predictor = parameters.matrix("predictor_in"), parameters.matrix("predictor_out")
 
-    def forward(self, ops: Ops, x: Array, rows: Any) -> Array:
+    def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
         """Return what to add to the hidden states whose norm is x (m, hidden)."""
         scores = self.scores(ops, x) if rows.some_may_skip else None
         active = self.activations(ops, self.first, x, scores, rows)
@@ -40,7 +39,7 @@ class SparseFfn(Mixer):
         inner, outer = self._predictor
         return ops.linear(ops.linear(x, inner, SCORES_LOW), outer, INNER)
 
-    def activations(self, ops: Ops, first: Matrix, x: Array, scores: Array | None, rows: Any) -> Array:
+    def activations(self, ops: Ops, first: Matrix, x: Array, scores: Array | None, rows: Rows) -> Array:
         """Return the activations (m, n) of the neurons in `first`, the first matrix or a part of it."""
         return ops.activate(ops.masked_linear(x, first, scores, rows), self._activation)
 
@@ -68,12 +67,12 @@ class SplitPart:
     first: Matrix
     neurons: Neurons
 
-    def first_sums(self, ops: Ops, x: Array, scores: Array | None, rows: Any) -> Array:
+    def first_sums(self, ops: Ops, x: Array, scores: Array | None, rows: Rows) -> Array:
         """Begin the sum with these neurons: what end() takes."""
         active = self.ffn.activations(ops, self.first, x, scores, rows)
         return ops.first_sections(x, active, self.neurons, scores, rows)
 
-    def rest(self, ops: Ops, x: Array, scores: Array | None, rows: Any) -> Array:
+    def rest(self, ops: Ops, x: Array, scores: Array | None, rows: Rows) -> Array:
         """Return the sum (m, hidden) of these neurons, which come after the other device's."""
         active = self.ffn.activations(ops, self.first, x, scores, rows)
         return ops.rest_sections(x, active, self.neurons, scores, rows)
