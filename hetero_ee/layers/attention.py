@@ -1,30 +1,72 @@
 """Attention over a KV cache: grouped heads, sliding windows, rotary positions and norms of queries and keys."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from hetero_ee.layers.ops import DELTA, QKV, Array, Mixer, Norm, Ops, Parameters, Rows
-from hetero_ee.models.spec import AttentionSpec
+from hetero_ee.layers.ops import DELTA, QKV, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
+from hetero_ee.layers.rope import RopeSpec
+from hetero_ee.layers.tensors import Tensors
 
 
-class Attention(Mixer):
-    """The attention of one layer on a device.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec(MixerSpec):
+    """The numbers that define the attention of one layer.
 
     Its state is one key and one value per token, kept by the layer's KV cache. Rolling back forgets the last tokens.
     """
 
-    has_state = True
+    name: ClassVar[str] = "attention"
+    has_state: ClassVar[bool] = True
 
-    def __init__(
-        self, ops: Ops, spec: AttentionSpec, parameters: Parameters, layer: int, cache: Any, norm_eps: float
-    ) -> None:
-        self._qkv, self._output = parameters.matrix("qkv"), parameters.matrix("output")
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    window: int | None  # positions that a token sees, its own included; None for all
+    rope: RopeSpec | None  # rotates queries and keys
+    scale: float | None  # of scores; None is 1 / sqrt(head_dim)
+    cap: float  # scores stay below it, by tanh; 0 without
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    qk_norm_whole: bool  # over all heads together, in place of each one alone
+    norm_eps: float
+
+    @property
+    def query_size(self) -> int:
+        """Return the number of features of all query heads."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Return the number of features of all key heads, which is that of all value heads."""
+        return self.n_kv_heads * self.head_dim
+
+    def declare(self, tensors: Tensors, hidden_size: int) -> None:
+        """Declare qkv, whose rows are those of queries, keys and values, and the output's matrix."""
+        tensors.matrix("qkv", self.query_size + 2 * self.kv_size, hidden_size, bias=self.qkv_bias)
+        if self.qk_norm:
+            query_size, key_size = (self.query_size, self.kv_size) if self.qk_norm_whole else (self.head_dim,) * 2
+            tensors.vector("query_norm", query_size)
+            tensors.vector("key_norm", key_size)
+        tensors.matrix("output", hidden_size, self.query_size, bias=self.output_bias)
+
+    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "Attention":
         query_norm, key_norm = (
-            Norm("rms", parameters.vector(short), None, norm_eps) if spec.qk_norm else None
+            Norm("rms", parameters.vector(short), None, self.norm_eps) if self.qk_norm else None
             for short in ("query_norm", "key_norm")
         )
-        self._heads = ops.heads(spec, layer, cache, query_norm, key_norm)
+        heads = ops.heads(self, layer, cache, query_norm, key_norm)
+        return Attention(parameters.matrix("qkv"), parameters.matrix("output"), heads)
+
+
+class Attention(Mixer):
+    """The attention of one layer on a device."""
+
+    has_state = True
+
+    def __init__(self, qkv: Any, output: Any, heads: Any) -> None:
+        self._qkv, self._output, self._heads = qkv, output, heads
 
     def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
-        """Attend the tokens, whose normed states are x (m, hidden): what to add to the hidden states."""
         queries = ops.write_kv(ops.linear(x, self._qkv, QKV), self._heads, rows)
         return ops.linear(ops.attend(queries, self._heads, rows), self._output, DELTA)

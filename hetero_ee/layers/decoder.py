@@ -4,12 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_ee.layers.attention import Attention
-from hetero_ee.layers.ffn import Ffn
-from hetero_ee.layers.ops import Array, Mixer, Norm, Ops, Parameters, Rows
-from hetero_ee.layers.sparse_ffn import SparseFfn
-from hetero_ee.models.blocks import Block, BlockKind
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.layers.ops import Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer: two mixers, one after the other, such as an attention and an FFN."""
+
+    mixer: MixerSpec
+    ffn: MixerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The kind of all norms of hidden states."""
+
+    kind: str  # "rms" or "layer"
+    eps: float
+
+    def bind(self, parameters: Parameters, short: str) -> Norm:
+        """Return the block's norm of that name."""
+        return Norm(self.kind, parameters.vector(short), parameters.vector(f"{short}_bias"), self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +55,30 @@ def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Rows) -> Arr
     return x if delta is None else ops.add(x, delta)
 
 
-def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache: Any) -> BoundBlock:
-    """Bind an attention or FFN to its parameters on a device, and to the cache that keeps its state."""
-    assert block.layer is not None, "not a block of a layer"
-    layer = spec.layer(block.layer)
-    mixer: Mixer
-    if block.kind is BlockKind.ATTENTION:
-        mixer = Attention(ops, layer.attention, parameters, block.layer, cache, spec.norm_eps)
-    elif layer.ffn.neuron_major:
-        mixer = SparseFfn(layer.ffn, parameters)
-    else:
-        mixer = Ffn(layer.ffn, parameters)
-    norm = bound_norm(spec, parameters, "norm") if block.has_norm else None
-    post_norm = bound_norm(spec, parameters, "post_norm") if block.has_post_norm else None
-    return BoundBlock(mixer, norm, post_norm, spec.residual_scale)
+@dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    """The numbers that define what comes before the first layer."""
+
+    hidden_size: int
+    position_offset: int  # rows skipped in a table of learned positions
+    scale: float
+
+    def forward(self, ops: Ops, parameters: Parameters, batch: Any) -> Array:
+        """Return the hidden states (m, hidden) before the first layer."""
+        learned = parameters.vector("positions")
+        x = ops.embed(parameters.matrix("tokens"), batch, self.hidden_size, learned, self.position_offset)
+        return x if self.scale == 1 else ops.scale(x, self.scale)
 
 
-def bound_norm(spec: ModelSpec, parameters: Parameters, short: str) -> Norm:
-    """Return the block's norm of that name."""
-    return Norm(spec.norm, parameters.vector(short), parameters.vector(f"{short}_bias"), spec.norm_eps)
+@dataclass(frozen=True, slots=True)
+class LogitsSpec:
+    """The numbers that make logits of the head's product."""
 
+    scale: float
+    cap: float  # logits stay below it, by tanh; 0 without
 
-def embed(ops: Ops, spec: ModelSpec, parameters: Parameters, batch: Any) -> Array:
-    """Return the hidden states (m, hidden) before the first layer."""
-    learned, offset = parameters.vector("positions"), spec.learned_position_offset or 0
-    x = ops.embed(parameters.matrix("tokens"), batch, spec.hidden_size, learned, offset)
-    return x if spec.embedding_scale == 1 else ops.scale(x, spec.embedding_scale)
-
-
-def to_logits(ops: Ops, spec: ModelSpec, product: Array) -> Array:
-    """Scale and cap the head's product, in place."""
-    if spec.logit_scale != 1:
-        product = ops.scale(product, spec.logit_scale)
-    return ops.cap(product, spec.logit_cap) if spec.logit_cap else product
+    def finish(self, ops: Ops, product: Array) -> Array:
+        """Scale and cap the product, in place."""
+        if self.scale != 1:
+            product = ops.scale(product, self.scale)
+        return ops.cap(product, self.cap) if self.cap else product

@@ -1,17 +1,39 @@
 """The dense FFN: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
-from hetero_ee.layers.ops import DELTA, INNER, Array, Mixer, Ops, Parameters, Rows
-from hetero_ee.models.spec import FfnSpec
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hetero_ee.layers.ops import DELTA, INNER, Activation, Array, Mixer, MixerSpec, Ops, Parameters, Rows
+from hetero_ee.layers.tensors import Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FfnSpec(MixerSpec):
+    """The numbers that define the FFN of one layer."""
+
+    name: ClassVar[str] = "ffn"
+
+    size: int
+    activation: Activation
+    bias: bool
+
+    def declare(self, tensors: Tensors, hidden_size: int) -> None:
+        """Declare gate_up, whose rows are those of gate and up, or up without a gate; and down."""
+        first, n_rows = ("gate_up", 2 * self.size) if self.activation.gated else ("up", self.size)
+        tensors.matrix(first, n_rows, hidden_size, bias=self.bias)
+        tensors.matrix("down", hidden_size, self.size, bias=self.bias)
+
+    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> Mixer:
+        first = parameters.matrix("gate_up" if self.activation.gated else "up")
+        return Ffn(first, parameters.matrix("down"), self.activation)
 
 
 class Ffn(Mixer):
-    """The dense FFN of one layer on a device. It has no state."""
+    """The dense FFN of one layer on a device."""
 
-    def __init__(self, spec: FfnSpec, parameters: Parameters) -> None:
-        self._first = parameters.matrix("gate_up" if spec.activation.gated else "up")
-        self._down, self._activation = parameters.matrix("down"), spec.activation
+    def __init__(self, first: Any, down: Any, activation: Activation) -> None:
+        self._first, self._down, self._activation = first, down, activation
 
     def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
-        """Return what to add to the hidden states whose norm is x (m, hidden)."""
         inner = ops.linear(x, self._first, INNER)
         return ops.linear(ops.activate(inner, self._activation), self._down, DELTA)

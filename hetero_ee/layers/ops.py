@@ -7,11 +7,9 @@ buffer that a device with fixed buffers writes the result to: two results under 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from torch import Tensor
-
-from hetero_ee.models.spec import Activation, AttentionSpec
+from hetero_ee.layers.tensors import Tensors
 
 Array = Any
 Matrix = Any  # a weight and its bias as the device multiplies with it
@@ -79,10 +77,34 @@ class Mixer(ABC):
         """Return what to add to the hidden states whose norm is x (m, hidden)."""
 
 
+class MixerSpec(ABC):
+    """The numbers that define a mixer of one layer, and what follows from them."""
+
+    name: ClassVar[str]  # of its block in a layer
+    has_state: ClassVar[bool] = False  # see Mixer
+
+    @abstractmethod
+    def declare(self, tensors: Tensors, hidden_size: int) -> None:
+        """Declare the parameters in the order in which they are stored."""
+
+    @abstractmethod
+    def bind(self, ops: "Ops", parameters: "Parameters", layer: int, cache: Any) -> Mixer:
+        """Bind the mixer of a layer to its parameters on a device, and to the cache that keeps its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The function between an FFN's matrices."""
+
+    kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
+    threshold: float  # below it, "fatrelu" is 0
+    gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
+
+
 class Ops(Protocol):
     """The operations of one device."""
 
-    def matrix(self, name: str, weight: Any, bias: Tensor | None) -> Matrix:
+    def matrix(self, name: str, weight: Any, bias: Array | None) -> Matrix:
         """Prepare a weight for linear(), masked_linear() or Neurons.
 
         Raises:
@@ -90,16 +112,14 @@ class Ops(Protocol):
         """
         ...
 
-    def vector(self, vector: Tensor) -> Array: ...
+    def vector(self, vector: Any) -> Array: ...
 
     def part(self, matrix: Matrix, rows: slice) -> Matrix:
         """Return some rows of a prepared matrix, with their part of its bias."""
         ...
 
-    def heads(
-        self, spec: AttentionSpec, layer: int, cache: Any, query_norm: Norm | None, key_norm: Norm | None
-    ) -> Heads:
-        """Prepare the attention of a layer, whose keys and values are in this cache."""
+    def heads(self, spec: Any, layer: int, cache: Any, query_norm: Norm | None, key_norm: Norm | None) -> Heads:
+        """Prepare the attention of a layer (an AttentionSpec), whose keys and values are in this cache."""
         ...
 
     def embed(self, tokens: Matrix, batch: Any, n_features: int, learned: Array | None, offset: int) -> Array:
@@ -173,6 +193,6 @@ class Ops(Protocol):
         """Add the first sections to the sum of the rest, in the order of an FFN that is not split: (m, K)."""
         ...
 
-    def sliced_head(self, x: Array, matrix: Matrix, token_ids: Tensor) -> Array:
+    def sliced_head(self, x: Array, matrix: Matrix, token_ids: Any) -> Array:
         """Return the product for chosen tokens, each row its own: (m, hidden), (m, k) -> (m, k)."""
         ...

@@ -6,17 +6,52 @@ sum has the same bits however it is split.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.layers.ops import INNER, Array, Matrix, Mixer, Neurons, Ops, Parameters, Rows
-from hetero_ee.models.spec import FfnSpec
+from hetero_ee.layers.tensors import TensorRole, Tensors
 
 SCORES_LOW = "scores_low"  # a predictor's inner values
 
 
-class SparseFfn(Mixer):
-    """The sparse FFN of one layer on a device. It has no state."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseFfnSpec(FfnSpec):
+    """The numbers that define the sparse FFN of one layer, whose weights are stored neuron by neuron.
 
-    def __init__(self, spec: FfnSpec, parameters: Parameters) -> None:
+    What is skipped with an inactive neuron has a row for each neuron: up beside a gate, and down, whose rows are its
+    columns.
+    """
+
+    first_in_rows: bool  # of the first matrix too, so that a predictor may spare its rows
+    predictor_rank: int  # of the neuron predictor; 0 without one
+
+    @property
+    def first_matrix(self) -> str:
+        """Return the short name of the matrix that says which neurons are active."""
+        return "gate" if self.activation.gated else "up"
+
+    def declare(self, tensors: Tensors, hidden_size: int) -> None:
+        """Declare the predictor's matrices, the first matrix, and up and down with a row per neuron."""
+        if self.predictor_rank:
+            tensors.matrix("predictor_in", self.predictor_rank, hidden_size)
+            tensors.matrix("predictor_out", self.size, self.predictor_rank, bias=True)
+        role = TensorRole.FIRST_ROWS if self.first_in_rows else None
+        tensors.matrix(self.first_matrix, self.size, hidden_size, bias=self.bias, role=role)
+        rows = ("up", "down") if self.activation.gated else ("down",)
+        for short in rows:
+            tensors.matrix(short, self.size, hidden_size, role=TensorRole.NEURONS)
+        for short in rows if self.bias else ():
+            tensors.vector(f"{short}_bias", hidden_size if short == "down" else self.size)
+
+    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "SparseFfn":
+        return SparseFfn(self, parameters)
+
+
+class SparseFfn(Mixer):
+    """The sparse FFN of one layer on a device."""
+
+    def __init__(self, spec: SparseFfnSpec, parameters: Parameters) -> None:
         self.n_neurons = spec.size
         self.first, self._down_bias = parameters.matrix(spec.first_matrix), parameters.vector("down_bias")
         self._activation = replace(spec.activation, gated=False)
@@ -27,7 +62,6 @@ class SparseFfn(Mixer):
             self._predictor = parameters.matrix("predictor_in"), parameters.matrix("predictor_out")
 
     def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
-        """Return what to add to the hidden states whose norm is x (m, hidden)."""
         scores = self.scores(ops, x) if rows.some_may_skip else None
         active = self.activations(ops, self.first, x, scores, rows)
         return self.biased(ops, ops.sparse_ffn(x, active, self.neurons, scores, rows))

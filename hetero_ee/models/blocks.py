@@ -1,16 +1,16 @@
 """The decoder as a flat list of blocks: what the loader, the store, the planner and the executor all go through.
 
-Matrices are (out, in). Projections that read the same input are one matrix with their rows one after the other:
-qkv is query, key, value; gate_up is gate, up. Where FFNs are neuron-major, what is skipped with a neuron that is not
-active has a row for each neuron: up beside a gate, and down, whose rows are its columns; with a predictor of active
-neurons also the first matrix, the gate or the up without one.
+The blocks of layers hold the parameters that their mixers declare (hetero_ee/layers).
 """
 
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+from hetero_ee.layers.decoder import BoundBlock
+from hetero_ee.layers.ops import MixerSpec, Ops, Parameters
+from hetero_ee.layers.tensors import TensorRole, Tensors, TensorSpec
 from hetero_ee.models.spec import ModelSpec
 
 
@@ -22,32 +22,6 @@ class BlockKind(Enum):
     HEAD = "head"
 
 
-class TensorRole(Enum):
-    """What a tensor is for, which decides how it may be stored."""
-
-    MATRIX = "matrix"  # multiplies hidden states; quantized
-    MATRIX_8 = "8-bit matrix"  # the same, of which the model's file says that 4 bits would be too few
-    MATRIX_ZEROS = "4-bit matrix with zero points"  # the same, whose 4-bit codes in the model's file have zero points
-    NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
-    FIRST_ROWS = "first rows"  # the same, of the matrix that says which neurons are active
-    VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
-    POSITIONS = "positions"  # learned position table; kept in full precision
-    VECTOR = "vector"  # norms and biases; kept in full precision
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of the model: its name inside this engine, its role and its shape."""
-
-    name: str
-    role: TensorRole
-    shape: tuple[int, ...]
-
-    @property
-    def n_elements(self) -> int:
-        return math.prod(self.shape)
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """A unit that can be placed on a device."""
@@ -56,6 +30,7 @@ class Block:
     kind: BlockKind
     layer: int | None  # index of the decoder layer, None outside of them
     tensors: dict[str, TensorSpec]  # by the block's own short names; a tied head names the embedding's
+    mixer: MixerSpec | None = None  # of a layer's block
     has_norm: bool = True  # without one, an attention or FFN takes its input as it is
     has_post_norm: bool = False  # whether its output passes one
 
@@ -68,11 +43,22 @@ def decoder_blocks(spec: ModelSpec) -> list[Block]:
     """Every block of the decoder in the order a token passes them."""
     blocks = [_embedding_block(spec)]
     for layer in range(spec.n_layers):
-        blocks += [_attention_block(spec, layer), _ffn_block(spec, layer)]
+        mixers = spec.layer(layer)
+        for mixer in (mixers.mixer, mixers.ffn):
+            kind = BlockKind.ATTENTION if mixer.has_state else BlockKind.FFN
+            blocks.append(_layer_block(spec, layer, mixer, kind))
     if spec.final_norm:
-        blocks.append(Block("final_norm", BlockKind.FINAL_NORM, None, dict(_norm(spec, "norm", "final_norm.norm"))))
+        blocks.append(_final_norm_block(spec))
     blocks.append(_head_block(spec))
     return blocks
+
+
+def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache: Any) -> BoundBlock:
+    """Bind a layer's block to its parameters on a device, and to the cache that keeps its state."""
+    assert block.mixer is not None and block.layer is not None, "not a block of a layer"
+    norm = spec.norms.bind(parameters, "norm") if block.has_norm else None
+    post_norm = spec.norms.bind(parameters, "post_norm") if block.has_post_norm else None
+    return BoundBlock(block.mixer.bind(ops, parameters, block.layer, cache), norm, post_norm, spec.residual_scale)
 
 
 def attentions(blocks: Iterable[Block], layers: range) -> list[Block]:
@@ -83,11 +69,6 @@ def attentions(blocks: Iterable[Block], layers: range) -> list[Block]:
 def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
     """Every tensor once, in block order (a tied head adds none)."""
     return list({tensor.name: tensor for block in blocks for tensor in block.tensors.values()}.values())
-
-
-def is_in_rows(role: TensorRole) -> bool:
-    """Whether such a tensor lies row after row, one a neuron."""
-    return role in (TensorRole.NEURONS, TensorRole.FIRST_ROWS)
 
 
 def first_matrix(spec: ModelSpec) -> str:
@@ -114,69 +95,29 @@ def _head_block(spec: ModelSpec) -> Block:
     return Block("head", BlockKind.HEAD, None, {"tokens": tensor})
 
 
-def _attention_block(spec: ModelSpec, layer: int) -> Block:
-    prefix = f"layers.{layer}.attention"
-    tensors = dict(_norm(spec, "norm", f"{prefix}.norm")) if spec.pre_norm else {}
-    qkv_size = spec.query_size + 2 * spec.kv_size
-    tensors |= _linear(spec, f"{prefix}.qkv", qkv_size, spec.hidden_size, spec.qkv_bias)
-    if spec.qk_norm:
-        whole, one = (spec.query_size, spec.kv_size), (spec.head_dim, spec.head_dim)
-        for name, size in zip(("query_norm", "key_norm"), whole if spec.qk_norm_whole else one, strict=True):
-            tensors[name] = TensorSpec(f"{prefix}.{name}", TensorRole.VECTOR, (size,))
-    tensors |= _linear(spec, f"{prefix}.output", spec.hidden_size, spec.query_size, spec.attention_output_bias)
-    return _layer_block(spec, prefix, BlockKind.ATTENTION, layer, tensors)
+def _layer_block(spec: ModelSpec, layer: int, mixer: MixerSpec, kind: BlockKind) -> Block:
+    def role_of(name: str) -> TensorRole:
+        if name in spec.int8_matrices:
+            return TensorRole.MATRIX_8
+        return TensorRole.MATRIX_ZEROS if name in spec.zero_point_matrices else TensorRole.MATRIX
 
-
-def _ffn_block(spec: ModelSpec, layer: int) -> Block:
-    prefix = f"layers.{layer}.ffn"
-    tensors = dict(_norm(spec, "norm", f"{prefix}.norm")) if spec.pre_norm else {}
-    if spec.neuron_major:
-        return _layer_block(spec, prefix, BlockKind.FFN, layer, tensors | _neurons(spec, prefix))
-    first, n_rows = ("gate_up", 2 * spec.ffn_size) if spec.gated else ("up", spec.ffn_size)
-    tensors |= _linear(spec, f"{prefix}.{first}", n_rows, spec.hidden_size, spec.ffn_bias)
-    tensors |= _linear(spec, f"{prefix}.down", spec.hidden_size, spec.ffn_size, spec.ffn_bias)
-    return _layer_block(spec, prefix, BlockKind.FFN, layer, tensors)
-
-
-def _layer_block(spec: ModelSpec, name: str, kind: BlockKind, layer: int, tensors: dict[str, TensorSpec]) -> Block:
+    tensors = Tensors(f"layers.{layer}.{mixer.name}", role_of)
+    if spec.pre_norm:
+        _declare_norm(spec, tensors, "norm")
+    mixer.declare(tensors, spec.hidden_size)
     if spec.post_norm:
-        tensors |= _norm(spec, "post_norm", f"{name}.post_norm")
-    return Block(name, kind, layer, tensors, spec.pre_norm, spec.post_norm)
+        _declare_norm(spec, tensors, "post_norm")
+    return Block(tensors.prefix, kind, layer, tensors.declared, mixer, spec.pre_norm, spec.post_norm)
 
 
-def _neurons(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
-    first, rows = first_matrix(spec), ("up", "down") if spec.gated else ("down",)
-    tensors, shape = _predictor(spec, prefix), (spec.ffn_size, spec.hidden_size)
-    tensors |= _linear(spec, f"{prefix}.{first}", *shape, spec.ffn_bias)
-    if spec.first_in_rows:
-        tensors[first] = replace(tensors[first], role=TensorRole.FIRST_ROWS)
-    tensors |= {short: TensorSpec(f"{prefix}.{short}", TensorRole.NEURONS, shape) for short in rows}
-    if spec.ffn_bias:
-        for short, size in zip(rows, (spec.ffn_size, spec.hidden_size)[-len(rows) :], strict=True):
-            tensors[f"{short}_bias"] = TensorSpec(f"{prefix}.{short}_bias", TensorRole.VECTOR, (size,))
-    return tensors
+def _final_norm_block(spec: ModelSpec) -> Block:
+    tensors = Tensors("final_norm", lambda name: TensorRole.MATRIX)
+    _declare_norm(spec, tensors, "norm")
+    return Block(tensors.prefix, BlockKind.FINAL_NORM, None, tensors.declared)
 
 
-def _predictor(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
-    """Two matrices of low rank, whose product with an FFN's input, and a bias, is above 0 for neurons to compute."""
-    if not spec.predictor_rank:
-        return {}
-    tensors = _linear(spec, f"{prefix}.predictor_in", spec.predictor_rank, spec.hidden_size, bias=False)
-    return tensors | _linear(spec, f"{prefix}.predictor_out", spec.ffn_size, spec.predictor_rank, bias=True)
-
-
-def _linear(spec: ModelSpec, name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:
-    short = name.rsplit(".", 1)[1]
-    role = TensorRole.MATRIX_ZEROS if name in spec.zero_point_matrices else TensorRole.MATRIX
-    role = TensorRole.MATRIX_8 if name in spec.int8_matrices else role
-    tensors = {short: TensorSpec(name, role, (n_rows, n_columns))}
-    if bias:
-        tensors[f"{short}_bias"] = TensorSpec(f"{name}_bias", TensorRole.VECTOR, (n_rows,))
-    return tensors
-
-
-def _norm(spec: ModelSpec, short: str, name: str) -> Iterator[tuple[str, TensorSpec]]:
+def _declare_norm(spec: ModelSpec, tensors: Tensors, short: str) -> None:
     if spec.norm_affine:
-        yield short, TensorSpec(name, TensorRole.VECTOR, (spec.hidden_size,))
+        tensors.vector(short, spec.hidden_size)
         if spec.norm == "layer" and spec.norm_bias:
-            yield f"{short}_bias", TensorSpec(f"{name}_bias", TensorRole.VECTOR, (spec.hidden_size,))
+            tensors.vector(f"{short}_bias", spec.hidden_size)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
+from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.saved_format import SavedFormat, saved_format_from_hf

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.layers.tensors import TensorSpec
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.spec import ModelSpec
 

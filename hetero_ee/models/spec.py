@@ -3,64 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from hetero_ee.models.rope import RopeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """The function between an FFN's matrices."""
-
-    kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
-    threshold: float  # below it, "fatrelu" is 0
-    gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """The numbers that define the attention of one layer."""
-
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    window: int | None  # positions that a token sees, its own included; None for all
-    rope: RopeSpec | None  # rotates queries and keys
-    scale: float | None  # of scores; None is 1 / sqrt(head_dim)
-    cap: float  # scores stay below it, by tanh; 0 without
-    qk_norm: bool
-    qk_norm_whole: bool  # over all heads together, in place of each one alone
-
-    @property
-    def query_size(self) -> int:
-        """Return the number of features of all query heads."""
-        return self.n_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Return the number of features of all key heads, which is that of all value heads."""
-        return self.n_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FfnSpec:
-    """The numbers that define the FFN of one layer."""
-
-    size: int
-    activation: Activation
-    neuron_major: bool  # its weights are stored neuron by neuron, so that inactive ones need not be read
-    predictor_rank: int  # of the neuron predictor; 0 without one
-
-    @property
-    def first_matrix(self) -> str:
-        """Return the short name of the matrix that says which neurons of a neuron-major FFN are active."""
-        return "gate" if self.activation.gated else "up"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One decoder layer: an attention and an FFN."""
-
-    attention: AttentionSpec
-    ffn: FfnSpec
+from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.decoder import EmbeddingSpec, LayerSpec, LogitsSpec, NormSpec
+from hetero_ee.layers.ffn import FfnSpec
+from hetero_ee.layers.ops import Activation
+from hetero_ee.layers.rope import RopeSpec
+from hetero_ee.layers.sparse_ffn import SparseFfnSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +80,38 @@ class ModelSpec:
             rope=self.rope_of(layer),
             scale=self.attention_scale,
             cap=self.attention_cap,
+            qkv_bias=self.qkv_bias,
+            output_bias=self.attention_output_bias,
             qk_norm=self.qk_norm,
             qk_norm_whole=self.qk_norm_whole,
+            norm_eps=self.norm_eps,
         )
         activation = Activation(self.activation, self.activation_threshold, self.gated)
-        ffn = FfnSpec(
-            size=self.ffn_size,
-            activation=activation,
-            neuron_major=self.neuron_major,
-            predictor_rank=self.predictor_rank,
-        )
+        ffn = FfnSpec(size=self.ffn_size, activation=activation, bias=self.ffn_bias)
+        if self.neuron_major:
+            ffn = SparseFfnSpec(
+                size=self.ffn_size,
+                activation=activation,
+                bias=self.ffn_bias,
+                first_in_rows=self.first_in_rows,
+                predictor_rank=self.predictor_rank,
+            )
         return LayerSpec(attention, ffn)
+
+    @property
+    def embedding(self) -> EmbeddingSpec:
+        """Return what defines the embedding."""
+        return EmbeddingSpec(self.hidden_size, self.learned_position_offset or 0, self.embedding_scale)
+
+    @property
+    def logits(self) -> LogitsSpec:
+        """Return what makes logits of the head's product."""
+        return LogitsSpec(self.logit_scale, self.logit_cap)
+
+    @property
+    def norms(self) -> NormSpec:
+        """Return the kind of the hidden states' norms."""
+        return NormSpec(self.norm, self.norm_eps)
 
     @property
     def ropes(self) -> set[RopeSpec]:

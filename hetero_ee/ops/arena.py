@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, NORMED, QKV
-from hetero_ee.models.rope import RopeSpec
+from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee_kernels.pages import attention_workspace
 from hetero_ee_kernels.rope_table import rope_table

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.layers.ops import Neurons, Norm, Ops
-from hetero_ee.models.rope import RopeSpec
-from hetero_ee.models.spec import Activation, AttentionSpec
+from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
+from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight

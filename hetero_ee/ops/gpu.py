@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
-from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, NORMED, Neurons, Norm, Ops
-from hetero_ee.models.spec import Activation, AttentionSpec
+from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, NORMED, Activation, Neurons, Norm, Ops
 from hetero_ee.ops.arena import MAX_ROWS, Arena, GpuRows
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.weights.rows import UNIT_COLUMNS, RowWeight

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks, is_in_rows
+from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, UNQUANTIZED, is_quantized
 from hetero_ee.weights.rows import row_sizes

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
-from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
+from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.arena import MAX_ROWS, Arena
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations

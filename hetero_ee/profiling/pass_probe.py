@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.layers.ops import Neurons, Norm
+from hetero_ee.layers.ops import Activation, Neurons, Norm
 from hetero_ee.models.blocks import Block
-from hetero_ee.models.spec import Activation
 from hetero_ee.ops.cpu import CpuHeads, CpuMatrix, CpuOps, CpuRows
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_ee.models.blocks import Block, BlockKind, TensorRole, decoder_blocks
+from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu import row_matrix
 from hetero_ee.ops.gpu_operations import gpu_operations

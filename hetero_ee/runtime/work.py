@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
+from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hot import halves
 from hetero_ee.planning.parts import (

@@ -12,7 +12,8 @@ from hetero_ee.hub.config_file import read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
-from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.layers.tensors import TensorSpec
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, engine_order, text_part_name
 from hetero_ee.models.spec import ModelSpec

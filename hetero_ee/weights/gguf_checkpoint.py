@@ -14,7 +14,8 @@ from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.gguf.header import GgufTensor
 from hetero_ee.hub.gguf.names import TURNED, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
-from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.layers.tensors import TensorSpec
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, KeptCodes, int4_tiles, int8_tiles

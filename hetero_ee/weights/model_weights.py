@@ -6,7 +6,8 @@ from pathlib import Path
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, DamagedStoreError
-from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks, first_matrix
+from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.models.blocks import all_tensors, decoder_blocks, first_matrix
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.file_watch import FileWatch

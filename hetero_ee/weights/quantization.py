@@ -7,7 +7,7 @@ from typing import Any, Self
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
-from hetero_ee.models.blocks import TensorRole
+from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.saved_format import BITSANDBYTES, FOUR_BIT_TYPES
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
 

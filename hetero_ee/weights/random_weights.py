@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks, is_in_rows
+from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes

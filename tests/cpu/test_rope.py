@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.models.rope import RopeScaling, RopeSpec
+from hetero_ee.layers.rope import RopeScaling, RopeSpec
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee_cpu_ops.rope import Rope
 from tests.cpu_support import assert_close, assert_same_bits, guarded_copy

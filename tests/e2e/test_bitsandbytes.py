@@ -13,7 +13,7 @@ from torch import Tensor
 from hetero_ee import Engine
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.blocks import TensorRole
+from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from hetero_ee.engine import Engine
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import KINDS, CpuKvCache
-from hetero_ee.models.rope import RopeSpec
+from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executors.executor import Executor

@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.rope import RopeScaling
+from hetero_ee.layers.rope import RopeScaling
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.devices.emulated import EmulatedCopier
 from hetero_ee.runtime.devices.machine import Machine

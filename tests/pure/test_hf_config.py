@@ -12,7 +12,7 @@ import transformers
 
 from hetero_ee.errors import ModelError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.rope import RopeScaling, RopeSpec
+from hetero_ee.layers.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from tests.families import FAMILIES, config_of
 

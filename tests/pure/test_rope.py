@@ -10,8 +10,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.layers.rope import RopeScaling, RopeSpec
 from hetero_ee.models.context_limit import warn_of_context
-from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.ops.arena import _rope_tables
 
 SIZES: dict[str, Any] = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hetero_ee.models.spec import Activation
+from hetero_ee.layers.ops import Activation
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.weights.weight import DenseWeight
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hetero_ee.errors import DamagedStoreError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
+from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu import GpuOps

@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from hetero_ee.errors import shown
+from hetero_ee.layers.rope import RopeScaling, RopeSpec
 from hetero_ee.models.families.family import FULL, SLIDING
 from hetero_ee.models.fields import MAX_SIZE, Fields
-from hetero_ee.models.rope import RopeScaling, RopeSpec
 
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones lie from 1 to 64
 KINDS = ("default", "linear", "llama3", "longrope", "yarn", "dynamic")

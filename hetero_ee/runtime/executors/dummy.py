@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.models.blocks import Block, TensorSpec, all_tensors, decoder_blocks, is_in_rows
+from hetero_ee.layers.tensors import TensorSpec, is_in_rows
+from hetero_ee.models.blocks import Block, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.runtime.work import stored_layout

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
-from hetero_ee.layers import decoder
 from hetero_ee.layers.ops import LOGITS, Norm
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -73,7 +72,7 @@ class GpuExecutor(BlockExecutor):
     def embed(self, batch: Batch) -> Tensor:
         """See BlockExecutor.embed, for an embedding that stays on the GPU. The host does not wait."""
         with entered(self._device):
-            found: Tensor = decoder.embed(self._ops, self._spec, self._resident.of(self._model_blocks[0]), batch)
+            found: Tensor = self._spec.embedding.forward(self._ops, self._resident.of(self._model_blocks[0]), batch)
         return found
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
@@ -127,7 +126,7 @@ class GpuExecutor(BlockExecutor):
         block, x = self._model_blocks[-2], self._whole(hidden)
         if block.kind is not BlockKind.FINAL_NORM:
             return x
-        norm = decoder.bound_norm(self._spec, self._resident.of(block), "norm")
+        norm = self._spec.norms.bind(self._resident.of(block), "norm")
         return self._ops.add_norm(x, None, norm)
 
     @torch.inference_mode()
@@ -136,7 +135,7 @@ class GpuExecutor(BlockExecutor):
 
     def _finished(self, logits: Tensor) -> Tensor:
         """Make logits of the head's product, in place."""
-        found: Tensor = decoder.to_logits(self._ops, self._spec, logits)
+        found: Tensor = self._spec.logits.finish(self._ops, logits)
         return found
 
     @property

@@ -10,7 +10,7 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers import decoder
 from hetero_ee.layers.decoder import BoundBlock
 from hetero_ee.layers.ops import LOGITS, Array, Norm, Ops
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.blocks import Block, BlockKind, bind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.neurons import NeuronCounts
@@ -46,7 +46,7 @@ class OpsExecutor(HostExecutor):
 
     def embed(self, batch: Batch) -> Tensor:
         parameters = self._device_weights.of(self.blocks[0])
-        return self._ops.tensor(decoder.embed(self._ops, self.spec, parameters, batch))
+        return self._ops.tensor(self.spec.embedding.forward(self._ops, parameters, batch))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return self._ops.tensor(self._ops.linear(self._ops.view(x), self._device_weights.matrices[name], LOGITS))
@@ -74,7 +74,7 @@ class OpsExecutor(HostExecutor):
             mine = self.weights
             both = ModelWeights(mine.matrices | weights.matrices, mine.vectors | weights.vectors)
             parameters = DeviceWeights(self._ops, both, [block]).of(block)
-            found = weights, decoder.bind(self._ops, self.spec, block, parameters, self.cache)
+            found = weights, bind(self._ops, self.spec, block, parameters, self.cache)
             self._borrowed[key] = found
         return self._through([found[1]], hidden, batch)
 
@@ -82,14 +82,14 @@ class OpsExecutor(HostExecutor):
         block = self.blocks[-2]
         if block.kind is not BlockKind.FINAL_NORM:
             return hidden
-        norm = decoder.bound_norm(self.spec, self._device_weights.of(block), "norm")
+        norm = self.spec.norms.bind(self._device_weights.of(block), "norm")
         return self._ops.tensor(self._ops.add_norm(self._ops.view(hidden), None, norm))
 
     def lm_head(self, normed: Tensor) -> Tensor:
         return self.finished(self.linear(normed, self.blocks[-1].tensors["tokens"].name))
 
     def finished(self, logits: Tensor) -> Tensor:
-        return self._ops.tensor(decoder.to_logits(self._ops, self.spec, self._ops.view(logits)))
+        return self._ops.tensor(self.spec.logits.finish(self._ops, self._ops.view(logits)))
 
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
         head = self._device_weights.matrices[self.blocks[-1].tensors["tokens"].name]
@@ -100,7 +100,7 @@ class OpsExecutor(HostExecutor):
         found = self._bound.get(block.name)
         if found is None:
             parameters = self._device_weights.of(block)
-            found = self._bound[block.name] = decoder.bind(self._ops, self.spec, block, parameters, self.cache)
+            found = self._bound[block.name] = bind(self._ops, self.spec, block, parameters, self.cache)
         return found
 
     def _through(self, bound: Sequence[BoundBlock], hidden: Tensor, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers import decoder
-from hetero_ee.models.blocks import Block
+from hetero_ee.models.blocks import Block, bind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.arena import HIDDEN, MAX_ROWS, Arena
 from hetero_ee.ops.device_weights import DeviceWeights
@@ -96,7 +96,7 @@ class GpuSegment:
         self._ops = GpuOps(operations, self._device, self._arena)
         if isinstance(weights, ModelWeights):
             weights = DeviceWeights(self._ops, weights, blocks)
-        self._blocks = [decoder.bind(self._ops, spec, block, weights.of(block), cache) for block in blocks]
+        self._blocks = [bind(self._ops, spec, block, weights.of(block), cache) for block in blocks]
         self._has_state = any(block.mixer.has_state for block in self._blocks)
         self._n_neurons = sum(block.mixer.n_neurons for block in self._blocks)
         self._replays = Replays(recorder)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.blocks import TensorRole, TensorSpec, decoder_blocks
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
+from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token, tensor_bytes
 from hetero_ee.planning.statistics import DraftRates, PromptReading

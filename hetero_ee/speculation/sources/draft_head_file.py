@@ -13,7 +13,7 @@ from hetero_ee.errors import CheckpointError, ModelError, shown
 from hetero_ee.hub.config_file import read_config_file, read_spec
 from hetero_ee.hub.model_files import SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
-from hetero_ee.models.blocks import TensorRole
+from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.statistics import MAX_ACCEPTANCE_POSITIONS

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
 from hetero_ee.runtime.devices.device import Event, T

@@ -12,7 +12,8 @@ from torch import Tensor
 from hetero_ee.config import Progress
 from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
-from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks, is_in_rows
+from hetero_ee.layers.tensors import TensorSpec, is_in_rows
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint

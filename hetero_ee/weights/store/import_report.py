@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import TensorSpec
+from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.weights.blocks import Blocks
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.records import from_values

@@ -1,0 +1,64 @@
+"""The parameters that a block declares: their names, shapes and what they are for."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class TensorRole(Enum):
+    """What a tensor is for, which decides how it may be stored."""
+
+    MATRIX = "matrix"  # multiplies hidden states; quantized
+    MATRIX_8 = "8-bit matrix"  # the same, of which the model's file says that 4 bits would be too few
+    MATRIX_ZEROS = "4-bit matrix with zero points"  # the same, whose 4-bit codes in the model's file have zero points
+    NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
+    FIRST_ROWS = "first rows"  # the same, of the matrix that says which neurons are active
+    VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
+    POSITIONS = "positions"  # learned position table; kept in full precision
+    VECTOR = "vector"  # norms and biases; kept in full precision
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model: its name inside this engine, its role and its shape. Matrices are (out, in)."""
+
+    name: str
+    role: TensorRole
+    shape: tuple[int, ...]
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def is_in_rows(role: TensorRole) -> bool:
+    """Return whether such a tensor is stored row after row, one per neuron."""
+    return role in (TensorRole.NEURONS, TensorRole.FIRST_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Collects the tensors of one block by the block's short names.
+
+    Args:
+        prefix: of their names in the model.
+        role_of: the role of a matrix, by its name in the model.
+    """
+
+    prefix: str
+    role_of: Callable[[str], TensorRole]
+    declared: dict[str, TensorSpec] = field(default_factory=dict)
+
+    def matrix(
+        self, short: str, n_rows: int, n_columns: int, *, bias: bool = False, role: TensorRole | None = None
+    ) -> None:
+        """Declare a matrix, and a bias of its rows if it has one."""
+        name = f"{self.prefix}.{short}"
+        self.declared[short] = TensorSpec(name, role or self.role_of(name), (n_rows, n_columns))
+        if bias:
+            self.vector(f"{short}_bias", n_rows)
+
+    def vector(self, short: str, size: int) -> None:
+        """Declare a norm's scale, a bias or another vector."""
+        self.declared[short] = TensorSpec(f"{self.prefix}.{short}", TensorRole.VECTOR, (size,))
