@@ -40,7 +40,7 @@ class OpsExecutor(HostExecutor):
         super().__init__(spec, weights, max_tokens, cache)
         self._ops = ops
         self._device_weights = DeviceWeights(ops, weights)
-        self._bound: dict[str, BoundBlock] = {}
+        self._bound: dict[int, tuple[Block, BoundBlock]] = {}  # by identity: blocks of one name may differ
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, BoundBlock]] = {}
         self._foreign: dict[Weight, Any] = {}
 
@@ -97,11 +97,11 @@ class OpsExecutor(HostExecutor):
 
     def _of(self, block: Block) -> BoundBlock:
         """Return the block with the executor's own weights and cache."""
-        found = self._bound.get(block.name)
+        found = self._bound.get(id(block))
         if found is None:
             parameters = self._device_weights.of(block)
-            found = self._bound[block.name] = bind(self._ops, self.spec, block, parameters, self.cache)
-        return found
+            found = self._bound[id(block)] = block, bind(self._ops, self.spec, block, parameters, self.cache)
+        return found[1]
 
     def _through(self, bound: Sequence[BoundBlock], hidden: Tensor, batch: Batch) -> Tensor:
         has_state = any(block.mixer.has_state for block in bound)
