@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.product import Product
+from hetero_ee.costs.work import Overhead, Work
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device, Event, Link
 from hetero_ee.runtime.devices.emulated import EmulatedDevice, EmulatedLink
 from hetero_ee.runtime.devices.timeline import Timeline
-from hetero_ee.runtime.work import Overhead, Work
 from hetero_ee_profiles.hardware import (
     MEASURED,
     PROFILE_VERSION,
@@ -93,7 +94,7 @@ def round_profile(kv_type: str = "fp32") -> HardwareProfile:
 
 def work(name: str, size: int = 1, m: int = 1, disk_bytes: int = 0) -> Work:
     """One product `size` times as large as the one that the profile has times of."""
-    return Work(name, m, (("int4", 16 * size, 32),), None, Overhead.NONE, disk_bytes)
+    return Work(name, m, (Product("int4", 16 * size, 32),), None, Overhead.NONE, disk_bytes)
 
 
 class EmulatedMachine:

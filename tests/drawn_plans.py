@@ -9,7 +9,6 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import PlacedPart, Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_names, reference_profile
 
@@ -44,7 +43,7 @@ def drawn(seed: int, kinds: Sequence[str] = PLACES) -> Drawn:
     kv_type = rng.choice(["fp16", "int8", "fp32"])
     limits = Limits(context_tokens=CONTEXT_TOKENS, kv_type=kv_type, overrides=pins, mode="full")
     made = plan(spec, profile, limits)
-    if any(part.decode_placement in ON_GPU for part in made.parts):
+    if any(part.decode_placement.on_gpu for part in made.parts):
         share = rng.choice([None, 0.0, 0.0, 0.7])
         made = made if share is None else replace(made, parts=tuple(_visiting(rng, made, share)))
     made = replace(made, prefill_chunk_tokens=rng.choice(CHUNKS))

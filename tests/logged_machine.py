@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hetero_ee.costs.work import Work
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.runtime.devices.device import Device, Event, Link
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.work import Work
 
 
 @dataclass(frozen=True)

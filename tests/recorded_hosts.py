@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from hetero_ee_profiles.host.host import Answer, CoreCounts, Host, MemoryCounts
+from hetero_ee_profiles.units import GIB
 
-GIB = 2**30
 MEMINFO = """MemTotal:       32768000 kB
 MemFree:         1000000 kB
 MemAvailable:   20480000 kB

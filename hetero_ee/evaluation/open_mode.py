@@ -12,12 +12,10 @@ from torch import Tensor
 from hetero_ee.decoding.scoring import n_changed, score
 from hetero_ee.engine import Engine
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.planning.hot import SPLITS
 from hetero_ee.speculation.early_exit import score_early
 from hetero_ee.speculation.exit_statistics import ExitCounts
 
 FULL = "full"
-ON_CPU = ("cpu", "disk", *SPLITS)  # placements of layers that the CPU computes, or has a part in
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class EngineMode:
         """Over the CPU's layers, how often each was passed on average."""
         engine = self._engine
         parts = () if engine.plan is None else engine.plan.parts  # all are the CPU's where nothing was planned
-        layers = {part.layer for part in parts if part.layer is not None and part.decode_placement in ON_CPU}
+        layers = {part.layer for part in parts if part.layer is not None and part.decode_placement.uses_cpu}
         exits, drafts = engine.exit_statistics, engine.draft_statistics
         if parts and not layers:
             return 0.0

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from hetero_ee.layers.ops import DELTA, QKV, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
 from hetero_ee.layers.rope import RopeSpec
+from hetero_ee.layers.state import KvState
 from hetero_ee.layers.tensors import Tensors
 
 
@@ -40,6 +41,10 @@ class AttentionSpec(MixerSpec):
     def kv_size(self) -> int:
         """Return the number of features of all key heads, which is that of all value heads."""
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def kv_state(self) -> KvState:
+        return KvState(self.n_heads, self.n_kv_heads, self.head_dim, self.window)
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         """Declare qkv, whose rows are those of queries, keys and values, and the output's matrix."""

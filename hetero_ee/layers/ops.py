@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from hetero_ee.layers.state import KvState
 from hetero_ee.layers.tensors import Tensors
 
 Array = Any
@@ -82,6 +83,11 @@ class MixerSpec(ABC):
 
     name: ClassVar[str]  # of its block in a layer
     has_state: ClassVar[bool] = False  # see Mixer
+
+    @property
+    def kv_state(self) -> KvState | None:
+        """Return the keys and values that the mixer keeps, None if it keeps none."""
+        return None
 
     @abstractmethod
     def declare(self, tensors: Tensors, hidden_size: int) -> None:

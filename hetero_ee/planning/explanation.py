@@ -5,20 +5,18 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS
-from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
+from hetero_ee_profiles.units import GIB, MIB
 
-GIB, MIB = 2**30, 2**20
 LINE_COLUMNS, HASH_DIGITS = 100, 16
 NO_BREAK = "\N{NO-BREAK SPACE}"
-LETTERS = {"gpu": "G", "cpu": "C", "stream": "s", "disk": "d", **dict.fromkeys(SPLITS, "h")}
-LEGEND = {
-    "gpu": "G GPU",
-    "cpu": "C CPU",
-    "stream": "s streamed to the GPU",
-    "disk": "d read from the disk",
-    **dict.fromkeys(SPLITS, "h hot neurons on the GPU, the others on the CPU"),
+LEGEND = {  # of placements when decoding, by their first letter; each begins with the letter that the map shows
+    "g": "G GPU",
+    "c": "C CPU",
+    "s": "s streamed to the GPU",
+    "d": "d read from the disk",
+    "h": "h hot neurons on the GPU, the others on the CPU",
 }
 
 
@@ -57,16 +55,15 @@ def _map(plan: Plan) -> list[str]:
         lines.append(f"{kind:10} {_letters(parts)}")
     for part in (plan.parts[0], plan.parts[-1]):
         lines.append(f"{part.name:10} {_letters([part])}")
-    used = {part.decode_placement for part in plan.parts}
+    used = {part.decode_placement[0] for part in plan.parts}
     n_streamed = sum(part.prefill_placement == "visit" for part in plan.parts)
     if n_streamed:
         lines.append(f"{'prompts':10} {n_streamed} parts on the CPU are streamed to the GPU while a prompt is read")
-    legend = dict.fromkeys(LEGEND[each] for each in LETTERS if each in used)
-    return [*lines, f"{'':10} {', '.join(legend)}"]
+    return [*lines, f"{'':10} {', '.join(text for letter, text in LEGEND.items() if letter in used)}"]
 
 
 def _letters(parts: Sequence[PlacedPart]) -> str:
-    return "".join(LETTERS[part.decode_placement] for part in parts)
+    return "".join(LEGEND[part.decode_placement[0]][0] for part in parts)
 
 
 def _memory(plan: Plan) -> list[str]:

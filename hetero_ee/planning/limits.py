@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 
+from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.planning.hot import SPLITS
-from hetero_ee.planning.parts import KV_BYTES
+from hetero_ee.planning.placement import SPLITS
 
 PLACEMENTS = ("gpu", "cpu", "stream")  # and of sparse FFNs SPLITS
 CERTIFIED = "certified"

@@ -1,13 +1,13 @@
 """The options of the command line that make a plan again, as few and as short as say exactly the same."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
 
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import PlacedPart, Plan
-from hetero_ee.planning.times.costs import ON_GPU
+from hetero_ee_profiles.units import GIB
 
-GIB = 2**30
 KINDS = ("attention", "ffn")
 Pin = tuple[str, str]  # an option and its value
 
@@ -40,7 +40,7 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
     """The shortest of: the first layers by -ngl and what differs from that, a rule for each kind, each group alone."""
     layers, head = [part for part in parts if part.layer is not None], _target(parts[-1])
     n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len(layers) // 2)
-    uses_gpu = any(_target(part) in ON_GPU for part in layers)
+    uses_gpu = any(_target(part).on_gpu for part in layers)
     outer = [] if (head == "gpu") == uses_gpu else [("-ot", f"head={head}")]  # where layers are, unless it is said
     ways = [[*_patterns(layers, dict.fromkeys(KINDS)), *outer]]
     usual = {kind: _most_common([_target(part) for part in layers if part.name.endswith(kind)]) for kind in KINDS}
@@ -50,16 +50,16 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
     ways.append([*_patterns(layers, usual), *(("-ot", f"{pattern}={where}") for pattern, where in rules), *outer])
     if n_whole:
         others = [part for part in layers if (part.layer or 0) >= n_whole]
-        ways.append([("-ngl", str(n_whole)), *_patterns(others, dict.fromkeys(KINDS, "cpu")), *outer])
+        ways.append([("-ngl", str(n_whole)), *_patterns(others, dict.fromkeys(KINDS, Placement.CPU)), *outer])
     return min(ways, key=lambda way: sum(len(option) + len(value) for option, value in way))
 
 
-def _patterns(layers: Sequence[PlacedPart], usual: "dict[str, str] | dict[str, None]") -> Iterator[Pin]:
+def _patterns(layers: Sequence[PlacedPart], usual: Mapping[str, Placement | None]) -> Iterator[Pin]:
     """An override for each group of parts that lie elsewhere than usual."""
-    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    found: dict[tuple[Placement, tuple[int, ...]], list[str]] = {}
     for kind in KINDS:
         parts = [part for part in layers if part.name.endswith(kind)]
-        for placement in sorted({_target(part) for part in parts} - {usual[kind]}):
+        for placement in sorted({_target(part) for part in parts if _target(part) != usual[kind]}):
             numbers = tuple(part.layer or 0 for part in parts if _target(part) == placement)
             found.setdefault((placement, numbers), []).append(kind)
     for (placement, numbers), kinds in found.items():
@@ -97,10 +97,10 @@ def _digits(first: int, last: int) -> str:
     return r"\d" if (first, last) == (0, 9) else f"[{first}-{last}]" if last > first + 1 else f"[{first}{last}]"
 
 
-def _target(part: PlacedPart) -> str:
+def _target(part: PlacedPart) -> Placement:
     """Where a pin would put it: what RAM has no room for stays on the disk by itself."""
-    return "cpu" if part.decode_placement == "disk" else part.decode_placement
+    return Placement.CPU if part.decode_placement == Placement.DISK else part.decode_placement
 
 
-def _most_common(placements: Sequence[str]) -> str:
+def _most_common(placements: Sequence[Placement]) -> Placement:
     return max(dict.fromkeys(placements), key=placements.count)

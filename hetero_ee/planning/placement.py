@@ -1,203 +1,84 @@
-"""Placements of a chain of parts with which one pass through it takes least time within the GPU's memory.
+"""Where a part of the model is computed, and where its weights wait until then."""
 
-A dynamic programme over the chain, the device that computed the part before, and the memory used so far, in units of a
-fraction of the budget; sizes are rounded up to whole units, and what that leaves unused is filled at the end.
-"""
+from typing import ClassVar, Self
 
-import itertools
-import math
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from hetero_ee.weights.sections import MAX_SECTIONS, section_neurons
 
-import numpy as np
-
-GRID_UNITS = 2**13  # 80 layers are 160 parts: rounding up wastes a fiftieth of the budget at most, before the filling
-SAME = 1.001  # plans closer than this are alike, and the one with early layers on the GPU is wanted: drafts exit early
-CPU, GPU = 0, 1
+HOT = "hot-"
+LEVELS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 26)  # sections that the planner tries: more gain little and take longer
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What one placement of a part costs."""
+class Placement(str):
+    """A placement in the text form that plan files and overrides use.
 
-    seconds: float
-    gpu_bytes: int
-    on_gpu: bool
+    - "gpu": the weights stay on the GPU.
+    - "cpu": the CPU reads them from RAM.
+    - "stream": they wait in RAM and are copied to the GPU at each use.
+    - "visit": the same, for a prompt only; the KV cache of the part comes along.
+    - "disk": the CPU reads them from a mapped file at each use.
+    - "hot-N": the GPU has the first N sections of a sparse FFN's neurons, which are active often, and the CPU has the
+      others. Both compute at once. Source: PowerInfer (arXiv 2312.12456), with sections in place of single neurons.
 
+    Raises:
+        ValueError: for any other text.
+    """
 
-PartOptions = Mapping[str, Option]  # by placement
+    __slots__ = ()
+    GPU: ClassVar["Placement"]
+    CPU: ClassVar["Placement"]
+    STREAM: ClassVar["Placement"]
+    VISIT: ClassVar["Placement"]
+    DISK: ClassVar["Placement"]
 
+    def __new__(cls, text: str) -> Self:
+        if text not in TEXTS:
+            raise ValueError(f"placement is {text[:40]!r}, expected gpu, cpu, stream, disk, visit or hot-N")
+        return super().__new__(cls, text)
 
-def place_chain(
-    parts: Sequence[PartOptions], budget_bytes: int, transfer_s: float, *, ends_on_gpu: bool
-) -> tuple[str, ...] | None:
-    """The placements of least total time, beginning on the CPU; None where no choice fits the budget."""
-    unit_bytes = max(1, -(-budget_bytes // GRID_UNITS))
-    units = [[-(-option.gpu_bytes // unit_bytes) for option in part.values()] for part in parts]
-    n_units = budget_bytes // unit_bytes
-    if sum(map(max, units)) <= n_units:
-        found = _fastest(parts, transfer_s, ends_on_gpu)
-    else:
-        found = _Grid(parts, units, n_units, transfer_s).fewest_seconds(ends_on_gpu)
-    if found is None:
-        return None
-    filled = _filled(parts, found, budget_bytes, transfer_s, ends_on_gpu)
-    early = _early_first(parts, filled)
-    times = [chain_s(parts, each, transfer_s, ends_on_gpu=ends_on_gpu) for each in (early, filled)]
-    return early if times[0] <= SAME * times[1] else filled
+    @classmethod
+    def hot(cls, n_sections: int) -> Self:
+        """Return the split whose first n_sections are on the GPU."""
+        return cls(f"{HOT}{n_sections}")
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU computes the part, or leads in it."""
+        return self not in ("cpu", "disk")
 
-def chain_s(parts: Sequence[PartOptions], placements: Sequence[str], transfer_s: float, *, ends_on_gpu: bool) -> float:
-    """Seconds of the chain with these placements."""
-    options = [part[placement] for part, placement in zip(parts, placements, strict=True)]
-    devices = [False, *[option.on_gpu for option in options], ends_on_gpu]
-    n_transfers: int = sum(map(operator.ne, devices, devices[1:]))
-    return n_transfers * transfer_s + sum([option.seconds for option in options])
+    @property
+    def uses_cpu(self) -> bool:
+        """Whether the CPU computes the part, or some of its neurons."""
+        return not self.on_gpu or self.is_split
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the weights are copied to the GPU at each use."""
+        return self in ("stream", "visit")
 
-def chain_bytes(parts: Sequence[PartOptions], placements: Sequence[str]) -> int:
-    """GPU memory of the chain with these placements."""
-    return sum([part[placement].gpu_bytes for part, placement in zip(parts, placements, strict=True)])
+    @property
+    def is_split(self) -> bool:
+        """Whether both devices compute neurons of an FFN."""
+        return self.startswith(HOT)
 
+    @property
+    def prefill_choices(self) -> "tuple[Placement, ...]":
+        """Placements that a prompt may use if this one decodes. The KV cache stays on one device."""
+        if self.is_split:
+            return (Placement.VISIT,)
+        return (self, Placement.VISIT) if self == "cpu" else (self,)
 
-def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool) -> tuple[str, ...] | None:
-    """The placements of least time where memory does not matter."""
-    best = [0.0, math.inf]
-    chosen: list[list[tuple[str, int]]] = []
-    for part in parts:
-        after, choices = [math.inf, math.inf], [("", CPU), ("", GPU)]
-        for name, option in part.items():
-            device = int(option.on_gpu)
-            stay, transfer = best[device], best[1 - device] + transfer_s
-            offered = min(stay, transfer) + option.seconds
-            if offered < after[device]:
-                after[device], choices[device] = offered, (name, device if stay <= transfer else 1 - device)
-        best = after
-        chosen.append(choices)
-    device = _last_device(best, transfer_s, ends_on_gpu)
-    placements = []
-    for choices in reversed(chosen):
-        name, device = choices[device]
-        placements.append(name)
-    return tuple(reversed(placements))
+    def hot_neurons(self, n_neurons: int) -> int:
+        """Return how many neurons of an FFN with n_neurons are on the GPU; 0 if it is not split."""
+        return int(self.removeprefix(HOT)) * section_neurons(n_neurons) if self.is_split else 0
 
 
-def _last_device(best: Sequence[float], transfer_s: float, ends_on_gpu: bool) -> int:
-    totals = [best[device] + (transfer_s if device != ends_on_gpu else 0.0) for device in (CPU, GPU)]
-    return GPU if totals[GPU] < totals[CPU] else CPU
+WHOLE = ("gpu", "cpu", "stream", "visit", "disk")
+TEXTS = frozenset((*WHOLE, *(f"{HOT}{n}" for n in range(1, MAX_SECTIONS))))
+SPLITS = tuple(Placement.hot(n) for n in range(1, MAX_SECTIONS))
+Placement.GPU, Placement.CPU, Placement.STREAM, Placement.VISIT, Placement.DISK = map(Placement, WHOLE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What was chosen for one part."""
-
-    first: int  # units that codes begin at
-    codes: Any  # codes[device][u]: the option's number
-    first_before: int
-    last_before: int
-    before: Any  # before[device][u]: least seconds before the part, for the units from first_before to last_before
-
-
-class _Grid:
-    """The dynamic programme over units of memory. units: of each part's options, in their order."""
-
-    def __init__(
-        self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, transfer_s: float
-    ) -> None:
-        self._parts, self._units, self._transfer_s = parts, units, transfer_s
-        most = [max(each) for each in units]
-        # Beyond what the parts so far can take nothing changes, and less than what the others can't use up is no use.
-        self._lasts = [min(n_units, taken) for taken in itertools.accumulate(most, initial=0)]
-        left = [*itertools.accumulate(reversed(most), initial=0)][::-1]
-        self._firsts = [min(last, max(0, n_units - rest)) for last, rest in zip(self._lasts, left, strict=True)]
-
-    def fewest_seconds(self, ends_on_gpu: bool) -> tuple[str, ...] | None:
-        """best[device][u]: least seconds with at most u units."""
-        best = np.array([[0.0], [np.inf]])
-        steps = []
-        for index in range(len(self._parts)):
-            best, step = self._after(index, best)
-            steps.append(step)
-        totals = [float(best[device][-1]) for device in (CPU, GPU)]
-        if not np.isfinite(min(totals)):
-            return None
-        return self._traced(steps, _last_device(totals, self._transfer_s, ends_on_gpu))
-
-    def _after(self, index: int, best: Any) -> tuple[Any, _Step]:
-        """Offers the part's options to every state."""
-        options = list(self._parts[index].values())
-        arrived = [*np.minimum(best, best[::-1] + self._transfer_s)]
-        first, last = self._firsts[index + 1], self._lasts[index + 1]
-        after = np.full((len(arrived), last - first + 1), np.inf)
-        codes = np.zeros(after.shape, np.int16)
-        for code, (option, taken) in enumerate(zip(options, self._units[index], strict=True)):
-            n_reached = last + 1 - max(first, taken)
-            if n_reached <= 0:
-                continue
-            row = int(option.on_gpu)
-            offered = self._seen_from(index, arrived[row], taken) + option.seconds
-            _take_better(after[row][-n_reached:], codes[row][-n_reached:], offered, np.int16(code))
-        return after, _Step(first, codes, self._firsts[index], self._lasts[index], best)
-
-    def _seen_from(self, index: int, values: Any, taken: int) -> Any:
-        """The values of the states from which those after the part are reached by taking so many units."""
-        first, last = self._firsts[index], self._lasts[index]
-        start, end = max(0, self._firsts[index + 1] - taken), self._lasts[index + 1] - taken
-        kept, n_beyond = values[start - first : end - first + 1], end - max(last, start - 1)
-        return np.concatenate([kept, np.full(n_beyond, values[-1])]) if n_beyond > 0 else kept
-
-    def _traced(self, steps: Sequence[_Step], device: int) -> tuple[str, ...]:
-        placements = []
-        n_units = self._lasts[-1]
-        for part, units, step in zip(reversed(self._parts), reversed(self._units), reversed(steps), strict=True):
-            code = int(step.codes[device][n_units - step.first])
-            placements.append(list(part)[code])
-            n_units = min(n_units - units[code], step.last_before)
-            before = step.before[:, n_units - step.first_before]
-            device = device if before[device] <= before[1 - device] + self._transfer_s else 1 - device
-        return tuple(reversed(placements))
-
-
-def _take_better(seconds: Any, codes: Any, offered: Any, code: Any) -> None:
-    """Where what is offered takes less time it is taken."""
-    better = offered < seconds
-    np.copyto(seconds, offered, where=better)
-    np.copyto(codes, code, where=better)
-
-
-def _early_first(parts: Sequence[PartOptions], placements: tuple[str, ...]) -> tuple[str, ...]:
-    """The same placements dealt out again among parts with the same options, the GPU's to the first of them."""
-    alike: dict[tuple[tuple[str, Option], ...], list[int]] = {}
-    for index, part in enumerate(parts):
-        alike.setdefault(tuple(part.items()), []).append(index)
-    dealt = list(placements)
-    for options, indices in alike.items():
-        order = sorted(
-            (placements[index] for index in indices), key=lambda name: (not dict(options)[name].on_gpu, name)
-        )
-        for index, name in zip(indices, order, strict=True):
-            dealt[index] = name
-    return tuple(dealt)
-
-
-def _filled(
-    parts: Sequence[PartOptions], placements: tuple[str, ...], budget_bytes: int, transfer_s: float, ends_on_gpu: bool
-) -> tuple[str, ...]:
-    """Changes one part's placement at a time while that saves time and fits."""
-    current, seconds = placements, chain_s(parts, placements, transfer_s, ends_on_gpu=ends_on_gpu)
-    while True:
-        free_bytes = budget_bytes - chain_bytes(parts, current)
-        trials = [
-            (*current[:i], name, *current[i + 1 :])
-            for i, part in enumerate(parts)
-            for name, option in part.items()
-            if option.seconds < part[current[i]].seconds and option.gpu_bytes - part[current[i]].gpu_bytes <= free_bytes
-        ]
-        if not trials:
-            return current
-        trial_s, trial = min((chain_s(parts, t, transfer_s, ends_on_gpu=ends_on_gpu), t) for t in trials)
-        if trial_s >= seconds:
-            return current
-        current, seconds = trial, trial_s
+def splits(n_neurons: int, *, every: bool = False) -> list[Placement]:
+    """Return the splits of an FFN that leave neurons for both devices: those of LEVELS, or all."""
+    found = SPLITS if every else [SPLITS[n - 1] for n in LEVELS]
+    return [placement for placement in found if placement.hot_neurons(n_neurons) < n_neurons]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.limits import (
     CERTIFIED,
     EARLY_EXIT_MODES,
@@ -18,8 +18,7 @@ from hetero_ee.planning.limits import (
     check_risk,
     is_whole,
 )
-from hetero_ee.planning.parts import KV_BYTES
-from hetero_ee.planning.times.costs import ON_GPU
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
@@ -27,20 +26,11 @@ PLAN_VERSION = 7
 LAZY = "lazy"  # how skipped layers get their keys and values; part of what files and hashes of plans say
 EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
-# By the placement when decoding those that a prompt may have: keys and values stay on one device.
-PREFILL_PLACEMENTS = {
-    "gpu": ("gpu",),  # weights stay there
-    "cpu": ("cpu", "visit"),  # visit: as stream, for a prompt alone; keys and values come along
-    "stream": ("stream",),  # weights wait in RAM, the GPU computes
-    "disk": ("disk",),  # mapped, read when used
-    **dict.fromkeys(SPLITS, ("visit",)),  # so many sections of an FFN's neurons on the GPU, the others on the CPU
-}
-PLACEMENTS = (*PREFILL_PLACEMENTS, "visit")
 DECIDED = (
     *("shapes_sha256", "threads", "context_tokens", "kv_type", "mode", "drafts", "exit_layer", "draft_length"),
     *("prefill_chunk_tokens", "ram_budget_bytes"),
 )  # with placements and the VRAM budget, where the GPU is used: what makes two plans the same
-OUTER_PLACEMENTS = {"embedding": ("gpu", "cpu", "disk"), "head": ("gpu", "cpu", "disk")}
+OUTER_PLACEMENTS = (Placement.GPU, Placement.CPU, Placement.DISK)  # of embedding and head
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +41,14 @@ class PlacedPart:
     layer: int | None
     weight_bytes: int
     kv_bytes: int
-    decode_placement: str
-    prefill_placement: str
+    decode_placement: Placement
+    prefill_placement: Placement
     decode_s: float  # of one token
     prefill_s: float  # of a chunk of the prompt
 
     def __post_init__(self) -> None:
-        for placement in (self.decode_placement, self.prefill_placement):
-            if placement not in PLACEMENTS:
-                raise ValueError(f"placement is {placement[:40]!r}, expected gpu, cpu, stream, disk, visit or hot-N")
+        for field in ("decode_placement", "prefill_placement"):  # text, as in plan files and overrides, is read too
+            object.__setattr__(self, field, Placement(getattr(self, field)))
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
 
@@ -181,8 +170,8 @@ class Plan:
         return next((term.device for term in self.memory if term.name == DRAFT_HEAD), None)
 
     @property
-    def decode_placements(self) -> tuple[str, ...]:
-        """Of every part when decoding."""
+    def decode_placements(self) -> tuple[Placement, ...]:
+        """Placements of every part when decoding."""
         return tuple(part.decode_placement for part in self.parts)
 
     @property
@@ -267,12 +256,13 @@ def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
             raise UsageError(f"part {shown(part.name)} is there twice; plan again")
         names.add(part.name)
         decode, prefill = part.decode_placement, part.prefill_placement
-        allowed = PREFILL_PLACEMENTS.get(decode, ())
+        fits = decode != Placement.VISIT and prefill in decode.prefill_choices
         if part.layer is None:
-            allowed = (decode,) if decode in OUTER_PLACEMENTS.get(part.name, PLACEMENTS) else ()
-        if prefill not in allowed:
+            fits = prefill == decode in OUTER_PLACEMENTS
+        if not fits:
             raise UsageError(
-                f"part {shown(part.name)} can't be on {decode!r} for tokens and {prefill!r} for prompts; plan again"
+                f"part {shown(part.name)} can't be on {str(decode)!r} for tokens and {str(prefill)!r} for prompts; "
+                "plan again"
             )
 
 
@@ -289,6 +279,6 @@ def _check_memory(made: Plan) -> None:
                 f"it takes {made.n_bytes(device)} bytes of the {device}'s memory and its budget is {budget_bytes}; "
                 "plan again"
             )
-    computes_on_gpu = [p.name for p in made.parts if {p.decode_placement, p.prefill_placement} & {*ON_GPU}]
+    computes_on_gpu = [p.name for p in made.parts if p.decode_placement.on_gpu or p.prefill_placement.on_gpu]
     if computes_on_gpu and not made.n_bytes("gpu"):
         raise UsageError(f"part {shown(computes_on_gpu[0])} needs a GPU and no memory is planned there; plan again")

@@ -4,20 +4,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.hot import SPLITS, splits
+from hetero_ee.planning.chain import Option, PartOptions
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.parts import KV_TYPE, Part, model_parts
-from hetero_ee.planning.placement import Option, PartOptions
+from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.placement import SPLITS, Placement, splits
 from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.memory import part_gpu_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
-
-GIB = 2**30
+from hetero_ee_profiles.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,19 @@ class Problem:
         """Of the mode that was asked for, where it is an early-exit mode."""
         return [each for each in self.statistics.depths if each.mode == self.limits.mode]
 
-    def layer_options(self, context_tokens: int, passes: Passes | None = None) -> list[PartOptions]:
-        """Where each part of a layer may go, by the user's word or at all, and what a token costs there: one pass
-        alone, or its share of these passes.
+    @property
+    def pinned_head(self) -> Placement | None:
+        return self._pinned(self.head)
 
-        A streamed part costs what takes longer, the copy or the computing, since copies run ahead.
+    def layer_options(self, context_tokens: int, passes: Passes | None = None) -> list[PartOptions]:
+        """Return where each part of a layer may go, and what a token costs there.
+
+        A streamed part costs the longer of copy and computing, since copies run ahead.
+
+        Args:
+            passes: how often a token passes each layer; None for once.
         """
-        known: dict[object, PartOptions] = {}  # alike for parts of one shape
+        known: dict[object, PartOptions] = {}  # the same for parts of one shape
         found = []
         for part in self.layers:
             assert part.layer is not None, "a part of a layer"
@@ -69,39 +75,47 @@ class Problem:
             found.append(known[key])
         return found
 
-    def _options(self, part: Part, pinned: str | None, batches: Sequence[float], context_tokens: int) -> PartOptions:
-        """batches[m - 1]: passes of m tokens."""
-        found: dict[str, Option] = {}
-        for placement in ("gpu", "stream", "cpu", *self._splits(part, pinned)) if self.has_gpu else ("cpu",):
-            if pinned not in (None, placement):
-                continue
-            least_s = self.costs.copy_s(part, beside_cpu=True) if placement == "stream" else 0.0  # as beside others
+    def _options(
+        self, part: Part, pinned: Placement | None, batches: Sequence[float], context_tokens: int
+    ) -> PartOptions:
+        """Return the options of one part; batches[m - 1] counts a token's passes of m tokens."""
+        found: dict[Placement, Option] = {}
+        for placement in self._allowed(part, pinned):
+            least_s = 0.0
+            if placement == Placement.STREAM:
+                least_s = self.costs.copy_s(part, beside_cpu=True)  # as if the CPU computed other layers
             seconds = sum(
                 n_passes * max(least_s, self.costs.part_s(part, placement, m, context_tokens))
                 for m, n_passes in enumerate(batches, 1)
             )
             n_bytes = part_gpu_bytes(part, placement, self.context_tokens)
-            found[placement] = Option(seconds, n_bytes, on_gpu=placement != "cpu")
+            found[placement] = Option(seconds, n_bytes, on_gpu=placement.on_gpu)
         if not found:
             raise UsageError(
                 f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
             )
         return found
 
-    def _splits(self, part: Part, pinned: str | None) -> list[str]:
-        """Where it is known which neurons are active how often, or one is asked for."""
-        is_known = bool(self.spec.hot_curve) or pinned in SPLITS
-        return splits(part.neurons.n_neurons, every=pinned is not None) if part.neurons and is_known else []
+    def _allowed(self, part: Part, pinned: Placement | None) -> list[Placement]:
+        """Return where the part may go. Splits need a pin, or statistics of which neurons are active often."""
+        found = [Placement.CPU]
+        if self.has_gpu:
+            found = [Placement.GPU, Placement.STREAM, Placement.CPU]
+            if part.cost.neurons is not None and (self.spec.hot_curve or (pinned is not None and pinned.is_split)):
+                found += splits(part.cost.neurons.n_neurons, every=pinned is not None)
+        return [placement for placement in found if pinned in (None, placement)]
 
     def is_pinned(self, part: Part) -> bool:
         """Whether the user has said where the part goes."""
         return self._pinned(part) is not None
 
-    def _pinned(self, part: Part) -> str | None:
+    def _pinned(self, part: Part) -> Placement | None:
         pinned = self.limits.pinned(part.name)
-        if pinned is None and self.limits.gpu_layers is not None and part.layer is not None:
-            return "gpu" if part.layer < self.limits.gpu_layers else "cpu"
-        return pinned
+        if pinned is not None:
+            return Placement(pinned)
+        if self.limits.gpu_layers is not None and part.layer is not None:
+            return Placement.GPU if part.layer < self.limits.gpu_layers else Placement.CPU
+        return None
 
 
 def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: Statistics) -> Problem:
@@ -158,8 +172,8 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
         return _readable(max(0, profile.gpu.free_bytes - limits.vram_margin_bytes))
     if limits.vram_budget_bytes > profile.gpu.free_bytes:
         raise UsageError(
-            f"a VRAM budget of {limits.vram_budget_bytes / 2**30:.2f} GiB is more than the "
-            f"{profile.gpu.free_bytes / 2**30:.2f} GiB that are free; lower vram_budget."
+            f"a VRAM budget of {limits.vram_budget_bytes / GIB:.2f} GiB is more than the "
+            f"{profile.gpu.free_bytes / GIB:.2f} GiB that are free; lower vram_budget."
         )
     return limits.vram_budget_bytes
 
@@ -169,8 +183,8 @@ def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
         return _readable(profile.cpu[-1].free_bytes)
     if limits.ram_budget_bytes > profile.machine.ram_bytes:
         raise UsageError(
-            f"a RAM budget of {limits.ram_budget_bytes / 2**30:.2f} GiB is more than the "
-            f"{profile.machine.ram_bytes / 2**30:.2f} GiB there are; lower ram_budget."
+            f"a RAM budget of {limits.ram_budget_bytes / GIB:.2f} GiB is more than the "
+            f"{profile.machine.ram_bytes / GIB:.2f} GiB there are; lower ram_budget."
         )
     return limits.ram_budget_bytes
 
@@ -198,9 +212,9 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
 def _check_split(pattern: str, placement: str, parts: Sequence[Part]) -> None:
     asked = f"override {shown(f'{pattern}={placement}')} divides"
     for part in parts:
-        if part.neurons is None:
+        if part.cost.neurons is None:
             raise UsageError(f"{asked} {part.name}, which is no sparse FFN; let it name FFNs alone, with --sparsity.")
-        known = splits(part.neurons.n_neurons, every=True)
+        known = splits(part.cost.neurons.n_neurons, every=True)
         if placement not in known:
             most = f"at most {known[-1]} does" if known else "which is too small; leave it out"
-            raise UsageError(f"{asked} the {part.neurons.n_neurons:,} neurons of {part.name}, {most}.")
+            raise UsageError(f"{asked} the {part.cost.neurons.n_neurons:,} neurons of {part.name}, {most}.")

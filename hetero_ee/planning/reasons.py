@@ -5,15 +5,15 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import mean
 
+from hetero_ee.costs.neurons import hot_activations
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate, best_candidate
 from hetero_ee.planning.explanation import sized
-from hetero_ee.planning.hot import SPLITS, hot_activations, hot_neurons
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, Prediction
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
-from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.memory import part_gpu_bytes, stream_buffer_bytes
 
 LEAST_SHARE = 0.01  # of a time, that is worth a word
@@ -51,8 +51,8 @@ def _split_reason(best: Candidate) -> str:
     free = [part for part in elsewhere if not problem.is_pinned(part)]
     if not free:
         return "The split is as it was pinned."
-    smallest = min(free, key=lambda part: part_gpu_bytes(part, "gpu", problem.context_tokens))
-    needed_bytes = part_gpu_bytes(smallest, "gpu", problem.context_tokens)
+    smallest = min(free, key=lambda part: part_gpu_bytes(part, Placement.GPU, problem.context_tokens))
+    needed_bytes = part_gpu_bytes(smallest, Placement.GPU, problem.context_tokens)
     if left_bytes < needed_bytes:
         return (
             f"The VRAM budget is full: {sized(left_bytes)} are left, and {smallest.name} would take "
@@ -72,7 +72,7 @@ def _crossing_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     terms = {term.name: term.seconds for term in prediction.decode_terms}
     link, seconds = best.problem.costs.profile.link, terms.get("transfers", 0.0)
     share = seconds / sum(terms.values())
-    if link is None or share < LEAST_SHARE or len({placement in ON_GPU for placement in best.decode[1:-1]}) < 2:
+    if link is None or share < LEAST_SHARE or len({placement.on_gpu for placement in best.decode[1:-1]}) < 2:
         return
     crossing, how = link.transfer, "measured" if link.transfer.count else "assumed"
     yield (
@@ -87,8 +87,8 @@ def _prompt_reasons(best: Candidate) -> Iterator[str]:
     if asked is None or problem.costs.profile.gpu is None or not {"cpu", "disk"} & set(best.prefill[1:-1]):
         return
     asked, n_prompt = min(asked, problem.spec.n_layers), min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
-    layer_bytes = sum(part_gpu_bytes(part, "gpu", problem.context_tokens) for part in problem.layers[:2])
-    needed_bytes = stream_buffer_bytes(problem.layers, ["visit"] * len(problem.layers), problem.context_tokens)
+    layer_bytes = sum(part_gpu_bytes(part, Placement.GPU, problem.context_tokens) for part in problem.layers[:2])
+    needed_bytes = stream_buffer_bytes(problem.layers, [Placement.VISIT] * len(problem.layers), problem.context_tokens)
     n_fewer = 1 + needed_bytes // layer_bytes
     others = dict(_with_layers(best, range(max(1, asked - 1), max(0, asked - 1 - n_fewer), -1)))
     least_s = min((other.read_s for other in others.values()), default=best.read_s)
@@ -116,9 +116,9 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
     """What leaving neurons out is expected to bring, and from where on it does."""
     costs, spec = best.problem.costs, best.problem.spec
     known = {
-        "GPU" if placement in ON_GPU else "CPU": (part, placement)
+        "GPU" if placement.on_gpu else "CPU": (part, placement)
         for part, placement in zip(best.problem.parts, best.decode, strict=True)
-        if part.neurons is not None
+        if part.cost.neurons is not None
     }
     for device, (part, placement) in known.items():
         times = costs.cpu if device == "CPU" else costs.profile.gpu
@@ -134,10 +134,10 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
 
 def _hot_reasons(best: Candidate) -> Iterator[str]:
     """How many neurons of the split FFNs are on the GPU."""
-    spec, found = best.problem.spec, [placement for placement in best.decode if placement in SPLITS]
+    spec, found = best.problem.spec, [placement for placement in best.decode if placement.is_split]
     if not found:
         return
-    shares = [hot_neurons(spec.ffn_size, placement) / spec.ffn_size for placement in found]
+    shares = [placement.hot_neurons(spec.ffn_size) / spec.ffn_size for placement in found]
     taken = [hot_activations(spec.hot_curve, share) for share in shares]
     yield (
         f"{len(found)} FFNs are computed on both devices at once: the GPU has {mean(shares):.0%} of their neurons, the "

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.limits import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, SEQUENCE
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.statistics import DepthStatistics, DraftRates, ExitRates
@@ -42,7 +43,7 @@ def is_worth_it(exact_per_s: float, full_per_s: float) -> bool:
     return WORTH_IT * exact_per_s > full_per_s
 
 
-def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: int) -> Schedule:
+def best_schedule(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule:
     """The schedule of least expected time per token; full mode unless exact mode is worth it, or as the user says."""
     full = full_schedule(problem, placements, context_tokens)
     asked = problem.limits.mode
@@ -60,13 +61,13 @@ def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
     return replace(full, other_mode_s=exact.token_s)
 
 
-def full_schedule(problem: Problem, placements: Sequence[str], context_tokens: int) -> Schedule:
+def full_schedule(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule:
     """Every token through every layer."""
     seconds = pass_time(problem.costs, problem.parts, placements, 1, context_tokens).seconds
     return Schedule("full", None, None, 1, Step(seconds, 1.0, 1.0))
 
 
-def _best_early(problem: Problem, placements: Sequence[str], context_tokens: int, full: Schedule) -> Schedule:
+def _best_early(problem: Problem, placements: Sequence[Placement], context_tokens: int, full: Schedule) -> Schedule:
     """The asked early-exit mode with the depths and the longest catch-up of least expected time; where no depths are
     known, full mode's time."""
     mode, asked = problem.limits.mode or "", problem.limits.draft_length
@@ -93,14 +94,14 @@ def _best_early(problem: Problem, placements: Sequence[str], context_tokens: int
 
 
 def _times_maker(
-    problem: Problem, placements: Sequence[str], context_tokens: int, longest: int
+    problem: Problem, placements: Sequence[Placement], context_tokens: int, longest: int
 ) -> Callable[..., StepTimes]:
     exits = problem.statistics.exits
     ranks = None if exits is None else exits.map_ranks
     return partial(StepTimes, problem.costs, problem.parts, placements, context_tokens, longest, map_ranks=ranks)
 
 
-def _best_exact(problem: Problem, placements: Sequence[str], context_tokens: int) -> Schedule | None:
+def _best_exact(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule | None:
     """Exact mode of least expected time, of all exit layers and draft lengths; None without drafts.
 
     Where weights are streamed, drafts and exit layer are chosen as if each part took the longer of copy and computing.
@@ -120,7 +121,7 @@ def _best_exact(problem: Problem, placements: Sequence[str], context_tokens: int
 
 
 def neighbours(
-    problem: Problem, placements: Sequence[str], context_tokens: int, chosen: Schedule
+    problem: Problem, placements: Sequence[Placement], context_tokens: int, chosen: Schedule
 ) -> dict[str, Schedule]:
     """The chosen schedule of exact mode with the exit a layer earlier and later, and a token a step fewer and more."""
     exits, drafts, length = problem.statistics.exits, problem.statistics.drafts, chosen.draft_length

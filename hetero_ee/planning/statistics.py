@@ -8,8 +8,8 @@ from itertools import accumulate
 import numpy as np
 
 from hetero_ee.errors import UsageError
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import SEQUENCE, Plan
-from hetero_ee.planning.times.costs import ON_GPU
 
 MAX_ACCEPTANCE_POSITIONS = 8
 
@@ -124,7 +124,7 @@ class DraftRates:
     head_rows_bytes: int = 0  # likewise on the GPU, beside the model's head there, where its source is not
     by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
     placed_draft_s: Callable[[bool, bool], float] | None = None  # with head, embedding on the GPU; None: the same
-    verified_s: Callable[[Sequence[str], int], float] | None = None  # see after_verification_s
+    verified_s: Callable[[Sequence[Placement], int], float] | None = None  # see after_verification_s
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -134,13 +134,13 @@ class DraftRates:
         if not 0 <= self.draft_s < math.inf:
             raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
 
-    def seconds(self, placements: Sequence[str]) -> float:
+    def seconds(self, placements: Sequence[Placement]) -> float:
         """To draft a token with the model's parts there."""
         if self.placed_draft_s is None:
             return self.draft_s
-        return self.placed_draft_s(placements[-1] in ON_GPU, placements[0] in ON_GPU)
+        return self.placed_draft_s(placements[-1].on_gpu, placements[0].on_gpu)
 
-    def after_verification_s(self, placements: Sequence[str], m: int) -> float:
+    def after_verification_s(self, placements: Sequence[Placement], m: int) -> float:
         """What the states of m verified tokens take before drafts follow, with the model's parts there."""
         return 0.0 if self.verified_s is None else self.verified_s(placements, m)
 

@@ -3,19 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import bytes_for_all
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.planning.pins import gib
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.units import GIB
 
-GIB = 2**30
 MIN_CONTEXT_TOKENS = 512  # nobody is advised to go below
 N_CURVE_STEPS = 16
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.ops import Activation, Neurons, Norm
 from hetero_ee.models.blocks import Block
 from hetero_ee.ops.cpu import CpuHeads, CpuMatrix, CpuOps, CpuRows
 from hetero_ee.ops.neurons import NeuronCounts
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.preset import PassSampling
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.weight import TileWeight, Weight

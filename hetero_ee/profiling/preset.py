@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hetero_ee.costs.kv_types import KV_TYPE
+from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import KV_TYPE, model_parts
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
+from hetero_ee.planning.parts import model_parts
 from hetero_ee_profiles.gpu.probe import Sampling
 from hetero_ee_profiles.probe_samples import ProductShape
 
@@ -98,7 +99,7 @@ def product_shapes(spec: ModelSpec) -> list[ProductShape]:
     """
     counts: dict[tuple[str, int, int], int] = {}
     for part in model_parts(spec.in_plain_int4, KV_TYPE):
-        for product in part.products:
+        for product in part.cost.products:
             key = product.layout, product.n_rows, product.n_columns
             counts[key] = counts.get(key, 0) + 1
     return [ProductShape(*key, count) for key, count in counts.items()]

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_ee.costs.neurons import NeuronRows
 from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu import row_matrix
 from hetero_ee.ops.gpu_operations import gpu_operations
 from hetero_ee.ops.registry import Registry
-from hetero_ee.planning.parts import neuron_rows
 from hetero_ee.profiling.preset import Preset
 from hetero_ee.weights.random_weights import random_rows
 from hetero_ee.weights.rows import RowWeight
@@ -75,7 +75,7 @@ def gpu_rows(
 
 def _times(spec: ModelSpec, origin: Origin, seconds: Callable[[Any, Any], Sequence[float]]) -> tuple[RowsTime, ...]:
     """seconds: samples of one FFN with inputs x (m, K) and active (m, N)."""
-    rows, draw, found = neuron_rows(_ffn(spec)), np.random.default_rng(0), []
+    rows, draw, found = NeuronRows.of(_ffn(spec)), np.random.default_rng(0), []
     assert rows is not None, "only sparse FFNs have rows"
     for m in TOKENS:
         x = draw.standard_normal((m, spec.hidden_size), np.float32)

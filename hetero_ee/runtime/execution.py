@@ -5,16 +5,16 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
+from hetero_ee.costs.kv_types import kv_bytes_per_token
+from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
-from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, STREAMED
 from hetero_ee.planning.times.traffic import KV, WEIGHTS
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device
 from hetero_ee.runtime.devices.machine import Machine
@@ -70,13 +70,12 @@ def _streams(
     if not blocks:
         return None
     assert machine.make_source is not None and machine.link is not None, "only a GPU has weights streamed to it"
-    parts = model_parts(spec, plan.kv_type)
-    kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
-    weight_bytes = {part.name: part.weight_bytes for part in parts}
+    layer_kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, plan.kv_type)
+    weight_bytes = {part.name: part.weight_bytes for part in plan.parts}
     cache, copier = cpu.cache, machine.copier
 
     def kv_bytes(layer: int) -> int:
-        return kv_bytes_per_token * sum(cache.length_at(sequence, layer) for sequence in cache.sequences)
+        return layer_kv_bytes * sum(cache.length_at(sequence, layer) for sequence in cache.sequences)
 
     def compute(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
         return copier.to_gpu(gpu.forward_with(hidden, batch, block, borrowed))
@@ -94,8 +93,8 @@ def _streams(
     source = machine.make_source(blocks, weights, machine.link, more_bytes)
     stream = WeightStream(source, range(len(blocks)), machine.new_worker(), count)
     may_exit = plan.mode in EARLY_EXIT_MODES
-    exiting = [block for block in blocks if route.place(block) in STREAMED] if may_exit else []
-    return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token, exiting)
+    exiting = [block for block in blocks if route.place(block).is_streamed] if may_exit else []
+    return WeightStreams(stream, blocks, machine, compute, visit, layer_kv_bytes, exiting)
 
 
 def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from hetero_ee.config.settings import AUTO, OFF, read_settings
+from hetero_ee.costs.kv_types import default_kv_type
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hardware import hardware_from
 from hetero_ee.planning.limits import Limits, parse_override
-from hetero_ee.planning.parts import default_kv_type
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.devices.device import GPU
@@ -18,10 +18,10 @@ from hetero_ee.runtime.opening import Placement
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import usable_threads
+from hetero_ee_profiles.units import GIB
 
 FindProfile = Callable[[ModelSpec, Path], HardwareProfile | None]
 AskedProfile = HardwareProfile | FindProfile | str  # one, what finds one once the model is known, AUTO or OFF
-GIB = 2**30
 MAX_GIB = 2**20
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.models.blocks import Block, attentions
-from hetero_ee.planning.hot import SPLITS
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.times.costs import ON_GPU, STREAMED
 from hetero_ee.planning.times.overlap import overlap
 from hetero_ee.runtime.captured import cut
 
@@ -18,24 +17,24 @@ DECODE, PREFILL = "decode", "prefill"
 class Segment:
     """Attentions and FFNs in one place, see PlacedPart. is_captured: what comes in is to be kept."""
 
-    place: str
+    place: Placement
     blocks: tuple[Block, ...]
     is_captured: bool = False
 
     @property
     def on_gpu(self) -> bool:
         """Whether the GPU computes it."""
-        return self.place in ON_GPU
+        return self.place.on_gpu
 
     @property
     def is_split(self) -> bool:
         """Whether the CPU computes some neurons of it meanwhile."""
-        return self.place in SPLITS
+        return self.place.is_split
 
     @property
     def is_streamed(self) -> bool:
         """Whether its weights come over the link each time."""
-        return self.place in STREAMED
+        return self.place.is_streamed
 
 
 class Route:
@@ -55,7 +54,7 @@ class Route:
         self.overlap = overlap([part.decode_placement for part in plan.parts])
         self._known: dict[tuple[str, range], tuple[Segment, ...]] = {}
 
-    def place(self, block: Block, kind: str = DECODE) -> str:
+    def place(self, block: Block, kind: str = DECODE) -> Placement:
         """Where the block is; kind: "decode" or "prefill"."""
         return self._places[kind][block.name]
 
@@ -79,4 +78,4 @@ class Route:
     def attention_on_gpu(self, layer: int) -> bool:
         """Whether the layer's keys and values lie on the GPU."""
         (attention,) = attentions(self.blocks, range(layer, layer + 1))
-        return self.place(attention) in ON_GPU
+        return self.place(attention).on_gpu

@@ -15,7 +15,6 @@ from hetero_ee.planning.limits import RISK
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import Statistics
-from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
@@ -208,7 +207,7 @@ def _open_draft_head(request: SourceRequest) -> DraftSource | None:
             costs = HeadCosts(draft_head_facts(folder, executor.spec), executor.spec, profile, opened.plan.threads)
             places = opened.plan.decode_placements
             on_gpu = opened.plan.draft_device == GPU
-            head.draft_s = costs.draft_s(places[-1] in ON_GPU, places[0] in ON_GPU, on_gpu=on_gpu)
+            head.draft_s = costs.draft_s(places[-1].on_gpu, places[0].on_gpu, on_gpu=on_gpu)
     except HeteroError as error:
         if knowledge.is_asked:
             raise

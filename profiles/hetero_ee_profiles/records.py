@@ -45,7 +45,7 @@ def from_values(kind: type[T], body: Any) -> T:
     if check_version and isinstance(body, dict) and type(body.get("version")) is int:
         check_version(body["version"])
     try:
-        record = msgspec.convert(body, kind)
+        record = msgspec.convert(body, kind, dec_hook=_text)
     except msgspec.ValidationError as error:
         raise ValueError(_problem(str(error))) from error
     _check_fields(record, body, "")
@@ -79,6 +79,13 @@ def write_whole(text: str, file: Path) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _text(kind: type[Any], value: Any) -> Any:
+    """Return text of a class that checks it. Raises: ValueError: by that class. TypeError: if it is not text."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {value!r:.{MAX_SHOWN}}")
+    return kind(value)
 
 
 def _problem(message: str) -> str:

@@ -23,8 +23,8 @@ from hetero_ee_profiles.hardware import (
     OverheadTime,
 )
 from hetero_ee_profiles.measurement import Measurement, Origin, derived
+from hetero_ee_profiles.units import GIB
 
-GIB = 2**30
 COMMAND = "derived from data sheets by hetero_ee_profiles/reference.py"
 DATE = "2026-11-23"  # of the rule and its numbers
 VERSIONS = "data sheets; CPU kernels as in docs/benchmarks.md of 2026-11-21"

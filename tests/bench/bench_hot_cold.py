@@ -21,7 +21,6 @@ import numpy as np
 from hetero_ee.decoding.simulation import of_shapes
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.hot import hot_sections
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.planner import plan as make_plan
@@ -85,7 +84,7 @@ def text_s(spec: ModelSpec, profile: HardwareProfile, limits: Limits) -> tuple[f
     made = make_plan(spec, profile, limits)
     found, _ = of_shapes(spec, made, profile, PROMPT_TOKENS, NEW_TOKENS + 1)
     assert found.predicted_generation_s is not None, "nothing is drafted in full mode"
-    n_split = sum(hot_sections(placement) > 0 for placement in made.decode_placements)
+    n_split = sum(placement.is_split for placement in made.decode_placements)
     return found.generation_s, found.predicted_generation_s, n_split
 
 

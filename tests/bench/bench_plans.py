@@ -34,8 +34,8 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import physical_core_count
+from hetero_ee_profiles.units import GIB
 
-GIB = 2**30
 PROMPT_TOKENS, CONTEXT_TOKENS, REPEATS = 512, 1024, 3
 RESERVE_BYTES = 2**29  # of a budget that llama.cpp's workspaces and keys and values may take
 NO_GPU = "There is no GPU that torch can use: nothing was measured."

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.devices.cpu import host_machine

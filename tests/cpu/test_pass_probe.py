@@ -7,10 +7,12 @@ from statistics import median
 import pytest
 import torch
 
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import KV_TYPE, model_parts
+from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.profiling import cpu as cpu_profiling
@@ -143,7 +145,7 @@ def test_a_measured_profile_predicts_the_passes_that_it_was_measured_from(
         products_s = sum(s.n_layers * clock.product_s(s.n_bytes, m) for s in product_shapes(spec))
         attention_s = POSITION_S * sum(range(context_tokens - m + 1, context_tokens + 1))
         expected_s = products_s + N_LAYERS * (attention_s + WRITE_S + PLACE_S) + EMBED_S + PLACES_S
-        found = pass_time(costs, parts, ["cpu"] * len(parts), m, context_tokens)
+        found = pass_time(costs, parts, [Placement.CPU] * len(parts), m, context_tokens)
         assert found.seconds == pytest.approx(expected_s, rel=1e-3)
 
 

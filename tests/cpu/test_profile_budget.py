@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.preset import (

@@ -25,6 +25,7 @@ from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
 from hetero_ee_profiles.reference import reference_profile
+from hetero_ee_profiles.units import GIB
 from tests.device_support import Fault, FaultyDevice, held_bytes, no_memory
 from tests.emulation import LAPTOP, planned, prompt_of
 from tests.executor_support import Model, model_of
@@ -32,7 +33,6 @@ from tests.stand_in_cuda import StandInCuda
 from tests.stand_in_machine import PLENTY, StandInCopier, marked_layers, on_stand_in, stand_in_gpu, torch_operations
 
 PROMPT, N_TOKENS, CONTEXT_TOKENS = [1, 17, 30, 3, 99, 42, 7], 4, 64
-GIB = 2**30
 HALF = ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"))
 STREAMED = (("layers.*", "stream"),)
 

@@ -14,7 +14,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.devices.emulated import EmulatedCopier
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import draft_head_works
+from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWorks
 from hetero_ee.speculation.sources.draft_head_opening import DraftHeadOpener
 from hetero_ee.speculation.sources.source import Draft
 from tests.device_support import EmulatedMachine
@@ -66,10 +66,10 @@ def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, s
 
 def test_a_guess_is_one_layers_products_and_fc() -> None:
     batch = Batch.of_sequence(0, 10, [1, 2])
-    works = draft_head_works(SPEC, batch)
+    works = DraftHeadWorks(SPEC, None).guess(batch)
     layer = (HIDDEN + 2 * KV_HEADS * HEAD_DIM) * HIDDEN + HIDDEN * HIDDEN + 3 * FFN * HIDDEN
     assert sum(batch * columns for work in works for _, batch, columns in work.products) == layer + 2 * HIDDEN * HIDDEN
-    assert works[0].attention is not None and works[0].attention.n_positions == 12
+    assert works[0].attention is not None and works[0].context_tokens == 12
     assert all(work.m == 2 for work in works)
 
 

@@ -14,6 +14,7 @@ from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.explanation import explained
 from hetero_ee.planning.limits import EARLY_EXIT_MODES, Limits
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DepthStatistics, ExitRates, Statistics, published_depths, published_statistics
@@ -23,9 +24,9 @@ from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.prediction import predicted_step, predicted_text_s
 from hetero_ee.planning.times.steps import StepTimes, exit_steps
 from hetero_ee.planning.what_if import Request, what_if
+from hetero_ee.runtime import opening
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
-from hetero_ee.runtime.opening import Placement, _plans_again
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
@@ -34,7 +35,7 @@ from tests.emulation import LAPTOP, dummy
 SPEC, PROFILE, CONTEXT = known_spec("llama-2-7b"), reference_profile(LAPTOP), 512
 N_TOKENS = 200_000
 HALF: dict[str, Any] = {"gpu_layers": 16, "context_tokens": 1024}
-GPU_HALF = ["gpu"] * (1 + 2 * 16) + ["cpu"] * (2 * 16) + ["gpu"]
+GPU_HALF = [Placement.GPU] * (1 + 2 * 16) + [Placement.CPU] * (2 * 16) + [Placement.GPU]
 
 
 def of_shares(shares: dict[int, float], **changes: Any) -> DepthStatistics:
@@ -171,7 +172,7 @@ def test_a_plan_made_again_keeps_the_exit_layers_that_there_are_heads_of() -> No
     known, limits = Statistics(depths=depths), Limits(mode="certified", context_tokens=1024, gpu_layers=24)
     made = plan(SPEC, PROFILE, limits, known)
     alone = plan(SPEC, PROFILE, replace(limits, gpu_layers=0), known)
-    smaller = _plans_again(SPEC, Placement(PROFILE, limits, None, known), made, pytest.fail).smaller
+    smaller = opening._plans_again(SPEC, opening.Placement(PROFILE, limits, None, known), made, pytest.fail).smaller
     assert smaller is not None and alone.exit_layers != made.exit_layers == smaller(0, 1024).exit_layers
 
 

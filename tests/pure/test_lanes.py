@@ -7,12 +7,13 @@ import pytest
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.costs import reads_on_cpu
 from hetero_ee.planning.times.lanes import Lanes, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s
 
 CROSSING_S, COPY_S, BESIDE_S = 1.0, 10.0, 12.0
-SECONDS = {"cpu": 8.0, "gpu": 2.0, "stream": 2.0, "visit": 2.0}
+SECONDS = {Placement.CPU: 8.0, Placement.GPU: 2.0, Placement.STREAM: 2.0, Placement.VISIT: 2.0}
 EVERY = model_parts(known_spec("tinyllama-1.1b"), "fp16")
 PARTS = [EVERY[0], *EVERY[1:7], EVERY[-1]]  # three layers
 
@@ -22,10 +23,12 @@ class RoundFigures:
 
     profile = SimpleNamespace(link=object())
 
-    def part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
+    def part_s(self, part: Part, place: Placement, m: int, context_tokens: int) -> float:
         return 0.0 if part.layer is None else SECONDS[place]
 
-    def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0, *, beside_cpu: bool = False) -> float:
+    def copy_s(
+        self, part: Part, place: Placement = Placement.STREAM, context_tokens: int = 0, *, beside_cpu: bool = False
+    ) -> float:
         return BESIDE_S if beside_cpu else COPY_S
 
     def transfer_s(self, m: int) -> float:
@@ -37,10 +40,10 @@ class RoundFigures:
 COSTS: Any = RoundFigures()
 
 
-def placed(layers: str) -> list[str]:
-    letters = {"c": "cpu", "g": "gpu", "s": "stream"}
-    head = "cpu" if set(layers) == {"c"} else "gpu"
-    return ["cpu", *(letters[letter] for letter in layers), head]
+def placed(layers: str) -> list[Placement]:
+    letters = {"c": Placement.CPU, "g": Placement.GPU, "s": Placement.STREAM}
+    head = Placement.CPU if set(layers) == {"c"} else Placement.GPU
+    return [Placement.CPU, *(letters[letter] for letter in layers), head]
 
 
 @pytest.mark.parametrize(

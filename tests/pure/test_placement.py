@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.planning.placement import Option, chain_bytes, chain_s, place_chain
+from hetero_ee.planning.chain import Option, chain_bytes, chain_s, place_chain
 
 N_INSTANCES = 1000
 

@@ -15,8 +15,8 @@ from hetero_ee.planning.statistics import DraftRates, Statistics, published_stat
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.units import GIB
 
-GIB = 2**30
 DRAFTS = DraftRates("a source", (0.8, 0.7, 0.6), 1e-4)
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.schedule import WORTH_IT
@@ -24,8 +24,8 @@ from hetero_ee.planning.times.memory import rounded
 from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import DATA_SHEETS, DataSheet, derived_profile
+from hetero_ee_profiles.units import GIB
 
-GIB = 2**30
 ROUNDING = 1 + 2e-2  # the places are within a hundredth of the best, so two of them are within two
 
 
@@ -313,12 +313,12 @@ def test_a_cache_of_another_type_than_was_timed_takes_time_by_its_bytes(timed: s
     profile = replace(profile, kind="measured", cpu=tuple(map(timed_with(timed), profile.cpu)))
     profile = replace(profile, gpu=timed_with(timed)(derived_profile(DATA_SHEETS[0], "2026-11-21").gpu))
     token_bytes = {"fp32": 4 * 128, "fp16": 2 * 128, "int8": 128 + 4}
-    for place, times in (("cpu", profile.cpu_with(0)), ("gpu", profile.gpu)):
+    for place, times in ((Placement.CPU, profile.cpu_with(0)), (Placement.GPU, profile.gpu)):
         assert times is not None
         few, many, call_s = {}, {}, times.call.value
         for kind in token_bytes:
             attention = model_parts(spec, kind)[1]
-            without = replace(attention, kind=BlockKind.FFN)
+            without = replace(attention, cost=replace(attention.cost, attention=None))
             costs = [Costs(spec, profile) for _ in range(2)]
             few[kind], many[kind] = (
                 costs[0].part_s(attention, place, m, 2048) - costs[1].part_s(without, place, m, 2048) for m in (1, 512)

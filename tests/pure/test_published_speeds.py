@@ -8,6 +8,7 @@ import pytest
 from hetero_ee.models.known_shapes import SHAPES, known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
@@ -86,7 +87,7 @@ def test_no_choice_is_below_full_mode(model: str, hardware: str) -> None:
     spec, profile = known_spec(model), reference_profile(hardware)
     assert profile.gpu is not None
     costs, parts = Costs(spec, profile), model_parts(spec, "fp16")
-    draft_s = sum(costs.part_s(part, "gpu", 1, 512) for part in (*parts[1:3], parts[-1]))
+    draft_s = sum(costs.part_s(part, Placement.GPU, 1, 512) for part in (*parts[1:3], parts[-1]))
     known = [Statistics(published_statistics(spec.n_layers))]
     known += [Statistics(drafts=DraftRates(name, chances, draft_s)) for name, chances in HEADS.items()]
     for share in (1.0, 0.5, 0.25):

@@ -12,10 +12,10 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.explanation import explained
-from hetero_ee.planning.hot import hot_sections
 from hetero_ee.planning.limits import Limits, parse_override
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.pins import placement_pins
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.times.costs import Costs
@@ -87,7 +87,7 @@ def test_hot_neurons_on_the_gpu_beat_whole_ffns_there(spec: ModelSpec, profile: 
     """As predicted, and as emulated; the plan says what it does, and its pins make it again."""
     limits = Limits(vram_budget_bytes=int(2.4 * 2**30), context_tokens=1024, mode="full")
     whole, made = (make_plan(replace(spec, hot_curve=curve), profile, limits) for curve in ((), CURVE))
-    n_split = sum(hot_sections(each) > 0 for each in made.decode_placements)
+    n_split = sum(each.is_split for each in made.decode_placements)
     assert n_split > 8 and f"{n_split} FFNs are computed on both devices at once" in " ".join(made.reasons)
     assert "h hot neurons on the GPU" in explained(made)
     simulations = [of_shapes(spec, each, profile, 512, 16)[0] for each in (whole, made)]
@@ -146,9 +146,9 @@ def test_measured_rows_count_and_say_from_where_on_sparsity_pays() -> None:
     whole_s = times.rows_s(22016, 4096, 1, 1.0)
     assert times.rows_s(22016, 4096, 1, 0.3) == pytest.approx(whole_s * (1 + 6 * 0.3) / 7)
     assert times.rows_s(22016, 4096, 4, 0.5) == pytest.approx(4 * whole_s * 4 / 7, rel=1e-3)
-    gain, even = Costs(SPARSE, profile).sparse_gain(part, "cpu")
+    gain, even = Costs(SPARSE, profile).sparse_gain(part, Placement.CPU)
     assert 0.6 < gain < 0.8 and 0.6 < even < 0.75  # a third for the gate, and 1.4 thirds each
-    dense, _ = Costs(replace(SPARSE, active_shares=(even, 1.0)), profile).sparse_gain(part, "cpu")
+    dense, _ = Costs(replace(SPARSE, active_shares=(even, 1.0)), profile).sparse_gain(part, Placement.CPU)
     assert dense == pytest.approx(1, abs=0.02)
     made = make_plan(SPARSE, profile, PLACES["split"])
     assert any("takes 0." in reason and "it pays with up to" in reason for reason in made.reasons)

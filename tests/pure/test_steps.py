@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, ExitRates, ExitStatistics, Statistics
 from hetero_ee.planning.times.prediction import predicted_step, step_times
@@ -147,12 +148,12 @@ class OneSecondLayers:
     def __init__(self, cpu_factor: float) -> None:
         self._cpu_factor = cpu_factor
 
-    def part_s(self, part: Part, placement: str, m: int, context_tokens: int) -> float:
+    def part_s(self, part: Part, placement: Placement, m: int, context_tokens: int) -> float:
         factor = self._cpu_factor if placement == "cpu" else 1.0
         return 0.5 * (part.name == "head") if part.layer is None else factor * (0.5 + 0.05 * (m - 1))
 
     def copy_s(
-        self, part: Part, placement: str = "stream", context_tokens: int = 0, *, beside_cpu: bool = False
+        self, part: Part, placement: Placement = Placement.STREAM, context_tokens: int = 0, *, beside_cpu: bool = False
     ) -> float:
         return 0.1
 
@@ -162,15 +163,15 @@ class OneSecondLayers:
     def logits_transfer_s(self, m: int) -> float:
         return float(m)
 
-    def exit_end_s(self, head: Part, placement: str, map_rank: int, *, is_partial: bool = False) -> float:
+    def exit_end_s(self, head: Part, placement: Placement, map_rank: int, *, is_partial: bool = False) -> float:
         return 0.5 + 0.001 * map_rank + 0.03
 
 
 def times_of(layers: str, cpu_factor: float = 1.0) -> StepTimes:
     """Of four layers, a letter for each part; the head is on the GPU, and after three layers there is a map."""
     every, costs = model_parts(known_spec("tinyllama-1.1b"), "fp16"), OneSecondLayers(cpu_factor)
-    names = {"g": "gpu", "c": "cpu", "s": "stream"}
-    placements = ["cpu", *(names[letter] for letter in layers.replace(" ", "")), "gpu"]
+    names = {"g": Placement.GPU, "c": Placement.CPU, "s": Placement.STREAM}
+    placements = [Placement.CPU, *(names[letter] for letter in layers.replace(" ", "")), Placement.GPU]
     parts: Any = [*every[:9], every[-1]]
     return StepTimes(costs, parts, placements, 64, 8, map_ranks={3: 16})  # type: ignore[arg-type]
 

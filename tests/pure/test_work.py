@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_ee.costs.block_cost import BlockCost
+from hetero_ee.costs.product import Product
+from hetero_ee.costs.work import AttentionCost, Overhead, Work
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
+from hetero_ee.layers.state import KvState
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.costs import Costs
-from hetero_ee.runtime.work import Attention, Overhead, Work, block_work, block_works, joined_name, work_s
+from hetero_ee.runtime.work import BlockWorks, joined_name
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.device_support import SPEC, round_profile, work
@@ -22,14 +27,14 @@ BLOCKS = decoder_blocks(SPEC)
 KV_BYTES = {"fp32": 2 * 32 * 4, "fp16": 2 * 32 * 2, "int8": 2 * (32 + 4 * 4)}  # of one position, 4 heads of 8
 
 
-def works_of(batch: Batch, spec: ModelSpec = SPEC, **options: Any) -> list[Work]:
-    return block_works(spec, decoder_blocks(spec), batch, **({"kv_bytes_per_token": KV_BYTES["fp32"]} | options))
+def works_of(batch: Batch, spec: ModelSpec = SPEC) -> list[Work]:
+    return BlockWorks(spec, decoder_blocks(spec), KV_BYTES["fp32"]).through(decoder_blocks(spec), batch)
 
 
 def seconds(work: Work, profile: HardwareProfile, on_gpu: bool = False) -> float:
     times = profile.gpu if on_gpu else profile.cpu_with(0)
     assert times is not None
-    return work_s(work, times, profile.disk_read_bytes_per_s.value, SPEC)
+    return work.seconds(times, profile.disk_read_bytes_per_s.value, SPEC)
 
 
 def test_the_blocks_of_a_pass() -> None:
@@ -37,12 +42,18 @@ def test_the_blocks_of_a_pass() -> None:
     assert [each.name for each in works] == [block.name for block in BLOCKS]
     assert {each.m for each in works} == {3}
     embedding, attention, ffn, *_, final_norm, head = works
-    assert embedding == Work("embedding", 3) and final_norm == Work("final_norm", 3)
+    assert embedding == Work("embedding", 3, context_tokens=23) and final_norm.products == ()
     assert attention.products == (("int4", 96, 32), ("int4", 32, 32))
-    assert attention.attention == Attention(23, 256) and attention.overhead is Overhead.HALF_LAYER
+    assert attention.attention == AttentionCost(KvState(4, 4, 8, None), 256) and attention.context_tokens == 23
+    assert attention.overhead is Overhead.HALF_LAYER
     assert ffn.products == (("int4", 128, 32), ("int4", 32, 64))
     assert ffn.attention is None and ffn.overhead is Overhead.HALF_LAYER
     assert head.products == (("int8", 48, 32),) and head.overhead is Overhead.PASS
+
+
+def positions_read(work: Work) -> int:
+    assert work.attention is not None
+    return work.attention.positions_read(work.m, work.context_tokens)
 
 
 @pytest.mark.parametrize(
@@ -58,16 +69,15 @@ def test_the_blocks_of_a_pass() -> None:
 )
 def test_positions_that_attention_reads(window: int | None, first: int, m: int, read: int) -> None:
     spec = replace(SPEC, sliding_windows=(window,) * SPEC.n_layers)
-    found = works_of(Batch.of_sequence(0, first, [0] * m), spec)[1].attention
-    assert found is not None and found.n_positions == read
+    found = works_of(Batch.of_sequence(0, first, [0] * m), spec)[1]
+    assert positions_read(found) == read
 
 
 def test_of_several_sequences_the_longest_counts() -> None:
     batch = Batch.joined([Batch.of_sequence(0, 9, [1]), Batch.of_sequence(1, 30, [1]), Batch.of_sequence(2, 0, [1])])
-    found = works_of(batch)[1].attention
-    assert found is not None and found.n_positions == 31
-    begun = works_of(Batch.joined([Batch.of_sequence(i, 0, [1]) for i in range(5)]))[1].attention
-    assert begun is not None and begun.n_positions == 5  # each row reads itself
+    assert positions_read(works_of(batch)[1]) == 31
+    begun = works_of(Batch.joined([Batch.of_sequence(i, 0, [1]) for i in range(5)]))[1]
+    assert positions_read(begun) == 5  # each row reads itself
 
 
 def test_seconds_by_hand() -> None:
@@ -84,15 +94,16 @@ def test_seconds_by_hand() -> None:
 @pytest.mark.parametrize("kept", KV_BYTES)
 def test_few_rows_read_keys_and_values_as_they_are_kept(timed: str, kept: str) -> None:
     profile = round_profile(timed)
-    few = Work("a", 1, attention=Attention(8, KV_BYTES[kept]))
-    many = Work("a", 17, attention=Attention(24, KV_BYTES[kept]))
+    attention = AttentionCost(KvState(4, 4, 8, None), KV_BYTES[kept])
+    few = Work("a", 1, attention=attention, context_tokens=8)
+    many = Work("a", 17, attention=attention, context_tokens=24)
     assert seconds(few, profile) == 2 * KV_BYTES[kept] / KV_BYTES[timed]
     assert seconds(many, profile) == 17 + 24 / 8
 
 
 def test_a_layout_without_times_is_refused() -> None:
     with pytest.raises(KeyError):
-        seconds(Work("a", 1, (("fp32", 16, 32),)), round_profile())
+        seconds(Work("a", 1, (Product("fp32", 16, 32),)), round_profile())
 
 
 def test_names_of_several_works() -> None:
@@ -130,20 +141,17 @@ def test_the_planner_expects_the_same(
     costs, parts = Costs(spec, profile), {part.name: part for part in model_parts(spec, kv_type)}
     times = profile.gpu if place == "gpu" else profile.cpu_with(0)
     assert times is not None
-    kv_bytes = max(part.kv_bytes_per_token for part in parts.values())
+    kv_bytes = max(part.cost.kv_bytes_per_token for part in parts.values())
     blocks = [block for block in decoder_blocks(spec) if block.kind is not BlockKind.FINAL_NORM]
-    works = block_works(
-        spec,
-        blocks,
-        Batch.of_sequence(0, first, [1] * n_rows),
-        kv_bytes_per_token=kv_bytes,
-        disk_bytes=lambda block: parts[block.name].weight_bytes if place == "disk" else 0,
-    )
+    if place == "disk":  # the planner counts the final norm with the head
+        blocks = [block for block in blocks if block.layer is not None]
+    batch = Batch.of_sequence(0, first, [1] * n_rows)
+    works = BlockWorks(spec, blocks, kv_bytes).through(blocks, batch, from_disk=place == "disk")
     for each in works:
-        expected = costs.part_s(parts[each.name], place, n_rows, first + n_rows)
-        found = work_s(each, times, profile.disk_read_bytes_per_s.value, spec)
+        expected = costs.part_s(parts[each.name], Placement(place), n_rows, first + n_rows)
+        found = each.seconds(times, profile.disk_read_bytes_per_s.value, spec)
         assert found == pytest.approx(expected, rel=1e-12), each.name
 
 
 def test_one_block_by_itself() -> None:
-    assert block_work(BLOCKS[-1], 5).products == (("int8", 48, 32),)
+    assert BlockCost.of(SPEC, BLOCKS[-1]).work("head", 5).products == (("int8", 48, 32),)

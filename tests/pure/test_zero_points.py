@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.product import Product
 from hetero_ee.errors import DamagedStoreError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.layers.tensors import TensorRole
@@ -16,7 +17,7 @@ from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu import GpuOps
-from hetero_ee.planning.parts import Product, model_parts
+from hetero_ee.planning.parts import model_parts
 from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.model_weights import ModelWeights, as_stored
 from hetero_ee.weights.random_weights import random_weights
@@ -151,7 +152,7 @@ def test_a_plan_counts_5_bits_a_weight(model: tuple[Path, ModelSpec, ModelWeight
     _, spec, weights = model
     [qkv] = [tensor for tensor in all_tensors(decoder_blocks(spec)) if tensor.name == QKV]
     assert qkv.role is TensorRole.MATRIX_ZEROS
-    with_zeros, plain = (model_parts(each, "fp16")[1].product_bytes for each in (spec, spec.in_plain_int4))
+    with_zeros, plain = (model_parts(each, "fp16")[1].cost.product_bytes for each in (spec, spec.in_plain_int4))
     n_tiles = weights.matrices[QKV].n_bytes // 320
     assert with_zeros - plain == 32 * n_tiles
     assert Product(ZEROS, 4096, 4096).n_bytes == 4096 * 4096 * 5 // 8

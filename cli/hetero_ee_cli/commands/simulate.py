@@ -176,7 +176,6 @@ def _report(found: _Simulated) -> str:
 
 def _on_gpu(plan: "Plan") -> str:
     """Whole layers, those of which one part alone lies there, and FFNs of which some neurons do."""
-    from hetero_ee.planning.hot import SPLITS
 
     kinds = {
         kind: sum(part.decode_placement == "gpu" for part in plan.parts if part.name.endswith(f".{kind}"))
@@ -184,7 +183,7 @@ def _on_gpu(plan: "Plan") -> str:
     }
     n_whole = plan.gpu_layers
     partly = [f"{n - n_whole} layers' {kind}" for kind, n in kinds.items() if n > n_whole]
-    n_split = sum(placement in SPLITS for placement in plan.decode_placements)
+    n_split = sum(placement.is_split for placement in plan.decode_placements)
     partly += [f"hot neurons of {n_split} FFNs"] if n_split else []
     return " and ".join([f"{n_whole} {'whole ' if partly else ''}layers", *partly])
 

@@ -10,11 +10,11 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee_cli.options.completion import KV_TYPES, MODES, hardware_names, one_of
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
+from hetero_ee_profiles.units import GIB
 
 if TYPE_CHECKING:
     from hetero_ee.planning.limits import Limits
 
-GIB = 2**30
 MAX_GIB = 2**20
 ALL_LAYERS = 2**20  # more than any model has
 LAYER_WORDS = {"auto": None, "-1": None, "all": ALL_LAYERS, "-2": ALL_LAYERS}  # the numbers as llama.cpp has them
@@ -101,8 +101,8 @@ class LimitOptions:
     def limits(self, engine: EngineOptions) -> "Limits":
         """As the planner takes them, with the context size and the threads. Raises UsageError."""
         with ending_at_once():
+            from hetero_ee.costs.kv_types import default_kv_type
             from hetero_ee.planning.limits import Limits, parse_override
-            from hetero_ee.planning.parts import default_kv_type
 
         opening, usual = engine.arguments(), Limits()
         margin_bytes = _bytes_of(self.vram_margin, "vram_margin")

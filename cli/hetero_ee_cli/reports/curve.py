@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_ee_profiles.units import GIB
+
 if TYPE_CHECKING:
     from hetero_ee.planning.what_if import Curve, CurvePoint, Request
 
-GIB = 2**30
 BAR_COLUMNS = 50
 USED, ALL = "you are here", "all layers on the GPU"
 

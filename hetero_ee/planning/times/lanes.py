@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 
 from hetero_ee.models.blocks import BlockKind
-from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import PromptReading
-from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, STREAMED, Costs, reads_on_cpu
+from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, Costs, reads_on_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Lanes:
         self._costs, self._beside_cpu = costs, beside_cpu
         self._cpu_s = self._gpu_s = self._link_s = 0.0
         self._buffers_s = [0.0] * N_STREAM_BUFFERS  # when each is free, the next one first
-        self._order: list[tuple[Part, str]] = []  # what is streamed, pass after pass
+        self._order: list[tuple[Part, Placement]] = []  # what is streamed, pass after pass
         self._context_tokens = 0
         self.spent = PassTime()  # everything so far; seconds: where the host is
 
@@ -56,16 +56,16 @@ class Lanes:
         """Tokens that begin now, on the CPU or where the embedding lies."""
         return Flow(self._cpu_s, on_gpu)
 
-    def begin(self, parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> None:
+    def begin(self, parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> None:
         """A pass through these parts follows, so that their copies may begin."""
-        order = [(part, placement) for part, placement in zip(parts, placements, strict=True) if placement in STREAMED]
+        order = [(part, placement) for part, placement in zip(parts, placements, strict=True) if placement.is_streamed]
         if order and [part.name for part, _ in order] != [part.name for part, _ in self._order]:
             self._drop_copies()
             self._order = order
         self._context_tokens = context_tokens
 
     def through(
-        self, parts: Sequence[Part], placements: Sequence[str], m: int, context_tokens: int, flow: Flow
+        self, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int, flow: Flow
     ) -> Flow:
         """m tokens through these parts in order, as soon as the devices are free.
 
@@ -79,14 +79,14 @@ class Lanes:
         n_transfers = 0
         for part, placement in zip(parts, placements, strict=True):
             seconds = part_s(part, placement, m, context_tokens)
-            computes_on_gpu = placement in ON_GPU
+            computes_on_gpu = placement.on_gpu
             if part.kind is BlockKind.EMBEDDING:
                 on_gpu = computes_on_gpu  # ids come with the launches
             if on_gpu is not None and on_gpu != computes_on_gpu:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
             on_gpu = computes_on_gpu
-            if placement in SPLITS:
+            if placement.is_split:
                 first_s, hot_s, cold_s = costs.split_s(part, placement, m)
                 start = max(cpu, gpu, ready) + first_s
                 gpu = ready = start + max(hot_s, cold_s)
@@ -96,7 +96,7 @@ class Lanes:
                 cpu = ready = max(cpu, ready) + seconds
                 continue
             start = max(cpu, gpu, ready)
-            if placement in STREAMED:
+            if placement.is_streamed:
                 copy_s = costs.copy_s(part, placement, context_tokens, beside_cpu=self._beside_cpu)
                 link = max(link, buffers[0]) + copy_s
                 waited_s += max(0.0, link - start)
@@ -165,7 +165,7 @@ class Lanes:
         spent = self.spent
         self.spent = PassTime(self._cpu_s, spent.transfer_s + transfer_s, spent.waited_s + waited_s)
 
-    def whole_pass(self, parts: Sequence[Part], placements: Sequence[str], m: int, context_tokens: int) -> None:
+    def whole_pass(self, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int) -> None:
         """m tokens through all these parts; the host waits for the end, and for logits where the head is the last."""
         self.begin(parts, placements, context_tokens)
         flow = self.through(parts, placements, m, context_tokens, self.entered())
@@ -182,13 +182,15 @@ class Lanes:
         self._buffers_s = [max(self._cpu_s, self._gpu_s)] * N_STREAM_BUFFERS
 
 
-def pass_time(costs: Costs, parts: Sequence[Part], placements: Sequence[str], m: int, context_tokens: int) -> PassTime:
+def pass_time(
+    costs: Costs, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int
+) -> PassTime:
     """One of many alike: m tokens through these parts, beginning on the CPU.
 
     Where weights are streamed it is the third, whose first copies ran under the end of the second.
     """
     lanes = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements))
-    for _ in range(2 if any(placement in STREAMED for placement in placements) else 0):
+    for _ in range(2 if any(placement.is_streamed for placement in placements) else 0):
         lanes.whole_pass(parts, placements, m, context_tokens)
     before = lanes.spent
     lanes.whole_pass(parts, placements, m, context_tokens)

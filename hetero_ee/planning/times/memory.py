@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hetero_ee.costs.product import FLOAT_BYTES, exit_map_products
+from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.hot import SPLITS, halves
-from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, STREAMED
+from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Placement
+from hetero_ee.planning.times.costs import N_STREAM_BUFFERS
 from hetero_ee.weights.sections import MAX_SECTIONS
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
@@ -34,13 +36,14 @@ def rounded(n_bytes: int) -> int:
     return -(-n_bytes // ALLOCATOR_BYTES) * ALLOCATOR_BYTES if n_bytes else 0
 
 
-def part_gpu_bytes(part: Part, placement: str, context_tokens: int) -> int:
+def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int:
     """GPU memory of the part itself: weights where they stay there, keys and values wherever the GPU attends."""
     if placement == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
-    if placement in SPLITS:
-        assert part.neurons is not None, "not a sparse FFN"
-        return rounded(part.weight_bytes - halves(part.products, part.neurons, placement)[2].n_bytes)
+    if placement.is_split:
+        assert part.cost.neurons is not None, "not a sparse FFN"
+        cold = part.cost.work(part.name, 1).split(placement.hot_neurons(part.cost.neurons.n_neurons)).cold
+        return rounded(part.weight_bytes - cold.matrix_bytes)
     return rounded(part.kv_bytes(context_tokens)) if placement == "stream" else 0
 
 
@@ -69,7 +72,7 @@ def gpu_reserve_terms(
     """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU. map_rank:
     of the largest exit map."""
     head = [
-        MemoryTerm("gpu", "head", rounded(parts[-1].product_bytes)),
+        MemoryTerm("gpu", "head", rounded(parts[-1].cost.product_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
     ]
     map_bytes = sum(rounded(product.n_bytes) for product in exit_map_products(spec.hidden_size, map_rank))
@@ -99,21 +102,21 @@ def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -
     return terms
 
 
-def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> int:
+def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> int:
     """The device buffers that streamed parts take turns in; keys and values of visiting ones come along."""
     streamed = [
         part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         for part, placement in zip(parts, placements, strict=True)
-        if placement in STREAMED or placement in SPLITS  # which prompts stream
+        if placement.is_streamed or placement.is_split  # which prompts stream
     ]
     return N_STREAM_BUFFERS * rounded(max(streamed)) if streamed else 0
 
 
-def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[str]) -> int:
+def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement]) -> int:
     """The buffers in RAM that streamed weights pass, alternately."""
     streamed = [
         part.weight_bytes
         for part, placement in zip(parts, placements, strict=True)
-        if placement in STREAMED or placement in SPLITS
+        if placement.is_streamed or placement.is_split
     ]
     return N_PINNED_BUFFERS * max(streamed, default=0)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_ee.planning.times.costs import ON_GPU
+from hetero_ee.planning.placement import Placement
 
-RESIDENT = "gpu"  # weights stay on the GPU: no copy stands in the way
+RESIDENT = Placement.GPU  # weights stay on the GPU: no copy stands in the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Overlap:
         return max(self.behind, exit_layer)
 
 
-def overlap(placements: Sequence[str]) -> Overlap | None:
+def overlap(placements: Sequence[Placement]) -> Overlap | None:
     """Of a plan's placements when decoding, part by part: embedding, attention and FFN of each layer, head. None
     without layers of both kinds."""
     layers = [set(placements[first : first + 2]) for first in range(1, len(placements) - 1, 2)]
     ahead = next((layer for layer, found in enumerate(layers) if found != {RESIDENT}), len(layers))
-    behind = max((layer + 1 for layer, found in enumerate(layers) if found & set(ON_GPU)), default=0)
+    behind = max((layer + 1 for layer, found in enumerate(layers) if any(each.on_gpu for each in found)), default=0)
     return Overlap(ahead, behind) if ahead > 0 and behind < len(layers) else None

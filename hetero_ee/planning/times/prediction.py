@@ -6,12 +6,12 @@ from functools import partial
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate
-from hetero_ee.planning.hot import SPLITS, halves
 from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
-from hetero_ee.planning.parts import NeuronShares, Part, model_parts
+from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.statistics import PromptReading, Statistics
-from hetero_ee.planning.times.costs import ON_GPU, Costs, reads_on_cpu
+from hetero_ee.planning.times.costs import Costs, part_work, reads_on_cpu, split_work
 from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
@@ -159,14 +159,14 @@ def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
 
 
 def _terms(
-    costs: Costs, parts: Sequence[Part], placements: Sequence[str], whole: PassTime, m: int, context_tokens: int
+    costs: Costs, parts: Sequence[Part], placements: Sequence[Placement], whole: PassTime, m: int, context_tokens: int
 ) -> tuple[TimeTerm, ...]:
     """The pass's seconds by what is computed where; transfers and waiting are the rest."""
     seconds: dict[str, float] = {}
     for part, placement in zip(parts, placements, strict=True):
         if part.kind is BlockKind.EMBEDDING:
             continue
-        where = "both" if placement in SPLITS else "the GPU" if placement in ON_GPU else "the CPU"
+        where = "both" if placement.is_split else "the GPU" if placement.on_gpu else "the CPU"
         name = f"{part.kind.value} on {where}"
         seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, placement, m, context_tokens)
     seconds["transfers"] = whole.transfer_s
@@ -178,9 +178,9 @@ def _layer_terms(
     costs: Costs, layers: Sequence[Part], context_tokens: int, *, beside_cpu: bool
 ) -> tuple[TimeTerm, ...]:
     """One token through a layer of average cost, by where it might be. beside_cpu: see Costs.copy_s."""
-    seconds = {"CPU": sum(costs.part_s(part, "cpu", 1, context_tokens) for part in layers)}
+    seconds = {"CPU": sum(costs.part_s(part, Placement.CPU, 1, context_tokens) for part in layers)}
     if costs.profile.gpu is not None:
-        on_gpu = [costs.part_s(part, "gpu", 1, context_tokens) for part in layers]
+        on_gpu = [costs.part_s(part, Placement.GPU, 1, context_tokens) for part in layers]
         seconds["GPU"] = sum(on_gpu)
         copies = [costs.copy_s(part, beside_cpu=beside_cpu) for part in layers]
         seconds["streamed"] = sum(map(max, on_gpu, copies))
@@ -188,19 +188,19 @@ def _layer_terms(
     return tuple(TimeTerm(name, value / n_layers) for name, value in seconds.items())
 
 
-def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[str]) -> float:
+def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[Placement]) -> float:
     """Seconds to read every weight once from where it lies, caches aside: what full mode can't beat."""
     profile, cpu, gpu = costs.profile, costs.cpu, costs.profile.gpu
     seconds = 0.0
     for part, placement in zip(parts, placements, strict=True):
-        n_bytes = part.weight_bytes if part.layer is not None else part.product_bytes  # of the embedding one row
-        if part.neurons is not None:
-            shares = NeuronShares.of(costs.spec, is_prompt=False)
-            n_bytes -= part.neurons.n_bytes - part.neurons.read_bytes(shares, 1)
-        if placement in SPLITS and part.neurons is not None and gpu is not None:
-            _, _, cold = halves(part.products, part.neurons, placement, shares, costs.spec.hot_curve)
-            there_s = (n_bytes - cold.token_bytes) / gpu.read_bytes_per_s.value
-            seconds += max(there_s, cold.token_bytes / cpu.read_bytes_per_s.value)
+        work = part_work(costs.spec, part, 1)
+        n_bytes = work.read_bytes  # of the embedding one row
+        if part.layer is not None:
+            n_bytes += part.weight_bytes - work.matrix_bytes  # norms and biases
+        if placement.is_split and gpu is not None:
+            cold = split_work(costs.spec, part, placement, 1).cold
+            there_s = (n_bytes - cold.read_bytes) / gpu.read_bytes_per_s.value
+            seconds += max(there_s, cold.read_bytes / cpu.read_bytes_per_s.value)
         elif placement == "gpu" and gpu is not None:
             seconds += n_bytes / gpu.read_bytes_per_s.value
         elif placement == "stream":

@@ -4,9 +4,11 @@ before it is in its later parts."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import PromptReading
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU, STREAMED, Costs, reads_on_cpu
+from hetero_ee.planning.times.costs import Costs, reads_on_cpu
 from hetero_ee.planning.times.lanes import Flow, Lanes
 
 
@@ -14,10 +16,10 @@ from hetero_ee.planning.times.lanes import Flow, Lanes
 class Placements:
     """Of all parts."""
 
-    prefill: Sequence[str]  # for a chunk of a prompt
-    decode: Sequence[str]  # for few tokens: when decoding, and for a short last chunk
+    prefill: Sequence[Placement]  # for a chunk of a prompt
+    decode: Sequence[Placement]  # for few tokens: when decoding, and for a short last chunk
 
-    def of(self, m: int) -> Sequence[str]:
+    def of(self, m: int) -> Sequence[Placement]:
         return self.decode if m <= MAX_DECODE_TOKENS else self.prefill
 
 
@@ -68,34 +70,34 @@ class _Chunk:
     m: int
     context_tokens: int
     layers: Sequence[Part]
-    every: Sequence[str]  # placement of all parts
+    every: Sequence[Placement]  # placement of all parts
     reading: PromptReading | None  # of drafts
 
     @property
-    def placements(self) -> Sequence[str]:
+    def placements(self) -> Sequence[Placement]:
         """Of the layers."""
         return self.every[1:-1]
 
     @property
     def n_early(self) -> int:
         """Parts before the first of the CPU."""
-        return next((i for i, each in enumerate(self.placements) if each not in ON_GPU), len(self.placements))
+        return next((i for i, each in enumerate(self.placements) if not each.on_gpu), len(self.placements))
 
     @property
     def streams_late(self) -> bool:
         """Whether later parts wait for copies: those come in the order of a pass, so that no chunk begins early."""
-        return any(placement in STREAMED for placement in self.placements[self.n_early :])
+        return any(placement.is_streamed for placement in self.placements[self.n_early :])
 
     def begin(self) -> Flow:
         """Through the early parts."""
         self.lanes.begin(self.layers, self.placements, self.context_tokens)
-        return self._through(slice(self.n_early), self.lanes.entered(self.every[0] in ON_GPU))
+        return self._through(slice(self.n_early), self.lanes.entered(self.every[0].on_gpu))
 
     def finish(self, flow: Flow) -> Flow:
         """Through the others; then drafts read it."""
         found = self._through(slice(self.n_early, None), flow)
         if self.reading is not None:
-            embedded, normed = (each in ON_GPU for each in (self.every[0], self.every[-1]))
+            embedded, normed = (each.on_gpu for each in (self.every[0], self.every[-1]))
             self.lanes.read_states(
                 self.reading, found, self.m, self.context_tokens, normed_on_gpu=normed, embedded_on_gpu=embedded
             )

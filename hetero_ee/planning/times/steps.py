@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import ExitRates
-from hetero_ee.planning.times.costs import ON_GPU, STREAMED, Costs, reads_on_cpu
+from hetero_ee.planning.times.costs import Costs, reads_on_cpu
 from hetero_ee.planning.times.lanes import Flow, Lanes
 from hetero_ee.planning.times.overlap import overlap
 
@@ -94,7 +95,7 @@ class StepTimes:
         self,
         costs: Costs,
         parts: Sequence[Part],
-        placements: Sequence[str],
+        placements: Sequence[Placement],
         context_tokens: int,
         max_tokens: int,
         *,
@@ -104,13 +105,13 @@ class StepTimes:
         self._costs, self._parts, self.placements = costs, parts, placements
         self._context_tokens, self._max_tokens = context_tokens, max_tokens
         self._map_ranks = map_ranks or {}
-        self.has_streams = any(placement in STREAMED for placement in placements)
+        self.has_streams = any(placement.is_streamed for placement in placements)
         self._is_simulated = self.has_streams and copies_ahead
-        on_gpu = [placement in ON_GPU for placement in placements]
+        on_gpu = [placement.on_gpu for placement in placements]
         self._on_gpu = [on_gpu[0], *on_gpu]  # before each part, and at the end: tokens enter where the embedding lies
         self._overlap, self._beside_cpu = overlap(placements), reads_on_cpu(parts, placements)
         alone_s = (
-            0.0 if placement in ON_GPU else costs.part_s(part, placement, 1, context_tokens)
+            0.0 if placement.on_gpu else costs.part_s(part, placement, 1, context_tokens)
             for part, placement in zip(parts[::-1], placements[::-1], strict=True)
         )
         self._cpu_s = [*accumulate(alone_s, initial=0.0)][::-1]  # one token through the CPU's parts from each one on

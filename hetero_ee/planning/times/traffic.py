@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.hot import SPLITS, crossing_values, halves
-from hetero_ee.planning.parts import FLOAT_BYTES, NeuronShares, Part, Product, exit_map_products
+from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import DepthStatistics
-from hetero_ee.planning.times.costs import N_CANDIDATES, ON_GPU, PARTIAL_ROWS, STREAMED
+from hetero_ee.planning.times.costs import N_CANDIDATES, exit_end, part_work, split_work
 from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.steps import Step
 
@@ -68,26 +69,22 @@ class _Moved(Counter[str]):
 
 
 def token_bytes(
-    spec: ModelSpec, parts: Sequence[Part], placements: Sequence[str], way: Way, map_ranks: Mapping[int, int]
+    spec: ModelSpec, parts: Sequence[Part], placements: Sequence[Placement], way: Way, map_ranks: Mapping[int, int]
 ) -> dict[str, float]:
     """By kind and direction; what drafts from elsewhere move is not in it."""
-    found, on_gpu = _Moved(), [placement in ON_GPU for placement in placements]
+    found, on_gpu = _Moved(), [placement.on_gpu for placement in placements]
     row_bytes = FLOAT_BYTES * spec.hidden_size
     for place, (part, placement) in enumerate(zip(parts, placements, strict=True)):
         behind = way.behind((place - 1) // 2 if part.layer is None else part.layer)
-        if placement in STREAMED:
+        if placement.is_streamed:
             found.over_link(WEIGHTS, way.passes[behind] * part.weight_bytes, to_gpu=True)
-        elif placement in SPLITS:
-            assert part.neurons is not None, "not a sparse FFN"
-            shares = NeuronShares.of(spec, is_prompt=False)
-            whole, _, cold = halves(part.products, part.neurons, placement, shares, spec.hot_curve)
-            n_values = crossing_values(part.neurons, placement, is_predicted=bool(whole))
-            found.add(CPU_WEIGHTS, way.passes[behind] * cold.token_bytes)
-            found.over_link(HIDDEN, way.rows[behind] * FLOAT_BYTES * n_values, to_gpu=False)
+        elif placement.is_split:
+            work = split_work(spec, part, placement, 1)
+            found.add(CPU_WEIGHTS, way.passes[behind] * work.cold.read_bytes)
+            found.over_link(HIDDEN, way.rows[behind] * FLOAT_BYTES * work.input_values, to_gpu=False)
             found.over_link(HIDDEN, way.rows[behind] * row_bytes, to_gpu=True)
-        elif placement not in ON_GPU:
-            shares = NeuronShares.of(spec, is_prompt=False)
-            found.add(CPU_WEIGHTS, way.passes[behind] * part.token_bytes(shares))
+        elif not placement.on_gpu:
+            found.add(CPU_WEIGHTS, way.passes[behind] * part_work(spec, part, 1).read_bytes)
         if place and on_gpu[place - 1] != on_gpu[place]:
             rows = way.logits if part.kind is BlockKind.HEAD else way.rows[behind]
             found.over_link(HIDDEN, rows * row_bytes, to_gpu=on_gpu[place])
@@ -117,7 +114,7 @@ def _add_judging(
         found.over_link(LOGITS, judged * FLOAT_BYTES * n_logits, to_gpu=False)
         found.over_link(DRAFTS, 0.0 if takes else whole * DRAFT_BYTES, to_gpu=False)
         return
-    map_bytes = sum(product.n_bytes for product in exit_map_products(spec.hidden_size, map_rank))
-    found.add(CPU_WEIGHTS, whole * (head.product_bytes + map_bytes))
+    end = exit_end(spec, head, map_rank)
+    found.add(CPU_WEIGHTS, whole * sum(work.read_bytes for work in end.logits(1)))
     if looks:
-        found.add(CPU_WEIGHTS, judged * (Product("int8", PARTIAL_ROWS, spec.hidden_size).n_bytes + map_bytes))
+        found.add(CPU_WEIGHTS, judged * sum(work.read_bytes for work in end.candidates(1, N_CANDIDATES)))

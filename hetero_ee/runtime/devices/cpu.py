@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.work import Work
 from hetero_ee.device_errors import memory_error
 from hetero_ee.runtime.devices.device import CPU, Device, Event, T
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.trace import SpanRecorder
-from hetero_ee.runtime.work import Work, joined_name
+from hetero_ee.runtime.work import joined_name
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.host.memory import memory_info
 

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.work import Work
 from hetero_ee.device_errors import driver_errors
 from hetero_ee.runtime.devices.cuda_driver import CudaDriver
 from hetero_ee.runtime.devices.cuda_stream import CudaClock, CudaStream
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, T
 from hetero_ee.runtime.devices.timeline import COPY_LANES, ROW_LANES
-from hetero_ee.runtime.work import Work, joined_name
+from hetero_ee.runtime.work import joined_name
 
 
 class CudaDevice(Device):

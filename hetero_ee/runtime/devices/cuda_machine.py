@@ -7,16 +7,15 @@ from functools import partial
 
 import torch
 
+from hetero_ee.costs.product import FLOAT_BYTES
+from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.device_errors import driver_errors
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry, Warn
-from hetero_ee.planning.hot import hot_neurons
-from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.runtime.devices.cpu import CpuDevice
 from hetero_ee.runtime.devices.cuda import CudaDevice, CudaLink
 from hetero_ee.runtime.devices.cuda_copier import CudaCopier
@@ -102,8 +101,8 @@ def cuda_machine(
 def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuExecutor:
     """What computes the plan's parts on the GPU, where these layers' keys and values lie. Raises DeviceMemoryError."""
     places = {part.name: part.decode_placement for part in plan.parts}
-    blocks = [(block, places.get(block.name, "")) for block in decoder_blocks(spec)]
-    hot = [(block, n) for block, place in blocks if (n := hot_neurons(spec.ffn_size, place))]
+    blocks = [(block, places.get(block.name)) for block in decoder_blocks(spec)]  # the final norm has none of its own
+    hot = [(block, place.hot_neurons(spec.ffn_size)) for block, place in blocks if place is not None and place.is_split]
     weights = with_first_neurons(weights, hot)
     kept = [block for block, place in blocks if place == GPU] + [block for block, _ in hot]
     if places["head"] == GPU:

@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.work import Work
 from hetero_ee.device_errors import memory_error
-from hetero_ee.runtime.work import Work
 
 T = TypeVar("T")
 CPU, GPU = "cpu", "gpu"

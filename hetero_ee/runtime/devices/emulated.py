@@ -9,14 +9,15 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.product import FLOAT_BYTES
+from hetero_ee.costs.work import Work
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, T
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
 from hetero_ee.runtime.devices.timeline import COPY_LANES, ROW_LANES, Timeline
 from hetero_ee.runtime.streaming.block_source import MappedBlocks
-from hetero_ee.runtime.work import Work, joined_name, work_s
+from hetero_ee.runtime.work import joined_name
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
 
 
@@ -54,7 +55,7 @@ class EmulatedDevice(Device):
 
         Raises KeyError for a layout that the profile has no times of; a run that raises takes no time.
         """
-        seconds = [work_s(work, self._times, self._disk_bytes_per_s, self._spec) for work in works]
+        seconds = [work.seconds(self._times, self._disk_bytes_per_s, self._spec) for work in works]
         value = compute()
         event = self._timeline.occupy(self.name, joined_name(works), 0.0, after)
         for work, duration_s in zip(works, seconds, strict=True):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.streaming.streaming import AtOnce, BlockSource

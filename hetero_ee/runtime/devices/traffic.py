@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hetero_ee.planning.parts import Product
+from hetero_ee.costs.head_cost import CHOICE
+from hetero_ee.costs.product import Product
+from hetero_ee.costs.work import Work
 from hetero_ee.planning.times.traffic import CPU_WEIGHTS, over_link
-from hetero_ee.runtime.work import CHOICE, Work
 
 
 @dataclass(slots=True)
@@ -15,7 +16,7 @@ class Traffic:
     """n_bytes: since it was made, by kind and direction."""
 
     n_bytes: Counter[str] = field(default_factory=Counter)
-    _known: dict[tuple[tuple[str, int, int], ...], int] = field(default_factory=dict, repr=False)  # by products
+    _known: dict[tuple[Product, ...], int] = field(default_factory=dict, repr=False)  # by products
 
     def moved(self, kind: str, n_bytes: int, *, to_gpu: bool) -> None:
         """So many bytes of a kind went over the link."""
@@ -26,7 +27,7 @@ class Traffic:
         need."""
         for work in works:
             if work.products not in self._known:
-                self._known[work.products] = sum(Product(*product).n_bytes for product in work.products)
+                self._known[work.products] = sum(product.n_bytes for product in work.products)
             if work.name != CHOICE:
                 self.n_bytes[CPU_WEIGHTS] += self._known[work.products]
             if work.neurons is not None:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hetero_ee.costs.product import stored_layout
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.tensors import TensorSpec, is_in_rows
 from hetero_ee.models.blocks import Block, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
-from hetero_ee.runtime.work import stored_layout
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes
 from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, tile_grid

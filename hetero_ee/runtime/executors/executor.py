@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor
 
 from hetero_ee.config import Progress
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache, LayeredCache
@@ -17,7 +18,6 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
-from hetero_ee.planning.parts import KV_TYPE
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.captured import captured_layers, cut

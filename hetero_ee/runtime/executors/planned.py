@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from hetero_ee.costs.kv_types import kv_bytes_per_token
+from hetero_ee.costs.work import MAX_DECODE_TOKENS, Work
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import DeviceCaches
-from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
-from hetero_ee.planning.hot import hot_neurons
-from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.runtime.devices.device import Allocation, Device, Event, T
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.traffic import Traffic
@@ -29,15 +28,7 @@ from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
-from hetero_ee.runtime.work import (
-    Work,
-    block_work,
-    block_works,
-    draft_works,
-    logits_works,
-    partial_works,
-    split_works,
-)
+from hetero_ee.runtime.work import BlockWorks
 from hetero_ee.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -77,9 +68,8 @@ class PlannedExecutor(Executor):
         self.cache = DeviceCaches([each.cache for each in self._executors], cpu.cache.max_tokens)
         self._route = Route(plan, self.blocks)
         self.overlap = self._route.overlap
-        parts = model_parts(spec, plan.kv_type)
-        self._part_bytes = {part.name: part.weight_bytes for part in parts}
-        self._kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
+        kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, plan.kv_type)
+        self._works = BlockWorks(spec, self.blocks, kv_bytes)
 
     @property
     def pool(self) -> "ThreadPool | None":
@@ -176,19 +166,19 @@ class PlannedExecutor(Executor):
         return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self._head_works(len(normed)))
 
     def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
-        works = partial_works(self.blocks[-1], len(token_ids), token_ids.shape[1], end)
+        works = self._works.head(self.blocks[-1], end).candidates(*token_ids.shape)
         return self._logits(_Flow(hidden), lambda executor, x: executor.partial_logits(x, token_ids, end), works)
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         moved, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
-        works = draft_works(self.blocks[-1], len(noise), end)
+        works = self._works.head(self.blocks[-1], end).draft(len(noise))
         found, event = self._ran(
             device, works, lambda: self._marked(executor.draft_rows(moved.hidden, noise, end)), moved.ready
         )
         return self._moved(_Flow(found, (event,)), False, "drafts").hidden
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
-        works = logits_works(self.blocks[-1], hidden.shape[0], end)
+        works = self._works.head(self.blocks[-1], end).logits(len(hidden))
         return self._logits(_Flow(hidden), lambda executor, x: executor.draft_logits(x, end), works)
 
     @property
@@ -206,7 +196,7 @@ class PlannedExecutor(Executor):
 
     @property
     def head_on_gpu(self) -> bool:
-        return self._route.place(self.blocks[-1]) in ON_GPU
+        return self._route.place(self.blocks[-1]).on_gpu
 
     def _executor(self, on_gpu: bool) -> tuple[BlockExecutor, Device]:
         if not on_gpu:
@@ -224,14 +214,14 @@ class PlannedExecutor(Executor):
     def _entered(self, batch: Batch, hidden: Tensor | None) -> _Flow:
         if hidden is not None:
             return _Flow(hidden)
-        on_gpu = self._route.place(self.blocks[0]) in ON_GPU
+        on_gpu = self._route.place(self.blocks[0]).on_gpu
         executor, device = self._executor(on_gpu)
 
         def embed() -> Tensor:
             found = executor.embed(batch)
             return self.machine.copier.to_gpu(found) if on_gpu else found
 
-        found, event = device.run([block_work(self.blocks[0], len(batch))], embed)
+        found, event = device.run(self._works.through(self.blocks[:1], batch), embed)
         return _Flow(found, (event,) if on_gpu else ())
 
     def _through(self, batch: Batch, flow: _Flow, segments: Sequence[Segment]) -> _Flow:
@@ -251,15 +241,15 @@ class PlannedExecutor(Executor):
             found = executor.forward(flow.hidden, batch, segment.blocks)
             return self.machine.copier.to_gpu(found) if segment.on_gpu else found
 
-        found, event = self._ran(device, self._works(batch, segment), compute, flow.ready)
+        found, event = self._ran(device, self._segment_works(batch, segment), compute, flow.ready)
         return _Flow(found, (event,) if segment.on_gpu else ())
 
     def _split(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
         """An FFN. The GPU is given its neurons before the host waits for their input and adds up the CPU's; that sum's
         way is free at once, as all that was moved to the GPU before was read before it began."""
         (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
-        first, hot, cold = split_works(self.spec, block, batch, segment.place)
-        n_hot, to_gpu = hot_neurons(self.spec.ffn_size, segment.place), self.machine.copier.to_gpu
+        n_hot, to_gpu = segment.place.hot_neurons(self.spec.ffn_size), self.machine.copier.to_gpu
+        first, hot, cold = self._works.split(block, batch, n_hot)
         here, there = (executor.split(block, n_hot) for executor in self._executors)
         x, begun = gpu.run([first], lambda: to_gpu(there.begin(flow.hidden, batch)), flow.ready)
         sums, added = gpu.run([hot], lambda: there.first_sums(x, batch))
@@ -272,24 +262,13 @@ class PlannedExecutor(Executor):
     def _streamed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
         """Block by block: each waits for its weights and for the block before."""
         assert self._streams is not None
-        for block, work in zip(segment.blocks, self._works(batch, segment), strict=True):
+        for block, work in zip(segment.blocks, self._segment_works(batch, segment), strict=True):
             found, event = self._streams.run(block, segment.place, batch, flow.hidden, flow.ready, work)
             flow = _Flow(found, (event,))
         return flow
 
-    def _works(self, batch: Batch, segment: Segment) -> list[Work]:
-        return block_works(
-            self.spec,
-            segment.blocks,
-            batch,
-            kv_bytes_per_token=self._kv_bytes_per_token,
-            disk_bytes=self._disk_bytes(segment),
-        )
-
-    def _disk_bytes(self, segment: Segment) -> Callable[[Block], int]:
-        """Of a block of the segment."""
-        on_disk = segment.place == "disk"
-        return lambda block: self._part_bytes[block.name] if on_disk else 0
+    def _segment_works(self, batch: Batch, segment: Segment) -> list[Work]:
+        return self._works.through(segment.blocks, batch, from_disk=segment.place == "disk")
 
     def _ran(
         self, device: Device, works: Sequence[Work], compute: Callable[[], T], ready: Sequence[Event]
@@ -307,7 +286,7 @@ class PlannedExecutor(Executor):
         return self._logits(flow, lambda executor, x: executor.to_logits(x), self._head_works(len(flow.hidden)))
 
     def _head_works(self, m: int) -> list[Work]:
-        return [block_work(self.blocks[-1], m)]
+        return self._works.head(self.blocks[-1]).logits(m)
 
     def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], works: Sequence[Work]) -> Tensor:
         """compute(executor, hidden) with the head, where it lies; what comes out on the CPU."""

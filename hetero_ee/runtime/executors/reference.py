@@ -1,9 +1,9 @@
 """The reference executor: plain torch, fp32, what every other one is checked against."""
 
+from hetero_ee.costs.kv_types import default_kv_type
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import TorchOps
-from hetero_ee.planning.parts import default_kv_type
 from hetero_ee.runtime.executors.host import OpsExecutor
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights
 

@@ -19,6 +19,7 @@ from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.growth import Growth
 from hetero_ee_kernels.pages import PAGE_TOKENS
+from hetero_ee_profiles.units import GIB
 
 if TYPE_CHECKING:
     from hetero_ee_cpu_ops.thread_pool import ThreadPool
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 SMALLER = 0.85  # of the bytes that were too much: what is left for the plan made instead
 N_SMALLER = 3  # such plans are tried at opening, each of them loaded, before the GPU is given up
 TAKEN_BYTES = 2**29  # of VRAM: what this process takes besides tensors (kernels, graphs, libraries) stays below it
-GIB = 2**30
 Warn = Callable[[str], None]
 Replan = Callable[[int, int], Plan]
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.planning.times.traffic import KV
@@ -17,7 +18,6 @@ from hetero_ee.runtime.devices.device import CPU, Event
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.route import DECODE, PREFILL, Route
 from hetero_ee.runtime.streaming.streaming import N_BUFFERS, WeightStream
-from hetero_ee.runtime.work import Work
 from hetero_ee.weights.model_weights import ModelWeights
 
 VISIT = "visit"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hetero_ee.calibration.recorded_file import read_recorded, require_version, write_recorded
 from hetero_ee.calibration.tensor_files import Arrays
+from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.errors import StoreError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
 from hetero_ee.weights.quantizers import FITTED_LIMIT, MAX_EXPONENT, MIN_EXPONENT
 from hetero_ee.weights.store.filesystem import FileSystem

@@ -5,23 +5,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from hetero_ee.costs.block_cost import BlockCost
+from hetero_ee.costs.head_cost import HeadCost
+from hetero_ee.costs.kv_types import kv_bytes_per_token
+from hetero_ee.costs.product import FLOAT_BYTES, tensor_bytes
+from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token, tensor_bytes
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import DraftRates, PromptReading
-from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.memory import layers_room_terms, rounded
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
-from hetero_ee.runtime.drafted import DraftEnd
-from hetero_ee.runtime.work import Work, draft_works, logits_works, work_s
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
 from hetero_ee.speculation.sources.draft_head_layer import (
     EMBEDDING,
-    draft_head_works,
+    DraftHeadWorks,
     fc_block,
-    fc_work,
     layer_blocks,
 )
 from hetero_ee.speculation.sources.state_rows import PIECE_ROWS
@@ -39,6 +40,10 @@ class HeadCosts:
     profile: HardwareProfile
     threads: int
 
+    @property
+    def works(self) -> DraftHeadWorks:
+        return DraftHeadWorks(self.facts.spec, self.facts.eagle3)
+
     def rates(self, source: str) -> DraftRates:
         """As the planner takes them: by the CPU, and by the GPU where there is one."""
         by_gpu = None if self.profile.gpu is None else self._rates(source, on_gpu=True)
@@ -48,32 +53,31 @@ class HeadCosts:
         """Seconds of one draft: the head's layer there, the choice by the model's head there, and what crosses: the
         token's embedding to the layer, the state from it, and the draft to the CPU."""
         batch = Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0])
-        works = draft_head_works(self.facts.spec, batch, self.facts.eagle3)
-        head = decoder_blocks(replace(self.spec, vocab_size=self.facts.n_draft_tokens))[-1]
-        end = DraftEnd(is_normed=True)
-        choice = draft_works(head, 1, end) if head_on_gpu else logits_works(head, 1, end)
+        spec = replace(self.spec, vocab_size=self.facts.n_draft_tokens)
+        head = HeadCost(BlockCost.of(spec, decoder_blocks(spec)[-1]))
+        choice = head.draft(1) if head_on_gpu else head.logits(1)
         embedded_on_gpu = embedding_on_gpu and not self.facts.has_embedding
         link, n_transfers = self.profile.link, (embedded_on_gpu != on_gpu) + (on_gpu != head_on_gpu) + head_on_gpu
-        seconds = self._works_s(works, on_gpu=on_gpu) + self._works_s(choice, on_gpu=head_on_gpu)
+        seconds = self._works_s(self.works.guess(batch), on_gpu=on_gpu) + self._works_s(choice, on_gpu=head_on_gpu)
         return seconds + (n_transfers * link.transfer.value if link is not None else 0.0)
 
     def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
         """Seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
         firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
         pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
-        spec, eagle3 = self.facts.spec, self.facts.eagle3
-        seconds = sum(self._works_s(draft_head_works(spec, each, eagle3), on_gpu=on_gpu) for each in pieces)
-        return seconds + (self._works_s([fc_work(spec, eagle3, m)], on_gpu=on_gpu) if eagle3 else 0.0)
+        works = self.works
+        seconds = sum(self._works_s(works.guess(each), on_gpu=on_gpu) for each in pieces)
+        return seconds + (self._works_s(works.fuse(m), on_gpu=on_gpu) if self.facts.eagle3 else 0.0)
 
-    def verified_s(self, placements: Sequence[str], m: int, *, on_gpu: bool) -> float:
+    def verified_s(self, placements: Sequence[Placement], m: int, *, on_gpu: bool) -> float:
         """Seconds that the states of m verified tokens take before drafts can follow them: of EAGLE-3 those captured
         where the head does not lie cross the link together, then fc."""
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         if eagle3 is None:
             return 0.0
         # The state before a layer lies where the block before it is; parts are the embedding and two of each layer.
-        n_far = sum((placements[2 * layer] in ON_GPU) != on_gpu for layer in eagle3.captured)
-        seconds, link = self._works_s([fc_work(spec, eagle3, m)], on_gpu=on_gpu), self.profile.link
+        n_far = sum((placements[2 * layer].on_gpu) != on_gpu for layer in eagle3.captured)
+        seconds, link = self._works_s(self.works.fuse(m), on_gpu=on_gpu), self.profile.link
         if n_far and link is not None:
             more_bytes = (n_far * m - 1) * FLOAT_BYTES * spec.hidden_size
             seconds += link.transfer.value + more_bytes / link.to_cpu_bytes_per_s.value
@@ -84,13 +88,14 @@ class HeadCosts:
         embedding, which is no more than looked up in, stays on the CPU."""
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         blocks = (fc_block(spec, eagle3), *layer_blocks(spec, eagle3))
-        tensors = [(tensor, "int4") for block in blocks for tensor in block.tensors.values()]
+        tensors = [tensor for block in blocks for tensor in block.tensors.values()]
         if self.facts.has_embedding and not on_gpu:
             shape = (spec.vocab_size, spec.hidden_size)
-            tensors.append((TensorSpec(EMBEDDING, TensorRole.VOCABULARY, shape), "int8"))
+            tensors.append(TensorSpec(EMBEDDING, TensorRole.VOCABULARY, shape))
         n_states = -(-context_tokens // PIECE_ROWS) * PIECE_ROWS
-        parts = [self._rows_bytes, *(tensor_bytes(tensor, layout) for tensor, layout in tensors)]
-        parts += [kv_bytes_per_token(spec, BESIDE_KV_TYPE) * context_tokens, FLOAT_BYTES * spec.hidden_size * n_states]
+        parts = [self._rows_bytes, *map(tensor_bytes, tensors)]
+        kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, BESIDE_KV_TYPE)
+        parts += [kv_bytes * context_tokens, FLOAT_BYTES * spec.hidden_size * n_states]
         if not on_gpu:
             return sum(parts)
         room = layers_room_terms(spec, context_tokens, BESIDE_ROWS)
@@ -102,7 +107,7 @@ class HeadCosts:
         if self.facts.n_draft_tokens == self.spec.vocab_size and not self.facts.has_rows:
             return 0
         shape = (self.facts.n_draft_tokens, self.spec.hidden_size)
-        return tensor_bytes(TensorSpec("rows", TensorRole.VOCABULARY, shape), "int8")
+        return tensor_bytes(TensorSpec("rows", TensorRole.VOCABULARY, shape))
 
     def _rates(self, source: str, *, on_gpu: bool, by_gpu: DraftRates | None = None) -> DraftRates:
         reading = PromptReading(cache(partial(self.reading_s, on_gpu=on_gpu)), on_gpu, self.facts.has_embedding)
@@ -118,4 +123,4 @@ class HeadCosts:
     def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
         times = self.profile.gpu if on_gpu and self.profile.gpu is not None else self.profile.cpu_with(self.threads)
         disk_bytes_per_s = self.profile.disk_read_bytes_per_s.value
-        return sum(work_s(work, times, disk_bytes_per_s, self.facts.spec) for work in works)
+        return sum(work.seconds(times, disk_bytes_per_s, self.facts.spec) for work in works)

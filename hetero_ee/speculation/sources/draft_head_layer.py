@@ -12,15 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.kv_types import kv_bytes_per_token
+from hetero_ee.costs.product import Product
+from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import kv_bytes_per_token
 from hetero_ee.runtime.devices.device import Event, T
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor
-from hetero_ee.runtime.work import Work, block_works
+from hetero_ee.runtime.work import BlockWorks
 from hetero_ee.speculation.sources.eagle3 import NORM_ALL, NORM_EACH, Eagle3
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
@@ -91,6 +93,7 @@ class DraftHeadLayer:
         self.cache, self._executor, self._eagle3 = executor.cache, executor, eagle3
         self._spec, self._blocks, self._embedding = spec, layer_blocks(spec, eagle3), embedding
         self._machine, self._on_gpu = machine, on_gpu
+        self._works = DraftHeadWorks(spec, eagle3)
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """The next states, (m, d) fp32 on its device: of the tokens' embeddings and the states before them."""
@@ -107,7 +110,7 @@ class DraftHeadLayer:
                 found = executor.normed(found, HEAD_NORM) if eagle3.norm_output else found
             return self._marked(found)
 
-        return self._run(draft_head_works(self._spec, batch, self._eagle3), compute, (*ready, *entered_ready))
+        return self._run(self._works.guess(batch), compute, (*ready, *entered_ready))
 
     def _joined(self, embedded: Tensor, states: Tensor, batch: Batch) -> tuple[Tensor, Batch, list[Block]]:
         """What is to pass the blocks that are left: of EAGLE-1 all."""
@@ -144,7 +147,7 @@ class DraftHeadLayer:
             some = [each[first : first + BESIDE_ROWS] for each in captured]
             parts, ready = self._gathered(some)
             compute = partial(self._put_fused, eagle3, parts, first, put)
-            self._run([fc_work(self._spec, eagle3, len(parts[0]))], compute, ready)
+            self._run(self._works.fuse(len(parts[0])), compute, ready)
 
     def _put_fused(
         self, eagle3: Eagle3, parts: Sequence[Tensor], first: int, put: Callable[[int, Tensor], None]
@@ -199,17 +202,25 @@ class DraftHeadLayer:
         return self._machine.device(on_gpu=self._on_gpu).run(works, compute, after)[0]
 
 
-def draft_head_works(spec: ModelSpec, batch: Batch, eagle3: Eagle3 | None = None) -> list[Work]:
-    """What one guess of each token takes: the layer of this spec and, of EAGLE-1, fc, in 4 bits."""
-    kv_bytes = kv_bytes_per_token(spec, BESIDE_KV_TYPE)
-    attention, ffn = block_works(spec, layer_blocks(spec, eagle3), batch, kv_bytes_per_token=kv_bytes)
-    fc = () if eagle3 is not None else (("int4", spec.hidden_size, 2 * spec.hidden_size),)
-    return [
-        replace(attention, name="draft_head.attention", products=(*fc, *attention.products)),
-        replace(ffn, name="draft_head.ffn"),
-    ]
+class DraftHeadWorks:
+    """Describes what a draft head computes, in 4 bits, to the device that runs it."""
 
+    def __init__(self, spec: ModelSpec, eagle3: Eagle3 | None) -> None:
+        kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, BESIDE_KV_TYPE)
+        self._blocks, self._is_eagle1 = layer_blocks(spec, eagle3), eagle3 is None
+        self._works = BlockWorks(spec, self._blocks, kv_bytes)
+        n_states = 2 if eagle3 is None else len(eagle3.captured)
+        self._fc = Product("int4", spec.hidden_size, n_states * spec.hidden_size)
 
-def fc_work(spec: ModelSpec, eagle3: Eagle3, m: int) -> Work:
-    """What fc of EAGLE-3 takes for m verified tokens."""
-    return Work("draft_head.fc", m, (("int4", spec.hidden_size, len(eagle3.captured) * spec.hidden_size),))
+    def guess(self, batch: Batch) -> list[Work]:
+        """Return the work of one guess per token: the layer and, for EAGLE-1, fc."""
+        attention, ffn = self._works.through(self._blocks, batch)
+        fc = (self._fc,) if self._is_eagle1 else ()
+        return [
+            replace(attention, name="draft_head.attention", products=(*fc, *attention.products)),
+            replace(ffn, name="draft_head.ffn"),
+        ]
+
+    def fuse(self, m: int) -> list[Work]:
+        """Return the work of EAGLE-3's fc for m verified tokens."""
+        return [Work("draft_head.fc", m, (self._fc,))]

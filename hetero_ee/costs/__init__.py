@@ -1,0 +1,1 @@
+"""What blocks of a model cost in bytes, products and state."""

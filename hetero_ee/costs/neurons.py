@@ -1,0 +1,84 @@
+"""Neurons of sparse FFNs: how many a token needs, and what reading them costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from hetero_ee.layers.tensors import TensorRole, is_in_rows
+from hetero_ee.models.blocks import Block
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.rows import row_sizes
+from hetero_ee_profiles.hardware import DeviceTimes, interpolated, needed_share
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronShares:
+    """Shares of an FFN's neurons that one token is expected to need."""
+
+    active: float = 1.0  # of the rows of up and down
+    first: float = 1.0  # of the rows of the matrix that says which neurons are active: a predictor may spare some
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, is_prompt: bool) -> Self:
+        """Return what the model's calibration expects. Prefill does not use the predictor."""
+        return cls(spec.active_shares[is_prompt], 1.0 if is_prompt else spec.predicted_share)
+
+    def among(self, n_neurons: int, of: int, activations: float) -> Self:
+        """Return the shares within a group of n_neurons out of `of`, which has this share of all activations."""
+        return type(self)(*(min(1.0, share * activations * of / n_neurons) for share in (self.active, self.first)))
+
+
+ALL_NEURONS = NeuronShares()
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronRows:
+    """Matrices of a sparse FFN that are stored neuron by neuron: up if there is a gate, down, and the first matrix
+    if there is a predictor."""
+
+    n_rows: int  # of up and down together
+    n_columns: int
+    n_first_rows: int = 0
+    n_neurons: int = 0
+
+    @classmethod
+    def of(cls, block: Block) -> Self | None:
+        """Return the rows of a sparse FFN, None for other blocks."""
+        rows = [tensor for tensor in block.tensors.values() if is_in_rows(tensor.role)]
+        if not rows:
+            return None
+        n_first = sum(tensor.shape[0] for tensor in rows if tensor.role is TensorRole.FIRST_ROWS)
+        n_neurons, n_columns = rows[0].shape
+        return cls(sum(tensor.shape[0] for tensor in rows) - n_first, n_columns, n_first, n_neurons)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(row_sizes(self.n_rows + self.n_first_rows, self.n_columns))
+
+    def read_bytes(self, shares: NeuronShares, m: int) -> int:
+        """Return the bytes that m tokens read if each needs these shares of the neurons."""
+        n_rows = needed_share(shares.active, m) * self.n_rows + needed_share(shares.first, m) * self.n_first_rows
+        return int(n_rows * sum(row_sizes(1, self.n_columns)))
+
+    def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int) -> float:
+        """Return the seconds in which that device multiplies m tokens with the rows they need."""
+        seconds = times.rows_s(self.n_rows, self.n_columns, m, shares.active)
+        if self.n_first_rows:
+            seconds += times.rows_s(self.n_first_rows, self.n_columns, m, shares.first)
+        return seconds
+
+    def group(self, n_neurons: int) -> Self:
+        """Return the rows of n_neurons of the neurons."""
+        n_rows, n_first_rows = (rows // self.n_neurons * n_neurons for rows in (self.n_rows, self.n_first_rows))
+        return type(self)(n_rows, self.n_columns, n_first_rows, n_neurons)
+
+
+def hot_activations(curve: Sequence[float], share: float) -> float:
+    """Return the share of a token's active neurons that are among this first share of all neurons.
+
+    Args:
+        curve: see ModelSpec.hot_curve; empty if it is unknown.
+    """
+    points = enumerate((0.0, *(curve or (1.0,))))
+    return interpolated([(i / max(1, len(curve)), found) for i, found in points], share)

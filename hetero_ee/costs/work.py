@@ -1,0 +1,139 @@
+"""Work: what m tokens do in one block, and the seconds it takes on a device of a hardware profile."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from hetero_ee.costs.kv_types import kv_bytes_per_token
+from hetero_ee.costs.neurons import ALL_NEURONS, NeuronRows, NeuronShares, hot_activations
+from hetero_ee.costs.product import Product
+from hetero_ee.layers.state import KvState
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee_profiles.hardware import DeviceTimes
+
+MAX_DECODE_TOKENS = 16  # up to this many, attention reads keys and values once and pays a little for each more
+
+
+class Overhead(Enum):
+    """Costs of a block besides products and attention."""
+
+    NONE = "none"
+    HALF_LAYER = "half a layer"  # norms, activations and bookkeeping of an attention or FFN
+    PASS = "pass"  # what a pass costs outside of its layers; charged to the head
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """Attention of one layer over its KV cache."""
+
+    state: KvState
+    kv_bytes_per_token: int  # of the cache, in one layer
+
+    def positions_read(self, m: int, context_tokens: int) -> int:
+        """Return the positions that m tokens read, each once, in a sequence of context_tokens including them."""
+        window = self.state.window
+        seen = context_tokens if window is None else min(context_tokens, window + m - 1)
+        return max(seen, m)
+
+    def seconds(self, times: DeviceTimes, m: int, context_tokens: int) -> float:
+        """Return the seconds on that device, scaled if the profile timed another type of keys and values."""
+        state = self.state
+        timed_bytes = kv_bytes_per_token(state.n_kv_heads, state.head_dim, times.kv_type)
+        return times.attention_s(
+            state.n_heads,
+            state.n_kv_heads,
+            state.head_dim,
+            m,
+            self.positions_read(m, context_tokens),
+            few=m <= MAX_DECODE_TOKENS,
+            kept_share=self.kv_bytes_per_token / timed_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """m tokens through one block, or through a part of it."""
+
+    name: str
+    m: int
+    products: tuple[Product, ...] = ()
+    attention: AttentionCost | None = None
+    overhead: Overhead = Overhead.NONE
+    disk_bytes: int = 0  # read from the disk meanwhile
+    neurons: NeuronRows | None = None  # of a sparse FFN
+    shares: NeuronShares = ALL_NEURONS  # of those neurons, per token
+    context_tokens: int = 0  # of the longest sequence, including its tokens here
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(product.n_bytes for product in self.products) + (self.neurons.n_bytes if self.neurons else 0)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the matrices and neurons that the m tokens are expected to need."""
+        n_bytes = sum(product.n_bytes for product in self.products)
+        return n_bytes + (self.neurons.read_bytes(self.shares, self.m) if self.neurons else 0)
+
+    def seconds(self, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelSpec) -> float:
+        """Return the seconds on that device, or those of reading from the disk if that is slower.
+
+        Raises:
+            KeyError: if the profile did not time a layout.
+        """
+        seconds = self.products_s(times) + self.overhead_s(times, spec)
+        if self.attention is not None:
+            seconds += self.attention.seconds(times, self.m, self.context_tokens)
+        return max(seconds, self.disk_bytes / disk_bytes_per_s)
+
+    def products_s(self, times: DeviceTimes) -> float:
+        """Return the seconds of all products, those with rows of neurons included."""
+        seconds = sum(times.matmul_s(*product, self.m) for product in self.products)
+        if self.neurons is not None:
+            seconds += self.neurons.read_s(times, self.shares, self.m)
+        return seconds
+
+    def overhead_s(self, times: DeviceTimes, spec: ModelSpec) -> float:
+        """Return the seconds of everything besides products and attention."""
+        if self.overhead is Overhead.HALF_LAYER:
+            return times.layer_overhead_s(spec.hidden_size, spec.ffn_size, self.m) / 2
+        if self.overhead is Overhead.PASS:
+            return times.pass_overhead_s(spec.hidden_size, spec.ffn_size, self.m)
+        return 0.0
+
+    def split(self, n_hot: int, hot_curve: Sequence[float] = ()) -> "SplitWork":
+        """Divide a sparse FFN between two devices.
+
+        Args:
+            hot_curve: see ModelSpec; empty if it is unknown.
+
+        """
+        rows = self.neurons
+        assert rows is not None, "not a sparse FFN"
+        size, activations = rows.n_neurons, hot_activations(hot_curve, n_hot / rows.n_neurons)
+        by_neuron = [each for each in self.products if each[1:] == (size, rows.n_columns)]
+        first = tuple(each for each in self.products if each not in by_neuron)
+
+        def group(n: int, activations: float, overhead: Overhead) -> Work:
+            products = tuple(each._replace(n_rows=n) for each in by_neuron)
+            shares = self.shares.among(n, size, activations)
+            return replace(self, products=products, neurons=rows.group(n), shares=shares, overhead=overhead)
+
+        hot, cold = group(n_hot, activations, Overhead.NONE), group(size - n_hot, 1 - activations, self.overhead)
+        return SplitWork(replace(self, products=first, neurons=None), hot, cold)
+
+
+class SplitWork(NamedTuple):
+    """Work of a sparse FFN that two devices compute at once."""
+
+    first: Work  # by the GPU, before the neurons
+    hot: Work  # the GPU's neurons
+    cold: Work  # the CPU's neurons
+
+    @property
+    def input_values(self) -> int:
+        """Values per token that go to the CPU: the FFN's input and, with a predictor, the scores of its neurons."""
+        rows = self.cold.neurons
+        assert rows is not None, "not a sparse FFN"
+        return rows.n_columns + (rows.n_neurons if self.first.products else 0)

@@ -1,0 +1,114 @@
+"""The memory that a model takes on each device with given placements, and whether the budgets allow it."""
+
+from collections.abc import Sequence
+
+from hetero_ee.planning.chain import Chain
+from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Placement
+from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.schedule import BEST_OF_DRAFTS
+from hetero_ee.planning.times.memory import (
+    DRAFT_HEAD,
+    DRAFT_ROWS,
+    MemoryTerm,
+    gpu_reserve_terms,
+    part_gpu_bytes,
+    pinned_buffer_bytes,
+    rounded,
+    stream_buffer_bytes,
+    working_bytes,
+)
+
+
+def memory_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
+    """Return every byte of a plan, device by device."""
+    terms = _ram_terms(problem, decode, prefill, chunk_tokens)
+    on_disk = sum(part.weight_bytes for part in _placed(problem, decode, Placement.DISK))
+    if on_disk:
+        terms.append(MemoryTerm("disk", "weights", on_disk))
+    return terms + _gpu_terms(problem, decode, prefill, chunk_tokens)
+
+
+def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[MemoryTerm]:
+    """Return what a GPU that computes any layer needs besides those layers."""
+    drafts = 0
+    if head == Placement.GPU:
+        drafts = max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
+    exits = problem.statistics.exits
+    map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
+    terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk_tokens, drafts, map_rank)
+    return terms + draft_terms(problem, "gpu", head)
+
+
+def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) -> list[MemoryTerm]:
+    """Return what the source of draft sequences takes on a device, with the model's head placed there."""
+    drafts = problem.statistics.drafts
+    if drafts is None or drafts.memory_bytes is None or problem.limits.mode not in (None, "exact"):
+        return []
+    source_device = "gpu" if drafts.reading is not None and drafts.reading.on_gpu else "cpu"
+    if source_device == device:
+        return [MemoryTerm(device, DRAFT_HEAD, drafts.memory_bytes(problem.context_tokens))]
+    if device == head == "gpu" and drafts.head_rows_bytes > 0:
+        return [MemoryTerm(device, DRAFT_ROWS, drafts.head_rows_bytes)]
+    return []
+
+
+def ram_bytes(problem: Problem, decode: Chain, chunk_tokens: int) -> int:
+    """Return the RAM that these placements take."""
+    return n_bytes(_ram_terms(problem, decode, decode, chunk_tokens), "cpu")
+
+
+def fits_ram(problem: Problem, decode: Chain, chunk_tokens: int) -> bool:
+    """Check the RAM budget."""
+    return ram_bytes(problem, decode, chunk_tokens) <= problem.ram_budget_bytes
+
+
+def fits_gpu(problem: Problem, decode: Chain, chunk_tokens: int) -> bool:
+    """Check the VRAM budget."""
+    return n_bytes(_gpu_terms(problem, decode, decode, chunk_tokens), "gpu") <= problem.vram_budget_bytes
+
+
+def embedding_bytes(problem: Problem, head: Placement) -> int:
+    """Return the VRAM of an embedding there: none if the head there has the same matrix."""
+    return 0 if problem.spec.tied_head and head == Placement.GPU else rounded(problem.parts[0].weight_bytes)
+
+
+def n_bytes(terms: Sequence[MemoryTerm], device: str) -> int:
+    """Return the sum of a device's terms."""
+    return sum(term.n_bytes for term in terms if term.device == device)
+
+
+def _placed(problem: Problem, decode: Chain, placement: Placement) -> list[Part]:
+    return [part for part, where in zip(problem.parts, decode, strict=True) if where == placement]
+
+
+def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
+    weight_bytes = kv_bytes = 0
+    for part, placement in zip(problem.parts, decode, strict=True):
+        if placement in (Placement.CPU, Placement.STREAM) or placement.is_split:
+            weight_bytes += part.weight_bytes
+        if not placement.on_gpu:
+            kv_bytes += part.kv_bytes(problem.context_tokens)
+    pinned = max(pinned_buffer_bytes(problem.parts, each) for each in (decode, prefill))
+    return [
+        MemoryTerm("cpu", "weights", weight_bytes),
+        MemoryTerm("cpu", "keys and values", kv_bytes),
+        MemoryTerm("cpu", "activations", working_bytes(problem.spec, chunk_tokens)),
+        *([MemoryTerm("cpu", "pinned buffers", pinned)] if pinned else []),
+        *draft_terms(problem, "cpu"),
+    ]
+
+
+def _gpu_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
+    if not any(placement.on_gpu for placement in decode):
+        return []
+    layers = [pair for pair in zip(problem.parts, decode, strict=True) if pair[0].layer is not None]
+    context_tokens, head = problem.context_tokens, decode[-1]
+    weights = sum(part_gpu_bytes(part, placement, 0) for part, placement in layers)
+    kv_bytes = sum(rounded(part.kv_bytes(context_tokens)) for part, placement in layers if placement.on_gpu)
+    buffers = max(stream_buffer_bytes(problem.parts, each, context_tokens) for each in (decode, prefill))
+    embedding = embedding_bytes(problem, head) if decode[0] == Placement.GPU else 0
+    terms = [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
+    terms += [MemoryTerm("gpu", "stream buffers", buffers)] if buffers else []
+    terms += [MemoryTerm("gpu", "embedding", embedding)] if embedding else []
+    return terms + reserve_terms(problem, head, chunk_tokens)

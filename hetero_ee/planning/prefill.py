@@ -1,0 +1,54 @@
+"""Where the parts are computed while a prompt is read, given where they are when decoding."""
+
+from hetero_ee.models.blocks import BlockKind
+from hetero_ee.planning.budget import memory_terms, n_bytes
+from hetero_ee.planning.chain import Chain, Option, PartOptions, place_chain
+from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Placement
+from hetero_ee.planning.problem import Problem
+
+
+def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[Chain]:
+    """Return the placements worth comparing.
+
+    Parts in RAM stay where they are, or visit the GPU if that is faster for a chunk and the buffers fit. What fits
+    decides which parts may visit: all, only the FFNs, which have no KV cache, or none.
+    """
+    found = [tuple(Placement.VISIT if placement.is_split else placement for placement in decode)]
+    if not any(placement.on_gpu for placement in decode):
+        return found
+    for kinds in ((BlockKind.ATTENTION, BlockKind.FFN), (BlockKind.FFN,)):
+        tried = _visiting(problem, decode, chunk_tokens, kinds)
+        terms = memory_terms(problem, decode, tried, chunk_tokens)
+        fits_ram = n_bytes(terms, "cpu") <= problem.ram_budget_bytes
+        if fits_ram and n_bytes(terms, "gpu") <= problem.vram_budget_bytes:
+            found.append(tried)
+    return found
+
+
+def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, kinds: tuple[BlockKind, ...]) -> Chain:
+    """Return the fastest chain for a chunk if parts of these kinds may visit."""
+    options = []
+    known: dict[object, PartOptions] = {}  # the same for parts of one shape
+    for part, placement in zip(problem.layers, decode[1:-1], strict=True):
+        key = part.shape, placement
+        if key not in known:
+            allowed = _allowed(placement, may_visit=part.kind in kinds)
+            known[key] = {each: _option(problem, part, each, chunk_tokens) for each in allowed}
+        options.append(known[key])
+    chain = place_chain(options, 0, problem.costs.transfer_s(chunk_tokens), ends_on_gpu=decode[-1].on_gpu)
+    assert chain is not None, "nothing here takes memory"
+    return (decode[0], *chain, decode[-1])
+
+
+def _allowed(decode: Placement, *, may_visit: bool) -> list[Placement]:
+    if decode.is_split:
+        return [Placement.VISIT]
+    return [decode, Placement.VISIT] if decode == Placement.CPU and may_visit else [decode]
+
+
+def _option(problem: Problem, part: Part, placement: Placement, chunk_tokens: int) -> Option:
+    seconds = problem.costs.part_s(part, placement, chunk_tokens, chunk_tokens)
+    if placement.is_streamed:
+        seconds = max(seconds, problem.costs.copy_s(part, placement, chunk_tokens))
+    return Option(seconds, 0, on_gpu=placement.on_gpu)

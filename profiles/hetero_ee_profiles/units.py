@@ -1,0 +1,3 @@
+"""Binary units."""
+
+MIB, GIB = 2**20, 2**30
