@@ -1,7 +1,7 @@
-"""A certificate on disk: the recorded file certificate.bin in a calibration's folder.
+"""A certificate on disk: the record certificate.bin in a calibration's folder.
 
-Its arrays are "judgements", packed by zlib, the exit layers one after the other; "prompt_lengths" and "n_tokens", two
-bytes a prompt.
+Its arrays are "judgements", packed by zlib, one exit layer after the other; "prompt_lengths" and "n_tokens", two bytes
+per prompt.
 """
 
 import zlib
@@ -11,26 +11,22 @@ from typing import ClassVar
 
 import numpy as np
 
-from hetero_ee.calibration.recorded_file import read_recorded, require_version, write_recorded
-from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.errors import StoreError
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate, OnPolicy
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE
 from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee.weights.store.record import RecordArrays, RecordKind
 
-FORMAT_VERSION = 1
 MAX_BYTES = 256 * 2**20
 MAX_PROMPTS = 10**5
 MAX_JUDGEMENTS = 2**28
 
 
 @dataclass(frozen=True, slots=True)
-class CertificateRecord:
-    """What a certificate holds beside its arrays."""
+class CertificateHeader:
+    """A certificate without its arrays."""
 
-    version: int
-    key: str
     exits_digest: str
     kv_type: str
     text: str
@@ -39,65 +35,66 @@ class CertificateRecord:
 
     ADDED_FIELDS: ClassVar = ("on_policy",)  # that a file of this version may lack
 
-    @staticmethod
-    def check_version(version: object) -> None:
-        require_version(version, FORMAT_VERSION)
+
+CERTIFICATE = RecordKind(CertificateHeader, "certificate", 1, WAY_OUT)
 
 
 def write_certificate(certificate: Certificate, folder: Path, files: FileSystem | None = None) -> None:
-    """In `folder`, whole or not at all, replacing what was there. Raises StoreError, DiskFullError."""
-    known = certificate
-    names = (field.name for field in fields(CertificateRecord) if field.name != "version")
-    record = CertificateRecord(FORMAT_VERSION, *(getattr(known, name) for name in names))
+    """Write the certificate to `folder`, completely or not at all, replacing a former one.
+
+    Raises: StoreError, DiskFullError.
+    """
+    header = CertificateHeader(*(getattr(certificate, field.name) for field in fields(CertificateHeader)))
+    judgements = np.ascontiguousarray(certificate.judgements.T).tobytes()
     arrays = {
-        "judgements": np.frombuffer(zlib.compress(np.ascontiguousarray(known.judgements.T).tobytes(), 9), np.uint8),
-        "prompt_lengths": known.prompt_lengths.astype("<u2").view(np.uint8),
-        "n_tokens": known.n_tokens.astype("<u2").view(np.uint8),
+        "judgements": np.frombuffer(zlib.compress(judgements, 9), np.uint8),
+        "prompt_lengths": certificate.prompt_lengths.astype("<u2").view(np.uint8),
+        "n_tokens": certificate.n_tokens.astype("<u2").view(np.uint8),
     }
-    write_recorded(record, arrays, folder / CERTIFICATE_FILE, files)
+    CERTIFICATE.write(folder / CERTIFICATE_FILE, certificate.key, header, arrays, files)
 
 
 def read_certificate(folder: Path, calibration: Calibration, key: str) -> Certificate | None:
-    """The certificate in `folder`, None where there is none. Raises StoreError, in one sentence with the way out, for
-    one that is damaged, of another version, or of other weights or exits."""
+    """Return the certificate in `folder`, None if there is none.
+
+    Raises: StoreError: in one sentence with the way out, also if it certifies other exits than the calibration's.
+    """
     file = folder / CERTIFICATE_FILE
-    try:
-        read = read_recorded(CertificateRecord, file, MAX_BYTES, "a certificate")
-        if read is None:
-            return None
-        found = _parsed(*read)
-    except (ValueError, zlib.error) as error:
-        raise StoreError(f"the certificate {file} is damaged ({error}); {WAY_OUT} again.") from error
-    if found.key != key or found.exits_digest != calibration.exits_digest:
-        what = "weights" if found.key != key else "exit maps and predictors"
-        raise StoreError(f"the certificate {file} is of other {what} than these; {WAY_OUT} for this model.")
+    found = CERTIFICATE.read(file, key, MAX_BYTES, lambda header, arrays: _certificate(header, arrays, key))
+    if found is None:
+        return None
+    if found.exits_digest != calibration.exits_digest:
+        raise StoreError(
+            f"the certificate {file} was made for other exit maps and predictors; {WAY_OUT} for this model."
+        )
     if found.exit_layers[-1] >= calibration.n_layers:
-        raise StoreError(f"the certificate {file} names exit layers that this model has not; {WAY_OUT} again.")
+        raise StoreError(f"the certificate {file} names exit layers that this model does not have; {WAY_OUT} again.")
     return found
 
 
-def _parsed(record: CertificateRecord, arrays: Arrays) -> Certificate:
-    """Raises ValueError, zlib.error."""
-    if set(arrays) != {"judgements", "prompt_lengths", "n_tokens"}:
-        raise ValueError("arrays are missing, or there are others")
-    if any(array.dtype != np.uint8 or array.ndim != 1 for array in arrays.values()):
-        raise ValueError("an array is of another type or shape")
-    prompt_lengths, n_tokens = (arrays[name].view("<u2").astype(np.uint16) for name in ("prompt_lengths", "n_tokens"))
-    n_all, n_exit_layers = int(n_tokens.sum()), len(record.exit_layers)
-    if not 0 < n_all * n_exit_layers <= MAX_JUDGEMENTS or len(n_tokens) > MAX_PROMPTS:
-        raise ValueError(f"it is of {len(n_tokens)} prompts, {n_all} tokens and {n_exit_layers} exit layers")
+def _certificate(header: CertificateHeader, arrays: RecordArrays, key: str) -> Certificate:
+    """Make the certificate of a record. Raises: ValueError."""
+    prompt_lengths, n_tokens = (
+        arrays.take(name, np.uint8).view("<u2").astype(np.uint16) for name in ("prompt_lengths", "n_tokens")
+    )
+    n_all, n_exit_layers = int(n_tokens.sum()), len(header.exit_layers)
+    if not 0 < n_all * n_exit_layers <= MAX_JUDGEMENTS or n_tokens.ndim != 1 or len(n_tokens) > MAX_PROMPTS:
+        raise ValueError(f"it has {n_tokens.shape} prompts, {n_all} tokens and {n_exit_layers} exit layers")
     unpacker = zlib.decompressobj()
-    judgements = unpacker.decompress(arrays["judgements"].tobytes(), n_all * n_exit_layers)
+    try:
+        judgements = unpacker.decompress(arrays.take("judgements", np.uint8).tobytes(), n_all * n_exit_layers)
+    except zlib.error as error:
+        raise ValueError(f"its judgements can't be unpacked: {error}") from error
     if len(judgements) != n_all * n_exit_layers or not unpacker.eof:
-        raise ValueError("its judgements are more or fewer than its tokens")
+        raise ValueError("it has more or fewer judgements than its tokens need")
     return Certificate(
-        record.key,
-        record.exits_digest,
-        record.kv_type,
-        record.text,
-        record.exit_layers,
+        key,
+        header.exits_digest,
+        header.kv_type,
+        header.text,
+        header.exit_layers,
         prompt_lengths,
         n_tokens,
         np.ascontiguousarray(np.frombuffer(judgements, np.uint8).reshape(n_exit_layers, n_all).T),
-        record.on_policy,
+        header.on_policy,
     )

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.calibration.following import followed
+from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
 from hetero_ee.config import Progress
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.scoring import n_changed
@@ -32,6 +32,7 @@ from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee.weights.model_weights import UNQUANTIZED
+from hetero_ee.weights.store.record import Arrays
 
 ALGORITHM_VERSION = 2  # of all that decides the bytes; runs of other versions are not resumed
 N_PROMPTS = 1500

@@ -11,7 +11,6 @@ from hetero_ee.calibration.metrics import all_metrics, opened
 from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_predictor
 from hetero_ee.calibration.schedule import ReadBytes, fit_schedule
 from hetero_ee.calibration.stages import CHOOSE, HELD_OUT, TRAIN, is_in
-from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, joined
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import (
@@ -22,6 +21,7 @@ from hetero_ee.speculation.exits.calibration import (
     FittedExitLayer,
 )
 from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.weights.store.record import Arrays
 
 
 def fit_calibration(

@@ -20,9 +20,9 @@ from hetero_ee.calibration.certify import (
 from hetero_ee.calibration.file import write_calibration
 from hetero_ee.calibration.following import specee_depths
 from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings, run_identity
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.calibration.tensor_files import PartialCalibration
 from hetero_ee.calibration.texts import (
     DEFAULT_TOKENS,
     MIN_CHUNKS,
@@ -44,7 +44,7 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.store.calibration_files import CERTIFICATE_PARTIAL_SUFFIX, JSON_FILE, PARTIAL_SUFFIX
+from hetero_ee.weights.store.calibration_files import CERTIFICATE_PARTIAL_SUFFIX, PARTIAL_SUFFIX, calibration_file
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
 MAX_TOKENS = 10**7
@@ -101,8 +101,10 @@ class CalibrationOutcome:
 
     @property
     def date(self) -> str:
-        """ISO, of the day on which the files were written."""
-        return date.fromtimestamp((self.folder / JSON_FILE).stat().st_mtime).isoformat()
+        """The day on which the file was written, in ISO 8601."""
+        file = calibration_file(self.folder)
+        assert file is not None, "it was read or written"
+        return date.fromtimestamp(file.stat().st_mtime).isoformat()
 
 
 def found_calibration(place: CalibrationPlace) -> CalibrationOutcome | None:

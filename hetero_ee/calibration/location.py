@@ -20,7 +20,7 @@ from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate
 from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, JSON_FILE, calibration_folder
+from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, calibration_file, calibration_folder
 from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest, read_manifest
 from hetero_ee.weights.store.reader import is_store
@@ -99,7 +99,7 @@ class CalibrationPlace:
     def where(self) -> Path | None:
         """The folder of the calibration that `find` reads. Raises StoreError."""
         shipped = [] if self.checkpoint is None or self.quantization is None else [self.checkpoint / SHIPPED_FOLDER]
-        return next((each for each in (self.folder, *shipped) if find_file(each, JSON_FILE, StoreError)), None)
+        return next((each for each in (self.folder, *shipped) if calibration_file(each)), None)
 
     def find_or_warn(self, warn: Callable[[str], None]) -> Calibration | None:
         """The same; one that can't be used is left out with a warning."""

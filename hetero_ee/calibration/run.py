@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from hetero_ee.calibration.fitting import fit_calibration
+from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.stages import (
     CHOOSE,
@@ -23,10 +24,10 @@ from hetero_ee.calibration.stages import (
     Stage,
     is_in,
 )
-from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
 from hetero_ee.config import Progress
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
+from hetero_ee.weights.store.record import Arrays
 
 ALGORITHM_VERSION = 3  # of everything that decides the numbers; runs of other versions are not resumed
 WRITING, CALIBRATING = "Writing text to calibrate on", "Calibrating"

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hetero_ee.calibration.activations import ActivationRecorder
 from hetero_ee.calibration.map_fitting import NormalEquations, SelectionTokens, fit_exit_map, head_metric
-from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, drafts_of, fields_of, joined, split, trace
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.store.record import Arrays
 
 Chunk = tuple[int, ...]
 SPLIT_CHUNKS = 4

@@ -47,7 +47,7 @@ class SparsityCurves:
             if values.dtype != np.float32 or values.ndim != 2 or values.shape[1] != len(SHARES):
                 raise ValueError(f"its {name} have another type or shape")
             if not np.isfinite(values).all() or (values < 0).any():
-                raise ValueError(f"its {name} hold a value that is negative or not finite")
+                raise ValueError(f"its {name} have a value that is negative or not finite")
         if len(self.thresholds) != len(self.errors) or (np.diff(self.thresholds, axis=1) < 0).any():
             raise ValueError("its thresholds don't ascend, or are of other layers than its errors")
 

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 
+from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.run import SAVING_SHARE
-from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
+from hetero_ee.weights.store.record import Arrays
 
 OF = "/"  # between a step's name and an array's
 

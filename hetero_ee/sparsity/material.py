@@ -10,9 +10,9 @@ import numpy as np
 
 from hetero_ee.calibration.job import OWN_TEXT, CalibrationRequest, require_enough, resumable
 from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.run import CalibrationRun
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
 from hetero_ee.calibration.texts import chunk_tokens, chunks_identity, own_text_identity, own_writer, text_chunks
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
@@ -21,6 +21,7 @@ from hetero_ee.sparsity.kept import KeptSteps
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX
 from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee.weights.store.record import Arrays
 
 
 @dataclass(frozen=True, slots=True)

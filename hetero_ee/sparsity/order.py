@@ -1,7 +1,7 @@
-"""The order of neurons by how often they are active, measured on text: the first are the hot ones.
+"""The order of neurons by how often they are active, measured on text: the hottest come first.
 
-On disk it is one recorded file beside the store whose neurons it is of, with the arrays "order", int64 (n_layers, ffn),
-and "curve", fp32.
+On disk it is a record next to the store whose neurons it orders, with the arrays "order", int64 (n_layers, ffn), and
+"curve", fp32.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.calibration.recorded_file import read_recorded, require_version, write_recorded
 from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
-from hetero_ee.calibration.tensor_files import Arrays
-from hetero_ee.errors import StoreError
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import Block, least_activations
 from hetero_ee.models.spec import ModelSpec
@@ -28,41 +25,37 @@ from hetero_ee.weights.first_neurons import BY_NEURON
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee.weights.store.record import Arrays, OtherWeightsError, RecordArrays, RecordKind
 from hetero_ee.weights.tiles import permuted_rows
 from hetero_ee.weights.weight import TileWeight, Weight
 
-FORMAT_VERSION = 1
 MEASURED_TOKENS = 1024  # for the order, and as many for the curve
 CURVE_POINTS = 32
 WORTH_IT = 0.9  # of its neurons a token must need fewer: with all of them none is hot
-RECORD_BYTES = 2**16  # and everything else that is no order
+HEADER_BYTES = 2**16  # of a file, and everything else that is not the order
 ORDERED = (*BY_NEURON, "predictor_out")  # matrices with a row for each
 BIASES = tuple(f"{short}_bias" for short in ORDERED if short != "down")  # down's is of its columns
-WAY_OUT = "calibrate sparsity again"
 
 
 @dataclass(frozen=True, slots=True)
-class OrderRecord:
-    """What the file holds beside its arrays. key: of the store."""
+class OrderHeader:
+    """An order has nothing but its arrays."""
 
-    version: int
-    key: str
 
-    @staticmethod
-    def check_version(version: object) -> None:
-        require_version(version, FORMAT_VERSION)
+ORDER = RecordKind(OrderHeader, "order of neurons", 1, "delete it, then calibrate sparsity")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeuronOrder:
-    """order: int64 (n_layers, ffn), a layer's neurons by number, the hottest first. curve: see ModelSpec.hot_curve, of
-    text that the order was not made of."""
+    """Neurons of every layer by number, the hottest first.
+
+    order: int64 (n_layers, ffn). curve: see ModelSpec.hot_curve, measured on other text than the order.
+    """
 
     order: NDArray[np.int64]
     curve: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         if self.order.dtype != np.int64 or self.order.ndim != 2:
             raise ValueError("its order has another type or shape")
         if not np.array_equal(
@@ -115,26 +108,26 @@ def fitted_order(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]
 
 
 def write_order(order: NeuronOrder, key: str, file: Path, files: FileSystem | None = None) -> None:
-    """Whole or not at all, replacing what was there. Raises StoreError, DiskFullError."""
+    """Write the order of the weights `key`, completely or not at all. Raises: StoreError, DiskFullError."""
     arrays: Arrays = {"order": order.order, "curve": np.array(order.curve, np.float32)}
-    write_recorded(OrderRecord(FORMAT_VERSION, key), arrays, file, files)
+    ORDER.write(file, key, OrderHeader(), arrays, files)
 
 
 def read_order(file: Path, spec: ModelSpec, key: str) -> NeuronOrder | None:
-    """What `file` holds, None where it is not there, or of other weights: nothing needs it. Raises StoreError, in one
-    sentence with the way out, where it is damaged or of another version."""
+    """Return the order in `file`, None if it does not exist or belongs to other weights, since nothing needs it.
+
+    Raises: StoreError: in one sentence with the way out, if it is damaged or of another version.
+    """
+
+    def make(header: OrderHeader, arrays: RecordArrays) -> NeuronOrder | None:
+        curve = tuple(map(float, arrays.take("curve", np.float32)))
+        made = NeuronOrder(arrays.take("order", np.int64), curve)
+        return made if made.order.shape == (spec.n_layers, spec.ffn_size) else None
+
     try:
-        most_bytes = RECORD_BYTES + 8 * spec.n_layers * spec.ffn_size
-        found = read_recorded(OrderRecord, file, most_bytes, "an order of neurons")
-        if found is None:
-            return None
-        record, arrays = found
-        if set(arrays) != {"order", "curve"}:
-            raise ValueError("arrays are missing, or there are others")
-        read = NeuronOrder(arrays["order"], tuple(map(float, arrays["curve"])))
-    except ValueError as error:
-        raise StoreError(f"the order of neurons {file} is damaged ({error}); {WAY_OUT}, or delete it.") from error
-    return read if record.key == key and read.order.shape == (spec.n_layers, spec.ffn_size) else None
+        return ORDER.read(file, key, HEADER_BYTES + 8 * spec.n_layers * spec.ffn_size, make)
+    except OtherWeightsError:
+        return None
 
 
 def _activity(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> ActivityRecorder:

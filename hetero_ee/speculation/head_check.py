@@ -1,41 +1,52 @@
-"""The self-check of a draft head that was named without measured acceptance: made once, then kept in the cache."""
+"""Self-check of a draft head without measured acceptance: done once, then kept in the cache."""
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
-from hetero_ee.hub.regular_file import find_file, read_file
+from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.opening import DraftKnowledge, Warn
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
 from hetero_ee.speculation.sources.self_check import check_head
-from hetero_ee_profiles.records import write_whole
+from hetero_ee_profiles.records import read_record, write_record
 
 FOLDER = "draft_heads"  # in the cache
-MAX_KEPT_BYTES = 2**16
-OPENING = "It was a quiet morning in the old town, and"  # what the model writes on from
+OPENING = "It was a quiet morning in the old town, and"  # that the model continues
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAcceptance:
+    """What is kept of a self-check: the share of drafts accepted, by position."""
+
+    acceptance: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(0 <= share <= 1 for share in self.acceptance):
+            raise ValueError(f"acceptance is {self.acceptance}, expected shares")
 
 
 class HeadChecks:
-    """Self-checks of heads for one model, in this cache folder. quantizer: of its weights."""
+    """Self-checks of draft heads for one model, kept in a cache folder. quantizer: of the model's weights."""
 
     def __init__(self, cache: Path, spec: ModelSpec, quantizer: str, warn: Warn) -> None:
         self._folder, self._spec, self._quantizer, self._warn = cache / FOLDER, spec, quantizer, warn
 
     def known(self, knowledge: DraftKnowledge) -> DraftKnowledge:
-        """With what was found before, where it is needed."""
+        """Add the acceptance found by an earlier check, if it is needed."""
         if knowledge.draft_head is None or not self.is_missing(knowledge, None):
             return knowledge
         kept = _acceptance(self._file(knowledge.draft_head))
         return replace(knowledge, acceptance=kept) if kept else knowledge
 
     def is_missing(self, knowledge: DraftKnowledge, mode: str | None) -> bool:
-        """Whether drafts of a named head may be wanted and nobody knows how good they are."""
+        """Return whether a named head may draft although its acceptance is not known."""
         if knowledge.draft_head is None or not knowledge.is_asked or knowledge.acceptance:
             return False
         if mode == "full" or mode in EARLY_EXIT_MODES:
@@ -43,8 +54,11 @@ class HeadChecks:
         return not draft_head_facts(knowledge.draft_head, self._spec).acceptance
 
     def checked(self, knowledge: DraftKnowledge, executor: Executor, prompt: list[int]) -> DraftKnowledge:
-        """With what this model says of the head now; a remark says it too, and a warning that it sees the wrong
-        layers. What can't be checked for want of memory, say, is used without."""
+        """Check the head with this model and add its acceptance.
+
+        A remark reports the acceptance; a warning reports a head that reads the wrong layers. A head that can't be
+        checked, for example for lack of memory, is used unchecked.
+        """
         folder = knowledge.draft_head
         assert folder is not None, "there is a head to check"
         try:
@@ -64,15 +78,11 @@ class HeadChecks:
         return replace(knowledge, acceptance=found.acceptance)
 
     def _keep(self, head: Path, acceptance: tuple[float, ...]) -> None:
-        file = self._file(head)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(json.dumps({"acceptance": acceptance}), file)
-        except OSError:
-            return  # it is checked again
+        with suppress(OSError):  # then it is checked again
+            write_record(KeptAcceptance(acceptance), self._file(head))
 
     def _file(self, head: Path) -> Path:
-        """By the head's files and the model."""
+        """Name the file by the head's files and the model."""
         config, weights = find_file(head, CONFIG_FILE), find_file(head, SINGLE_FILE)
         parts = [json.dumps(asdict(self._spec), default=str, sort_keys=True), self._quantizer]
         parts += [f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in (config, weights) if file is not None]
@@ -80,10 +90,8 @@ class HeadChecks:
 
 
 def _acceptance(file: Path) -> tuple[float, ...]:
-    """What a kept file says; nothing where it is missing or damaged."""
+    """Return the kept acceptance, empty if the file is missing or damaged."""
     try:
-        values = json.loads(read_file(file, MAX_KEPT_BYTES, "a self-check"))["acceptance"]
-        found = tuple(float(share) for share in values)
-    except (HeteroError, OSError, ValueError, TypeError, KeyError):
+        return read_record(KeptAcceptance, file).acceptance
+    except (OSError, ValueError):
         return ()
-    return found if all(0 <= share <= 1 for share in found) else ()

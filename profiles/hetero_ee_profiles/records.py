@@ -28,7 +28,12 @@ T = TypeVar("T")
 
 def to_json(record: Any) -> str:
     """Return the record as an indented JSON document. Raises: ValueError: for NaN and infinity."""
-    return json.dumps(dataclasses.asdict(record), indent=1, allow_nan=False) + "\n"
+    return json_text(dataclasses.asdict(record))
+
+
+def json_text(body: Any) -> str:
+    """Return an indented JSON document. Raises: ValueError: for NaN and infinity."""
+    return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
 
 def from_json(kind: type[T], text: str) -> T:

@@ -16,7 +16,7 @@ from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.texts import MIN_TOKENS, text_chunks
 from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
-from hetero_ee.weights.store.calibration_files import JSON_FILE, TENSORS_FILE
+from hetero_ee.weights.store.calibration_files import RECORD_FILE
 from hetero_ee.weights.store.filesystem import FileSystem
 from tests.calibration_support import FailingDisk, same
 from tests.families import random_model, save_checkpoint
@@ -63,10 +63,10 @@ def job(
     )
 
 
-def written(engine: Engine) -> list[bytes]:
+def written(engine: Engine) -> bytes:
     """The bytes on disk."""
     assert engine.calibrations is not None
-    return [(engine.calibrations.folder / name).read_bytes() for name in (JSON_FILE, TENSORS_FILE)]
+    return (engine.calibrations.folder / RECORD_FILE).read_bytes()
 
 
 def partial_file(engine: Engine) -> Path:
@@ -183,7 +183,7 @@ def test_a_calibration_of_other_weights_is_refused(engine: Engine, stories260k: 
         other.calibrations.folder.mkdir()
         for file in engine.calibrations.folder.iterdir():
             (other.calibrations.folder / file.name).write_bytes(file.read_bytes())
-        with pytest.raises(StoreError, match=r"of another model.*hetero-ee calibrate"):
+        with pytest.raises(StoreError, match=r"made for another model.*hetero-ee calibrate"):
             other.calibrations.find()
 
 

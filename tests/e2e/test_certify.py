@@ -13,7 +13,6 @@ from hetero_ee import Engine, UsageError
 from hetero_ee.calibration.certificate_file import read_certificate, write_certificate
 from hetero_ee.calibration.certify import TOKENS_A_PROMPT
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
-from hetero_ee.calibration.tensor_files import checksummed, parsed_checksummed
 from hetero_ee.calibration.texts import MOST_PROMPT_TOKENS, text_prompts
 from hetero_ee.errors import DiskFullError, StoreError
 from hetero_ee.kv.batch import Batch
@@ -22,6 +21,7 @@ from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, calibration_folder
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.library import remove_stored, stored_models
+from hetero_ee.weights.store.record import checksummed, parsed_checksummed
 from tests.calibration_support import FailingDisk
 from tests.command_line import Cli
 from tests.e2e.test_calibration import interrupting, text_of
@@ -251,8 +251,8 @@ def test_one_of_other_weights_or_exits_is_refused(engine: Engine, change: str) -
     assert calibration is not None
     content = file_of(engine).read_bytes()
     write_certificate(replace(found, **{change: "ef" * 32}), file_of(engine).parent)
-    what = "weights" if change == "key" else "exit maps and predictors"
-    with pytest.raises(StoreError, match=f"is of other {what} than these; run hetero-ee calibrate --certify"):
+    what = "another model or other weights" if change == "key" else "other exit maps and predictors"
+    with pytest.raises(StoreError, match=f"was made for {what}; run hetero-ee calibrate --certify"):
         engine.calibrations.certificate(calibration)
     file_of(engine).write_bytes(content)
 
@@ -273,7 +273,7 @@ def test_the_command_shows_what_may_exit_and_removing_the_model_takes_it_along(
     assert short.code == 2 and "prompts to certify on, 1500 are needed" in short.err
     (model,) = stored_models(cache)
     folder = calibration_folder(model.path)
-    assert (folder / "calibration.json").is_file()
+    assert (folder / "calibration.bin").is_file()
     (folder / CERTIFICATE_FILE).write_bytes(b"nothing")
     shown = cli("calibrate", tiny, "--show")
     assert shown.code == 1 and "is damaged" in shown.err

@@ -15,7 +15,8 @@ from hetero_ee import UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.profiling.kept import keep_profile
 from hetero_ee.profiling.machine_profile import versions
-from hetero_ee.weights.store.calibration_files import JSON_FILE
+from hetero_ee.weights.store.calibration_files import RECORD_FILE
+from hetero_ee.weights.store.record import load_record
 from hetero_ee_cli.reports import gain
 from hetero_ee_cli.reports.gain import Gain, Speed
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
@@ -89,7 +90,7 @@ def test_the_table_the_cost_and_where_it_lies(cli: Cli, tiny: Path, text: Path, 
     assert re.search(r"mean depth [\d.]+ of 3 layers", ended.out)
     (folder,) = calibrations(cache)
     assert re.search(rf"\[ \d+ tokens of words\.txt \| \d+ s \| {re.escape(str(folder))} \]\n$", ended.err)
-    assert (folder / JSON_FILE).is_file()
+    assert (folder / RECORD_FILE).is_file()
     listed = cli("models")
     assert listed.code == 0 and ".calibration" not in listed.out
 
@@ -105,7 +106,8 @@ def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: 
     assert set(found["schedule"]) <= {1, 2}
     assert {"map_rank", "threshold", "partial_threshold"} <= found["exit_layers"][1].keys()
     assert found["folder"] == str(calibrations(cache)[0]) and found["seconds"] > 0
-    assert json.loads((calibrations(cache)[0] / JSON_FILE).read_text())["depths"] == found["depths"]
+    header, _ = load_record(calibrations(cache)[0] / RECORD_FILE, 2**20, "") or ({}, {})
+    assert header["depths"] == found["depths"]
 
 
 def test_the_picture_shows_agreement_and_acceptance(
@@ -230,7 +232,7 @@ def test_a_gain_of_2_percent_is_called_2_percent(ratio: float, percent: str) -> 
 def test_a_second_run_shows_what_is_there(cli: Cli, tiny: Path, text: Path, cache: Path, tmp_path: Path) -> None:
     first = calibrated(cli, tiny, text)
     (folder,) = calibrations(cache)
-    written = (folder / JSON_FILE).read_bytes(), (folder / JSON_FILE).stat().st_mtime_ns
+    written = (folder / RECORD_FILE).read_bytes(), (folder / RECORD_FILE).stat().st_mtime_ns
     other = tmp_path / "other.txt"
     other.write_text(text_of(700, seed=5))
     for arguments in ((), ("--text", other)):
@@ -243,20 +245,20 @@ def test_a_second_run_shows_what_is_there(cli: Cli, tiny: Path, text: Path, cach
     shown = cli("calibrate", tiny, "--show")
     assert shown.code == 0 and shown.out.splitlines() == first.out.splitlines()[:-1]
     assert json.loads(cli("calibrate", tiny, "--show", "--json").out)["gain"] is None
-    assert ((folder / JSON_FILE).read_bytes(), (folder / JSON_FILE).stat().st_mtime_ns) == written
+    assert ((folder / RECORD_FILE).read_bytes(), (folder / RECORD_FILE).stat().st_mtime_ns) == written
     forced = calibrated(cli, tiny, other, "--force")
-    assert forced.code == 0 and "Calibrating" in forced.err and (folder / JSON_FILE).read_bytes() != written[0]
+    assert forced.code == 0 and "Calibrating" in forced.err and (folder / RECORD_FILE).read_bytes() != written[0]
 
 
 def test_a_damaged_calibration_is_made_again_and_not_shown(cli: Cli, tiny: Path, text: Path, cache: Path) -> None:
     calibrated(cli, tiny, text)
     (folder,) = calibrations(cache)
-    whole = (folder / JSON_FILE).read_bytes()
-    (folder / JSON_FILE).write_bytes(whole[:-100])
+    whole = (folder / RECORD_FILE).read_bytes()
+    (folder / RECORD_FILE).write_bytes(whole[:-100])
     assert "is damaged" in complaint(cli("calibrate", tiny, "--show"), 1)
     again = calibrated(cli, tiny, text)
-    assert again.code == 0 and "Calibrating again: the calibration in" in again.err
-    assert (folder / JSON_FILE).read_bytes() == whole
+    assert again.code == 0 and "Calibrating again: the calibration /" in again.err
+    assert (folder / RECORD_FILE).read_bytes() == whole
 
 
 def test_a_gain_that_can_not_be_measured_leaves_the_calibration(

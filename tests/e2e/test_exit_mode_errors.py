@@ -16,7 +16,7 @@ from hetero_ee.config import demo_model_folder
 from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, Limits
 from hetero_ee.speculation.exits.certificate import N_LEVELS, Certificate
 from hetero_ee.speculation.exits.predictor import ExitConfidence
-from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, JSON_FILE, calibration_folder
+from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, RECORD_FILE, calibration_folder
 from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli
 from tests.e2e.test_cli_eval import SHORT, STORIES, complaint
@@ -48,13 +48,13 @@ def shipped(own_folder: Path) -> Certificate:
 
 @pytest.mark.parametrize("mode", EARLY_EXIT_MODES)
 def test_a_damaged_calibration_is_one_error(cli: Cli, own_folder: Path, mode: str) -> None:
-    (own_folder / JSON_FILE).write_text("{")
+    (own_folder / RECORD_FILE).write_text("{")
     says = complaint(cli(*SIMULATED, "--mode", mode), 1)
     assert str(own_folder) in says and "calibrate" in says
 
 
 def test_eval_leaves_such_modes_out_each_with_its_reason(cli: Cli, own_folder: Path, tmp_path: Path) -> None:
-    (own_folder / JSON_FILE).write_text("{")
+    (own_folder / RECORD_FILE).write_text("{")
     text, modes = tmp_path / "stories.txt", ",".join(EARLY_EXIT_MODES)
     text.write_text(STORIES)
     ended = cli("eval", "--hardware", LAPTOP, "-ngl", 6, "--text", text, *SHORT, "--modes", modes, "--json")
@@ -64,8 +64,11 @@ def test_eval_leaves_such_modes_out_each_with_its_reason(cli: Cli, own_folder: P
 
 
 CHANGES: dict[str, tuple[dict[str, str], str]] = {
-    "of other weights": ({"key": "ef" * 32}, "is of other weights than these; run hetero-ee calibrate --certify"),
-    "of other exits": ({"exits_digest": "ef" * 32}, "is of other exit maps and predictors than these"),
+    "of other weights": (
+        {"key": "ef" * 32},
+        "made for another model or other weights; run hetero-ee calibrate",
+    ),
+    "of other exits": ({"exits_digest": "ef" * 32}, "made for other exit maps and predictors"),
 }
 
 

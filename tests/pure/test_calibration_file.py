@@ -4,20 +4,22 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from hetero_ee.calibration import file as calibration_file
 from hetero_ee.calibration.file import read_calibration, write_calibration
 from hetero_ee.errors import DiskFullError, StoreError
-from hetero_ee.weights.store.calibration_files import JSON_FILE, TENSORS_FILE, calibration_folder
+from hetero_ee.weights.store import record
+from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, RECORD_FILE, TWO_FILES, calibration_folder
+from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed
 from tests.calibration_support import KEY, FailingDisk, same, small_spec, some_calibration
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "records"
 SPEC = small_spec()
 PREDICTOR = "exit_layers.2.predictor."
 
@@ -30,18 +32,38 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
+def edit_tensors(folder: Path, change: Callable[[Arrays], object]) -> None:
+    """Changes the arrays and has the checksum match again."""
+    file = folder / RECORD_FILE
+    arrays = parsed_checksummed(file.read_bytes())
+    change(arrays)
+    file.write_bytes(checksummed(arrays))
+
+
+def header_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(parsed_checksummed((folder / RECORD_FILE).read_bytes())["record"].tobytes())
+    return found
+
+
+def with_header(folder: Path, content: bytes) -> None:
+    edit_tensors(folder, lambda arrays: arrays.update(record=np.frombuffer(content, np.uint8)))
+
+
 def edit_json(folder: Path, **changes: Any) -> None:
-    file = folder / JSON_FILE
+    with_header(folder, json.dumps(header_of(folder) | changes).encode())
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> Path:
+    """The calibration as an earlier version has written it, at commit 87fc6bc."""
+    place = calibration_folder(tmp_path / "store")
+    shutil.copytree(GOLDEN / "store.calibration", place)
+    return place
+
+
+def edit_old_json(folder: Path, **changes: Any) -> None:
+    file = folder / TWO_FILES[0]
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the tensors and has the checksum match again."""
-    file = folder / TENSORS_FILE
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
-    edit_json(folder, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
 
 
 def test_it_comes_back_to_the_last_bit(folder: Path) -> None:
@@ -59,9 +81,9 @@ def test_one_of_before_there_were_gates_opens_without_them(folder: Path) -> None
 
 
 def test_one_of_before_exits_were_followed_promises_no_speed(folder: Path) -> None:
-    body = json.loads((folder / JSON_FILE).read_text())
+    body = header_of(folder)
     del body["specee_depths"]
-    (folder / JSON_FILE).write_text(json.dumps(body))
+    with_header(folder, json.dumps(body).encode())
     found = read_calibration(folder, SPEC, KEY)
     assert found is not None and found.specee_depths == found.depth_statistics(is_drafted=True) == ()
 
@@ -106,27 +128,25 @@ def test_a_new_one_takes_the_place_of_the_old(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["write", "create_file", "close_durably", "rename"])
-@pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, DiskFullError), (errno.EIO, StoreError)])
 def test_a_disk_that_fails_leaves_the_old_one_as_it_was(
-    folder: Path, operation: str, at: int, number: int, error: type[StoreError]
+    folder: Path, operation: str, number: int, error: type[StoreError]
 ) -> None:
     with pytest.raises(error, match="can't be written"):
-        write_calibration(some_calibration(SPEC, seed=1), KEY, folder, FailingDisk(operation, at, number))
+        write_calibration(some_calibration(SPEC, seed=1), KEY, folder, FailingDisk(operation, number=number))
     found = read_calibration(folder, SPEC, KEY)
     assert found is not None and same(found, some_calibration(SPEC))
     assert sorted(file.name for file in folder.parent.iterdir()) == ["store.calibration"]
 
 
-@pytest.mark.parametrize("left", [".new", ".old"])
-def test_what_a_killed_writer_left_is_in_nobodys_way(folder: Path, left: str) -> None:
-    (folder.parent / f"{folder.name}{left}").mkdir()
+def test_what_a_killed_writer_left_is_in_nobodys_way(folder: Path) -> None:
+    (folder / f"{RECORD_FILE}.new").touch()
     write_calibration(some_calibration(SPEC, seed=1), KEY, folder)
-    assert sorted(file.name for file in folder.parent.iterdir()) == ["store.calibration"]
+    assert [file.name for file in folder.iterdir()] == [RECORD_FILE]
 
 
 def test_another_models_is_refused_with_the_way_out(folder: Path) -> None:
-    with pytest.raises(StoreError, match=r"of another model or of other weights.*hetero-ee calibrate"):
+    with pytest.raises(StoreError, match=r"made for another model or other weights; run hetero-ee calibrate for"):
         read_calibration(folder, SPEC, "cd" * 32)
 
 
@@ -140,7 +160,6 @@ def test_another_versions_is_refused_before_anything_else(folder: Path, version:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": "another"},
         {"version": True},
         {"n_layers": 6},
         {"n_layers": 10**12},
@@ -148,7 +167,6 @@ def test_another_versions_is_refused_before_anything_else(folder: Path, version:
         {"exit_layers": []},
         {"depths": {}},
         {"depths": None},
-        {"tensors_sha256": "0" * 64},
         {"unknown": 1},
         {"text": {"description": 1}},
         {"schedule": [3, 1]},
@@ -191,7 +209,7 @@ def test_a_damaged_document_is_refused(folder: Path, changes: dict[str, Any]) ->
     ],
 )
 def test_a_damaged_exit_layer_is_refused(folder: Path, field: str, value: object) -> None:
-    exit_layers = json.loads((folder / JSON_FILE).read_text())["exit_layers"]
+    exit_layers = header_of(folder)["exit_layers"]
     exit_layers[1][field] = value
     edit_json(folder, exit_layers=exit_layers)
     with pytest.raises(StoreError, match=r"damaged.*hetero-ee calibrate"):
@@ -199,7 +217,7 @@ def test_a_damaged_exit_layer_is_refused(folder: Path, field: str, value: object
 
 
 def test_a_schedule_of_exit_layers_without_a_partial_predictor_is_refused(folder: Path) -> None:
-    body = json.loads((folder / JSON_FILE).read_text())
+    body = header_of(folder)
     body["exit_layers"][2]["partial_threshold"] = None
     edit_json(folder, **body)
     edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "3.partial" in name])
@@ -207,9 +225,9 @@ def test_a_schedule_of_exit_layers_without_a_partial_predictor_is_refused(folder
         read_calibration(folder, SPEC, KEY)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"format": "hetero_ee calibration"}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"{}", b'{"version": 3}'])
 def test_a_document_that_is_none_is_refused(folder: Path, content: bytes) -> None:
-    (folder / JSON_FILE).write_bytes(content)
+    with_header(folder, content)
     with pytest.raises(StoreError, match="hetero-ee calibrate"):
         read_calibration(folder, SPEC, KEY)
 
@@ -262,24 +280,23 @@ def test_tensors_that_are_not_what_they_have_to_be_are_refused(
 
 
 @pytest.mark.parametrize("n_bytes", [0, 4, 8, 200, -1])
-def test_a_tensors_file_that_is_cut_short_is_refused(folder: Path, n_bytes: int) -> None:
-    file = folder / TENSORS_FILE
+def test_a_file_that_is_cut_short_is_refused(folder: Path, n_bytes: int) -> None:
+    file = folder / RECORD_FILE
     file.write_bytes(file.read_bytes()[:n_bytes])
-    edit_json(folder, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
     with pytest.raises(StoreError, match="hetero-ee calibrate"):
         read_calibration(folder, SPEC, KEY)
 
 
-def test_a_hollow_tensors_file_is_refused_unread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hollow_file_is_refused_unread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GB that take no room on the disk would take it in memory."""
-    os.truncate(folder / TENSORS_FILE, 2**32)
-    monkeypatch.setattr(calibration_file.hashlib, "sha256", None)  # it was read
-    with pytest.raises(StoreError, match=r"has 4294967296 bytes; a calibration of this model has at most [0-9]{6,8}\."):
+    os.truncate(folder / RECORD_FILE, 2**32)
+    monkeypatch.setattr(record.hashlib, "sha256", None)  # it was read
+    with pytest.raises(StoreError, match=r"has 4294967296 bytes; the calibration has at most [0-9]{6,8}\."):
         read_calibration(folder, SPEC, KEY)
 
 
-def test_every_changed_byte_of_the_tensors_is_seen(folder: Path) -> None:
-    file = folder / TENSORS_FILE
+def test_every_changed_byte_is_seen(folder: Path) -> None:
+    file = folder / RECORD_FILE
     whole = file.read_bytes()
     for place in range(0, len(whole), len(whole) // 50):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -288,8 +305,56 @@ def test_every_changed_byte_of_the_tensors_is_seen(folder: Path) -> None:
 
 
 def test_links_and_other_files_are_not_followed(folder: Path, tmp_path: Path) -> None:
-    file = folder / TENSORS_FILE
+    file = folder / RECORD_FILE
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match="link out of its folder"):
         read_calibration(folder, SPEC, KEY)
+
+
+def test_the_two_files_of_earlier_versions_open(two_files: Path) -> None:
+    found = read_calibration(two_files, SPEC, KEY)
+    assert found is not None and same(found, some_calibration(SPEC))
+
+
+def test_a_new_one_takes_the_place_of_two_files_and_their_certificate(two_files: Path) -> None:
+    (two_files / CERTIFICATE_FILE).touch()
+    write_calibration(some_calibration(SPEC, seed=1), KEY, two_files)
+    assert [file.name for file in two_files.iterdir()] == [RECORD_FILE]
+    found = read_calibration(two_files, SPEC, KEY)
+    assert found is not None and same(found, some_calibration(SPEC, seed=1))
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / TWO_FILES[1]
+    file.write_bytes(file.read_bytes()[:-1])
+    edit_old_json(folder, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def flipped(folder: Path) -> None:
+    file = folder / TWO_FILES[1]
+    file.write_bytes(bytes([1]) + file.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: edit_old_json(folder, format="another"), "is not a calibration"),
+        (lambda folder: edit_old_json(folder, version=2, unheard_of=1), "has format version 2"),
+        (lambda folder: edit_old_json(folder, key="cd" * 32), "another model or other weights"),
+        (lambda folder: edit_old_json(folder, unknown=1), "unknown is unknown"),
+        (lambda folder: edit_old_json(folder, tensors_sha256="0" * 64), "checksum"),
+        (lambda folder: (folder / TWO_FILES[0]).write_bytes(b"{"), "damaged"),
+        (lambda folder: (folder / TWO_FILES[1]).unlink(), "is missing"),
+        (lambda folder: os.truncate(folder / TWO_FILES[1], 2**32), "has at most"),
+        (cut_short, "damaged"),
+        (flipped, "checksum"),
+    ],
+    ids=str,
+)
+def test_damaged_files_of_earlier_versions_are_refused(
+    two_files: Path, spoil: Callable[[Path], object], words: str
+) -> None:
+    spoil(two_files)
+    with pytest.raises(StoreError, match=words):
+        read_calibration(two_files, SPEC, KEY)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.calibration.tensor_files import Arrays, checksummed, parsed_checksummed
 from hetero_ee.errors import DiskFullError, StoreError
 from hetero_ee.sparsity.prediction.file import layer_arrays, read_predictor, write_predictor
 from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
 from hetero_ee.weights.quantizers import quantize
+from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed
 from tests.calibration_support import KEY, FailingDisk, small_spec
 
 RANK = 32
@@ -49,7 +49,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_another_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"of another model or .* calibrate --sparsity predicted for this model"):
+    with pytest.raises(StoreError, match=r"made for another model or .* calibrate --sparsity predicted for this model"):
         read_predictor(written(tmp_path), small_spec(), "cd" * 32)
 
 
@@ -70,22 +70,21 @@ def with_record(old: bytes, new: bytes) -> Callable[[Arrays], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Arrays], None], str]] = {
-    "a bias that is NaN": (with_value("1/bias", 3, np.nan), "bias has a value that is not finite"),
-    "an infinite scale": (with_value("2/outer.scales", (0, 0, 3), np.inf), "outer.scales has a value that is not"),
-    "a codebook that does not ascend": (with_value("0/inner.codebook", 5, 31), "inner.codebook is none"),
-    "an entry that no kernel takes": (with_value("0/outer.codebook", 16, 99), "outer.codebook is none"),
-    "an exponent out of range": (with_value("0/outer.codebook", 0, 99), "outer.codebook is none"),
-    "another version": (with_record(b'"version": 1', b'"version": 2'), "format version 2"),
+    "a bias that is NaN": (with_value("1/bias", 3, np.nan), "bias' has a value that is not finite"),
+    "an infinite scale": (with_value("2/outer.scales", (0, 0, 3), np.inf), "outer.scales' has a value that is not"),
+    "a codebook that does not ascend": (with_value("0/inner.codebook", 5, 31), "inner.codebook' is not a codebook"),
+    "an entry that no kernel takes": (with_value("0/outer.codebook", 16, 99), "outer.codebook' is not a codebook"),
+    "an exponent out of range": (with_value("0/outer.codebook", 0, 99), "outer.codebook' is not a codebook"),
     "another rank": (with_record(b'"rank": 32', b'"rank": 16'), "another type or shape"),
     "a rank of nothing": (with_record(b'"rank": 32', b'"rank": 0'), "rank is 0"),
     "a margin that is none": (with_record(b'"margin": 2.5', b'"margin": 2.6'), "nats at 2.6"),
     "a share out of range": (with_record(b'"recall": 0.8', b'"recall": 1.8'), "measures (1.8"),
     "a divergence that is NaN": (with_record(b'"kl_nats": 0.0009', b'"kl_nats": NaN'), "NaN"),
     "a record that is no JSON": (with_record(b"{", b"["), "damaged"),
-    "a layer's array missing": (lambda arrays: arrays.pop("4/inner.tiles"), "inner.tiles is missing"),
+    "a layer's array missing": (lambda arrays: arrays.pop("4/inner.tiles"), "inner.tiles' is missing"),
     "tiles of another type": (lambda arrays: arrays.update({"0/inner.tiles": np.zeros(4)}), "another type or shape"),
-    "no record": (lambda arrays: arrays.pop("record"), "no record"),
-    "an array too many": (lambda arrays: arrays.update({"5/bias": np.zeros(4)}), "other arrays"),
+    "no record": (lambda arrays: arrays.pop("record"), "'record' is missing"),
+    "an array too many": (lambda arrays: arrays.update({"5/bias": np.zeros(4)}), "'5/bias' is unknown"),
 }
 
 

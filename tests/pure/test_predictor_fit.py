@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.calibration.tensor_files import PartialCalibration
+from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.fit import SparsityFit

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
-from hetero_ee.calibration.tensor_files import Arrays
 from hetero_ee.config import Progress
 from hetero_ee.errors import ModelError
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
@@ -28,6 +27,7 @@ from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredic
 from hetero_ee.sparsity.thresholds import neuron_blocks
 from hetero_ee.weights.model_weights import ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
+from hetero_ee.weights.store.record import Arrays, RecordArrays
 from hetero_ee.weights.weight import Weight
 
 FITTED_TOKENS = 8192  # at least twice the hidden size of a model of 7B: its inputs' moments take as many
@@ -68,7 +68,7 @@ class PredictorFit:
             make = partial(self._layer, layer, states)
             found = self._kept.once(f"layer {layer}", make, forgets=f"layer {layer - 1}{OF}{STATES}")
             states = found.get(STATES)
-            layers.append(parsed_layer(found, self._spec, self._rank))
+            layers.append(parsed_layer(RecordArrays(found), "", self._spec, self._rank))
         fitted = NeuronPredictor(tuple(layers), ())
         return replace(fitted, measured=tuple(least_within(partial(self._kept_measurement, fitted))))
 

@@ -1,4 +1,4 @@
-"""Checksums of runs of bytes in files, read piece by piece."""
+"""Checksums of byte ranges in files, read piece by piece."""
 
 import hashlib
 import os
@@ -11,11 +11,11 @@ from hetero_ee.weights.store.manifest import Entry, Region
 from hetero_ee_profiles.opened_file import open_regular
 
 PIECE_BYTES = 2**20
-MAX_THREADS = 8  # beyond it, disks and memory are what is waited for
+MAX_THREADS = 8  # with more of them, disks and memory are the limit
 
 
 def sha256_of(file: BinaryIO, offset: int, n_bytes: int, each: Callable[[memoryview], None] | None = None) -> str:
-    """SHA-256 of the bytes from `offset` on, as far as the file goes. `each` is shown them piece by piece."""
+    """Return the SHA-256 of up to `n_bytes` from `offset` on. `each` gets them piece by piece."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(PIECE_BYTES, n_bytes)))
     file.seek(offset)
     while n_bytes:
@@ -30,14 +30,16 @@ def sha256_of(file: BinaryIO, offset: int, n_bytes: int, each: Callable[[memoryv
 
 
 def first_set_byte(file: BinaryIO, start: int, end: int) -> int | None:
-    """Where the first byte from `start` to `end` lies that is not 0, None where all are. For padding: one read."""
+    """Return the position of the first byte from `start` to `end` that is not 0, None if all are 0. Reads them at once,
+    since padding is short.
+    """
     file.seek(start)
     data = file.read(end - start)
     return start + len(data) - len(data.lstrip(b"\0")) if data.strip(b"\0") else None
 
 
 def is_written(file: BinaryIO, start: int, entry: Entry) -> bool:
-    """Whether the tensor's bytes match its checksums; from `start`, where the one before it ends, there is padding."""
+    """Check the tensor's bytes against its checksums, and the padding from `start`, the end of the tensor before it."""
     for region in entry.regions:
         is_padded = first_set_byte(file, start, region.offset) is None
         if not is_padded or sha256_of(file, region.offset, region.n_bytes) != region.sha256:
@@ -47,7 +49,7 @@ def is_written(file: BinaryIO, start: int, entry: Entry) -> bool:
 
 
 def first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
-    """The first region whose bytes do not match its checksum, None where all do. Several threads share the work."""
+    """Return the first region whose bytes do not match its checksum, None if all match. Uses several threads."""
     regions = list(regions)
     n_threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(n_threads) as pool:

@@ -1,4 +1,4 @@
-"""Checkpoint -> store: tensor after tensor, so that memory never holds more than one of them beside the store."""
+"""Converts a checkpoint to a store, one tensor at a time, so that memory never holds more than one tensor."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,15 +28,15 @@ from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import StoreWriter, partial_folder
 
-SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
-SPACE_RESERVE = 1.05  # free disk asked for, relative to what is known to be needed
+SPARE_BYTES = 2**20  # free disk space required for the manifest and folder entries
+SPACE_RESERVE = 1.05  # free disk space required, relative to the known sizes
 STORES_FOLDER = "stores"
 CONVERTING = "Converting to int4"
 WAITING = "Another process is converting this model; waiting for it"
 
 
 def cached_store(folder: Path, quantization: Quantization, cache: Path) -> Path:
-    """Where the store made from the model in `folder` lies, or would lie."""
+    """Return where the cache keeps the store made from the model in `folder`, whether or not it exists."""
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in model_name(folder))[:64]
     return cache / STORES_FOLDER / f"{name}-{quantization.name}-{Source.of(folder).key(quantization)}"
 
@@ -51,10 +51,13 @@ def convert(
     progress: Progress | None = None,
     files: FileSystem | None = None,
 ) -> Path:
-    """Writes the store of the checkpoint in `folder` to `target`, or nothing; the same bytes for any thread count.
+    """Write the store of the checkpoint in `folder` to `target`, completely or not at all.
 
-    Where another process is at it already, waits for it and takes its result; what a killed one has left is
-    resumed. Raises CheckpointError, StoreError and, where the disk is too small, DiskFullError.
+     The bytes are the same for any number of threads. If another process is converting the model already, wait for its
+    result. A conversion that a killed process has left is resumed.
+
+     Raises:  CheckpointError, StoreError: The checkpoint can't be read, or the store can't be written.  DiskFullError:
+    The disk is too small.
     """
     if is_store(target):
         return target
@@ -107,21 +110,21 @@ def _write(
 
 @contextmanager
 def _resumable(target: Path) -> Iterator[None]:
-    """Notes on an interrupt that what was done is kept, for whoever reports it."""
+    """Note on an interrupt that the finished tensors are kept."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interrupt:
         if partial_folder(target).is_dir():
-            interrupt.add_note(f"the conversion to {target} has stopped; running it again goes on from there.")
+            interrupt.add_note(f"the conversion to {target} has stopped; run it again to resume it.")
         raise
 
 
 @contextmanager
 def _worker_threads(n_threads: int) -> Iterator[Workers]:
-    """Threads that share the chunks of a tensor, each computing alone.
+    """Yield the map function of a pool of threads that share the chunks of a tensor.
 
-    torch's own threads wait for each other at the end of every operation: with one core busy elsewhere, converting the
-    demo model took 300 s with them and 7 s without (2-core Zen 5, 2026-11-21).
+     torch's own threads wait for each other after every operation. With one core busy elsewhere, converting the demo
+    model  took 300 s with them and 7 s without (2-core Zen 5, 2026-11-21).
     """
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -133,10 +136,10 @@ def _worker_threads(n_threads: int) -> Iterator[Workers]:
 
 
 def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
-    """The model with its tensors as the store has them. Raises UsageError for one that can't be neuron-major."""
+    """Return the model with the store's tensors. Raises: UsageError: if it can't be neuron-major."""
     if quantization.neuron_major and spec.gated and spec.ffn_bias:
         raise UsageError(
-            f"{spec.architecture} has biases beside its gates, which neuron-major FFNs don't; leave out --sparsity."
+            f"{spec.architecture} has biases next to its gates, as neuron-major FFNs can't; leave out --sparsity."
         )
     kept = spec if quantization.own else spec.in_plain_int4
     return replace(kept, neuron_major=quantization.neuron_major, first_in_rows=quantization.first_in_rows)
@@ -165,7 +168,7 @@ def _write_tensor(
 
 
 def _values(checkpoint: Checkpoint | GgufCheckpoint, tensor: TensorSpec, quantization: Quantization) -> Tensor:
-    """A matrix of the store from those of the checkpoint: gate and up are one there, down is not transposed."""
+    """Return the values of one of the store's matrices. Neuron-major stores split gate_up and transpose down."""
     prefix, _, short = tensor.name.rpartition(".")
     if not quantization.neuron_major or not prefix.endswith(".ffn"):
         return checkpoint.tensor(tensor.name)
@@ -178,7 +181,7 @@ def _values(checkpoint: Checkpoint | GgufCheckpoint, tensor: TensorSpec, quantiz
 
 
 def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
-    """Size of the weights.bin that these tensors make, to the byte."""
+    """Return the exact size of the weights.bin that these tensors make."""
     end = 0
     for tensor in tensors:
         for n_bytes in region_sizes(_layout(tensor, quantization), tensor.shape):
@@ -195,7 +198,12 @@ def _layout(tensor: TensorSpec, quantization: Quantization) -> str:
 
 
 def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path, files: FileSystem) -> None:
-    """n_bytes: of the weights; there_bytes: what of them is on the disk already. Raises DiskFullError."""
+    """Check that the disk has space for the store.
+
+    Args:  n_bytes: Size of the weights.  there_bytes: Bytes of them that are on the disk already.
+
+    Raises:  DiskFullError: It has too little.
+    """
     copied_bytes = sum(file.stat().st_size for file in copied_files(source.folder))
     needed_bytes = int(SPACE_RESERVE * (n_bytes + copied_bytes)) + SPARE_BYTES - there_bytes
     with store_errors(target):

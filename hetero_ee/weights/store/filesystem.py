@@ -1,4 +1,4 @@
-"""The disk as the store's writer sees it: a seam, so that a full disk or a lost write can be injected."""
+"""The disk as writers of stores use it, as an interface, so that tests can inject a full disk or a lost write."""
 
 import errno
 import os
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-UNFINISHED_SUFFIX = ".new"  # of what takes a file's or folder's place once it is whole
-POLL_S = 0.1  # how often a process that waits for a lock asks again
+UNFINISHED_SUFFIX = ".new"  # of a file or folder that is renamed once it is complete
+POLL_S = 0.1  # between two attempts of a process that waits for a lock
 ELSEWHERE = "set HETERO_EE_CACHE_DIR to a folder on another disk"
 
 
 class FileSystem:
-    """What writing a store needs of a disk. Every method raises OSError like the function it stands for.
+    """Disk operations for writing a store. Every method raises OSError like the function that it wraps.
 
-    A subclass may fail or lose what it was given, as disks do.
+    A subclass may fail or lose data, as disks do.
     """
 
     def create_folder(self, folder: Path) -> None:
-        """One folder, in one that is there; FileExistsError where anything is."""
+        """Create one folder in an existing one. Raises: FileExistsError: if anything has this path."""
         folder.mkdir()
 
     def create_file(self, file: Path) -> BinaryIO:
-        """A new file open for writing, unbuffered; FileExistsError where anything is, a link included."""
+        """Open a new file for unbuffered writing. Raises: FileExistsError: if anything, even a link, has this path."""
         return self._opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
 
     def reopen_file(self, file: Path) -> BinaryIO:
-        """A file open for reading and writing, unbuffered; nothing but a plain file with no other name."""
+        """Open a file for unbuffered reading and writing. It has to be a regular file with a single name."""
         opened = self._opened(file, os.O_RDWR, "r+b")
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
@@ -46,7 +46,7 @@ class FileSystem:
         return opened
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        """All of the data, at the file's position."""
+        """Write all of the data at the file's position."""
         rest = memoryview(data)
         while rest:
             rest = rest[file.write(rest) :]
@@ -55,7 +55,7 @@ class FileSystem:
         file.truncate(n_bytes)
 
     def allocate(self, file: BinaryIO, n_bytes: int) -> None:
-        """Makes sure that the file's first n_bytes have room on the disk; does nothing where the disk can't tell."""
+        """Reserve disk space for the first `n_bytes` of the file, if the file system supports it."""
         if not n_bytes or not hasattr(os, "posix_fallocate"):
             return
         try:
@@ -65,7 +65,7 @@ class FileSystem:
                 raise
 
     def close_durably(self, file: BinaryIO) -> None:
-        """Flushes to the disk itself (fsync), then closes; closes too where that fails."""
+        """Flush the file to the disk itself (fsync) and close it, even if the flush fails."""
         try:
             file.flush()
             os.fsync(file.fileno())
@@ -73,14 +73,14 @@ class FileSystem:
             file.close()
 
     def sync_folder(self, folder: Path) -> None:
-        """Makes the folder's entries durable."""
+        """Make the folder's entries durable."""
         if os.name == "nt":
             return  # Windows keeps directory entries durable by itself and refuses to open a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in UNSUPPORTED:  # some network disks know no fsync of a folder
+            if error.errno not in UNSUPPORTED:  # some network disks can't fsync a folder
                 raise
         finally:
             os.close(descriptor)
@@ -98,7 +98,7 @@ class FileSystem:
         return shutil.disk_usage(folder).free
 
     def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> "BaseFileLock":
-        """Waits until no other process or thread holds the file's lock; calls `waiting` once where it has to.
+        """Wait until no other process or thread holds the file's lock. Calls `waiting` once if it has to wait.
 
         The lock ends with its process at the latest.
         """
@@ -108,21 +108,21 @@ class FileSystem:
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
-            if not file.is_file():  # what can't be made looks like a lock held by another
+            if not file.is_file():  # a file that can't be created looks like a lock that another process holds
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file)) from None
             waiting()
             lock.acquire(poll_interval=POLL_S)
         return lock
 
     def _opened(self, file: Path, flags: int, mode: str) -> BinaryIO:
-        """Never through a link, so that nobody's files elsewhere are written to."""
+        """Open a file, never through a link, so that no file outside the store is written to."""
         descriptor = os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
         opened = os.fdopen(descriptor, mode, buffering=0)
         return opened  # type: ignore[return-value]  # a raw file, whose write may stop early
 
 
 def holds_only(folder: Path, names: Collection[str]) -> bool:
-    """Whether this is a folder, no link to one, with nothing in it but plain files of these names."""
+    """Return whether `folder` is a folder, not a link, and holds only regular files of these names."""
     if not stat.S_ISDIR(folder.lstat().st_mode):
         return False
     with os.scandir(folder) as found:
@@ -130,13 +130,13 @@ def holds_only(folder: Path, names: Collection[str]) -> bool:
 
 
 def allocated_bytes(status: os.stat_result) -> int:
-    """Room on the disk that a file has; its size on Windows, which tells no more."""
+    """Return the disk space of a file, or its size on Windows, which doesn't report more."""
     n_blocks: int | None = getattr(status, "st_blocks", None)
     return status.st_size if n_blocks is None else 512 * n_blocks
 
 
 def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> None:
-    """A new file with this content, flushed to the disk. Raises OSError."""
+    """Write a new file with this content and flush it to the disk. Raises: OSError."""
     opened = files.create_file(file)
     try:
         files.write(opened, content)
@@ -145,9 +145,11 @@ def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> N
 
 
 def replace_file(file: Path, content: bytes, files: FileSystem, mark: str = "") -> None:
-    """The content in the file's place, whole or not at all; its folders are made. One process at a time for a mark.
+    """Replace the file by one with this content, completely or not at all, and create its folders.
 
-    mark: in the name it has until it is whole. Raises OSError.
+    Args:  mark: Part of the name that the file has until it is complete. Only one process at a time may use a mark.
+
+    Raises:  OSError: The disk refuses.
     """
     unfinished = file.with_name(f"{file.name}{mark}{UNFINISHED_SUFFIX}")
     make_folders(file.parent, files)
@@ -158,7 +160,7 @@ def replace_file(file: Path, content: bytes, files: FileSystem, mark: str = "") 
             remove_if_there(file, files)
         files.rename(unfinished, file)
     except BaseException:
-        with suppress(OSError):  # the first error is what counts
+        with suppress(OSError):  # only the first error matters
             remove_if_there(unfinished, files)
         raise
 
@@ -170,7 +172,7 @@ def remove_if_there(file: Path, files: FileSystem) -> None:
 
 @contextmanager
 def store_errors(target: Path) -> Iterator[None]:
-    """Turns what the disk refuses while `target` is written into the engine's errors."""
+    """Convert the OSErrors of writing `target` to the engine's errors."""
     try:
         yield
     except OSError as error:
@@ -183,7 +185,7 @@ def store_errors(target: Path) -> Iterator[None]:
 
 @contextmanager
 def store_lock(target: Path, files: FileSystem, waiting: Callable[[], None]) -> Iterator[None]:
-    """Keeps other processes and threads from writing or removing the store `target`. Raises StoreError."""
+    """Keep other processes and threads from writing or removing the store `target`. Raises: StoreError."""
     with store_errors(target):
         make_folders(target.parent, files)
         try:
@@ -203,7 +205,7 @@ def store_lock(target: Path, files: FileSystem, waiting: Callable[[], None]) -> 
 
 
 def make_folders(folder: Path, files: FileSystem) -> None:
-    """The folder and those above it that are missing, each durable in the one above."""
+    """Create the folder and its missing parents, and make each durable."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
         with suppress(FileExistsError):  # another process may be at it too

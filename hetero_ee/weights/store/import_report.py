@@ -1,4 +1,4 @@
-"""What a conversion made of each tensor type of a GGUF file or another quantized format, and at which error."""
+"""The import report: what each tensor type of a quantized checkpoint became in a conversion, and its error."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""The journal of an unfinished store: what was written so far, a line each, from which a conversion is resumed.
+"""The journal of an unfinished store: one line per finished tensor, from which a conversion is resumed.
 
-A line is the SHA-256 of its text, a blank and the text, JSON. The first line says what is being converted and how; each
-other one is the entry of a tensor. Whatever follows the first line that is torn or altered counts as never written.
+ A line is the SHA-256 of its text, a space and the text, which is JSON. The first line says what is being converted and
+how; every other line is the entry of a tensor. Everything after the first damaged line counts as not written.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ JOURNAL_FILE = "journal"
 
 
 def journal_line(body: Mapping[str, Any] | Entry) -> bytes:
-    """The line of an identity or an entry."""
+    """Return the line of an identity or an entry."""
     text = json.dumps(asdict(body) if isinstance(body, Entry) else body, sort_keys=True).encode()
     return hashlib.sha256(text).hexdigest().encode() + b" " + text + b"\n"
 
 
 def read_journal(file: Path, identity: Mapping[str, Any]) -> list[Entry] | None:
-    """The tensors that the journal still tells of; None where it belongs to another conversion. Raises OSError."""
+    """Return the journal's undamaged entries, None if it belongs to another conversion. Raises: OSError."""
     with open_regular(file) as opened:
         data = opened.read(MAX_MANIFEST_BYTES)
     first, *others = data.splitlines(keepends=True) or [b""]
@@ -46,7 +46,7 @@ def read_journal(file: Path, identity: Mapping[str, Any]) -> list[Entry] | None:
 
 
 def _entry_in(line: bytes) -> Entry | None:
-    """None for a line that is not, byte for byte, what would be written for its entry."""
+    """Return the entry in a line, None unless the line is exactly the one written for its entry."""
     try:
         entry = from_json(Entry, line.partition(b" ")[2].decode())
     except ValueError:

@@ -1,4 +1,4 @@
-"""The stores in the cache folder: opened or made, listed, removed."""
+"""The stores in the cache folder: open or make, list and remove them."""
 
 import difflib
 import os
@@ -39,12 +39,12 @@ from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
 
 REMOVED_SUFFIX = ".removed"
-MADE_FIELDS = ("sha256", "format", "types")  # of a manifest's source, known only once the store is made
+MADE_FIELDS = ("sha256", "format", "types")  # of a manifest's source that are known only when the store is complete
 MAX_NAMED = 3  # stores named in one error
 
 
 class StoreState(Enum):
-    """What a look at the manifest and the small files says; weights are only looked at by verify()."""
+    """State of a store, judged by its manifest and small files. Only verify() reads the weights."""
 
     WHOLE = "whole"
     UNFINISHED = "unfinished"
@@ -54,7 +54,7 @@ class StoreState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A store as it is listed; what only its manifest tells is None where that can't be read."""
+    """A store as `hetero-ee models` lists it. Fields from the manifest are None if that can't be read."""
 
     name: str
     path: Path
@@ -64,10 +64,10 @@ class StoredModel:
     quantizer: str | None
     source_format: str | None  # of the checkpoint: "safetensors", "GGUF", "GPTQ int4, groups of 128"
     exact_share: float | None  # of the matrices' weights those that are the checkpoint's to the bit; None for floats
-    bits: float | None  # of a weight of the matrices, scales included
+    bits: float | None  # per weight of the matrices, including scales
     n_bytes: int
-    last_used_s: float  # since 1970, right to about a day
-    has_calibration: bool  # beside it
+    last_used_s: float  # since 1970, correct to about a day
+    has_calibration: bool  # next to it
 
 
 def open_cached(
@@ -80,9 +80,10 @@ def open_cached(
     progress: Progress | None = None,
     files: FileSystem | None = None,
 ) -> tuple[Path, ModelWeights]:
-    """The store of the checkpoint in `folder` and its weights; made where it is not there, and again where damaged.
+    """Open the store of the checkpoint in `folder`. Convert the checkpoint if the store is missing or damaged.
 
-    Damage is what was seen in its bytes; a store that can't be read just now stays as it is. Raises StoreError.
+     Damaged are stores whose bytes are wrong. A store that can't be read at the moment is left alone. Raises:
+    StoreError.
     """
     target = cached_store(folder, quantization, cache)
 
@@ -109,13 +110,13 @@ def make_store(
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Path:
-    """Converts the checkpoint in `folder` to the folder `output`, or into the cache; returns where the store lies.
+    """Convert the checkpoint in `folder` to the folder `output`, or into the cache, and return the store's folder.
 
-    An output folder that is there already is refused, unless it is this very store. Raises UsageError, ModelError,
-    CheckpointError, StoreError or DiskFullError.
+     Raises:  UsageError: Among others, `output` exists already and is not this store.  ModelError, CheckpointError: The
+    model can't be read or is not supported.  StoreError, DiskFullError: The store can't be written.
     """
     if is_store(folder):
-        raise UsageError(f"{folder} is a store already; there is nothing to convert.")
+        raise UsageError(f"{folder} is already a store; there is nothing to convert.")
     if quantizer not in (None, *INT4_QUANTIZERS):
         raise UsageError(f"quantizer is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.")
     require_tokenizer(folder)
@@ -143,7 +144,7 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
 
 
 def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: Progress | None) -> None:
-    """What it was made from is still there. Another process may have had the same thought, and be done already."""
+    """Remove a damaged store that can be made again. Another process may have done so already."""
     with store_lock(target, files, lambda: progress(WAITING, 0, 0) if progress else None):
         if is_store(target):
             with suppress(DamagedStoreError):
@@ -156,7 +157,7 @@ def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: 
 
 
 def stored_models(cache: Path) -> list[StoredModel]:
-    """Every store in the cache folder, whole or not, by name. Raises StoreError."""
+    """Return every store in the cache folder, complete or not, sorted by name. Raises: StoreError."""
     folder = cache / STORES_FOLDER
     try:
         found = sorted(folder.iterdir())
@@ -168,7 +169,7 @@ def stored_models(cache: Path) -> list[StoredModel]:
 
 
 def stored_model(cache: Path, name: str) -> StoredModel:
-    """The store of that name, or the only one whose name begins so. Raises UsageError."""
+    """Return the store with that name, or the only one whose name starts with it. Raises: UsageError."""
     found = _named(stored_models(cache), name)
     if found is None:
         raise UsageError(f"there is no store {shown(name)} in {cache / STORES_FOLDER}; hetero-ee models lists them.")
@@ -176,10 +177,10 @@ def stored_model(cache: Path, name: str) -> StoredModel:
 
 
 def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
-    """The folder of `model`, as resolve_model finds it with `hub`, or a converted one that is listed in the cache.
+    """Return the folder of `model`: a folder's path, a store in the cache, or what resolve_model finds with `hub`.
 
-    A folder goes before a listed name, or the only one that begins so, and that before a Hugging Face id. Raises as
-    resolve_model does.
+     A folder is tried first, then the name or the unambiguous beginning of the name of a store in the cache, then a
+    Hugging  Face id. Raises: as resolve_model does.
     """
     if not isinstance(model, str) or not model or "/" in model or local_folder(model) is not None:
         return resolve_model(model, **hub)
@@ -190,7 +191,9 @@ def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
     try:
         return resolve_model(model, **hub)
     except (ModelError, UsageError) as error:
-        beginnings = {each.name[: len(model)]: each.name for each in finished}  # nobody types the key at the end
+        beginnings = {
+            each.name[: len(model)]: each.name for each in finished
+        }  # without the key at the end, which users don't type
         near = difflib.get_close_matches(model, beginnings, n=1)
         if near:
             known = beginnings[near[0]]
@@ -199,20 +202,24 @@ def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
 
 
 def _named(models: list[StoredModel], name: str) -> StoredModel | None:
-    """The one of that name, or the only one whose name begins so. Raises UsageError for several."""
+    """Return the store with that name, or the only one whose name starts with it. Raises: UsageError: if several do."""
     exact = [model for model in models if model.name == name]
     found = exact or [model for model in models if name and model.name.startswith(name)]
     if len(found) > 1:
         names = ", ".join(model.name for model in found[:MAX_NAMED])
         more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        raise UsageError(f"{shown(name)} begins the names of {len(found)} stores ({names}{more}); give more of it.")
+        raise UsageError(
+            f"{shown(name)} is the beginning of {len(found)} stores' names ({names}{more}); give more of the name."
+        )
     return found[0] if found else None
 
 
 def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = None) -> None:
-    """Removes a store of the cache folder, at once as others see it, and its calibration before it. Raises StoreError.
+    """Remove a store of the cache folder and, before it, its calibration.
 
-    Refuses what is not below the cache folder, what holds other files than a store's, and what is being written.
+    Other processes see it disappear at once.
+
+    Raises:  StoreError: It is not in the cache folder, holds other files than a store's, or is being written.
     """
     if model.path.parent != cache / STORES_FOLDER or not holds_only_store_files(model.path):
         raise StoreError(f"{model.path} is not in {cache}, or holds more than a store; remove it by hand.")
@@ -228,7 +235,7 @@ def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = No
 
 
 def _remove(folder: Path, files: FileSystem) -> None:
-    """Takes its name away first: a store that is half deleted would look like a damaged one."""
+    """Rename the folder before removing it, because a half-removed store would look like a damaged one."""
     away = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}{REMOVED_SUFFIX}")
     with store_errors(folder):
         files.rename(folder, away)

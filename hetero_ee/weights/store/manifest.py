@@ -1,4 +1,4 @@
-"""The store's manifest: what lies where in weights.bin, checked to the last number. See docs/FORMAT.md."""
+"""The store's manifest: the position and checksum of everything in weights.bin, fully checked. See docs/FORMAT.md."""
 
 import hashlib
 import json
@@ -23,12 +23,12 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 FORMAT_NAME = "hetero_ee store"
 FORMAT_VERSION = 2
-ZEROS_VERSION = 3  # of stores with zero points: older engines say so, and older stores are as they were
-ALIGNMENT_BYTES = 4096  # a page: regions start on one, so that a mapping can be read and advised region by region
+ZEROS_VERSION = 3  # of stores with zero points, so that older engines refuse them and other stores stay as they were
+ALIGNMENT_BYTES = 4096  # a page, so that a mapping can be read and advised region by region
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_VALUES = 2 * 10**6
 ROWS = "int4 rows"
-FIRST_ROWS_VERSION = 4  # of stores whose FFNs lie in rows whole, likewise
+FIRST_ROWS_VERSION = 4  # of stores whose FFNs are entirely in rows, for the same reason
 VERSIONS = (FORMAT_VERSION, ZEROS_VERSION, FIRST_ROWS_VERSION)
 LAYOUTS = (*layout.TILE_BYTES, ROWS, "fp32")
 END = "\n}"
@@ -53,10 +53,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor. Raises ValueError where its fields contradict each other."""
+    """One tensor. Raises ValueError if its fields contradict each other."""
 
     name: str
-    layout: str  # "fp32" (row by row), or tiles or codes, and fp16 scales at scales_offset: all the other LAYOUTS
+    layout: str  # "fp32", row by row; all other LAYOUTS have tiles or codes, and fp16 scales at scales_offset
     shape: tuple[int, ...]
     offset: int
     scales_offset: int
@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def regions(self) -> list[Region]:
-        """In the order of the file."""
+        """The tensor's regions, in file order."""
         if self.layout == "fp32":
             return [Region("values", self.offset, self.data_bytes, self.sha256)]
         return [
@@ -88,7 +88,7 @@ class Entry:
         ]
 
     def _problem(self) -> str | None:
-        """The field that contradicts the others, None where none does."""
+        """Return the field that contradicts the others, None if none does."""
         if self.layout not in LAYOUTS:
             return "layout"
         is_fp32 = self.layout == "fp32"
@@ -111,7 +111,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CopiedFile:
-    """One of the model's small files in the store. Raises ValueError for what can be none."""
+    """A copy of one of the model's small files. Raises ValueError for an impossible name, size or checksum."""
 
     name: str
     n_bytes: int
@@ -124,13 +124,13 @@ class CopiedFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What manifest.json holds. Raises ValueError unless names are unique and regions lie one after the other."""
+    """Content of manifest.json. Raises ValueError unless names are unique and regions follow without gaps."""
 
     format: str = field(default=FORMAT_NAME, kw_only=True)
-    version: int = field(default=FORMAT_VERSION, kw_only=True)  # the least that has all layouts of the entries
+    version: int = field(default=FORMAT_VERSION, kw_only=True)  # the lowest that has all layouts of the entries
     quantizer: str
     vocabulary_quantizer: str
-    source: dict  # type: ignore[type-arg]  # what the store was made from, for people: any JSON object
+    source: dict  # type: ignore[type-arg]  # what the store was made from, for people
     files: tuple[CopiedFile, ...]
     weights_bytes: int
     entries: tuple[Entry, ...]  # in the order of weights.bin
@@ -155,22 +155,22 @@ class Manifest:
 
     @property
     def neuron_major(self) -> bool:
-        """Whether FFN weights lie neuron by neuron."""
+        """Whether FFN weights are stored neuron by neuron, except for the first matrix."""
         return any(entry.layout == ROWS for entry in self.entries)
 
     @property
     def first_in_rows(self) -> bool:
-        """Whether all of them do, the gate too."""
+        """Whether all FFN weights are stored neuron by neuron."""
         return _first_in_rows(self.entries)
 
     def to_json(self) -> bytes:
-        """The file's bytes; its last field is the checksum of everything before."""
+        """Return the file's bytes. The last field is the checksum of everything before it."""
         text = json.dumps(asdict(self), indent=1).removesuffix(END).encode()
         return text + _checksum_field(text)
 
 
 def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of each region of a tensor in layout `kind`, in the order of the file."""
+    """Return the bytes of each region of a tensor in layout `kind`, in file order."""
     if kind == "fp32":
         return (4 * math.prod(shape),)
     if kind == ROWS:
@@ -179,7 +179,7 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def version_of(entries: Iterable[Entry]) -> int:
-    """The version of a store of these tensors."""
+    """Return the version of a store with these tensors."""
     entries = list(entries)
     if _first_in_rows(entries):
         return FIRST_ROWS_VERSION
@@ -192,26 +192,26 @@ def _first_in_rows(entries: Iterable[Entry]) -> bool:
 
 
 def matrix_bits(manifest: Manifest) -> float | None:
-    """Bits of a weight of the matrices, scales and padding included; None where there are no matrices."""
+    """Return the bits per weight of the matrices, including scales and padding, None if there are no matrices."""
     matrices = [entry for entry in manifest.entries if entry.layout != "fp32"]
     n_weights = sum(math.prod(entry.shape) for entry in matrices)
     return 8 * sum(entry.data_bytes + entry.scales_bytes for entry in matrices) / n_weights if n_weights else None
 
 
 def aligned(offset: int) -> int:
-    """The first offset from `offset` on where a region may start."""
+    """Return the first offset from `offset` on at which a region may start."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the store in `folder`, every number checked, and weights.bin of its size. Raises StoreError."""
+    """Read and check the manifest of the store in `folder`, and the size of weights.bin. Raises: StoreError."""
     manifest = parsed_manifest(folder)
     check_size(folder, manifest)
     return manifest
 
 
 def check_size(folder: Path, manifest: Manifest) -> None:
-    """Raises StoreError unless weights.bin has the size that the manifest says."""
+    """Check that weights.bin has the size in the manifest. Raises: StoreError."""
     file = find_file(folder, WEIGHTS_FILE, StoreError)
     if file is None:
         raise DamagedStoreError(f"{folder / WEIGHTS_FILE} is missing; delete {folder} and convert again.")
@@ -236,7 +236,7 @@ def parsed_manifest(folder: Path) -> Manifest:
 
 
 def stored_version(folder: Path) -> int | None:
-    """The format version that a manifest claims to have, None where it can't be read."""
+    """Return the format version that a manifest claims, None if it can't be read."""
     try:
         body = _parsed(folder)[0]
     except (StoreError, ValueError):
@@ -246,7 +246,7 @@ def stored_version(folder: Path) -> int | None:
 
 
 def _parsed(folder: Path) -> tuple[Any, bytes]:
-    """The JSON of the manifest, and its bytes. Raises StoreError, ValueError."""
+    """Return the manifest's JSON and its bytes. Raises: StoreError, ValueError."""
     file = find_file(folder, MANIFEST_FILE, StoreError)
     if file is None:
         raise DamagedStoreError(f"{folder / MANIFEST_FILE} is missing; delete {folder} and convert again.")
@@ -274,12 +274,12 @@ def _check_whole(folder: Path, body: Any, data: bytes) -> None:
 
 
 def _implied(kind: str) -> tuple[int, ...] | None:
-    """The codebook of a layout that leaves no choice."""
+    """Return the codebook of a layout that has a fixed one."""
     return LINEAR_CODEBOOK if kind == layout.ZEROS else None
 
 
 def _is_codebook(values: tuple[int, ...] | None, largest: int = 127) -> bool:
-    """16 values from -largest (of 127, -128) to largest, strictly ascending."""
+    """Return whether these are 16 ascending values from -largest (-128 if it is 127) to largest."""
     if values is None or len(values) != 16 or values != tuple(sorted(set(values))):
         return False
     return values[0] >= (-128 if largest == 127 else -largest) and values[-1] <= largest

@@ -1,6 +1,6 @@
-"""The store: one folder with int4 weights, their manifest, and the model's configuration and tokenizer files.
+"""Opens stores: folders with int4 weights, their manifest, and the model's configuration and tokenizer files.
 
-Opened by mmap, its checksums looked at first, but for those of the tiles. How it comes to be: writer.py.
+Weights are memory-mapped, and all checksums except those of the tiles are checked first. writer.py writes stores.
 """
 
 import hashlib
@@ -37,28 +37,31 @@ from hetero_ee_profiles.opened_file import open_regular
 
 
 def is_store(folder: Path) -> bool:
-    """Whether `folder` claims to be a store."""
+    """Return whether `folder` claims to be a store."""
     return os.path.lexists(folder / MANIFEST_FILE)
 
 
 def copied_files(model_folder: Path) -> list[Path]:
-    """The small files of a model that its store gets a copy of."""
+    """Return the small files of a model that its store gets copies of."""
     return [file for name in SMALL_FILES if (file := find_file(model_folder, name))]
 
 
 def checked_manifest(folder: Path) -> Manifest:
-    """The manifest, weights.bin of its size and the small files unchanged. Raises StoreError, DamagedStoreError."""
+    """Read the manifest and check the size of weights.bin and the small files. Raises: StoreError."""
     manifest = read_manifest(folder)
     check_copies(folder, manifest)
     return manifest
 
 
 def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) -> ModelWeights:
-    """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError.
+    """Map the store's weights into memory, read-only. Pages are read when they are first used.
 
-    Scales, fp32 tensors and the small files are compared with their checksums; tiles, most of the bytes, are not. The
-    first two are compared again by the weights' watch where the file was written to.
-    What differs is a DamagedStoreError. manifest: what checked_manifest has returned, where it was called before.
+     Scales, fp32 tensors and the small files are compared with their checksums. Tiles, most of the bytes, are not. The
+    weights' watch compares scales and fp32 tensors again if the file was written to.
+
+     Args:  manifest: What checked_manifest has returned, if it was called before.
+
+     Raises:  DamagedStoreError: A checksum differs.  StoreError: The store can't be read.
     """
     manifest = manifest or checked_manifest(folder)
 
@@ -74,7 +77,7 @@ def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) 
 
 
 def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWeights:
-    """The weights that the manifest describes, unread. Raises StoreError unless they are those of the model."""
+    """Return the weights that the manifest describes, unread. Raises: StoreError: unless they are the model's."""
     buffer = _mapped(folder / WEIGHTS_FILE)
     weights = ModelWeights({}, {}, manifest.quantizer)
     for entry in manifest.entries:
@@ -88,7 +91,7 @@ def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWe
 
 
 def check_copies(folder: Path, manifest: Manifest) -> None:
-    """Raises StoreError unless the small files are those that the manifest names, unchanged."""
+    """Check that the small files are those in the manifest, unchanged. Raises: StoreError."""
     known = {file.name: file for file in manifest.files}
     for name in SMALL_FILES:
         if problem := copy_problem(folder / name, known.get(name)):
@@ -96,9 +99,11 @@ def check_copies(folder: Path, manifest: Manifest) -> None:
 
 
 def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
-    """What is wrong with a small file of a store; `known` is what its manifest says of it.
+    """Return what is wrong with a small file of a store, None if it is right.
 
-    Raises StoreError where it can't be read, which says nothing of its content.
+    Args:  known: The manifest's entry for it, None if it has no entry.
+
+    Raises:  StoreError: It can't be read, so that its content can't be judged.
     """
     if known is None:
         return "is not in the store's manifest" if os.path.lexists(file) else None
@@ -129,22 +134,22 @@ def _check_regions(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_finite(folder: Path, weights: ModelWeights) -> None:
-    """A checksum says who wrote a number, not that it is one. Read with the checksums, these bytes cost 0.05 s a GB."""
+    """Check that scales and fp32 tensors are finite, which checksums don't. Costs 0.05 s per GB just after them."""
     quantized = weights.matrices.items()
     scales = {name: weight.scales for name, weight in quantized if isinstance(weight, TileWeight | RowWeight)}
     for name, values in (weights.vectors | scales).items():
         if not all(map(torch.isfinite, values.aminmax())):  # a NaN is both
             raise DamagedStoreError(
-                f"{folder}: tensor {name} holds values or scales that are no numbers; "
+                f"{folder}: tensor {name} holds values or scales that are not numbers; "
                 "delete that folder and convert again."
             )
 
 
 def _mapped(file: Path) -> Tensor:
-    """The file's bytes, uint8.
+    """Map the file read-only and return its bytes (uint8).
 
-    Shared and read-only: of a private writable mapping Linux wants to know that all of it would fit into memory, and
-    refuses stores larger than that, which are what this engine is for.
+     A private writable mapping would make Linux reserve memory for the whole file, so stores larger than RAM, the main
+    use  case, could not be opened.
     """
     try:
         with open_regular(file) as opened:
@@ -154,7 +159,7 @@ def _mapped(file: Path) -> Tensor:
     except OSError as error:
         raise StoreError(f"{file} can't be mapped into memory ({error}).") from error
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to weights
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing writes to weights
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 

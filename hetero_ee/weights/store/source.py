@@ -1,4 +1,4 @@
-"""What a store is made from, and how one that was made from it is found again without reading it all."""
+"""The files that a store is made from, by which it is found again without reading all of them."""
 
 import hashlib
 import json
@@ -22,24 +22,26 @@ from hetero_ee.weights.store.source_file import SourceFile, readable
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a store is made from: a model's folder as it was when a conversion began."""
+    """A model's folder as it was when a conversion began."""
 
     folder: Path
     files: tuple[SourceFile, ...]  # weights, their index, and the small files that a store gets a copy of
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Raises CheckpointError."""
+        """Sample the files in `folder`. Raises: CheckpointError."""
         return cls(folder, tuple(map(SourceFile.of, _paths(folder))))
 
     def key(self, quantization: Quantization) -> str:
-        """Identifies a store by what it would be made from: configuration, file names, sizes, times and samples."""
+        """Return a key of the store, made of the configuration, the quantization and the files' names, sizes, times and
+        samples.
+        """
         config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
         identity = [FORMAT_VERSION, quantization.version, config, files, quantization.identity]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
-        """What a manifest says of where its store comes from."""
+        """Return the manifest's description of where the store comes from."""
         return {
             "model": model_name(self.folder),
             "architecture": spec.architecture,
@@ -48,26 +50,26 @@ class Source:
         }
 
     def digests(self, workers: Workers) -> dict[str, str]:
-        """SHA-256 of each file whole, by its name, as model hubs publish it. Raises CheckpointError."""
+        """Return the SHA-256 of each whole file by name, as model hubs publish it. Raises: CheckpointError."""
         paths = {path.name: path for path in _paths(self.folder)}
 
         def digest(file: SourceFile) -> str:
-            with readable(paths.get(file.name, self.folder / file.name)) as opened:  # one that has gone can't be read
+            with readable(paths.get(file.name, self.folder / file.name)) as opened:  # a file that is gone can't be read
                 return sha256_of(opened, 0, file.n_bytes)
 
         return dict(zip((file.name for file in self.files), workers(digest, self.files), strict=True))
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointError where a file is not as it was."""
+        """Check that no file has changed since. Raises: CheckpointError."""
         now = Source.of(self.folder).files
         changed = sorted({file.name for file in set(now) ^ set(self.files)})
         if changed:
             raise CheckpointError(
-                f"{self.folder / changed[0]} has changed while it was converted; convert again once it is complete."
+                f"{self.folder / changed[0]} changed during the conversion; convert again once it is complete."
             )
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Of weights, their index, and the small files."""
+    """Return the weight files, their index and the small files."""
     index = [folder / INDEX_FILE] if (folder / INDEX_FILE).is_file() else []
     return [*weight_files(folder), *index, *copied_files(folder)]

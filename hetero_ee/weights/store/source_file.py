@@ -1,6 +1,7 @@
-"""A file that weights come from, told from others without reading it all.
+"""Identity of a weight file, without reading all of it.
 
-Names, sizes and times are not enough: archives, reproducible images and `rsync -t` give other weights the same ones.
+ Names, sizes and times are not enough: archives, reproducible images and `rsync -t` give different weights the same
+ones.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Raises CheckpointError."""
+        """Sample a file. Raises: CheckpointError."""
         with readable(file) as opened:
             status = os.fstat(opened.fileno())
             sample = _sample(opened, status.st_size)
@@ -41,7 +42,7 @@ class SourceFile:
 
 @contextmanager
 def readable(file: Path) -> Iterator[BinaryIO]:
-    """The file, open and unbuffered. Raises CheckpointError."""
+    """Open the file unbuffered. Raises: CheckpointError."""
     try:
         with open_regular(file, buffering=0) as opened:
             yield opened  # a raw file, whose reads may be short only at its end
@@ -50,7 +51,9 @@ def readable(file: Path) -> Iterator[BinaryIO]:
 
 
 def _sample(file: BinaryIO, n_bytes: int) -> str:
-    """SHA-256 of a small file, or of a large one's header (of GGUF its beginning) and of parts that lie evenly."""
+    """Return the SHA-256 of a small file, or of a large file's header (the beginning of GGUF files) and evenly spread
+    parts.
+    """
     if n_bytes <= WHOLE_BYTES:
         return sha256_of(file, 0, n_bytes)
     start = file.read(8)

@@ -1,4 +1,4 @@
-"""Reads every byte of a store and says what is not as it was written."""
+"""Verifies a store: reads every byte and reports what differs from what was written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ FP16_EXPONENT = np.uint16(0x7C00)  # all of these bits set: Inf or NaN
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong with a file of a store."""
+    """Something wrong with a file of a store."""
 
     file: str
-    part: str | None  # the tensor and its region, where one is meant
+    part: str | None  # the tensor and its region, if only that is affected
     offset: int | None  # of the part, or of the byte
     what: str
 
@@ -44,7 +44,7 @@ class Finding:
 
 
 def verify(folder: Path, progress: Progress | None = None) -> tuple[Finding, ...]:
-    """What differs from what was written; empty for a store that is whole. Memory stays bounded; writes nothing."""
+    """Return all differences, none for an intact store. Uses bounded memory and writes nothing."""
     try:
         return _findings(folder, progress)
     except OSError as error:
@@ -65,14 +65,14 @@ def _findings(folder: Path, progress: Progress | None) -> tuple[Finding, ...]:
             check_size(folder, manifest)
             mapped_weights(folder, manifest, read_spec(folder))
         except HeteroError as error:
-            findings.append(Finding(MANIFEST_FILE, None, None, f"describes what can't be opened: {error}"))
+            findings.append(Finding(MANIFEST_FILE, None, None, f"describes weights that can't be opened: {error}"))
     return tuple(findings)
 
 
 def _surplus(folder: Path) -> Iterator[Finding]:
     for name in sorted(file.name for file in folder.iterdir()):
         if name not in (MANIFEST_FILE, WEIGHTS_FILE, *SMALL_FILES):
-            yield Finding(shown(name), None, None, "does not belong to a store")
+            yield Finding(shown(name), None, None, "is not a file of a store")
 
 
 def _copies(folder: Path, manifest: Manifest) -> Iterator[Finding]:
@@ -106,7 +106,7 @@ def _weights(folder: Path, manifest: Manifest, progress: Progress | None) -> Ite
 
 
 def _region(file: BinaryIO, end: int, entry: Entry, region: Region) -> Iterator[Finding]:
-    """The padding from `end` on, then the region itself."""
+    """Check the padding from `end` on, then the region itself."""
     part = f"{shown(entry.name)} {region.part}"
     n_infinite = 0
 

@@ -1,7 +1,7 @@
-"""Writes a store: in a partial folder beside its name, from which a conversion that was stopped is resumed.
+"""Writes a store into a partial folder next to its final path. A stopped conversion is resumed from there.
 
-Every file is made durable, the manifest last, and then the folder gets its name, so that a folder of that name is
-always whole.
+ Every file is made durable, the manifest last. Then the folder is renamed, so that a folder of the final name is always
+complete.
 """
 
 import hashlib
@@ -40,28 +40,28 @@ STORE_FILES = {MANIFEST_FILE, WEIGHTS_FILE, JOURNAL_FILE, *SMALL_FILES}
 
 
 def partial_folder(target: Path) -> Path:
-    """Where the store is written until it is whole."""
+    """Return the folder in which the store is written until it is complete."""
     return target.with_name(target.name + PARTIAL_SUFFIX)
 
 
 def holds_only_store_files(folder: Path) -> bool:
-    """Whether this is a folder with nothing in it but what a conversion writes."""
+    """Return whether this is a folder that holds only files that a conversion writes."""
     return holds_only(folder, STORE_FILES)
 
 
 def lacks_manifest(folder: Path) -> bool:
-    """Whether this is a store but for its manifest, as the folder lists it: what can't be looked at is not missing."""
+    """Return whether this is a store without its manifest. One that exists but can't be read is not missing."""
     if not os.path.lexists(folder):
         return False
     return holds_only_store_files(folder) and folder / MANIFEST_FILE not in folder.iterdir()
 
 
 class StoreWriter:
-    """Writes tensors one after another; used as a context manager, under the store's lock.
+    """Writes tensors one after another. Use it as a context manager, under the store's lock.
 
-    What an earlier writer with the same `identity` has left is kept as far as its checksums hold: `entries` says which
-    tensors are there at the beginning. After an error of the engine's family nothing is left; after an interrupt the
-    partial folder stays. Raises StoreError when the disk refuses.
+     Tensors that an earlier writer with the same `identity` has left are kept as long as their checksums match; at the
+    beginning, `entries` lists them. After one of the engine's errors nothing is left; after an interrupt the partial
+    folder  stays. All methods raise StoreError if the disk refuses.
     """
 
     def __init__(self, target: Path, files: FileSystem, identity: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class StoreWriter:
             with store_errors(self._target):
                 if os.path.lexists(self._target):
                     kind = DamagedStoreError if lacks_manifest(self._target) else StoreError
-                    raise kind(f"{self._target} can't be written: something is there, and it is no store.")
+                    raise kind(f"{self._target} can't be written: the path exists already, and is not a store.")
                 self._open()
         except BaseException as error:  # __exit__ is not called for a failure in here
             self._leave(error)
@@ -93,16 +93,16 @@ class StoreWriter:
 
     @property
     def allocated_bytes(self) -> int:
-        """Room on the disk that the weights have already."""
+        """Disk space that the weights have already."""
         return allocated_bytes(os.fstat(self._weights.fileno()))
 
     def allocate(self, n_bytes: int) -> None:
-        """Makes sure of the room that the weights will take."""
+        """Reserve the disk space of the weights."""
         with store_errors(self._target):
             self._files.allocate(self._weights, n_bytes)
 
     def add_matrix(self, name: str, weight: TileWeight | RowWeight) -> None:
-        """A quantized matrix. Raises CheckpointError for scales that are no numbers, and weights as no model has."""
+        """Write a quantized matrix. Raises: CheckpointError: if scales are not finite or weights impossibly large."""
         if not torch.isfinite(weight.scales).all():
             raise CheckpointError(f"tensor {name} has scales that are not finite; its weights are damaged.")
         if weight.exponent > MAX_EXPONENT:
@@ -117,19 +117,19 @@ class StoreWriter:
         self._add(Entry(name, layout, weight.shape, *format_fields, checksum, scales_checksum))
 
     def add_values(self, name: str, values: Tensor) -> None:
-        """A tensor kept in fp32."""
+        """Write a tensor in fp32."""
         offset, checksum = self._append(values.float())
         self._add(Entry(name, "fp32", tuple(values.shape), offset, 0, 0, None, checksum, ""))
 
     def copy_files(self, model_folder: Path) -> None:
-        """Copies the model's small files. Raises CheckpointError for one that can't be read or is too large."""
+        """Copy the model's small files. Raises: CheckpointError: if one is too large or can't be read."""
         for file in copied_files(model_folder):
             data = read_file(file, MAX_SMALL_FILE_BYTES, "such a file", CheckpointError)
             self._write_file(file.name, data)
             self._copies.append(CopiedFile(file.name, len(data), hashlib.sha256(data).hexdigest()))
 
     def finish(self, quantizer: str, vocabulary_quantizer: str, source: dict[str, Any]) -> Path:
-        """Writes the manifest last and gives the folder its name. Returns where it lies."""
+        """Write the manifest, rename the folder and return its final path."""
         copies, entries = tuple(self._copies), tuple(self.entries)
         version = version_of(entries)
         manifest = Manifest(quantizer, vocabulary_quantizer, source, copies, self._offset, entries, version=version)
@@ -147,7 +147,9 @@ class StoreWriter:
     def _open(self) -> None:
         if os.path.lexists(self._folder):
             if not holds_only_store_files(self._folder):
-                raise StoreError(f"{self._folder} is in the way and not a conversion's; move it somewhere else.")
+                raise StoreError(
+                    f"{self._folder} is in the way and was not left by a conversion; move it somewhere else."
+                )
             if self._resume():
                 return
             self._close()
@@ -160,14 +162,14 @@ class StoreWriter:
         self._open_files.append(self._weights)
 
     def _resume(self) -> bool:
-        """Takes over what is there and right; False where that is nothing."""
+        """Take over what an earlier writer has left. Returns False if there is nothing to take over."""
         present = {file.name for file in self._folder.iterdir()}
         if not {JOURNAL_FILE, WEIGHTS_FILE} <= present:
             return False
         entries = read_journal(self._folder / JOURNAL_FILE, self._identity)
         if entries is None:
             return False
-        for name in present - {JOURNAL_FILE, WEIGHTS_FILE}:  # its end was near; these are soon written again
+        for name in present - {JOURNAL_FILE, WEIGHTS_FILE}:  # written at the end, and soon written again
             self._files.remove_file(self._folder / name)
         self._weights = self._files.reopen_file(self._folder / WEIGHTS_FILE)
         self._open_files.append(self._weights)
@@ -177,7 +179,7 @@ class StoreWriter:
         return True
 
     def _take_over(self, entries: Sequence[Entry]) -> None:
-        """Reads the tensors again, and cuts both files after the last one that is right."""
+        """Read the tensors again, and cut both files after the last correct one."""
         for entry in entries:
             if not is_written(self._weights, self._offset, entry):
                 break
@@ -195,19 +197,19 @@ class StoreWriter:
 
     def _give_name(self) -> None:
         if os.path.lexists(self._target):
-            raise FileExistsError("something has appeared there meanwhile")
+            raise FileExistsError("something else was created there meanwhile")
         try:
             self._files.rename(self._folder, self._target)
         except OSError:
-            if not is_store(self._target):  # a network disk may do it and say that it failed
+            if not is_store(self._target):  # a network disk may report a failure although it renamed the folder
                 raise
         self._renamed = True
         self._files.sync_folder(self._target.parent)
 
     def _leave(self, error: BaseException | None) -> None:
-        """After an interrupt, what was written stays for the next time; else it is taken back.
+        """Keep what was written after an interrupt; remove it after any other error.
 
-        A disk that refuses even this must not hide the first error.
+        If the disk refuses even this, the first error is the one that is reported.
         """
         self._close()
         if error is not None and not isinstance(error, HeteroError):
@@ -233,7 +235,7 @@ class StoreWriter:
                 self._files.close_durably(file)
 
     def _append(self, tensor: Tensor) -> tuple[int, str]:
-        """Writes the tensor's bytes at the next page; returns their offset and checksum."""
+        """Write the tensor's bytes at the next page and return their offset and checksum."""
         data = _bytes_of(tensor)
         offset = aligned(self._offset)
         with store_errors(self._target):
@@ -249,6 +251,6 @@ class StoreWriter:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's bytes as they lie in memory, without a copy where it is contiguous."""
+    """Return the tensor's bytes, without a copy if it is contiguous."""
     array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

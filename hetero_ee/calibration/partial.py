@@ -1,0 +1,48 @@
+"""What an unfinished calibration has measured so far."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, replace_file, store_errors
+from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed, read_if_there
+
+IDENTITY = "identity"
+MAX_BYTES = 64 * 2**30
+
+
+class PartialCalibration:
+    """The arrays that an unfinished run has measured, in one file, so that a killed run can be resumed.
+
+    The file is always replaced as a whole. A damaged one, and one with another hexadecimal `identity`, counts as none.
+    All methods raise StoreError and DiskFullError.
+    """
+
+    def __init__(self, file: Path, identity: str, files: FileSystem) -> None:
+        self._file, self._files = file, files
+        self._identity = np.frombuffer(bytes.fromhex(identity), np.uint8)
+
+    @property
+    def exists(self) -> bool:
+        return os.path.lexists(self._file)
+
+    def load(self) -> Arrays:
+        """Return the arrays that this run saved last, none if there is no such file."""
+        data = read_if_there(self._file, MAX_BYTES, "an unfinished calibration")
+        try:
+            arrays = {} if data is None else parsed_checksummed(data)
+        except ValueError:
+            return {}
+        is_ours = np.array_equal(arrays.pop(IDENTITY, np.zeros(0)), self._identity)
+        return arrays if is_ours else {}
+
+    def save(self, arrays: Arrays) -> None:
+        """Replace what was saved before."""
+        with store_errors(self._file):
+            replace_file(self._file, checksummed(arrays | {IDENTITY: self._identity}), self._files)
+
+    def remove(self) -> None:
+        """Remove the file, once the calibration is complete."""
+        with store_errors(self._file):
+            remove_if_there(self._file, self._files)
