@@ -54,7 +54,7 @@ def main() -> None:
         start_s = time.perf_counter()
         if not given.certify_only:
             chunks = text_chunks(tokenizer, held_out, ENOUGH_TOKENS, engine.context_tokens)
-            run = CalibrationRun(engine.executor, CalibrationSettings(), None, time.perf_counter)
+            run = CalibrationRun(engine.executor, CalibrationSettings(), None)
             made = run.calibrate(chunks, DESCRIPTION)
             depths = specee_depths(engine.executor, ending, made, chunks)
             write_calibration(replace(made, specee_depths=depths), key, folder)

@@ -121,7 +121,7 @@ def shipped(engine: Engine, other: list[Chunk]) -> Measured:
 def calibrated(engine: Engine, chunks: list[Chunk], other: list[Chunk]) -> Measured:
     """A new one."""
     start_s = time.perf_counter()
-    run = CalibrationRun(engine.executor, CalibrationSettings(), None, time.perf_counter)
+    run = CalibrationRun(engine.executor, CalibrationSettings(), None)
     calibration = run.calibrate(chunks, "a text")
     seconds = time.perf_counter() - start_s
     return Measured(seconds, calibration, evaluate(engine.executor, calibration, other))

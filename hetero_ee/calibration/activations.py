@@ -1,7 +1,7 @@
-"""What goes through the matrices of a model: second moments of their inputs, and how often FFN neurons are active.
+"""Activation statistics of a model: second moments of the matrices' inputs, and how often FFN neurons are active.
 
-The moments weight quantization errors (which column matters), the frequencies are for sparsity. Measured on the
-reference operations, as these see every matrix with its input.
+The moments tell which columns' quantization errors matter; the frequencies are for sparsity. They are measured on the
+reference operations, which see every matrix with its input.
 """
 
 from dataclasses import replace
@@ -18,19 +18,21 @@ from hetero_ee.speculation.exits.calibration import FREQUENCY
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
-ACTIVE_SHARE = 0.05  # of a token's largest activation in that layer: below, a neuron counts as inactive
+ACTIVE_SHARE = 0.05  # of a token's largest activation in a layer; smaller ones count as inactive
 MOMENT = "second_moment"
 
 Sums = dict[str, npt.NDArray[np.float64]]
 
 
 class ActivationRecorder(BatchedTorchOps):
-    """Operations that sum up, in float64, what passes the matrices of the layers. `sums` and `n_tokens` grow with use.
+    """Operations that sum up, in float64, the inputs of the layers' matrices.
 
-    To be used with one whole chunk a pass: the first token, position 0, is left out.
+    Run one whole chunk per pass: the first token, at position 0, is left out. `sums` and `n_tokens` grow with every
+    pass.
 
-    sums: by name, "<matrix>.second_moment" the sums of squares of its inputs' features, and
-    "layers.*.ffn.active_share" the tokens at which a neuron was active: above 0 for ReLU, else ACTIVE_SHARE.
+    `sums` has, by name, "<matrix>.second_moment": the sums of squares of each input feature, and
+    "layers.*.ffn.active_share": the number of tokens at which a neuron was active (above 0 for ReLU, else above
+    ACTIVE_SHARE of the token's largest activation).
     """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
@@ -63,7 +65,7 @@ class ActivationRecorder(BatchedTorchOps):
                 self.n_tokens += len(counted)
 
     def _active(self, inner: Tensor) -> Tensor:
-        """Which inputs of the second FFN matrix count as active, (m, ffn)."""
+        """Return which inputs of the second FFN matrix count as active, (m, ffn)."""
         if self._spec.activation in ("relu", "fatrelu"):
             return inner != 0 if self._spec.gated else inner > 0
         size = inner.abs()
@@ -75,7 +77,7 @@ class ActivationRecorder(BatchedTorchOps):
 
 
 def activation_names(spec: ModelSpec) -> dict[str, int]:
-    """Every name that an ActivationRecorder sums under, with its number of features."""
+    """Return the names that an ActivationRecorder sums under, with their numbers of features."""
     sizes: dict[str, int] = {}
     for block in _watched(spec):
         for short, tensor in block.tensors.items():
@@ -88,5 +90,5 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
 
 
 def _watched(spec: ModelSpec) -> list[Block]:
-    """The store's own tensors: a predictor of active neurons comes and goes beside it."""
+    """Return the blocks without predictors of active neurons, which are not part of the store."""
     return decoder_blocks(replace(spec, predictor_rank=0))

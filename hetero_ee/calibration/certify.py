@@ -1,7 +1,7 @@
-"""Certifying exits: prompts go on greedily at full depth, and every exit layer judges each of their tokens on the way.
+"""Certifies exits: prompts are continued greedily at full depth, and every exit layer judges each token on the way.
 
-What judges is what will at decode time: the exit's map, head and predictor on the executor's own states, at full-depth
-keys and values, as lazy ones are. The result depends on model, exits, prompts and type of keys and values alone.
+The judges are those of decoding: the exit's map, head and predictor on the executor's own states, with full-depth keys
+and values, as in lazy filling. The result depends only on the model, the exits, the prompts and the KV type.
 """
 
 import hashlib
@@ -34,39 +34,39 @@ from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.record import Arrays
 
-ALGORITHM_VERSION = 2  # of all that decides the bytes; runs of other versions are not resumed
+ALGORITHM_VERSION = 2  # increases when the bytes change; runs of other versions are not resumed
 N_PROMPTS = 1500
-TOKENS_A_PROMPT = 64  # judged; the token before them is the prompt's pass's
-GROUP_PROMPTS = 32  # prompts that share passes
+TOKENS_A_PROMPT = 64  # judged; prefill gives the token before them
+GROUP_PROMPTS = 32  # prompts in one batch
 CERTIFYING, FOLLOWING = "Certifying", "Following certified texts"
-RISKS = (0.01, 0.02, 0.05)  # that certified texts are followed at
+RISKS = (0.01, 0.02, 0.05)  # at which certified texts are followed
 N_FOLLOWED = 2  # groups of prompts
-N_TIMED = 3  # steps, before it is said how long all take
+N_TIMED = 3  # steps before the expected time is reported
 PARAMS = SamplingParams(max_new_tokens=TOKENS_A_PROMPT + 1)
 JUDGEMENTS, PROMPT_LENGTHS, N_TOKENS = "judgements", "prompt_lengths", "n_tokens"
 
-PromptSource = Callable[[int], Sequence[Chunk]]  # prompts of the n-th group; none where they are at an end
+PromptSource = Callable[[int], Sequence[Chunk]]  # prompts of the n-th group, none after the last
 
 
 def by_group(prompts: Sequence[Chunk]) -> PromptSource:
-    """Prompts that are all known."""
+    """Return a source of prompts that are all known."""
     return lambda group: prompts[group * GROUP_PROMPTS :][:GROUP_PROMPTS]
 
 
 def kv_type_of(executor: Executor) -> str:
-    """Of the keys and values that it computes with."""
+    """Return the type of the executor's keys and values."""
     plan = getattr(executor, "plan", None)
     return cast(HostExecutor, executor).cache.kind if plan is None else str(plan.kv_type)
 
 
 def certificate_identity(key: str, exits_digest: str, kv_type: str, prompts_identity: str, n_prompts: int) -> str:
-    """Tells runs apart that give other bytes."""
+    """Return a hash that differs between runs with other bytes."""
     values = [ALGORITHM_VERSION, key, exits_digest, kv_type, prompts_identity, n_prompts]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 class CertificateRun:
-    """partial: where what was done is kept, None to keep nothing. save_every_s: at least, between two saves."""
+    """Makes a certificate. partial: where progress is saved, None to save nothing; clock: in seconds."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class CertificateRun:
         partial: PartialCalibration | None,
         clock: Callable[[], float],
         progress: Progress | None = None,
-        save_every_s: float = 5.0,
     ) -> None:
         self._executor, self._ending, self._calibration = executor, ending, calibration
         self._sampler = DraftSampler()
         compiled = executor.weights.quantizer != UNQUANTIZED
         self._heads = exit_heads(calibration, range(1, calibration.n_layers), compiled=compiled)
         self._partial, self._clock, self._progress = partial, clock, progress
-        self._save_every_s, self._saved_s = save_every_s, clock()
         self._n_prompts, self._started_s, self._is_told = 0, 0.0, False
 
     def certify(self, prompts_of: PromptSource, n_prompts: int, key: str, description: str) -> Certificate:
-        """The same prompts in every run of the same identity. Raises UsageError, StoreError and DiskFullError."""
+        """Judge the prompts, which are the same in every run of the same identity. Raises: UsageError, StoreError,
+        DiskFullError.
+        """
         kept = self._partial.load() if self._partial else {}
         group = int(kept.pop("group")[0]) if kept else 0
         kept = kept or _arrays_of([], [], len(self._heads))
@@ -100,9 +100,8 @@ class CertificateRun:
             found = self._judged(prompts, n_prompts - n_left)
             kept = {name: np.concatenate([array, found[name]]) for name, array in kept.items()}
             group += 1
-            if self._partial is not None and self._clock() - self._saved_s >= self._save_every_s:
-                self._partial.save(kept | {"group": np.array([group])})
-                self._saved_s = self._clock()
+            if self._partial is not None:
+                self._partial.save_in_time(kept | {"group": np.array([group])})
         prompt_lengths, n_tokens = (kept[name].astype(np.uint16) for name in (PROMPT_LENGTHS, N_TOKENS))
         kv_type, digest = kv_type_of(self._executor), self._calibration.exits_digest
         certificate = Certificate(
@@ -111,11 +110,13 @@ class CertificateRun:
         return replace(certificate, on_policy=tuple(self._on_policy(certificate, prompts_of)))
 
     def _on_policy(self, certificate: Certificate, prompts_of: PromptSource) -> Iterator[OnPolicy]:
-        """Of each risk that can be certified and lets tokens exit half-way up: texts that the mode makes of the first
-        groups of prompts."""
+        """Yield counts of certified decoding on the first groups of prompts, for each risk that can be certified.
+
+        Risks at which no token exits half-way up are left out.
+        """
         allowed = []
         for risk in RISKS:
-            with suppress(UsageError):  # too few prompts for it
+            with suppress(UsageError):  # too few prompts for this risk
                 allowed.append(certificate.certified_exit([self._calibration.n_layers // 2], risk))
         groups = [group for number in range(N_FOLLOWED) if (group := prompts_of(number))]
         for number, each in enumerate(allowed):
@@ -123,11 +124,11 @@ class CertificateRun:
                 self._progress(FOLLOWING, number, len(allowed))
             counts = [self._followed(each, group) for group in groups if sum(each.shares) > 0]
             n_tokens, n_exited, n_different = map(sum, zip((0, 0, 0), *counts, strict=True))
-            if n_tokens:  # else every text ends at once
+            if n_tokens:  # otherwise every text ends at once
                 yield OnPolicy(each.risk, each.exit_layers[0], n_tokens, n_exited, n_different)
 
     def _followed(self, allowed: CertifiedExit, prompts: Sequence[Chunk]) -> tuple[int, int, int]:
-        """Tokens, those that exited, those that are changed."""
+        """Decode in certified mode. Returns the numbers of tokens, of exits and of changed tokens."""
         [exit_layer] = allowed.exit_layers
         policy = Certified({exit_layer: self._heads[exit_layer].end}, allowed)
         texts, known = followed(self._executor, self._ending, policy, prompts, PARAMS)
@@ -135,7 +136,7 @@ class CertificateRun:
         return known.n_tokens, known.n_exited, sum(different)
 
     def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
-        """A group's tokens; those of a text that ends early are fewer."""
+        """Judge a group's tokens. Sequences that end early have fewer."""
         texts = texts_of([list(prompt) for prompt in prompts], PARAMS, lambda ids: "", self._ending)
         rows: list[list[NDArray[np.uint8]]] = [[] for _ in texts]
         for _ in in_own_sequences(self._executor, texts, self._tokens(texts, rows, n_before)):
@@ -145,7 +146,7 @@ class CertificateRun:
     def _tokens(
         self, texts: list[Text], rows: list[list[NDArray[np.uint8]]], n_before: int
     ) -> Iterator[GeneratedToken]:
-        """The full model's greedy tokens; rows: take how the exit layers judged each, by text."""
+        """Yield the full model's greedy tokens and add to `rows`, by sequence, how the exit layers judged each."""
         executor, n_steps = self._executor, 0
         for text, logits in [(text, prefill(executor, text)) for text in texts]:
             yield step(text, logits, 0.0)
@@ -163,14 +164,14 @@ class CertificateRun:
             self._tell(n_before, len(texts), n_steps)
 
     def _drafted(self, tokens: list[WaitingToken], texts: list[Text], exit_layer: int) -> list[Drafted]:
-        """What these texts' last tokens would give out at an exit layer."""
+        """Return what each sequence's last token would give at an exit layer."""
         hidden = advance(self._executor, tokens, exit_layer)
         assert hidden is not None, "an exit layer is after the embedding"
         rows = [(text, text.token_ids) for text in texts]
         return self._sampler.drafted(self._executor, hidden, self._heads[exit_layer].end, rows, is_verified=False)
 
     def _tell(self, n_before: int, n_together: int, n_steps: int) -> None:
-        """How far it is; and, once the first steps were timed, how long all takes."""
+        """Report the progress and, once the first steps were timed, the expected time."""
         if self._progress is None:
             return
         if n_steps == N_TIMED and not self._is_told:
@@ -178,13 +179,15 @@ class CertificateRun:
             seconds = (self._clock() - self._started_s) * TOKENS_A_PROMPT / N_TIMED
             minutes = max(1, round(seconds * (self._n_prompts - n_before) / n_together / 60))
             of = f"{self._n_prompts - n_before:,} prompts with {TOKENS_A_PROMPT} tokens each"
-            self._progress(f"Certifying {of} takes about {minutes} min; interrupted, it goes on at the next call", 0, 0)
+            self._progress(
+                f"Certifying {of} takes about {minutes} min; if interrupted, it resumes at the next call", 0, 0
+            )
         n_done = n_before * TOKENS_A_PROMPT + n_steps * n_together
         self._progress(CERTIFYING, n_done, self._n_prompts * TOKENS_A_PROMPT)
 
 
 def _arrays_of(prompts: Sequence[Chunk], rows: Sequence[Sequence[NDArray[np.uint8]]], n_exit_layers: int) -> Arrays:
-    """As they are kept: rows of all prompts, one after the other."""
+    """Return the arrays of a group, with the rows of all prompts one after another."""
     judged = [row for of_prompt in rows for row in of_prompt]
     return {
         JUDGEMENTS: np.array(judged, np.uint8).reshape(-1, n_exit_layers),

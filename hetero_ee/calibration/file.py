@@ -116,7 +116,7 @@ def write_calibration(calibration: Calibration, key: str, folder: Path, files: F
 
 
 def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | None:
-    """Return the calibration in `folder`, None if there is none. Raises: StoreError: see RecordKind.read."""
+    """Return the calibration in `folder`, None if there isn't one. Raises: StoreError: see RecordKind.read."""
 
     def make(header: CalibrationHeader, arrays: RecordArrays) -> Calibration | None:
         if (header.n_layers, header.hidden_size) != (spec.n_layers, spec.hidden_size):

@@ -1,4 +1,4 @@
-"""From a calibration's drafts to the calibration: predictors and thresholds, the schedule, and all metrics."""
+"""Fits a calibration to the drafts of its chunks: predictors, thresholds, schedule, gates and metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +34,18 @@ def fit_calibration(
     precision: float,
     training: PredictorTraining,
 ) -> Calibration:
-    """partial: of choosing chunks. precision: share of exits that have to be right where thresholds are chosen."""
+    """Fit everything that early exits need.
+
+    Args:
+        executor: Only its model is used.
+        chunks: Drafts of all chunks.
+        partial: Partial logits of the chunks of CHOOSE.
+        maps: Exit maps by exit layer.
+        text: Description of the calibration text.
+        activations: Means per token, by name.
+        precision: Share of exits that have to be right when thresholds are chosen.
+        training: Settings of the predictors.
+    """
     spec = executor.spec
     train, choose = joined(_of_part(chunks, TRAIN)), joined(_of_part(chunks, CHOOSE))
     whole = [_fitted(each, train, choose, maps.get(each), precision, training) for each in range(1, spec.n_layers)]
@@ -73,7 +84,7 @@ def _fitted(
     precision: float,
     training: PredictorTraining,
 ) -> FittedExitLayer:
-    """For tokens whose first exit layer it is."""
+    """Fit the predictor for tokens that are judged at this exit layer first."""
     index = exit_layer - 1
     predictor = fit_predictor(train.features[index], train.is_right[index], training)
     probabilities = predictor.probability(choose.features[index])
@@ -89,11 +100,13 @@ def _with_partial(
     precision: float,
     training: PredictorTraining,
 ) -> FittedExitLayer:
-    """The same with a predictor for tokens whose candidates an earlier exit layer took, if a threshold can be set.
+    """Add a predictor for tokens whose candidates an earlier exit layer took, if it gets a threshold.
 
-    passed: (n_exit_layers, m), where the tokens of `choose` do not exit at their first exit layer. The threshold is set
-    on tokens that the exit layer which took their candidates let pass, as no others come here: of these fewer are
-    right.
+    The threshold is chosen only on tokens that did not exit where their candidates were taken, since no others arrive
+    here and fewer of these are right.
+
+    Args:
+        passed: (n_exit_layers, m), whether the tokens of `choose` do not exit at their first exit layer.
     """
     index = fitted.exit_layer - 1
     predictor = fit_predictor(train.partial_features[index], train.partial_is_right[index], training)

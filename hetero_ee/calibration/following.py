@@ -1,4 +1,4 @@
-"""Texts that go on from prompts in an early-exit mode, and what their tokens do, counted."""
+"""Continues prompts in an early-exit mode and counts where their tokens exit."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.weights.model_weights import UNQUANTIZED
 
-MAX_WAITING = 7  # tokens of such a text
+MAX_WAITING = 7  # pending tokens of a sequence
 N_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 64  # of mode specee
 
 
 def followed(
     executor: Executor, ending: Ending, policy: ExitPolicy, prompts: Sequence[Chunk], params: SamplingParams
 ) -> tuple[list[list[int]], ExitStatistics]:
-    """The texts, prompts included, with exact keys and values; they share every pass."""
+    """Generate from the prompts with exact keys and values, in one batch. Returns the sequences with their prompts."""
     texts, counts = [[*prompt] for prompt in prompts], ExitCounts()
     exits = EarlyExits(policy, MAX_WAITING)
     asked = [[*prompt] for prompt in prompts]
@@ -33,8 +33,13 @@ def followed(
 def specee_depths(
     executor: Executor, ending: Ending, calibration: Calibration, chunks: Sequence[Chunk]
 ) -> tuple[int, ...]:
-    """Tokens by the layers that they passed, 1 to all, in mode specee without a draft head; () where it has no exit
-    layers. chunks: whose beginnings the texts go on from."""
+    """Count the tokens of mode specee without a draft head by the layers that they ran, 1 to all.
+
+    Returns () if the calibration has no exit layers.
+
+    Args:
+        chunks: The sequences start with the beginnings of some of them.
+    """
     if not calibration.schedule:
         return ()
     n_layers, schedule = calibration.n_layers, calibration.schedule

@@ -1,11 +1,13 @@
-"""Fits the joint gate: at each of some exit layers a logistic gate on a token's features, all of them by one loss.
+"""Fits the joint gate: a logistic gate on a token's features at each of some exit layers, all with one loss.
 
-A token exits at layer l with probability P_l = g_l (1 - g_1) ... (1 - g_{l-1}), and passes every layer with what is
-left. The loss is what that costs on average: 1 for a token that is not the full model's, and PRICE for all layers, for
-some of them their share. The gradient at a gate is S_l g_l (1 - g_l) (c_l - V_{l+1}): that the token comes by, times
-what exiting here costs more than going on does, through all the later gates as they are. Source: JEI-DNN (arXiv
-2310.09163, section 3), whose gates see four measures of uncertainty and whose heads learn with them; here the heads are
-those that were fitted before, and the features those of features.py, so that gates are predictors to every device.
+A token exits at layer l with probability P_l = g_l (1 - g_1) ... (1 - g_{l-1}), and runs every layer otherwise. The
+loss is the expected cost: 1 for a wrong token, plus PRICE for all layers or their share of it. The gradient at gate l
+is S_l g_l (1 - g_l) (c_l - V_{l+1}): the probability S_l that the token arrives, times the cost c_l of exiting here
+less the expected cost V_{l+1} of continuing through the later gates.
+
+Source: JEI-DNN (arXiv 2310.09163, section 3). Its gates see four measures of uncertainty and its heads are trained with
+them. Here the heads are fitted before, and the gates use the features of features.py, so that every device can run them
+like other predictors.
 """
 
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ from hetero_ee.errors import UsageError
 from hetero_ee.speculation.exits.features import Floats
 from hetero_ee.speculation.exits.predictor import ExitPredictor
 
-PRICE = 0.3  # of all layers, in wrong tokens
-CLOSED = -2.0  # bias of a gate at first: most tokens come by every gate, so that each learns
+PRICE = 0.3  # of running all layers, in wrong tokens
+CLOSED = -2.0  # initial bias of a gate: most tokens pass every gate, so that each learns
 
 
 def fit_gates(
@@ -30,8 +32,18 @@ def fit_gates(
     training: PredictorTraining,
     price: float = PRICE,
 ) -> dict[int, ExitPredictor]:
-    """features (n_layers - 1, m, n_features), is_right (n_layers - 1, m), by exit layer from 1 on -> a gate for each of
-    these exit layers, of two hidden units: z = relu(z) - relu(-z). Raises UsageError where no token is finite."""
+    """Fit a gate for each of these exit layers, with two hidden units: z = relu(z) - relu(-z).
+
+    Args:
+        features: (n_layers - 1, m, n_features), by exit layer from 1 on.
+        is_right: (n_layers - 1, m).
+        exit_layers: Exit layers that get a gate.
+        training: Its steps and seed are used.
+        price: Cost of all layers, in wrong tokens.
+
+    Raises:
+        UsageError: No token has finite features.
+    """
     if not exit_layers:
         return {}
     places = [exit_layer - 1 for exit_layer in exit_layers]
@@ -44,13 +56,19 @@ def fit_gates(
     scale = np.where(deviation > 1e-6 * np.abs(mean) + 1e-12, deviation, 1.0)
     costs = ~is_right[:, finite] + price / n_layers * np.array(exit_layers)[:, None]
     found, bias = _trained(((values - mean) / scale).astype(np.float32), costs.astype(np.float32), price, training)
-    slope = found / scale[:, 0]  # the gates are to read features as they are
+    slope = found / scale[:, 0]  # gates read unscaled features
     bias = bias - (slope * mean[:, 0]).sum(1)
     return {exit_layer: _as_predictor(*each) for exit_layer, *each in zip(exit_layers, slope, bias, strict=True)}
 
 
 def gradients(gates: Floats, costs: Floats, price: float) -> Floats:
-    """Of a token's expected cost by each gate's z: gates, the chances g (n, m), and costs c (n, m) of exiting there."""
+    """Return the gradient of the expected cost with respect to each gate's z.
+
+    Args:
+        gates: (n, m), exit probabilities g.
+        costs: (n, m), costs c of exiting there.
+        price: Cost of running all layers.
+    """
     comes_by = np.cumprod(np.concatenate([np.ones_like(gates[:1]), 1 - gates[:-1]]), axis=0)
     found, later = np.empty_like(gates), np.full_like(gates[0], price)
     for place in reversed(range(len(gates))):
@@ -61,7 +79,9 @@ def gradients(gates: Floats, costs: Floats, price: float) -> Floats:
 
 
 def _trained(features: Floats, costs: Floats, price: float, training: PredictorTraining) -> Sequence[Floats]:
-    """Standardised features (n, m, n_features), costs (n, m) -> slopes (n, n_features), biases (n,)."""
+    """Train on standardised features (n, m, n_features) and costs (n, m). Returns slopes (n, n_features) and biases
+    (n,).
+    """
     random = np.random.default_rng(training.seed)
     n, m, n_features = features.shape
     parameters = [np.zeros((n, n_features), np.float32), np.full(n, CLOSED, np.float32)]

@@ -1,4 +1,4 @@
-"""A calibration from text to its folder beside the store, and the certificate of its exits."""
+"""Calibrates a model on text and writes the calibration next to its store, and the certificate of its exits."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,14 +54,14 @@ WAITING = "Another process is calibrating this model; waiting for it"
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """What to calibrate on, and how."""
+    """Text to calibrate on, and the settings of a calibration."""
 
-    texts: Sequence[str] | None = None  # None for the model's own
-    n_tokens: int = DEFAULT_TOKENS  # as far as the texts have them
+    texts: Sequence[str] | None = None  # None for texts that the model writes itself
+    n_tokens: int = DEFAULT_TOKENS  # at most
     description: str = "text"  # of the texts, for people
     settings: CalibrationSettings = field(default_factory=CalibrationSettings)
-    force: bool = False  # even where there is a calibration already
-    certify: bool = False  # a certificate of its exits too
+    force: bool = False  # even if there is a calibration already
+    certify: bool = False  # also make a certificate of its exits
     n_prompts: int = N_PROMPTS  # to certify on
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class CalibrationRequest:
 
     @classmethod
     def of(cls, request: object, **changes: Any) -> "CalibrationRequest":
-        """The request, None for the usual one, with those changes that are not None. Raises UsageError."""
+        """Return the request, or the default one for None, with the changes that are not None. Raises: UsageError."""
         if request is not None and not isinstance(request, cls):
             raise UsageError(f"request is {shown(request)}; expected CalibrationRequest(...).")
         return replace(request or cls(), **{name: value for name, value in changes.items() if value is not None})
@@ -91,13 +91,13 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOutcome:
-    """A calibration that was written, or found."""
+    """A calibration that was made, or found."""
 
     calibration: Calibration
     folder: Path
-    seconds: float  # without what an interrupted run had done before; 0 where it was found
-    is_new: bool = True  # else it was there already
-    certificate: Certificate | None = None  # where one was asked for
+    seconds: float  # of this run; 0 if it was found
+    is_new: bool = True  # False if it was found
+    certificate: Certificate | None = None  # if one was requested
 
     @property
     def date(self) -> str:
@@ -108,9 +108,7 @@ class CalibrationOutcome:
 
 
 def found_calibration(place: CalibrationPlace) -> CalibrationOutcome | None:
-    """What is there, the store's own before one that the checkpoint ships with. Raises StoreError where it is damaged,
-    or of other weights.
-    """
+    """Return the store's calibration, or else its checkpoint's. Raises: StoreError: if it can't be used."""
     calibration, folder = place.find(), place.where()
     return None if calibration is None or folder is None else CalibrationOutcome(calibration, folder, 0.0, is_new=False)
 
@@ -125,11 +123,14 @@ def calibrate(
     clock: Callable[[], float] = time.perf_counter,
     files: FileSystem | None = None,
 ) -> CalibrationOutcome:
-    """Calibrates the model and writes the result beside its store, unless one is there: see CalibrationRequest. A run
-    that was killed is resumed. One process calibrates a store at a time; others wait, and find what it has written.
+    """Calibrate the model and write the result next to its store, unless a calibration exists already.
 
-    Raises UsageError for texts that are too short, ModelError for a model that writes none or has one layer, StoreError
-    and DiskFullError.
+    A killed run is resumed. Only one process calibrates a store at a time; others wait and find its result.
+
+    Raises:
+        UsageError: The texts are too short.
+        ModelError: The model has one layer, or ends its own texts at once.
+        StoreError, DiskFullError: The calibration can't be written.
     """
     if executor.spec.n_layers < 2:
         raise ModelError("a model with one layer has none to exit from; there is nothing to calibrate.")
@@ -142,7 +143,7 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What one call works with, alone at this store."""
+    """The inputs of one call, which has locked the store."""
 
     executor: Executor
     tokenizer: Tokenizer
@@ -154,7 +155,7 @@ class _Job:
     files: FileSystem
 
     def calibrated(self) -> CalibrationOutcome:
-        """Made and written."""
+        """Make a calibration and write it."""
         start_s, request, folder, key = self.clock(), self.request, self.place.folder, self.place.key
         n_tokens, context_tokens = request.n_tokens, self.ending.context_tokens
         if request.texts is None:
@@ -164,7 +165,7 @@ class _Job:
             identity = chunks_identity(chunks)
         partial = self._partial(PARTIAL_SUFFIX, run_identity(key, identity, request.settings))
         with resumable(partial, folder):
-            run = CalibrationRun(self.executor, request.settings, partial, self.clock, self.progress)
+            run = CalibrationRun(self.executor, request.settings, partial, self.progress)
             if chunks is None:
                 write = self._writer(chunk_tokens(context_tokens, n_tokens))
                 chunks = run.written(write, n_tokens)
@@ -177,7 +178,7 @@ class _Job:
         return CalibrationOutcome(calibration, folder, self.clock() - start_s)
 
     def certified(self, calibration: Calibration) -> Certificate:
-        """The certificate that is there, or one made and written now."""
+        """Return the existing certificate, or make one and write it."""
         if not self.request.force and (found := self._usable_certificate(calibration)) is not None:
             return found
         key, n_prompts, folder = self.place.key, self.request.n_prompts, self.place.folder
@@ -185,15 +186,14 @@ class _Job:
         of = key, calibration.exits_digest, kv_type_of(self.executor), prompts_identity, n_prompts
         partial = self._partial(CERTIFICATE_PARTIAL_SUFFIX, certificate_identity(*of))
         with resumable(partial, folder):
-            pause_s = self.request.settings.save_every_s
-            run = CertificateRun(self.executor, self.ending, calibration, partial, self.clock, self.progress, pause_s)
+            run = CertificateRun(self.executor, self.ending, calibration, partial, self.clock, self.progress)
             certificate = run.certify(prompts_of, n_prompts, key, self._description)
         write_certificate(certificate, folder, self.files)
         partial.remove()
         return certificate
 
     def _usable_certificate(self, calibration: Calibration) -> Certificate | None:
-        """What is there, can be read and is of the keys and values that this engine computes with."""
+        """Return the existing certificate if it can be read and fits this engine's KV type."""
         try:
             found = self.place.certificate(calibration)
             return found if found is None or found.kv_type == kv_type_of(self.executor) else None
@@ -203,7 +203,7 @@ class _Job:
             return None
 
     def _prompts(self) -> tuple[PromptSource, str]:
-        """Prompts by group, and what tells them from others."""
+        """Return the prompts by group, and a hash of them."""
         request, context_tokens = self.request, self.ending.context_tokens
         if request.texts is None:
             size = prompt_tokens(context_tokens)
@@ -215,8 +215,8 @@ class _Job:
         return own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
 
     def _partial(self, suffix: str, identity: str) -> PartialCalibration:
-        folder = self.place.folder
-        return PartialCalibration(folder.with_name(folder.name + suffix), identity, self.files)
+        file, settings = self.place.folder.with_name(self.place.folder.name + suffix), self.request.settings
+        return PartialCalibration(file, identity, self.files, settings.save_every_s, self.clock)
 
     @property
     def _description(self) -> str:
@@ -226,7 +226,7 @@ class _Job:
 def _usable(
     place: CalibrationPlace, request: CalibrationRequest, progress: Progress | None
 ) -> CalibrationOutcome | None:
-    """What is there and can be read. One that ships with the checkpoint does not stand for texts of the caller's."""
+    """Return a usable existing calibration. A checkpoint's own one doesn't count if the caller gave texts."""
     try:
         if request.texts is not None and place.where() != place.folder:
             return None
@@ -238,7 +238,7 @@ def _usable(
 
 
 def require_enough(n_chunks: int) -> None:
-    """Raises ModelError where the model has written too few texts."""
+    """Check that the model has written enough texts. Raises: ModelError."""
     if n_chunks < MIN_CHUNKS:
         raise ModelError(
             f"this model ends its own texts at once ({n_chunks} of {MIN_CHUNKS} texts needed); "
@@ -248,7 +248,7 @@ def require_enough(n_chunks: int) -> None:
 
 @contextmanager
 def resumable(partial: PartialCalibration, folder: Path) -> Iterator[None]:
-    """Adds a note on what is kept to an interrupt, for whoever reports it."""
+    """Note on an interrupt whether the calibration can be resumed."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interrupt:

@@ -1,6 +1,6 @@
-"""Whose a calibration is, and where it is looked for: beside the store, then in the checkpoint it was made from.
+"""Finds the calibration of a store: next to the store, else in the checkpoint that the store was made from.
 
-Its key is a checksum of the weights and of everything that gives them their meaning.
+A calibration's key is a checksum of the weights and of everything that determines their meaning.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ class CalibrationPlace:
 
     spec: ModelSpec
     store: Path
-    checkpoint: Path | None = None  # what the store was made from; None where a store was opened as it is
-    quantization: Quantization | None = None  # how it was made from that
+    checkpoint: Path | None = None  # that the store was made from; None for a store that was opened directly
+    quantization: Quantization | None = None  # by which it was made
 
     @classmethod
     def of_model(
@@ -49,7 +49,9 @@ class CalibrationPlace:
         neuron_major: bool = False,
         first_in_rows: bool = False,
     ) -> Self:
-        """Of the store in `folder`, or the one in `cache` that is made of the checkpoint there. Raises HeteroError."""
+        """Return the place for the store in `folder`, or for the store in `cache` of the checkpoint there. Raises:
+        HeteroError.
+        """
         if is_store(folder):
             return cls(spec, folder)
         laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}
@@ -58,33 +60,36 @@ class CalibrationPlace:
 
     @property
     def folder(self) -> Path:
-        """Where the calibration of this store is written."""
+        """Where this store's calibration is written."""
         return calibration_folder(self.store)
 
     @property
     def key(self) -> str:
-        """Of this store. Raises StoreError."""
+        """The store's key. Raises StoreError."""
         return store_key(read_manifest(self.store))
 
     def find(self) -> Calibration | None:
-        """The store's own calibration, else the one its checkpoint ships with, else None.
+        """Return the store's own calibration, else the one in its checkpoint, else None.
 
-        Raises StoreError for one that is damaged, or of other weights.
+        Raises:
+            StoreError: It is damaged, or belongs to other weights.
         """
         where = self.where()
         return None if where is None else read_calibration(where, self._spec_in(where), self._key_in(where))
 
     def certificate(self, calibration: Calibration) -> Certificate | None:
-        """Of the calibration that `find` reads, None where there is none: made for this store, else shipped with both.
+        """Return the certificate of the calibration that `find` returns: the store's own, else the one in its
+        checkpoint.
 
-        Raises StoreError for one that is damaged, or of other weights or exits.
+        Raises:
+            StoreError: It is damaged, or belongs to other weights or exits.
         """
         folders = dict.fromkeys(each for each in (self.folder, self.where()) if each is not None)
         where = next((each for each in folders if find_file(each, CERTIFICATE_FILE, StoreError)), None)
         return None if where is None else read_certificate(where, calibration, self._key_in(where))
 
     def _spec_in(self, folder: Path) -> ModelSpec:
-        """With FFNs laid out as those were that the calibration in the folder watched, and no predictor in them."""
+        """Return the model with the FFN layout that the folder's calibration was made with, without a predictor."""
         is_own = folder == self.folder or self.quantization is None
         like = read_manifest(self.store) if is_own else self.quantization
         assert like is not None
@@ -97,12 +102,12 @@ class CalibrationPlace:
         return checkpoint_key(self.checkpoint, self.quantization)
 
     def where(self) -> Path | None:
-        """The folder of the calibration that `find` reads. Raises StoreError."""
+        """Return the folder of the calibration that `find` reads. Raises: StoreError."""
         shipped = [] if self.checkpoint is None or self.quantization is None else [self.checkpoint / SHIPPED_FOLDER]
         return next((each for each in (self.folder, *shipped) if calibration_file(each)), None)
 
     def find_or_warn(self, warn: Callable[[str], None]) -> Calibration | None:
-        """The same; one that can't be used is left out with a warning."""
+        """Return what `find` returns, or warn about a calibration that can't be used and return None."""
         try:
             return self.find()
         except StoreError as error:
@@ -111,17 +116,19 @@ class CalibrationPlace:
 
 
 def store_key(manifest: Manifest) -> str:
-    """Of a store: its manifest without where it came from, so that the same weights made again have the same key."""
+    """Return a store's key: a hash of its manifest without its source, so that the same weights have the same key."""
     values = asdict(manifest)
     del values["source"]
     return _digest(["store", FORMAT_VERSION, values])
 
 
 def checkpoint_key(folder: Path, quantization: Quantization) -> str:
-    """Of every store that this quantization makes of the checkpoint in `folder`. Reads its weight files whole.
+    """Return the key of all stores that this quantization makes of the checkpoint in `folder`. Reads all weight files.
 
-    For calibrations that travel with a checkpoint: processors without AVX2 round a few codes of a store otherwise.
-    Raises CheckpointError.
+    Calibrations inside a checkpoint use it, because processors without AVX2 round a few codes of a store differently.
+
+    Raises:
+        CheckpointError: A weight file can't be read.
     """
     sums = {}
     for file in weight_files(folder):

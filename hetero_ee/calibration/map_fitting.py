@@ -1,10 +1,12 @@
 """Fits exit maps in closed form: ridge regression on streamed normal equations, rank reduced in the lm_head's metric.
 
-With rows z = (x, 1) and r = y - x, the least squares of |r - z B|^2 + ridge |B_x|^2 needs only S = sum z^T z and
-T = sum z^T r, which are summed in float64. What matters of an error e in y is what the lm_head makes of it: e G e^T,
-G = sum over tokens of (w - mean w)^T (w - mean w), as a constant added to every logit changes nothing. With M = G^(1/2)
-the best W of rank k in that metric is B_x M V V^T M^-1, V the first k eigenvectors of M B_x^T (S_c + ridge I) B_x M,
-S_c centred. Source: reduced-rank regression (Izenman 1975), with ridge; derived for this metric.
+With rows z = (x, 1) and r = y - x, minimizing |r - z B|^2 + ridge |B_x|^2 needs only S = sum z^T z and T = sum z^T r,
+summed in float64. An error e in y counts by its effect on the logits: e G e^T with G = sum over tokens of (w - mean
+w)^T (w - mean w), since a constant added to all logits changes nothing. With M = G^(1/2), the best W of rank k in that
+metric is B_x M V V^T M^-1, where V holds the first k eigenvectors of M B_x^T (S_c + ridge I) B_x M and S_c is S
+centred.
+
+Source: reduced-rank regression (Izenman 1975) with ridge, derived for this metric.
 """
 
 import math
@@ -20,50 +22,50 @@ from hetero_ee.weights.weight import Weight
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of a feature's mean square
 RANK_SHARES = (16, 8, 4)  # the ranks tried are hidden_size over these, and full rank
-MAX_FULL_RANK_FEATURES = 1024  # beyond, a full matrix takes longer to read than some layers, and to decompose
+MAX_FULL_RANK_FEATURES = 1024  # larger full matrices are slower to read than some layers, and slow to decompose
 WIDE_RANK_SHARES = (64, 32, 16)  # for such models, without full rank
 SUBSPACE_STEPS = 8  # of the iteration that finds their eigenvectors
-WORTH_A_RANK = 0.005  # agreement that a larger map has to bring
-SIGNIFICANT = 2.0  # standard deviations that a map has to be better by, as the best of several it flatters itself
+WORTH_A_RANK = 0.005  # agreement that a larger map has to gain
+SIGNIFICANT = 2.0  # standard deviations by which a map has to be better, since the best of several looks too good
 METRIC_BLOCK_TOKENS = 4096  # rows of the lm_head expanded at once
 METRIC_FLOOR = 1e-6  # of the mean eigenvalue: directions the lm_head does not see stay invertible
 
 
 class NormalEquations:
-    """The sums of one exit layer: products, S, and targets, T, are changed in place by add()."""
+    """Sums of one exit layer: `products`, S, and `targets`, T. add() changes them in place."""
 
     def __init__(self, hidden_size: int) -> None:
         self.products = torch.zeros(hidden_size + 1, hidden_size + 1, dtype=torch.float64)
         self.targets = torch.zeros(hidden_size + 1, hidden_size, dtype=torch.float64)
 
     def add(self, normed: Tensor, final: Tensor) -> None:
-        """Normed states (m, hidden) at the exit layer, and the same tokens' at the end."""
+        """Add tokens by their normed states (m, hidden) at the exit layer and after the last layer."""
         rows = torch.cat([normed.double(), torch.ones(len(normed), 1, dtype=torch.float64)], dim=1)
         self.products.addmm_(rows.T, rows)
         self.targets.addmm_(rows.T, (final - normed).double())
 
     @property
     def is_usable(self) -> bool:
-        """Whether there is anything to fit, and all of it finite."""
+        """Whether there is anything to fit, and all of it is finite."""
         is_finite = bool(torch.isfinite(self.products).all() and torch.isfinite(self.targets).all())
         return is_finite and float(torch.diagonal(self.products)[:-1].mean()) > 0
 
     def solution(self, ridge: float) -> Tensor:
-        """B, (hidden + 1, hidden). ridge: relative to the mean square of a feature."""
+        """Return B, (hidden + 1, hidden). ridge: relative to the mean square of a feature."""
         return torch.cholesky_solve(self.targets, torch.linalg.cholesky(self.products + self._penalty(ridge)))
 
     def energy(self, ridge: float) -> Tensor:
-        """Centred S of the features alone with the ridge added, (hidden, hidden)."""
+        """Return the centred S of the features with the ridge added, (hidden, hidden)."""
         sums, inner = self.products[-1, :-1], self.products[:-1, :-1]
         return inner - torch.outer(sums, sums) / self.products[-1, -1] + self._penalty(ridge)[:-1, :-1]
 
     def bias(self, slope: Tensor) -> Tensor:
-        """The bias that belongs to W = slope: mean residual less what W makes of the mean."""
+        """Return the bias for W = slope: the mean residual less W times the mean."""
         n_rows = self.products[-1, -1]
         return self.targets[-1] / n_rows - (self.products[-1, :-1] / n_rows) @ slope
 
     def _penalty(self, ridge: float) -> Tensor:
-        """A diagonal; the bias is free, but for what keeps the factorization defined."""
+        """Return the ridge as a diagonal matrix, which leaves the bias free."""
         diagonal = torch.diagonal(self.products)[:-1]
         scale = float(diagonal.mean())
         penalty = torch.full((len(self.products),), ridge * scale, dtype=torch.float64)
@@ -73,7 +75,7 @@ class NormalEquations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMetric:
-    """float64 (hidden, hidden), both symmetric."""
+    """The lm_head's metric: symmetric float64 matrices (hidden, hidden)."""
 
     root: Tensor  # M
     inverse: Tensor  # M^-1
@@ -81,15 +83,15 @@ class HeadMetric:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectionTokens:
-    """Tokens that no equation has seen, to choose by."""
+    """Tokens to choose a map by, which the equations don't include."""
 
     normed: Tensor  # (m, hidden), states at the exit layer
     final: Tensor  # (m, hidden), after the last layer
-    tokens: Tensor  # (m,), what the full model chooses
+    tokens: Tensor  # (m,), the full model's choice
 
 
 def head_metric(head: Weight) -> HeadMetric:
-    """The metric of an lm_head (vocab, hidden)."""
+    """Return the metric of an lm_head (vocab, hidden)."""
     n_tokens, hidden_size = head.shape
     gram, sums = (torch.zeros(*shape, dtype=torch.float64) for shape in ((hidden_size, hidden_size), (hidden_size,)))
     for first in range(0, n_tokens, METRIC_BLOCK_TOKENS):
@@ -106,9 +108,13 @@ def head_metric(head: Weight) -> HeadMetric:
 def fit_exit_map(
     equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionTokens, lm_head: Callable[[Tensor], Tensor]
 ) -> ExitMap | None:
-    """The smallest map that is about as often right as any, None where that is not clearly more often than no map is.
+    """Return the smallest map that is about as often right as any, None if none is clearly better than no map.
 
-    lm_head: normed states -> logits. The result is in fp16's values.
+    Args:
+        equations: Sums over the training tokens.
+        metric: The lm_head's.
+        chosen_by: Tokens to choose the ridge and the rank by.
+        lm_head: Maps normed states to logits. The map returned has fp16 values.
     """
     if not equations.is_usable:
         return None
@@ -130,23 +136,23 @@ def _is_right(logits: Tensor, rows: SelectionTokens) -> Tensor:
 
 
 def _is_better(mapped: Tensor, unmapped: Tensor) -> bool:
-    """Whether the map is right more often by more than chance: McNemar's test, which counts the tokens that differ."""
+    """Return whether the map is right significantly more often, by McNemar's test on the tokens that differ."""
     gained, lost = int((mapped & ~unmapped).sum()), int((unmapped & ~mapped).sum())
     return gained - lost > SIGNIFICANT * math.sqrt(gained + lost)
 
 
 def ranks(hidden_size: int) -> list[int]:
-    """Ranks that are tried, ascending; hidden_size itself stands for full rank."""
+    """Return the ranks to try, ascending. hidden_size itself stands for full rank."""
     if hidden_size > MAX_FULL_RANK_FEATURES:
         return [hidden_size // share for share in WIDE_RANK_SHARES]
     return [*sorted({max(1, hidden_size // share) for share in RANK_SHARES}), hidden_size]
 
 
 def leading_vectors(symmetric: Tensor, n_vectors: int) -> Tensor:
-    """Eigenvectors of the largest eigenvalues of a positive (n, n) matrix, largest first: (n, n_vectors).
+    """Return eigenvectors (n, n_vectors) of the largest eigenvalues of a positive (n, n) matrix, largest first.
 
-    Exact up to MAX_FULL_RANK_FEATURES; beyond, by subspace iteration from a fixed start, which is what a map of
-    reduced rank needs of them: minutes for a width of 4096 else.
+    They are exact up to MAX_FULL_RANK_FEATURES. Larger matrices use subspace iteration from a fixed start, which is
+    accurate enough for a map of reduced rank; exact vectors of a width of 4096 need minutes.
     """
     if len(symmetric) <= MAX_FULL_RANK_FEATURES:
         exact: Tensor = torch.linalg.eigh(symmetric)[1]
@@ -160,13 +166,13 @@ def leading_vectors(symmetric: Tensor, n_vectors: int) -> Tensor:
 
 
 def _error(solution: Tensor, metric: HeadMetric, rows: SelectionTokens) -> float:
-    """Squared error in the lm_head's metric."""
+    """Return the squared error in the lm_head's metric."""
     residual = (rows.final - rows.normed).double() - rows.normed.double() @ solution[:-1] - solution[-1]
     return float((residual @ metric.root).square().sum())
 
 
 def _candidates(equations: NormalEquations, metric: HeadMetric, ridge: float) -> Iterator[ExitMap | None]:
-    """A map for each rank, ascending; None where fp16 can't hold it."""
+    """Yield a map for each rank, ascending; None if fp16 can't hold it."""
     slope = equations.solution(ridge)[:-1]
     weighted = slope @ metric.root
     tried = ranks(len(slope))
@@ -184,6 +190,6 @@ def _of_rank(
     if vectors.shape[1] == len(slope):
         return ExitMap(None, slope.T.float().contiguous(), equations.bias(slope).float())
     down, up = (weighted @ vectors).T, metric.inverse @ vectors
-    balance = ((up.norm(dim=0) + 1e-300) / (down.norm(dim=1) + 1e-300)).sqrt()  # both factors fit into fp16 then
+    balance = ((up.norm(dim=0) + 1e-300) / (down.norm(dim=1) + 1e-300)).sqrt()  # then both factors fit into fp16
     down, up = down * balance[:, None], up / balance
     return ExitMap(down.float().contiguous(), up.float().contiguous(), equations.bias(down.T @ up.T).float())

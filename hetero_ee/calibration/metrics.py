@@ -1,6 +1,6 @@
-"""Metrics of early exit on held-out text: at each exit layer alone, and of exits at whichever exit layer comes first.
+"""Metrics of early exits on held-out text: for each exit layer separately, and for exits at the first open gate.
 
-A depth counts layers that have run: a token that exits at exit layer b has depth b, one that never exits n_layers.
+A depth counts the layers that ran: b for a token that exits at exit layer b, n_layers for one that never exits.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ def all_metrics(
     is_right_unmapped: Sequence[Flags],
     gate: Sequence[Flags],
 ) -> tuple[tuple[ExitLayerMetrics, ...], DepthMetrics]:
-    """Of exit layer 1, 2, ... and of them together. All flags: for each chunk (n_exit_layers, m)."""
+    """Return the metrics of each exit layer from 1 on, and of all together. Flags: per chunk (n_exit_layers, m)."""
     found = []
     for index, each in enumerate(exit_layers):
         mapped, unmapped = (np.concatenate([flags[index] for flags in part]) for part in (is_right, is_right_unmapped))
@@ -37,15 +37,18 @@ def all_metrics(
 
 
 def opened(exit_layers: Sequence[FittedExitLayer], features: NDArray[np.float32]) -> Flags:
-    """Where the gate of each exit layer opens for tokens whose first it is: features (n_exit_layers, m, 12) ->
-    (n_exit_layers, m)."""
+    """Return where each exit layer's gate opens for tokens judged there first, (n_exit_layers, m). features:
+    (n_exit_layers, m, 12).
+    """
     return np.stack([each.opens(own, is_partial=False) for each, own in zip(exit_layers, features, strict=True)])
 
 
 def exit_layer_metrics(
     is_right: Sequence[Flags], gate: Sequence[Flags], agreement: float, mapped_agreement: float | None
 ) -> ExitLayerMetrics:
-    """is_right, gate: for each chunk, whether each token's draft is the full model's and whether it may exit."""
+    """Return one exit layer's metrics. is_right, gate: per chunk, for each token whether its draft is right and whether
+    it may exit.
+    """
     right, opened = np.concatenate(is_right), np.concatenate(gate)
     kept = [0] * (MAX_DRAFTS + 1)
     n_drafts = 0
@@ -65,7 +68,7 @@ def exit_layer_metrics(
 
 
 def depth_metrics(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetrics:
-    """is_right, gate: for each chunk (n_layers - 1, m) by exit layer."""
+    """Return the metrics of exits at the first open gate. is_right, gate: per chunk (n_layers - 1, m) by exit layer."""
     n_layers = len(gate[0]) + 1
     depths = [_first_depths(each) for each in gate]
     histogram = np.bincount(np.concatenate(depths), minlength=n_layers + 1)[1:]
@@ -91,12 +94,12 @@ def _share(part: int, whole: int) -> float:
 
 
 def _first_depths(gate: Flags) -> NDArray[np.int64]:
-    """Depth of each token: the first exit layer with a True, n_layers where there is none."""
+    """Return each token's depth: the first exit layer with a True, or n_layers."""
     return np.where(gate.any(axis=0), gate.argmax(axis=0) + 1, len(gate) + 1)
 
 
 def _add_steps(is_right: Flags, gate: Flags, kept: list[int]) -> int:
-    """Counts a chunk's simulated draft-verify steps into `kept`; returns how many drafts they made."""
+    """Count a chunk's simulated draft-verify steps into `kept` and return their number of drafts."""
     n_drafts = start = 0
     while start < len(gate):
         window = slice(start, start + MAX_DRAFTS)
@@ -109,5 +112,5 @@ def _add_steps(is_right: Flags, gate: Flags, kept: list[int]) -> int:
 
 
 def _leading(flags: Flags) -> int:
-    """How many flags are True before the first that is not."""
+    """Count the leading flags that are True."""
     return len(flags) if flags.all() else int(flags.argmin())

@@ -1,6 +1,8 @@
-"""What an unfinished calibration has measured so far."""
+"""The measurements of an unfinished calibration, on disk."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksumm
 
 IDENTITY = "identity"
 MAX_BYTES = 64 * 2**30
+SAVING_SHARE = 0.05  # a wide model's equations have gigabytes
 
 
 class PartialCalibration:
@@ -19,8 +22,16 @@ class PartialCalibration:
     All methods raise StoreError and DiskFullError.
     """
 
-    def __init__(self, file: Path, identity: str, files: FileSystem) -> None:
+    def __init__(
+        self,
+        file: Path,
+        identity: str,
+        files: FileSystem,
+        save_every_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._file, self._files = file, files
+        self._clock, self._pause_s, self._saved_s = clock, save_every_s, clock()
         self._identity = np.frombuffer(bytes.fromhex(identity), np.uint8)
 
     @property
@@ -41,6 +52,19 @@ class PartialCalibration:
         """Replace what was saved before."""
         with store_errors(self._file):
             replace_file(self._file, checksummed(arrays | {IDENTITY: self._identity}), self._files)
+
+    @property
+    def is_time(self) -> bool:
+        """Whether save_in_time would save now."""
+        return self._clock() - self._saved_s >= self._pause_s
+
+    def save_in_time(self, arrays: Arrays) -> None:
+        """Replace what was saved before, but at most every save_every_s and in at most SAVING_SHARE of the time."""
+        start_s = self._clock()
+        if start_s - self._saved_s >= self._pause_s:
+            self.save(arrays)
+            self._saved_s = self._clock()
+            self._pause_s = max(self._pause_s, (self._saved_s - start_s) / SAVING_SHARE)
 
     def remove(self) -> None:
         """Remove the file, once the calibration is complete."""

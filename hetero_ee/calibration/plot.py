@@ -1,4 +1,4 @@
-"""A calibration as a picture: agreement, acceptance and exits by exit layer. Needs the extra [plot]."""
+"""Draws a calibration: agreement, acceptance and exits by exit layer. Needs the extra [plot]."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -13,15 +13,15 @@ FORMATS = {".png": "png", ".svg": "svg"}
 
 
 def picture_format(file: Path) -> str:
-    """By the name's end. Raises UsageError for another."""
+    """Return the format of the file name's suffix. Raises: UsageError: for any other suffix."""
     found = FORMATS.get(file.suffix.lower())
     if found is None:
-        raise UsageError(f"{shown(str(file))} is no picture; expected a name that ends in .png or .svg.")
+        raise UsageError(f"{shown(str(file))} is not a picture; expected a name that ends in .png or .svg.")
     return found
 
 
 def require_matplotlib() -> ModuleType:
-    """matplotlib.figure. Raises UsageError, which names the extra, where it is missing."""
+    """Return matplotlib.figure. Raises: UsageError: if it is missing, with the extra that contains it."""
     try:
         from matplotlib import figure
     except ImportError as error:
@@ -31,8 +31,7 @@ def require_matplotlib() -> ModuleType:
 
 
 def save_picture(figure: Any, file: Path) -> None:
-    """A figure of matplotlib's as the kind that the name ends in, whole or not at all. Raises UsageError, also where it
-    can't be written."""
+    """Save a matplotlib figure in the format of the file name, completely or not at all. Raises: UsageError."""
     unfinished = file.with_name(file.name + UNFINISHED_SUFFIX)
     try:
         figure.savefig(unfinished, format=picture_format(file), dpi=120)

@@ -1,8 +1,8 @@
-"""Fits exit predictors: from features of tokens, and whether the exit layer's token was the full model's.
+"""Fits exit predictors: from a token's features to the probability that the exit layer's token is the full model's.
 
-Tokens whose features are not finite are left out. The others weigh alike, so that a probability is one. Where all
-labels agree there is nothing to tell apart, and the predictor always answers (n_right + 1/2) / (n + 1), which neither
-0 nor 1 can be proven by. Everything random comes from a seed: the same tokens give the same numbers.
+Tokens whose features are not finite are left out. All others have the same weight, so that the output is a probability.
+If all labels agree, the predictor always answers (n_right + 1/2) / (n + 1), since a sample can't prove probability 0 or
+1. All randomness comes from a seed, so that the same tokens give the same numbers.
 """
 
 import math
@@ -19,16 +19,16 @@ from hetero_ee.speculation.exits.predictor import ExitPredictor
 
 Labels = NDArray[np.bool_]
 
-MIN_EXITS = 20  # fewer exits on the held-out tokens say nothing of a precision
+MIN_EXITS = 20  # fewer exits don't determine a precision
 BATCH_TOKENS = 256
 LEARNING_RATE = 5e-3  # falls to 0 along a cosine
 FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8  # Adam's, as published (arXiv 1412.6980)
-WEIGHT_DECAY = 1e-2  # decoupled (arXiv 1711.05101), of the weights alone
+WEIGHT_DECAY = 1e-2  # decoupled (arXiv 1711.05101), of weights only
 
 
 @dataclass(frozen=True, slots=True)
 class PredictorTraining:
-    """AdamW on binary cross-entropy. A number of steps, not of epochs: the time does not depend on the text."""
+    """AdamW on binary cross-entropy. The number of steps is fixed, so that the time doesn't depend on the text."""
 
     n_hidden: int = 64
     n_steps: int = 1500
@@ -36,7 +36,7 @@ class PredictorTraining:
 
 
 def fit_predictor(features: Floats, labels: Labels, training: PredictorTraining) -> ExitPredictor:
-    """features (m, n_features), labels (m,). Raises UsageError where no token has finite features."""
+    """Fit to features (m, n_features) and labels (m,). Raises: UsageError: if no token has finite features."""
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         raise ValueError(f"features {features.shape} and labels {labels.shape}, expected (m, n) and (m,)")
     finite = is_finite(features)
@@ -54,7 +54,7 @@ def fit_predictor(features: Floats, labels: Labels, training: PredictorTraining)
     else:
         first, first_bias, second = (np.zeros(shape, np.float32) for shape in ((1, values.shape[1]), 1, 1))
         second_bias = np.array([math.log((n_right + 0.5) / (n - n_right + 0.5))], np.float32)
-    unscaled = first / scale  # the network is to read features as they are
+    unscaled = first / scale  # the network reads unscaled features
     first_bias = (first_bias - unscaled @ mean).astype(np.float32)
     return ExitPredictor(unscaled.astype(np.float32), first_bias, second, second_bias)
 
@@ -62,9 +62,13 @@ def fit_predictor(features: Floats, labels: Labels, training: PredictorTraining)
 def calibrate_threshold(
     probabilities: Floats, labels: Labels, precision: float, *, min_exits: int = MIN_EXITS
 ) -> float:
-    """The least threshold at which a share `precision` of the tokens that exit is right; NO_EXIT where none is.
+    """Return the lowest threshold at which a share `precision` of the exits is right, NO_EXIT if there isn't one.
 
-    probabilities (m,) and labels (m,) of held-out tokens; NaN never exits. At least min_exits tokens have to exit.
+    Args:
+        probabilities: (m,), of tokens that the predictor was not fitted to. NaN never exits.
+        labels: (m,).
+        precision: Share of exits that have to be right.
+        min_exits: Tokens that have to exit at the threshold.
     """
     known = ~np.isnan(probabilities)
     order = np.argsort(-probabilities[known], kind="stable")
@@ -77,9 +81,9 @@ def calibrate_threshold(
 
 
 def _trained(features: Floats, labels: Floats, training: PredictorTraining) -> list[Floats]:
-    """features (m, n_features) standardised, labels (m,) 0 or 1 -> the parameters of an ExitPredictor.
+    """Train on standardised features (m, n_features) and labels (m,), 0 or 1. Returns an ExitPredictor's parameters.
 
-    In NumPy: operations as small as these take torch's threads a hundred times as long on a busy machine.
+    Uses NumPy, since torch's threads need a hundred times as long for such small operations on a busy machine.
     """
     random = np.random.default_rng(training.seed)
     n_features, h = features.shape[1], training.n_hidden
@@ -100,7 +104,7 @@ def _trained(features: Floats, labels: Floats, training: PredictorTraining) -> l
 
 
 def _gradients(parameters: Sequence[Floats], features: Floats, labels: Floats) -> list[Floats]:
-    """Of the mean cross-entropy over these tokens, for each parameter."""
+    """Return the gradients of the mean cross-entropy over these tokens."""
     first, first_bias, second, second_bias = parameters
     inner = np.maximum(features @ first.T + first_bias, 0)
     chance = 0.5 * (1 + np.tanh(0.5 * (inner @ second + second_bias)))
@@ -117,7 +121,7 @@ def update(
     step_size: float,
     step: int,
 ) -> None:
-    """One step of AdamW, in place; biases, the odd ones, do not decay."""
+    """Do one step of AdamW in place. Biases, at odd indices, don't decay."""
     corrected = step_size * math.sqrt(1 - SECOND_DECAY**step) / (1 - FIRST_DECAY**step)
     for index, (part, (first, second), gradient) in enumerate(zip(parameters, moments, gradients, strict=True)):
         first += (1 - FIRST_DECAY) * (gradient - first)

@@ -1,6 +1,6 @@
-"""The run of a calibration: chunks through the full model, maps and predictors fitted, metrics taken. Resumable.
+"""The run of a calibration: chunks through the full model, then fits and metrics. It can be resumed.
 
-The result depends on model, chunks and settings alone: a run that was killed and resumed gives the same numbers.
+The result depends only on the model, the chunks and the settings: a resumed run gives the same numbers.
 """
 
 import hashlib
@@ -29,54 +29,56 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
 from hetero_ee.weights.store.record import Arrays
 
-ALGORITHM_VERSION = 3  # of everything that decides the numbers; runs of other versions are not resumed
+ALGORITHM_VERSION = 3  # increases when the numbers change; runs of other versions are not resumed
 WRITING, CALIBRATING = "Writing text to calibrate on", "Calibrating"
-TEXT = "text"  # what a partial file calls the model's own text
-SAVING_SHARE = 0.05  # of the time at most goes into saving: a wide model's equations take gigabytes
-DONE = "done."  # in a partial file, before a stage's name: chunks it has taken, and whether it is finished
+TEXT = "text"  # name of the model's own text in a partial file
+DONE = "done."  # before a stage's name in a partial file: chunks that it has seen, and whether it is finished
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSettings:
-    """What decides the numbers, but for save_every_s."""
+    """Settings of a calibration. All but save_every_s decide its numbers."""
 
-    precision: float = 0.9  # share of exits that have to be right where thresholds are chosen
+    precision: float = 0.9  # share of exits that have to be right when thresholds are chosen
     n_selection_tokens: int = 2048  # to choose ranks by
     n_activation_tokens: int = 1024  # to take activations of
     n_schedule_tokens: int = 4096  # to choose the schedule by
-    max_equations_bytes: int = 2 * 2**30  # normal equations: how many exit layers get a map where states are wide
+    max_equations_bytes: int = 2 * 2**30  # of normal equations; limits how many exit layers of a wide model get a map
     training: PredictorTraining = field(default_factory=PredictorTraining)
-    save_every_s: float = 5.0  # at least, between two saves of what was done
+    save_every_s: float = 5.0  # at least, between two saves
 
 
 def run_identity(key: str, text_identity: str, settings: CalibrationSettings) -> str:
-    """Tells runs apart that give other numbers. key: of the model; text_identity: of the chunks."""
+    """Return a hash that differs between runs with other numbers. key: of the weights; text_identity: of the chunks."""
     values = asdict(settings)
     del values["save_every_s"]
     return hashlib.sha256(json.dumps([ALGORITHM_VERSION, key, text_identity, values]).encode()).hexdigest()
 
 
 class CalibrationRun:
-    """partial: where what was done is kept, None to keep nothing. clock: seconds."""
+    """Runs the stages of a calibration. partial: where progress is saved, None to save nothing."""
 
     def __init__(
         self,
         executor: Executor,
         settings: CalibrationSettings,
         partial: PartialCalibration | None,
-        clock: Callable[[], float],
         progress: Progress | None = None,
     ) -> None:
-        self._executor, self._settings, self._partial = executor, settings, partial
-        self._clock, self._progress = clock, progress
-        self._saved_s, self._pause_s = clock(), settings.save_every_s
+        self._executor, self._settings, self._partial, self._progress = executor, settings, partial, progress
         self._kept: Arrays = partial.load() if partial else {}
         self._n_done = self._n_all = 0
 
     def calibrate(self, chunks: Sequence[Chunk], description: str) -> Calibration:
-        """chunks: at least SPLIT_CHUNKS, of at least two tokens each; the same as in every run of the same identity.
+        """Run all stages on the chunks and fit the calibration.
 
-        Raises UsageError, StoreError and DiskFullError.
+        Args:
+            chunks: At least SPLIT_CHUNKS, each of at least two tokens, the same in every run of the same identity.
+            description: Of the chunks, for people.
+
+        Raises:
+            UsageError: No token has finite features.
+            StoreError, DiskFullError: Progress can't be saved.
         """
         executor, settings = self._executor, self._settings
         activations = ActivationStage(executor.spec, executor.weights, chunks, settings.n_activation_tokens)
@@ -102,9 +104,9 @@ class CalibrationRun:
         )
 
     def written(self, write: Callable[[int], Sequence[Chunk]], n_tokens: int) -> list[Chunk]:
-        """The model's own text: chunks of write(0), write(1) and on, until they have n_tokens or a call gives none.
+        """Return chunks that the model writes: write(0), write(1), ... until they have n_tokens or a call gives none.
 
-        What an earlier run has kept is not written again.
+        Chunks that an earlier run has saved are not written again.
         """
         chunks, n_calls = self._kept_text()
         while (n_written := sum(map(len, chunks))) < n_tokens:
@@ -118,11 +120,12 @@ class CalibrationRun:
             self._kept[f"{TEXT}.tokens"] = np.array([token for chunk in chunks for token in chunk])
             self._kept[f"{TEXT}.lengths"] = np.array([len(chunk) for chunk in chunks])
             self._kept[DONE + TEXT] = np.array([n_calls, 0])
-            self._save_in_time()
+            if self._partial is not None:
+                self._partial.save_in_time(self._kept)
         return chunks
 
     def _kept_text(self) -> tuple[list[Chunk], int]:
-        """Chunks that were written before, and in how many calls."""
+        """Return the saved chunks, and the number of calls that wrote them."""
         if DONE + TEXT not in self._kept:
             return [], 0
         ends = self._kept[f"{TEXT}.lengths"].cumsum()[:-1]
@@ -130,7 +133,7 @@ class CalibrationRun:
         return chunks, int(self._kept[DONE + TEXT][0])
 
     def _pass(self, stage: Stage, chunks: Sequence[Chunk]) -> None:
-        """The stage through all its chunks, from where it was saved."""
+        """Run the stage on all of its chunks, from where it was saved."""
         n_taken, is_finished = self._restored(stage)
         for index, number in enumerate(stage.numbers):
             if index >= n_taken:
@@ -144,7 +147,7 @@ class CalibrationRun:
         self._save(stage, len(stage.numbers), is_finished=True)
 
     def _restored(self, stage: Stage) -> tuple[int, bool]:
-        """Chunks that the stage has taken in an earlier run, and whether it is finished."""
+        """Restore the stage. Returns the number of chunks that it has seen, and whether it is finished."""
         start = f"{stage.name}."
         state = self._kept.get(DONE + stage.name)
         if state is None:
@@ -156,27 +159,17 @@ class CalibrationRun:
         return int(state[0]), bool(state[1])
 
     def _save(self, stage: Stage, n_taken: int, *, is_finished: bool) -> None:
-        """Saves every stage's arrays where it is time to; those of finished stages stay in memory for the next time."""
-        if self._partial is None or not (is_finished or self._is_time()):
+        """Save every stage's arrays if it is time. Arrays of finished stages stay in memory for the next save."""
+        if self._partial is None or not (is_finished or self._partial.is_time):
             return
         start = f"{stage.name}."
         self._kept = {name: array for name, array in self._kept.items() if not name.startswith(start)}
         self._kept |= {start + name: array for name, array in stage.arrays().items()}
         self._kept[DONE + stage.name] = np.array([n_taken, int(is_finished)])
-        self._save_in_time()
-
-    def _save_in_time(self) -> None:
-        if self._partial is not None and self._is_time():
-            start_s = self._clock()
-            self._partial.save(self._kept)
-            self._saved_s = self._clock()
-            self._pause_s = max(self._pause_s, (self._saved_s - start_s) / SAVING_SHARE)
-
-    def _is_time(self) -> bool:
-        return self._clock() - self._saved_s >= self._pause_s
+        self._partial.save_in_time(self._kept)
 
     def _map_exit_layers(self) -> list[int]:
-        """All of them, or as many, evenly spread, as the memory for their equations allows."""
+        """Return the exit layers that get a map: all, or evenly spread ones if memory allows no more."""
         n_exit_layers, hidden_size = self._executor.spec.n_layers - 1, self._executor.spec.hidden_size
         equation_bytes = 8 * (hidden_size + 1) * (2 * hidden_size + 1)
         n_maps = min(n_exit_layers, self._settings.max_equations_bytes // equation_bytes)

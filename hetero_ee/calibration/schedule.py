@@ -1,8 +1,8 @@
-"""The schedule of a calibration: the exit layers worth judging tokens at, by how tokens exit and by bytes read.
+"""The schedule of a calibration: the exit layers at which judging a token pays, measured in bytes read.
 
 SpecEE (arXiv 2504.08850, section 5.1): a few exit layers take most exits. A token that exits saves the layers after it.
-What judging it costs: at its first exit layer the whole lm_head, at every one the map, the predictor and the
-candidates' rows of the lm_head. Bytes stand for time, as one token's pass is bound by memory.
+Judging it costs the whole lm_head at its first exit layer, and at every exit layer the map, the predictor and the
+candidates' rows of the lm_head. Bytes stand for time, since one token's pass is bound by memory.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from hetero_ee.speculation.exits.calibration import FittedExitLayer
 from hetero_ee.speculation.exits.candidates import N_CANDIDATES
 from hetero_ee.weights.model_weights import ModelWeights
 
-LAYERS_PER_EXIT_LAYER = 4  # at least, so that tokens are judged at 8 of 32: SpecEE's number
+LAYERS_PER_EXIT_LAYER = 4  # at least: tokens are judged at up to 8 of 32, as in SpecEE
 
 
 class Schedule(NamedTuple):
-    """saved: what a token saves on average, in the unit of the costs, by being judged at these exit layers."""
+    """Exit layers, ascending, and what a token saves on average by being judged there, in the unit of the costs."""
 
     saved: float
     exit_layers: tuple[int, ...]  # ascending
@@ -34,12 +34,12 @@ NO_SCHEDULE = Schedule(0.0, ())
 
 @dataclass(frozen=True, slots=True)
 class ExitCosts:
-    """By exit layer from 0 on, in any one unit: all tuples have n_layers values."""
+    """Costs and gains by exit layer from 0 on, in one unit. All tuples have n_layers values."""
 
-    histogram: tuple[float, ...]  # share of tokens that can exit there and later but not before; the rest never can
+    histogram: tuple[float, ...]  # share of tokens that can exit there and later, but not before
     layer: tuple[float, ...]  # cost of the layer after it, saved by every token that exits
     predictor: tuple[float, ...]  # cost of judging a token there
-    first: float = 0.0  # what a token's first exit layer costs beside that: the whole lm_head
+    first: float = 0.0  # extra cost of a token's first exit layer: the whole lm_head
 
     def __post_init__(self) -> None:
         if not len(self.histogram) == len(self.layer) == len(self.predictor) > 0:
@@ -58,7 +58,7 @@ class ReadBytes:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], weights: ModelWeights) -> "ReadBytes":
-        """blocks: the decoder's, the lm_head last."""
+        """Return the bytes of these decoder blocks, of which the lm_head is the last."""
         layers: dict[int, float] = {}
         for block in blocks:
             if block.layer is not None:
@@ -71,11 +71,15 @@ class ReadBytes:
 
 
 def fit_schedule(fits: Sequence[FittedExitLayer], partial: PartialLogits, read: ReadBytes) -> Schedule:
-    """The best of the schedules that begin with each exit layer, in bytes; none where none pays, or where there is no
-    partial predictor at all, as too few tokens tell then.
+    """Return the best schedule in bytes, empty if none saves any or no exit layer has a partial predictor.
 
-    fits: of exit layer 1, 2, ... How many tokens an exit layer lets exit depends on which one took their candidates,
-    hence a histogram for each first exit layer. An exit counts where it is right.
+    How many tokens an exit layer lets exit depends on the exit layer that took their candidates, so that each first
+    exit layer has a histogram of its own. Only right exits count.
+
+    Args:
+        fits: Of exit layer 1, 2, ...
+        partial: Partial logits of tokens to choose by.
+        read: Bytes of the model's parts.
     """
     n_layers = len(fits) + 1
     if not any(each.partial_predictor for each in fits):
@@ -94,16 +98,16 @@ def fit_schedule(fits: Sequence[FittedExitLayer], partial: PartialLogits, read: 
 
 
 def choose_exit_layers(costs: ExitCosts, n_most: int, first: int) -> Schedule:
-    """The at most n_most exit layers, beginning with `first`, that save most together; none where none pays.
+    """Return the up to n_most exit layers, beginning with `first`, that save most, empty if none saves any.
 
-    Exact, not greedy: what an exit layer gains depends on the nearest one before it alone, hence dynamic programming
-    over (exit layers chosen, the last of them).
+    Exact by dynamic programming over the number of exit layers and the last of them, since an exit layer's gain depends
+    only on the nearest one before it.
     """
     n_layers = len(costs.histogram)
     exitable = tuple(accumulate(costs.histogram))
-    after = tuple(accumulate(reversed(costs.layer)))[::-1]  # the cost of all layers from this one on
+    after = tuple(accumulate(reversed(costs.layer)))[::-1]  # cost of all layers from this one on
     gain = exitable[first] * after[first] - costs.predictor[first] - costs.first
-    best = {first: Schedule(gain, (first,))}  # by their last exit layer, of so many as the loop has come to
+    best = {first: Schedule(gain, (first,))}  # of n_chosen exit layers, by the last of them
     found = NO_SCHEDULE
     for n_chosen in range(1, n_most + 1):
         found = max([found, *best.values()], key=lambda schedule: schedule.saved)
@@ -126,8 +130,12 @@ def choose_exit_layers(costs: ExitCosts, n_most: int, first: int) -> Schedule:
 
 
 def exit_histogram(agrees: NDArray[np.bool_]) -> tuple[float, ...]:
-    """agrees (m, n_layers): whether a token's draft at exit layer b is the full model's -> share of tokens, by the
-    first exit layer from which on it stays so; exit layer 0, where nothing has run, takes no part."""
+    """Return the share of tokens by the first exit layer from which on every draft is right.
+
+    Args:
+        agrees: (m, n_layers), whether a token's draft at each exit layer is the full model's. Exit layer 0 does not
+            count.
+    """
     m, n_layers = agrees.shape
     stays = np.logical_and.accumulate(agrees[:, ::-1], axis=1)[:, ::-1]
     stays[:, 0] = False
@@ -137,13 +145,15 @@ def exit_histogram(agrees: NDArray[np.bool_]) -> tuple[float, ...]:
 
 
 def _histogram(fits: Sequence[FittedExitLayer], first: int, partial: PartialLogits) -> tuple[float, ...]:
-    """Share of tokens by the exit layer from which on each lets them exit rightly, `first` having taken the candidates
-    and the exit layer just before being the one evaluated last."""
+    """Return the share of tokens by the exit layer from which on they exit rightly.
+
+    Assumes that `first` took the candidates and that the exit layer just before was evaluated last.
+    """
     exits = np.zeros((partial.rank.shape[1], len(fits) + 1), np.bool_)
     for exit_layer in range(first, len(fits) + 1):
         fitted, is_partial = fits[exit_layer - 1], exit_layer > first
         if is_partial and fitted.partial_predictor is None:
-            exits[:, exit_layer] = exits[:, exit_layer - 1]  # it is not asked, and so keeps nobody
+            exits[:, exit_layer] = exits[:, exit_layer - 1]  # it judges no token
             continue
         features = partial.features(first, exit_layer, exit_layer - 1 if is_partial else None)
         opens = fitted.opens(features, is_partial=is_partial)
@@ -152,7 +162,7 @@ def _histogram(fits: Sequence[FittedExitLayer], first: int, partial: PartialLogi
 
 
 def _own_bytes(fitted: FittedExitLayer, read: ReadBytes) -> float:
-    """What judging a token at this exit layer reads, beside the whole lm_head."""
+    """Return the bytes that judging a token at this exit layer reads, without the whole lm_head."""
     exit_map, predictor = fitted.exit_map, fitted.partial_predictor or fitted.predictor
     n_bytes = sum(each.nbytes for each in (predictor.first, predictor.first_bias, predictor.second))
     if exit_map is not None:

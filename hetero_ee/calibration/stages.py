@@ -1,7 +1,7 @@
-"""The stages of a calibration: each takes chunks one after the other and keeps arrays, so that it can be resumed.
+"""The stages of a calibration. Each processes chunks one after another and can save and restore its arrays.
 
-The split is by chunk, never by token, as tokens of one text depend on each other: of four chunks two train, one chooses
-(thresholds, ranks of maps, the schedule), one is held out for the metrics.
+The data is split by chunk, never by token, since tokens of one text depend on each other. Of four chunks two train, one
+chooses (thresholds, ranks of maps, the schedule) and one is held out for the metrics.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ SPLIT_CHUNKS = 4
 TRAIN, CHOOSE, HELD_OUT = (0, 1), (2,), (3,)
 MAP_PARTS = ("down", "up", "bias")
 FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapStage's arrays
-LENGTHS = "lengths"  # the name of an array of DraftStage, beside the fields of ChunkDrafts and PartialLogits
+LENGTHS = "lengths"  # name of DraftStage's array that is not a field of ChunkDrafts or PartialLogits
 
 
 def is_in(number: int, part: tuple[int, ...]) -> bool:
-    """Whether the chunk of this number belongs to TRAIN, CHOOSE or HELD_OUT."""
+    """Return whether the chunk with this number belongs to `part`: TRAIN, CHOOSE or HELD_OUT."""
     return number % SPLIT_CHUNKS in part
 
 
 def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int) -> list[int]:
-    """The first chunks of a part that hold so many tokens together."""
+    """Return the numbers of the first chunks of a part that have n_tokens together."""
     numbers, n_found = [], 0
     for number, chunk in enumerate(chunks):
         if is_in(number, part) and n_found < n_tokens:
@@ -46,7 +46,7 @@ def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int)
 
 
 class Stage(Protocol):
-    """numbers: of the chunks it takes, in their order."""
+    """One stage. numbers: of the chunks that it processes, in order."""
 
     name: str
 
@@ -56,13 +56,13 @@ class Stage(Protocol):
     def add(self, number: int, chunk: Chunk) -> None: ...
 
     def finish(self) -> None:
-        """Called once after the last chunk; not where a finished stage was restored."""
+        """Called once after the last chunk, unless a finished stage was restored."""
 
     def arrays(self) -> Arrays:
-        """Everything that restore needs, at any time between two calls of add."""
+        """Return everything that `restore` needs. May be called between any two calls of `add`."""
 
     def restore(self, arrays: Arrays, is_finished: bool) -> None:
-        """Takes over what arrays() has returned in another run."""
+        """Continue from what `arrays` has returned in another run."""
 
 
 class ActivationStage:
@@ -87,7 +87,7 @@ class ActivationStage:
 
     @property
     def means(self) -> dict[str, NDArray[np.float32]]:
-        """Per token, of what was summed, by name."""
+        """Means per token, by name."""
         n_tokens = max(1, self.n_tokens)
         return {name: (sums / n_tokens).astype(np.float32) for name, sums in self._recorder.sums.items()}
 
@@ -100,9 +100,9 @@ class ActivationStage:
 
 
 class MapStage:
-    """Sums the normal equations over the training chunks, then keeps tokens of choosing ones, then fits the maps.
+    """Sums the normal equations over the training chunks, keeps tokens to choose by, and fits the exit maps.
 
-    exit_layers: those that get a map, where one helps. maps: fills when the stage is finished.
+    exit_layers: those that may get a map. maps: filled when the stage is finished.
     """
 
     name = "maps"
@@ -177,8 +177,7 @@ class MapStage:
 
 
 class DraftStage:
-    """Drafts of every chunk with the maps that were fitted, and the partial logits of the first choosing chunks, as
-    many as hold n_schedule_tokens."""
+    """Drafts on every chunk with the fitted maps, and keeps partial logits of the first chunks of CHOOSE."""
 
     name = "drafts"
 
@@ -194,8 +193,8 @@ class DraftStage:
     def add(self, number: int, chunk: Chunk) -> None:
         found = trace(self._executor, chunk)
         drafts = drafts_of(self._executor, found, self._maps, with_unmapped=is_in(number, HELD_OUT))
-        drawn = drafts.partial.drawn(np.random.default_rng(number))  # the same in every run
-        self.chunks.append(ChunkDrafts(drafts.features, drafts.is_right, drafts.is_right_unmapped, *drawn))
+        sampled = drafts.partial.sampled(np.random.default_rng(number))  # the same in every run
+        self.chunks.append(ChunkDrafts(drafts.features, drafts.is_right, drafts.is_right_unmapped, *sampled))
         if number in self._scheduling:
             self.partial.append(drafts.partial)
 

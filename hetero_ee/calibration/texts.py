@@ -1,4 +1,4 @@
-"""Chunks of tokens to calibrate on: from texts, or written by the model itself."""
+"""Chunks of tokens to calibrate on, from texts or written by the model itself."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 256
-MIN_CHUNK_TOKENS = 8  # shorter ones say little of a text
+MIN_CHUNK_TOKENS = 8  # shorter ones say little
 MIN_CHUNKS = 16  # four for each quarter of the split
 MIN_TOKENS = 512
 DEFAULT_TOKENS = 8192
-CHARACTERS_PER_TOKEN = 16  # more than any text has on average; what lies beyond is not read
+CHARACTERS_PER_TOKEN = 16  # more than any text has on average, so the rest is not read
 LEAST_PROMPT_TOKENS, MOST_PROMPT_TOKENS = 4, 32  # to certify on
-FIRST_PROMPTS_CALL = 10**6  # of own_writer, to certify on: no calibration comes to it
+FIRST_PROMPTS_CALL = 10**6  # number of the first call of own_writer to certify on, beyond those of any calibration
 N_TOGETHER = 16  # own texts written in one batch
 
-# What own texts begin with: many subjects and forms, a few words each, as the model is to continue by itself.
+# Beginnings of the model's own texts: a few words each, of many subjects and forms.
 OPENINGS = (
     "Once upon a time",
     "The",
@@ -47,10 +47,13 @@ OPENINGS = (
 
 
 def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, context_tokens: int) -> list[Chunk]:
-    """Chunks of the texts, an equal share of the tokens from each, in order; none spans two texts.
+    """Return chunks of the texts, in order, with an equal share of the tokens from each text.
 
-    Each begins with the begin token where the model has one. A short text gives shorter chunks, so that there are
-    enough for a split. Raises UsageError for texts that are too short, with the number of tokens needed.
+    No chunk spans two texts. Each begins with the begin token if the model has one. Short texts make shorter chunks, so
+    that there are enough for the split.
+
+    Raises:
+        UsageError: The texts are too short.
     """
     begin = begin_tokens(tokenizer)
     share = -(-n_tokens // max(1, len(texts)))
@@ -78,9 +81,13 @@ def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, conte
 def text_prompts(
     tokenizer: Tokenizer, texts: Sequence[str], n_prompts: int, context_tokens: int, n_fitted: int = 0
 ) -> list[Chunk]:
-    """Prompts of 4 to 32 tokens to certify on: the beginnings of all texts, then what follows, piece by piece.
+    """Return prompts of 4 to 32 tokens to certify on: the beginnings of all texts, then their later pieces.
 
-    n_fitted: tokens that text_chunks takes; prompts begin behind them where that leaves enough. Raises UsageError.
+    Args:
+        n_fitted: Tokens that text_chunks uses. Prompts start after them if enough text is left.
+
+    Raises:
+        UsageError: The texts are too short.
     """
     begin, size = begin_tokens(tokenizer), prompt_tokens(context_tokens)
     share = -(-n_fitted // max(1, len(texts)))
@@ -99,9 +106,10 @@ def text_prompts(
 
 
 def own_prompts(write: Callable[[int], list[Chunk]], ending: Ending) -> Callable[[int], list[Chunk]]:
-    """A function that gives prompts of the model's own by group, sampled apart from the texts calibrated on.
+    """Return a function that gives groups of prompts written by the model, sampled apart from calibration texts.
 
-    write: own_writer's, of prompt_tokens tokens.
+    Args:
+        write: From own_writer, for prompt_tokens tokens.
     """
 
     def prompts(group: int) -> list[Chunk]:
@@ -113,28 +121,28 @@ def own_prompts(write: Callable[[int], list[Chunk]], ending: Ending) -> Callable
 
 
 def prompt_tokens(context_tokens: int) -> int:
-    """Of the longest prompt to certify on."""
+    """Return the size of the longest prompt to certify on."""
     return min(MOST_PROMPT_TOKENS, context_tokens // 2)
 
 
 def shortened(tokens: Chunk, number: int) -> Chunk:
-    """A prompt of the tokens' beginning: prompts have many lengths, the same in every run."""
+    """Cut the tokens to a prompt. Prompts have many lengths, which are the same in every run."""
     least = min(LEAST_PROMPT_TOKENS, len(tokens))
     return tokens[: int(np.random.default_rng(number).integers(least, len(tokens) + 1))]
 
 
 def chunk_tokens(context_tokens: int, n_tokens: int) -> int:
-    """Size of a chunk where there are n_tokens."""
+    """Return the size of a chunk if there are n_tokens."""
     return max(MIN_CHUNK_TOKENS + 1, min(CHUNK_TOKENS, context_tokens, n_tokens // MIN_CHUNKS))
 
 
 def chunks_identity(chunks: Sequence[Chunk]) -> str:
-    """Tells the chunks from others."""
+    """Return a hash of the chunks."""
     return hashlib.sha256(json.dumps(chunks).encode()).hexdigest()
 
 
 def own_text_identity(tokenizer: Tokenizer, n_tokens: int, context_tokens: int) -> str:
-    """Tells the model's own texts from others of the same model."""
+    """Return a hash that differs between texts that one model writes with other settings."""
     prompts = [tokenizer.encode(opening) for opening in OPENINGS]
     return hashlib.sha256(json.dumps(["own", prompts, n_tokens, context_tokens]).encode()).hexdigest()
 
@@ -142,9 +150,9 @@ def own_text_identity(tokenizer: Tokenizer, n_tokens: int, context_tokens: int) 
 def own_writer(
     executor: Executor, tokenizer: Tokenizer, ending: Ending, size: int, clock: Callable[[], float]
 ) -> Callable[[int], list[Chunk]]:
-    """A function that writes N_TOGETHER own texts of `size` tokens, greedy in call 0 and sampled in all others.
+    """Return a function that writes N_TOGETHER texts of `size` tokens, greedily in call 0 and sampled in others.
 
-    Every call has noise of its own. One in which the model ends every text at once gives none.
+    Every call has its own noise. A call in which the model ends every text at once returns none.
     """
     prompts = [ids for opening in OPENINGS if 0 < len(ids := tokenizer.encode(opening)) < size - 1]
 
@@ -162,7 +170,7 @@ def own_writer(
 
 
 def begin_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before every prompt."""
+    """Return the tokens that the tokenizer puts before every prompt."""
     with_begin, without = tokenizer.encode("a"), tokenizer.encode("a", with_special_tokens=False)
     n_begin = len(with_begin) - len(without)
     return with_begin[:n_begin] if with_begin[n_begin:] == without else []

@@ -1,9 +1,9 @@
-"""What calibration learns from: chunks through the full-depth model, and what every exit layer would draft on them.
+"""The full model's states on chunks of text, and the drafts of every exit layer, from which calibration learns.
 
-Memory holds one chunk's states at a time. A chunk is a sequence of its own and begins at position 0.
+Memory holds one chunk's states at a time. A chunk is a sequence of its own and starts at position 0.
 
-A token's first exit layer takes the candidates with the whole lm_head; those after it compute the logits of these
-candidates alone, partial logits (SpecEE's sliced LM head).
+A token's first exit layer takes candidates with the whole lm_head. Later exit layers compute the logits of these
+candidates only, the partial logits (SpecEE's sliced LM head).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,24 +23,24 @@ from hetero_ee.speculation.exits.features import N_FEATURES, Floats, exit_featur
 
 Flags = NDArray[np.bool_]
 
-FIRST_COUNTED = 1  # position 0 has nothing to attend to; its states are like no other's, and nothing is drafted there
+FIRST_COUNTED = 1  # position 0 has nothing to attend to: its states are special, and nothing is drafted there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One chunk at full depth, m tokens without its position 0. States are those through the final norm."""
+    """One chunk at full depth: m tokens, without position 0. All states have passed the final norm."""
 
-    normed: tuple[Tensor, ...]  # for each exit layer 1..n_layers - 1 the states after so many layers, fp32 (m, hidden)
+    normed: tuple[Tensor, ...]  # after 1, 2, ..., n_layers - 1 layers, fp32 (m, hidden)
     final: Tensor  # after the last layer
-    tokens: Tensor  # (m,), what the full model would say next
+    tokens: Tensor  # (m,), the full model's next tokens
 
     def at(self, exit_layer: int) -> Tensor:
-        """Normed states after `exit_layer` layers."""
+        """Return the normed states after `exit_layer` layers."""
         return self.normed[exit_layer - 1]
 
 
 def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
-    """The trace of one chunk of at least two tokens. Sequences in the executor's cache are left as they are."""
+    """Return the trace of a chunk of at least two tokens. Other sequences in the executor's cache stay unchanged."""
     sequence = executor.cache.open_new()
     try:
         batch = Batch.of_sequence(sequence, 0, list(token_ids))
@@ -55,20 +55,22 @@ def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
 
 
 def chosen_tokens(logits: Tensor) -> Tensor:
-    """(m, vocab) -> (m,): the likeliest token each; the lowest id wins a tie, as everywhere in this engine."""
+    """Return the likeliest token of each row, (m, vocab) -> (m,). The lowest id wins a tie, as in the whole engine."""
     return torch.from_numpy(logits.numpy().argmax(axis=1))
 
 
 def n_pairs(n_exit_layers: int) -> int:
-    """Pairs of an exit layer that took candidates, and one at or after it."""
+    """Count the pairs of an exit layer that took candidates and one at or after it."""
     return n_exit_layers * (n_exit_layers + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialLogits:
-    """Of m tokens, at every exit layer, of the candidates that it and every earlier one took."""
+    """Logits of m tokens at every exit layer, for the candidates taken at that exit layer and at every earlier one."""
 
-    values: Floats  # fp32 (n_pairs, m, 4): for exit layer 1, 2, ... of the candidates taken at 1, 2, ... up to it
+    values: (
+        Floats  # fp32 (n_pairs, m, 4): at exit layer 1, 2, ..., each with the candidates taken at 1, 2, ... up to it
+    )
     rank: NDArray[np.uint8]  # (n_exit_layers, m): index of the full model's token among the candidates, 4 for none
 
     @property
@@ -76,27 +78,36 @@ class PartialLogits:
         return len(self.rank)
 
     def at(self, first: int, exit_layer: int) -> Floats:
-        """(m, 4): at `exit_layer`, of the candidates taken at `first`, at or before it."""
+        """Return the logits (m, 4) at `exit_layer` for the candidates taken at `first`."""
         found: Floats = self.values[n_pairs(exit_layer - 1) + first - 1]
         return found
 
     def features(self, first: int, exit_layer: int, previous: int | None) -> Floats:
-        """(m, 12), the change counted since exit layer `previous`; None for candidates just taken."""
+        """Return the features (m, 12) at `exit_layer` for the candidates taken at `first`.
+
+        Args:
+            previous: The exit layer evaluated before, from which the change is counted; None if the candidates are
+                new.
+        """
         changed_from = np.zeros_like(self.at(first, exit_layer))
         if previous is not None:
             exit_features(self.at(first, previous), changed_from)
         return exit_features(self.at(first, exit_layer), changed_from)
 
     def is_right(self, first: int, exit_layer: int) -> Flags:
-        """(m,): whether the likeliest candidate is the full model's token."""
+        """Return whether the likeliest candidate is the full model's token, (m,)."""
         return np.asarray(self.at(first, exit_layer).argmax(1) == self.rank[first - 1])
 
-    def drawn(self, random: np.random.Generator) -> tuple[Floats, Flags, NDArray[np.int64]]:
-        """Each token as every exit layer may come to see it: the one that took its candidates is drawn evenly from
-        those before, and the one evaluated last from those between, so that gaps vary as they do when drafts are made.
+    def sampled(self, random: np.random.Generator) -> tuple[Floats, Flags, NDArray[np.int64]]:
+        """Sample for each token and exit layer which earlier exit layer took its candidates and which was evaluated
+        last.
 
-        -> features (n_exit_layers, m, 12), is_right and the exit layer that took the candidates (n_exit_layers, m).
-        Exit layer 1 has none before it: what is said of it means nothing.
+        The first is drawn evenly from the exit layers before, the second evenly from those between, so that gaps vary
+        as they do during decoding. Exit layer 1 has none before it: its values are meaningless.
+
+        Returns:
+            Features (n_exit_layers, m, 12), whether the draft is right (n_exit_layers, m), and the exit layer that
+                took the candidates (n_exit_layers, m).
         """
         m = self.rank.shape[1]
         features = np.zeros((self.n_exit_layers, m, N_FEATURES), np.float32)
@@ -117,7 +128,7 @@ class PartialLogits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
-    """Of a trace's m tokens, at each exit layer: whether the draft is the full model's token."""
+    """Drafts of a trace's m tokens at each exit layer, and whether they are the full model's tokens."""
 
     is_right: Flags  # (n_exit_layers, m)
     is_right_unmapped: Flags  # (n_exit_layers, m), without the exit maps
@@ -125,14 +136,21 @@ class Drafts:
 
     @property
     def features(self) -> Floats:
-        """(n_exit_layers, m, 12), each exit layer being the first evaluated."""
+        """Features (n_exit_layers, m, 12) if each exit layer is the first one evaluated."""
         exit_layers = range(1, self.partial.n_exit_layers + 1)
         return np.stack([self.partial.features(exit_layer, exit_layer, None) for exit_layer in exit_layers])
 
 
 def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, with_unmapped: bool) -> Drafts:
-    """maps: by exit layer. with_unmapped: computes is_right_unmapped too, one more product of the lm_head where a map
-    is; else it is False there. Memory holds the whole vocabulary's logits of one exit layer at a time."""
+    """Draft at every exit layer. Memory holds the logits of one exit layer at a time.
+
+    Args:
+        executor: Computes the lm_head.
+        found: States of the tokens.
+        maps: Exit maps by exit layer.
+        with_unmapped: Also compute is_right_unmapped at exit layers with a map, which needs another product of the
+            lm_head. Otherwise it is False there.
+    """
     tokens = found.tokens.numpy()
     taken: list[NDArray[np.int64]] = []
     logits, rank, is_right, is_right_unmapped = [], [], [], []
@@ -159,13 +177,13 @@ def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, 
 class ChunkDrafts:
     """Features and labels of a chunk's m tokens at every exit layer: arrays (n_exit_layers, m, ...).
 
-    The first three are of tokens whose first exit layer it is, the partial ones of tokens whose candidates an earlier
-    one took (see PartialLogits.drawn; exit layer 1's mean nothing).
+    The first three are for tokens judged there first. The partial ones are for tokens whose candidates an earlier exit
+    layer took (see PartialLogits.sampled; exit layer 1's are meaningless).
     """
 
     features: NDArray[np.float32]  # (.., .., 12)
     is_right: NDArray[np.bool_]  # the draft is the full model's token
-    is_right_unmapped: NDArray[np.bool_]  # it would be without a map; of held-out chunks alone, False elsewhere
+    is_right_unmapped: NDArray[np.bool_]  # the draft without the map is; False except in held-out chunks
     partial_features: NDArray[np.float32]  # (.., .., 12)
     partial_is_right: NDArray[np.bool_]
     partial_first: NDArray[np.int64]  # the exit layer that took the candidates
@@ -175,18 +193,18 @@ T = TypeVar("T", PartialLogits, ChunkDrafts)
 
 
 def fields_of(arrays: PartialLogits | ChunkDrafts) -> dict[str, NDArray[Any]]:
-    """Its arrays by name."""
+    """Return the arrays by name."""
     return {field.name: getattr(arrays, field.name) for field in fields(arrays)}
 
 
 def joined(parts: Sequence[T]) -> T:
-    """All parts' tokens, one part after the other."""
+    """Concatenate the tokens of all parts."""
     columns = zip(*(fields_of(part).values() for part in parts), strict=True)
     return type(parts[0])(*(np.concatenate(column, axis=1) for column in columns))
 
 
 def split(kind: type[T], arrays: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64]) -> list[T]:
-    """Parts of so many tokens each, from the arrays of the joined ones."""
+    """Split the arrays of joined parts into parts with these numbers of tokens."""
     ends = lengths.cumsum()[:-1]
     columns = (np.split(arrays[field.name], ends, axis=1) for field in fields(kind))
     return [kind(*map(np.ascontiguousarray, parts)) for parts in zip(*columns, strict=True)]

@@ -1,4 +1,4 @@
-"""A model of whose neurons tokens leave some out, as asked: what planning expects of it, and weights that do so."""
+"""Applies activation sparsity to a model: which neurons tokens leave out, and what planning expects of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from hetero_ee.weights.store.reader import is_store
 def made_sparse(
     spec: ModelSpec, weights: ModelWeights, place: CalibrationPlace, request: SparsityRequest
 ) -> tuple[ModelSpec, ModelWeights]:
-    """The same neuron-major model with the least activations that the request comes to, or with the predictor that it
-    asks for, as calibrated for this store.
+    """Return the neuron-major model with the thresholds or the predictor that the request needs, as calibrated.
 
-    Raises UsageError where nothing was calibrated, StoreError where that is damaged or of other weights.
+    Raises:
+        UsageError: Nothing was calibrated.
+        StoreError: The calibration is damaged or belongs to other weights.
     """
     if request.is_predicted:
         predictor, expected = _predicted(spec, found_predictor(place))
@@ -32,7 +33,7 @@ def made_sparse(
     if request.is_exact:
         return expected, weights
     if curves is None:
-        raise UsageError(f"which neurons this model can do without was not calibrated yet; {WAY_OUT} for it.")
+        raise UsageError(f"it is not calibrated yet which neurons this model can do without; {WAY_OUT} for it.")
     chosen = curves.auto() if request.share is None else curves.at(request.share)
     return expected, replace(weights, vectors=weights.vectors | chosen.least(spec, weights))
 
@@ -40,8 +41,13 @@ def made_sparse(
 def planned_sparse(
     spec: ModelSpec, folder: Path | None, cache: Path, quantizer: str | None, request: SparsityRequest
 ) -> ModelSpec:
-    """What opening the model in the folder so would plan for; None for a model that is shapes alone. Raises like
-    made_sparse, but plans a share on paper where nothing was calibrated."""
+    """Return the model that opening the folder with this request would plan for.
+
+    Like made_sparse, but a requested share is planned even if nothing was calibrated.
+
+    Args:
+        folder: None for a model of which only the shapes are known.
+    """
     request.check(spec)
     place = None
     if folder is not None and (is_store(folder) or any(folder.glob("*.safetensors"))):
@@ -57,13 +63,14 @@ def planned_sparse(
 
 
 def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves | None) -> ModelSpec:
-    """Neuron-major, with the shares of neurons that tokens should need: all that nothing is known of.
+    """Return the neuron-major model with the shares of neurons that tokens should need, all if nothing is known.
 
-    Raises UsageError where AUTO has nothing to go by.
+    Raises:
+        UsageError: The request is AUTO, and nothing was calibrated.
     """
     natural = 1.0 if curves is None else curves.active_share
     if request.share is None and curves is None:
-        raise UsageError(f"which neurons this model can do without was not calibrated yet; {WAY_OUT} for it.")
+        raise UsageError(f"it is not calibrated yet which neurons this model can do without; {WAY_OUT} for it.")
     share = request.share
     if share is None:
         assert curves is not None
@@ -74,14 +81,16 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
 
 
 def _predicted(spec: ModelSpec, predictor: NeuronPredictor | None) -> tuple[NeuronPredictor, ModelSpec]:
-    """The predictor that is there, and what to expect with it. Raises UsageError."""
+    """Return the predictor and the model with it. Raises: UsageError: if it was not calibrated."""
     if predictor is None:
-        raise UsageError(f"what this model's active neurons are was not calibrated yet; {PREDICTOR_WAY_OUT} for it.")
+        raise UsageError(
+            f"it is not calibrated yet how to predict this model's active neurons; {PREDICTOR_WAY_OUT} for it."
+        )
     return predictor, predictor.expected(spec, predictor.chosen())
 
 
 def _known(place: CalibrationPlace, request: SparsityRequest) -> SparsityCurves | None:
-    """What was calibrated; what can't be read is an error only where it says which neurons to leave out."""
+    """Return the calibration. One that can't be read is an error only if it decides which neurons to leave out."""
     try:
         return found_sparsity(place)
     except StoreError:

@@ -1,5 +1,6 @@
-"""What calibration knows of a model's neurons: their scores' quantiles, what leaving them out costs, and where it was
-measured against the dense model."""
+"""Sparsity curves: quantiles of neuron scores, the error of leaving neurons out, and comparisons with the dense
+model.
+"""
 
 import math
 from collections.abc import Callable
@@ -17,23 +18,23 @@ MAX_KL_NATS = 0.005  # of `auto`: about what int4 weights cost the demo model (d
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Of one target, on text that nothing was fitted to."""
+    """Measurement of one target on held-out text."""
 
     target: float
-    share: float  # of neurons that were left out, those at 0 among them
+    share: float  # of neurons that were left out, including those that are 0
     kl_nats: float  # mean KL divergence of the next-token distribution, dense to sparse
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         if not (0 < self.target <= SHARES[-1] and 0 <= self.share <= 1 and 0 <= self.kl_nats < math.inf):
             raise ValueError(f"it measures {self.share} left out and {self.kl_nats} nats at {self.target}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparsityCurves:
-    """thresholds, errors: fp32 (n_layers, n_shares), of each layer with so many of its neurons left out, see SHARES.
+    """Thresholds and errors of each layer by the share of neurons left out: fp32 (n_layers, n_shares), see SHARES.
 
-    An error is the mean over tokens of what the FFN's sum lacks, squared, over the residual stream behind it, squared.
+    An error is the squared norm of what the FFN's sum lacks, relative to that of the residual stream after it, averaged
+    over tokens.
     """
 
     thresholds: NDArray[np.float32]
@@ -41,7 +42,6 @@ class SparsityCurves:
     measured: tuple[Measurement, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         for name in ("thresholds", "errors"):
             values = getattr(self, name)
             if values.dtype != np.float32 or values.ndim != 2 or values.shape[1] != len(SHARES):
@@ -49,22 +49,22 @@ class SparsityCurves:
             if not np.isfinite(values).all() or (values < 0).any():
                 raise ValueError(f"its {name} have a value that is negative or not finite")
         if len(self.thresholds) != len(self.errors) or (np.diff(self.thresholds, axis=1) < 0).any():
-            raise ValueError("its thresholds don't ascend, or are of other layers than its errors")
+            raise ValueError("its thresholds don't ascend, or have other layers than its errors")
 
     @property
     def active_share(self) -> float:
-        """Of all neurons, what is not 0: to a step of SHARES, and never less than is beyond the last of them."""
+        """Share of all neurons that are not 0: to a step of SHARES, and never less than 1 minus the last of them."""
         n_zero = np.maximum(1, (self.thresholds == 0).sum(axis=1))
         return 1 - float(np.mean(np.array(SHARES)[n_zero - 1]))
 
     def at(self, target: float) -> Thresholds:
-        """Of a target share, from above 0 to the last of SHARES, dealt out over the layers."""
+        """Return the thresholds for a target share, above 0 up to the last of SHARES, distributed over the layers."""
         shares = dealt_shares(self.errors, target)
         between = (np.interp(share, SHARES, row) for share, row in zip(shares, self.thresholds, strict=True))
         return Thresholds(target, tuple(float(np.float32(threshold)) for threshold in between))
 
     def auto(self, max_kl_nats: float = MAX_KL_NATS) -> Thresholds:
-        """Of the largest target that was measured within the bound. Raises UsageError where none was."""
+        """Return the thresholds of the largest target measured within the bound. Raises: UsageError: if none was."""
         within = [each.target for each in self.measured if each.kl_nats <= max_kl_nats]
         if not within:
             raise UsageError(
@@ -75,7 +75,7 @@ class SparsityCurves:
 
 
 def largest_within(measure: Callable[[float], Measurement], max_kl_nats: float = MAX_KL_NATS) -> list[Measurement]:
-    """What was measured, by halving, to find the largest target of SHARES within the bound."""
+    """Find the largest target of SHARES within the bound by bisection, and return all measurements."""
     found, low, high = [], 0, len(SHARES)
     while high - low > 1:
         middle = (low + high) // 2

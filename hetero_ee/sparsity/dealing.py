@@ -1,4 +1,4 @@
-"""How much sparsity each layer takes: a share of all neurons dealt out where leaving them out costs least."""
+"""Distributes sparsity over the layers: a share of all neurons is left out where that costs least."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +10,14 @@ SHARES = tuple(
 
 
 def dealt_shares(errors: NDArray[np.float32], target: float) -> NDArray[np.float64]:
-    """The share of each layer, (n_layers,), whose mean is the target: greedily a step where it adds least error (TEAL,
-    arXiv 2408.14690, deals so within a block), never worse than the same share everywhere.
+    """Return each layer's share, (n_layers,), with the target as their mean, never worse than the same share
+    everywhere.
 
-    errors: of each layer at SHARES, (n_layers, n_shares). target: 0 to the last of SHARES.
+    Greedy: each step goes to the layer where it adds the least error, as TEAL (arXiv 2408.14690) does within a block.
+
+    Args:
+        errors: Each layer's errors at SHARES, (n_layers, n_shares).
+        target: 0 to the last of SHARES.
     """
     n_layers = len(errors)
     steps = np.zeros(n_layers, np.int64)
@@ -29,5 +33,5 @@ def dealt_shares(errors: NDArray[np.float32], target: float) -> NDArray[np.float
 
 
 def total_error(errors: NDArray[np.float32], shares: NDArray[np.float64]) -> float:
-    """Of all layers at their shares, between SHARES by straight lines."""
+    """Return the sum of all layers' errors at their shares, interpolated linearly between SHARES."""
     return float(sum(np.interp(share, SHARES, row) for share, row in zip(shares, errors, strict=True)))

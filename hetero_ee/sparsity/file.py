@@ -1,6 +1,4 @@
-"""Sparsity curves on disk: a record next to the store whose neurons they describe, with the arrays "thresholds" and
-"errors", fp32.
-"""
+"""Sparsity curves on disk: a record next to the store, with the arrays "thresholds" and "errors", fp32."""
 
 from dataclasses import dataclass
 from pathlib import Path

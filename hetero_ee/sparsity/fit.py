@@ -27,10 +27,13 @@ FITTING = "Fitting sparsity"
 
 
 class SparsityFit:
-    """A model in neuron-major layout, and chunks of text: those of TRAIN to fit on, of HELD_OUT to measure on.
+    """Fits the curves of a neuron-major model on the chunks of TRAIN and measures them on those of HELD_OUT.
 
-    scores: of neurons; None for those that executors go by. kept: where both passes and every measurement are, once
-    done; the same model, chunks and scores are meant. A chunk's first tokens, which use all neurons, count for nothing.
+    A chunk's first tokens use all neurons and are not counted.
+
+    Args:
+        scores: Neuron scores, None for those of the executors.
+        kept: Keeps both passes and every measurement, for the same model, chunks and scores.
     """
 
     def __init__(
@@ -50,13 +53,13 @@ class SparsityFit:
         self._kept = kept or KeptSteps()
 
     def curves(self) -> SparsityCurves:
-        """With nothing measured yet."""
+        """Fit the curves, without measurements."""
         thresholds = self._kept.once("thresholds", lambda: {"": self._thresholds()})[""]
         errors = self._kept.once("errors", lambda: {"": self._errors(thresholds)})[""]
         return SparsityCurves(thresholds, errors, ())
 
     def measured(self, curves: SparsityCurves, targets: Sequence[float] = ()) -> SparsityCurves:
-        """With these targets measured, and those that show where `auto` is."""
+        """Add measurements of these targets and of those that decide `auto`."""
 
         def measured(target: float) -> NDArray[np.float64]:
             found = self.measure(curves.at(target))
@@ -70,7 +73,7 @@ class SparsityFit:
         return replace(curves, measured=tuple({each.target: each for each in found}.values()))
 
     def measure(self, thresholds: Thresholds) -> Measurement:
-        """What the thresholds leave out on the held-out chunks, and what it does to the next token's distribution."""
+        """Measure on held-out chunks which share is left out, and the effect on the next-token distribution."""
         least = thresholds.least(self._spec, self._weights)
         sparse = replace(self._weights, vectors=self._weights.vectors | least)
         kl_nats, neurons = self._held_out.divergence(self._spec, sparse)
@@ -93,7 +96,7 @@ class SparsityFit:
         return (errors / max(1, n_tokens)).numpy().astype(np.float32)
 
     def _passes(self, recorder: FfnRecorder) -> Iterator[tuple[int, Tensor]]:
-        """Each fitted chunk's layers, with the states behind them (m, hidden)."""
+        """Run the training chunks layer by layer. Yields each layer with the states (m, hidden) after it."""
         executor = ReferenceExecutor(self._spec, self._weights, max(map(len, self._fitted)), recorder)
         for number, chunk in enumerate(self._fitted):
             if self._progress:
@@ -108,6 +111,6 @@ class SparsityFit:
 
 
 def weighted_scores(spec: ModelSpec, weights: ModelWeights) -> Scores:
-    """|activation| x norm of the row of down."""
+    """Score neurons by |activation| x norm of their row of down."""
     norms = [down_norms(block, weights) for block in neuron_blocks(spec)]
     return lambda layer, active: active.abs() * norms[layer]

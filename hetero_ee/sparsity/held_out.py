@@ -1,4 +1,4 @@
-"""What a sparser model makes of text that nothing was fitted to."""
+"""Compares a sparse model with the dense one on held-out text."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,10 +18,7 @@ MEASURING = "Measuring sparsity"
 
 
 class HeldOut:
-    """The first chunks of HELD_OUT with so many tokens, and the model that leaves out no neuron.
-
-    A chunk's first tokens, which use all neurons, count for nothing.
-    """
+    """The first chunks of HELD_OUT with n_tokens, and the dense model. A chunk's first tokens are not counted."""
 
     def __init__(
         self,
@@ -38,7 +35,9 @@ class HeldOut:
     def divergence(
         self, spec: ModelSpec, weights: ModelWeights, ops: BatchedTorchOps | None = None
     ) -> tuple[float, NeuronCounts]:
-        """Of this sparser model: the mean KL divergence of the next-token distribution, in nats, and neurons used."""
+        """Return the sparse model's mean KL divergence of the next-token distribution, in nats, and its neuron
+        counts.
+        """
         self._dense = self._dense or [*self._distributions(self._executor(self._spec, self._weights))]
         executor = self._executor(spec, weights, ops)
         pairs = zip(self._dense, self._distributions(executor), strict=True)
@@ -51,7 +50,7 @@ class HeldOut:
         return ReferenceExecutor(spec, weights, max(map(len, self._chunks)), ops or BatchedTorchOps())
 
     def _distributions(self, executor: ReferenceExecutor) -> Iterator[Tensor]:
-        """Log-probabilities of what follows each token of each chunk, fp64 (m, vocab)."""
+        """Yield each chunk's log-probabilities of the next tokens, fp64 (m, vocab)."""
         for number, chunk in enumerate(self._chunks):
             if self._progress:
                 self._progress(MEASURING, number, len(self._chunks))

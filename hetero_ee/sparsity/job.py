@@ -1,4 +1,4 @@
-"""Calibrations of sparsity, from text to their files beside the store."""
+"""Calibrates sparsity on text and writes the results next to the store."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -35,25 +35,25 @@ from hetero_ee.weights.store.calibration_files import (
 )
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
-ALGORITHM_VERSION = 1  # of everything that decides the numbers; fits of other versions are not resumed
-PREDICTOR_TOKENS = 2 * FITTED_TOKENS  # of a text: half of its chunks are fitted to
+ALGORITHM_VERSION = 1  # increases when the numbers change; fits of other versions are not resumed
+PREDICTOR_TOKENS = 2 * FITTED_TOKENS  # half of the chunks are fitted to
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class SparsityOutcome:
-    """Sparsity curves that were written, or found."""
+    """Sparsity curves that were made, or found."""
 
     curves: SparsityCurves
     file: Path
-    seconds: float  # 0 where it was found, else without what an interrupted run had done before
+    seconds: float  # of this run; 0 if it was found
     is_new: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PredictorOutcome:
-    """A predictor of active neurons that was written, or found."""
+    """A predictor of active neurons that was made, or found."""
 
     predictor: NeuronPredictor
     file: Path
@@ -62,17 +62,17 @@ class PredictorOutcome:
 
 
 def found_sparsity(place: CalibrationPlace) -> SparsityCurves | None:
-    """The curves of the opened store, None where there are none. Raises StoreError."""
+    """Return the sparsity curves of the opened store, None if it has none. Raises: StoreError."""
     return read_sparsity(sparsity_file(place.store), place.spec, place.key)
 
 
 def found_predictor(place: CalibrationPlace) -> NeuronPredictor | None:
-    """The predictor of the opened store's neurons, None where there is none. Raises StoreError."""
+    """Return the predictor of the opened store's neurons, None if it has none. Raises: StoreError."""
     return read_predictor(predictor_file(place.store), place.spec, place.key)
 
 
 def order_or_warn(place: CalibrationPlace, warn: Callable[[str], None]) -> NeuronOrder | None:
-    """The order of the opened store's neurons, None where there is none; one that can't be read is a warning."""
+    """Return the order of the opened store's neurons, None if it has none. Warns about one that can't be read."""
     try:
         return read_order(order_file(place.store), place.spec, place.key)
     except StoreError as error:
@@ -90,12 +90,17 @@ def calibrate_sparsity(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SparsityOutcome:
-    """Fits the model's sparsity curves and writes them beside its store, unless some that measured these targets are
-    there. executor: whose FFNs are neuron-major, with no neuron left out. A fit that was killed is resumed. One process
-    does so at a time.
+    """Fit the model's sparsity curves and write them next to its store, unless these targets are measured already.
 
-    Raises UsageError for dense FFNs and texts that are too short, ModelError for a model that writes none, StoreError
-    and DiskFullError.
+    A killed fit is resumed. Only one process calibrates a store at a time.
+
+    Args:
+        executor: Has neuron-major FFNs and leaves out no neuron.
+
+    Raises:
+        UsageError: FFNs are not neuron-major, or the texts are too short.
+        ModelError: The model writes no text.
+        StoreError, DiskFullError: The result can't be written.
     """
     spec, weights, file = executor.spec, executor.weights, sparsity_file(place.store)
     if not spec.neuron_major:
@@ -125,11 +130,17 @@ def calibrate_predictor(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PredictorOutcome:
-    """Fits a predictor of the model's active neurons and writes it beside its store, unless one is there. executor:
-    whose FFNs are rows, all of them, with no neuron left out. Resumed, and alone, as calibrate_sparsity is.
+    """Fit a predictor of the model's active neurons and write it next to its store, unless one exists.
 
-    Raises UsageError for other FFNs, for texts that are too short and where no predictor is good enough, else as
-    calibrate_sparsity does.
+    It is resumed and locked like calibrate_sparsity.
+
+    Args:
+        executor: All its FFNs are in rows, and it leaves out no neuron.
+
+    Raises:
+        UsageError: FFNs are not in rows, the texts are too short, or no predictor is good enough.
+        ModelError: The model writes no text.
+        StoreError, DiskFullError: The result can't be written.
     """
     spec, weights, file = executor.spec, executor.weights, predictor_file(place.store)
     if not spec.first_in_rows or spec.predictor_rank or spec.hot_curve:
@@ -153,7 +164,7 @@ def calibrate_predictor(
 def _write_order(
     spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk], place: CalibrationPlace, files: FileSystem
 ) -> None:
-    """Of neurons that are often 0, unless these are in it already."""
+    """Write the order of neurons that are often 0, unless the model has one."""
     if spec.activation in ZERO_ACTIVATIONS and not spec.hot_curve:
         order = fitted_order(spec, weights, chunks)
         if order is not None:

@@ -1,4 +1,4 @@
-"""What neurons are looked at on: chunks of texts, or of what the model writes by itself; and what is kept of a fit."""
+"""Text for fits of neurons, from the caller or written by the model, and the saved steps of a fit."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ from hetero_ee.weights.store.record import Arrays
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """As much text as a fit looks at. executor: writes it where the request has none."""
+    """Up to most_tokens of text for a fit. executor: writes the text if the request has none."""
 
     executor: Executor
     tokenizer: Tokenizer
@@ -42,23 +42,30 @@ class Material:
 
     @contextmanager
     def keeping(self, place: CalibrationPlace, suffix: str, fit: object) -> Iterator[tuple[list[Chunk], KeptSteps]]:
-        """The chunks, and what an earlier run of the same fit to them has kept beside the store; an interrupt in here
-        is noted to be resumable. fit: what else decides its numbers, as JSON can have it.
+        """Yield the chunks and the steps that an earlier run of the same fit has saved next to the store.
 
-        Raises UsageError for texts that are too short, ModelError for a model that writes none, StoreError.
+        Args:
+            place: Of the store.
+            suffix: Of the file that the steps are saved in.
+            fit: JSON value that differs between fits with other numbers.
+
+        Raises:
+            UsageError: The texts are too short.
+            ModelError: The model writes no text.
+            StoreError: The steps can't be saved.
         """
         given = self._given()
         identity = chunks_identity(given) if given else own_text_identity(self.tokenizer, *self._sizes)
         run = hashlib.sha256(json.dumps([place.key, identity, fit]).encode()).hexdigest()
         file = place.folder.with_name(place.folder.name + suffix + PARTIAL_SUFFIX)
-        partial = PartialCalibration(file, run, FileSystem())
+        partial = PartialCalibration(file, run, FileSystem(), self.request.settings.save_every_s, self.clock)
         with resumable(partial, place.folder):
-            kept = KeptSteps(partial, self.request.settings.save_every_s, self.clock)
+            kept = KeptSteps(partial)
             yield given or self._written(kept), kept
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Tokens in all, and of a context."""
+        """Total tokens, and tokens of a context."""
         return min(self.request.n_tokens, self.most_tokens), self.ending.context_tokens
 
     def _given(self) -> list[Chunk] | None:
@@ -75,7 +82,7 @@ class Material:
             ends = found["lengths"].cumsum()[:-1]
             return [tuple(part.tolist()) for part in np.split(found["tokens"], ends) if len(part)]
 
-        run = CalibrationRun(self.executor, self.request.settings, None, self.clock, self.progress)
+        run = CalibrationRun(self.executor, self.request.settings, None, self.progress)
         chunks = run.written(written, n_tokens)
         require_enough(len(chunks))
         return chunks

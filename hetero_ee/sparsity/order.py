@@ -1,7 +1,6 @@
 """The order of neurons by how often they are active, measured on text: the hottest come first.
 
-On disk it is a record next to the store whose neurons it orders, with the arrays "order", int64 (n_layers, ffn), and
-"curve", fp32.
+On disk it is a record next to the store, with the arrays "order", int64 (n_layers, ffn), and "curve", fp32.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,12 +28,12 @@ from hetero_ee.weights.store.record import Arrays, OtherWeightsError, RecordArra
 from hetero_ee.weights.tiles import permuted_rows
 from hetero_ee.weights.weight import TileWeight, Weight
 
-MEASURED_TOKENS = 1024  # for the order, and as many for the curve
+MEASURED_TOKENS = 1024  # for the order, and the same number for the curve
 CURVE_POINTS = 32
-WORTH_IT = 0.9  # of its neurons a token must need fewer: with all of them none is hot
+WORTH_IT = 0.9  # a token must need a smaller share of its neurons, or an order gains nothing
 HEADER_BYTES = 2**16  # of a file, and everything else that is not the order
-ORDERED = (*BY_NEURON, "predictor_out")  # matrices with a row for each
-BIASES = tuple(f"{short}_bias" for short in ORDERED if short != "down")  # down's is of its columns
+ORDERED = (*BY_NEURON, "predictor_out")  # matrices with a row per neuron
+BIASES = tuple(f"{short}_bias" for short in ORDERED if short != "down")  # down's bias belongs to its columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class NeuronOrder:
             raise ValueError("its curve does not ascend from 0 to 1")
 
     def applied(self, spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
-        """The same model with its neurons in this order, in memory of its own, and what planning is to know of it."""
+        """Return the model with its neurons in this order, in new memory, and its spec with the curve for planning."""
         matrices, vectors, held_bytes = dict(weights.matrices), dict(weights.vectors), weights.held_bytes
         for block, row in zip(neuron_blocks(spec), torch.from_numpy(self.order), strict=True):
             for name in _names(block, ORDERED):
@@ -81,7 +80,7 @@ class NeuronOrder:
 
 
 class ActivityRecorder(FfnRecorder):
-    """Counts how often each neuron is active, of whole chunks but their first tokens: int64 (n_layers, ffn)."""
+    """Counts how often each neuron is active, int64 (n_layers, ffn), without the first tokens of each chunk."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         super().__init__(spec, weights)
@@ -93,7 +92,7 @@ class ActivityRecorder(FfnRecorder):
 
 
 def fitted_order(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> NeuronOrder | None:
-    """By the neurons that are not 0: ordered on chunks of TRAIN, the curve of HELD_OUT. None where most are active."""
+    """Order the non-zero neurons on chunks of TRAIN, with the curve of HELD_OUT. Returns None if most are active."""
     fitted, held_out = (
         _activity(spec, weights, [chunks[number] for number in first_numbers(chunks, part, MEASURED_TOKENS)])
         for part in (TRAIN, HELD_OUT)

@@ -1,6 +1,6 @@
-"""Operations that watch neuron-major FFNs: how their neurons' scores are spread, and what leaving out the lowest costs.
+"""Operations that watch neuron-major FFNs: the distribution of neuron scores, and the error of leaving out the lowest.
 
-A neuron's score is how much a token has of it: |activation| x norm of its row of down (see `thresholds.py`).
+A neuron's score is |activation| x norm of its row of down (see `thresholds.py`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ N_BINS = 2**15  # by the upper 16 bits of a positive fp32: 128 for each power of
 
 
 class FfnRecorder(BatchedTorchOps):
-    """Calls `watch` with each FFN's layer and what it sums over; to be used with one executor."""
+    """Calls `watch` with each FFN's layer and operands. One instance serves one executor."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         blocks = (block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN)
@@ -35,11 +35,11 @@ class FfnRecorder(BatchedTorchOps):
         return inner @ rows
 
     def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
-        """active, inner: (m, ffn), rows: (ffn, hidden). The FFN's sum is inner @ rows."""
+        """Called for each FFN. active, inner: (m, ffn), rows: (ffn, hidden); the FFN's output is inner @ rows."""
 
 
 class ScoreRecorder(FfnRecorder):
-    """Counts scores by size, but those of first tokens; one whole chunk a pass. counts: int64 (n_layers, N_BINS)."""
+    """Counts scores by size, int64 (n_layers, N_BINS), without first tokens. Run one whole chunk per pass."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, scores: Scores) -> None:
         super().__init__(spec, weights)
@@ -51,7 +51,7 @@ class ScoreRecorder(FfnRecorder):
         self.counts[layer] += np.bincount(bits.ravel(), minlength=N_BINS)
 
     def quantiles(self, shares: tuple[float, ...]) -> NDArray[np.float32]:
-        """(n_layers, n_shares): the scores below which so many lie, to a 128th."""
+        """Return the scores below which these shares are, (n_layers, n_shares), to a 128th."""
         edges = (np.arange(N_BINS + 1, dtype=np.int32) << 16).view(np.float32)
         below = np.concatenate([np.zeros((len(self.counts), 1)), self.counts.cumsum(1)], axis=1)
         below /= np.maximum(1, below[:, -1:])
@@ -59,7 +59,7 @@ class ScoreRecorder(FfnRecorder):
 
 
 class ErrorRecorder(FfnRecorder):
-    """What is missing of the last FFN's sum without the neurons below each threshold.
+    """Measures what the last FFN's sum lacks without the neurons below each threshold.
 
     thresholds: (n_layers, n_shares). missing: squared norms (n_shares, m).
     """

@@ -1,4 +1,4 @@
-"""What a caller asks of activation sparsity, checked before anything is loaded."""
+"""The caller's request for activation sparsity, checked before anything is loaded."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -7,27 +7,27 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 
 EXACT, AUTO = "exact", "auto"
-DENSE = "dense"  # neuron-major, but no neuron is left out: to calibrate which may be
-PREDICTED = "predicted"  # as EXACT, but for neurons that a predictor takes for inactive: theirs are left out unseen
-UNPREDICTED = "unpredicted"  # in the layout of PREDICTED, but nothing is predicted: to calibrate the predictor
+DENSE = "dense"  # neuron-major without leaving neurons out, to calibrate which may be
+PREDICTED = "predicted"  # like EXACT, but neurons that a predictor calls inactive are not even computed
+UNPREDICTED = "unpredicted"  # in the layout of PREDICTED without predictions, to calibrate the predictor
 LARGEST_SHARE = 0.95  # of neurons left out
 ZERO_ACTIVATIONS = ("relu", "fatrelu")  # that make most neurons exactly 0
 
 
 @dataclass(frozen=True, slots=True)
 class SparsityRequest:
-    """share: of a token's neurons to leave out, 0 with EXACT: those that are 0; None with AUTO: as calibrated."""
+    """Share of a token's neurons to leave out. 0 with EXACT: only those that are 0; None with AUTO: as calibrated."""
 
     share: float | None
-    is_dense: bool = False  # none is left out but for those that are 0
+    is_dense: bool = False  # only neurons that are 0 are left out
     first_in_rows: bool = False  # in the layout of PREDICTED
 
     @classmethod
     def parsed(cls, asked: str | float | None) -> Self | None:
-        """Of EXACT, AUTO, DENSE, PREDICTED, UNPREDICTED, a share as number or text, or None for FFNs that are not
-        neuron-major.
+        """Parse EXACT, AUTO, DENSE, PREDICTED, UNPREDICTED or a share. None stands for FFNs that are not neuron-major.
 
-        Raises UsageError.
+        Raises:
+            UsageError: It is something else.
         """
         if asked is None:
             return None
@@ -59,7 +59,7 @@ class SparsityRequest:
         return self.first_in_rows and not self.is_dense
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises UsageError where no neuron of the model is ever exactly 0, and no others may be left out."""
+        """Check that the model has neurons that may be left out. Raises: UsageError."""
         if self.is_exact and (self.first_in_rows or not self.is_dense) and spec.activation not in ZERO_ACTIVATIONS:
             raise UsageError(
                 f"{spec.architecture} has no neurons that are exactly 0 ({spec.activation}); give the share of neurons "

@@ -279,7 +279,7 @@ def test_a_trace_is_what_a_single_pass_computes(engine: Engine) -> None:
 def test_activations_are_those_of_the_matrices_inputs(engine: Engine) -> None:
     """The first matrix reads the normed embedding: its moments can be computed from the outside."""
     chunks = text_chunks(engine._tokenizer, [text_of(600)], 600, engine.context_tokens)
-    run = CalibrationRun(engine.executor, replace(SETTINGS, n_activation_tokens=1), None, lambda: 0.0)
+    run = CalibrationRun(engine.executor, replace(SETTINGS, n_activation_tokens=1), None)
     found = run.calibrate(chunks, "words")
     assert {name: len(array) for name, array in found.activations.items()} == activation_names(engine.spec)
     embedded = engine.executor.weights.matrices["embedding.tokens"].rows(torch.tensor(chunks[0][1:]))

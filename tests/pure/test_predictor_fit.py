@@ -153,7 +153,7 @@ def test_the_least_margin_within_the_bound_is_chosen(first_good: int) -> None:
 
 def kept(folder: Path) -> KeptSteps:
     """By a clock that stands: nothing takes time, so that every step is saved."""
-    return KeptSteps(PartialCalibration(folder / "partial", "ab" * 32, FileSystem()), clock=lambda: 0.0)
+    return KeptSteps(PartialCalibration(folder / "partial", "ab" * 32, FileSystem(), clock=lambda: 0.0))
 
 
 def interrupting(call: int) -> Callable[[str, int, int], None]:

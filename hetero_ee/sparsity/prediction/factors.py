@@ -1,8 +1,8 @@
-"""Fits what says, of an FFN's input, which of its neurons may be active: two factors of low rank and a bias.
+"""Fits the factors of a predictor of active neurons: two matrices of low rank and a bias per FFN.
 
-As Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456) fit theirs, on the cross-entropy of "is active", but
-with nothing between the two factors; with a start of its own, the reduced-rank regression of the first matrix on the
-inputs; and with each active neuron counted by its score (see `thresholds.py`), so that those which add most are found.
+Like Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456), it minimizes the cross-entropy of "is active". Unlike
+them, nothing is between the two factors, the start is the reduced-rank regression of the first matrix on the inputs,
+and each active neuron is weighted by its score (see `thresholds.py`), so that those that add most are found.
 """
 
 import math
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from hetero_ee.calibration.predictor_fitting import EPSILON, FIRST_DECAY, SECOND_DECAY
 
-RANK_DIVISOR, RANK_MULTIPLE = 8, 32  # of hidden sizes; a multiple that int4 tiles hold without padding
-RIDGE = 1e-4  # of the inputs' mean square, so that directions which the text lacks can be divided by
-START_DEVIATION, START_BIAS = 2.0, -1.0  # of the logits that the fit begins with: few neurons are active
-RATE, BIAS_RATE = 0.1, 1e-2  # of Adam, of a factor's root mean square, and in logits; they fall to 0 in a straight line
+RANK_DIVISOR, RANK_MULTIPLE = 8, 32  # of hidden sizes; int4 tiles hold the multiple without padding
+RIDGE = 1e-4  # of the inputs' mean square, for directions that the text lacks
+START_DEVIATION, START_BIAS = 2.0, -1.0  # of the initial logits: few neurons are active
+RATE, BIAS_RATE = 0.1, 1e-2  # Adam's, relative to a factor's root mean square, and in logits; they fall linearly to 0
 TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class FactorTraining:
-    """A number of steps, so that the time does not depend on the text; fewer for a short one."""
+    """Settings of the fit. The number of steps doesn't depend on the text, except that short texts get fewer."""
 
     n_steps: int = 300
     batch_tokens: int = 512
-    most_passes: int = 40  # over the inputs: of 512 tokens more than these learn the tokens alone
+    most_passes: int = 40  # over the inputs: more passes over 512 tokens only memorize them
     seed: int = 0
 
     def steps(self, n_tokens: int) -> int:
@@ -35,7 +35,7 @@ class FactorTraining:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """The logits that neurons are active: outer (inner x) + bias; fp32 (rank, hidden), (ffn, rank), (ffn,)."""
+    """Logits that neurons are active: outer (inner x) + bias; fp32 (rank, hidden), (ffn, rank), (ffn,)."""
 
     inner: Tensor
     outer: Tensor
@@ -43,16 +43,22 @@ class Factors:
 
 
 def rank_of(hidden_size: int) -> int:
-    """Of the factors of such a model."""
+    """Return the rank of the factors for this hidden size."""
     return min(hidden_size, -(-hidden_size // (RANK_DIVISOR * RANK_MULTIPLE)) * RANK_MULTIPLE)
 
 
 def fit_factors(
     inputs: Tensor, scores: Tensor, first: Tensor, shift: Tensor, rank: int, training: FactorTraining
 ) -> Factors:
-    """inputs: fp32 (m, hidden); scores: bf16 (m, ffn), 0 of inactive neurons. The same numbers for the same seed.
+    """Fit the factors of one FFN. The same seed gives the same numbers.
 
-    first, shift: (ffn, hidden) and (ffn,), a neuron is active where first x + shift is above 0.
+    Args:
+        inputs: fp32 (m, hidden).
+        scores: bf16 (m, ffn), 0 for inactive neurons.
+        first: (ffn, hidden); a neuron is active if first x + shift is above 0.
+        shift: (ffn,).
+        rank: Of both factors.
+        training: Settings.
     """
     start = _regressed(inputs, first, shift, rank)
     parameters = [start.inner, start.outer, start.bias]
@@ -71,8 +77,10 @@ def fit_factors(
 
 
 def _gradients(parameters: list[Tensor], inputs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the cross-entropy summed over neurons, its mean over the tokens, for each parameter. counts: (m, ffn), how
-    much an active neuron does, 0 of others, which count 1."""
+    """Return the gradients of the cross-entropy summed over neurons and averaged over tokens.
+
+    counts: (m, ffn), weights of active neurons, 0 for inactive ones, whose weight is 1.
+    """
     inner, outer, bias = parameters
     low = inputs @ inner.T
     chances = torch.addmm(bias, low, outer.T).sigmoid_()
@@ -81,7 +89,7 @@ def _gradients(parameters: list[Tensor], inputs: Tensor, counts: Tensor) -> tupl
 
 
 def _step(part: Tensor, moments: tuple[Tensor, Tensor], gradient: Tensor, rate: float, step: int) -> None:
-    """One of Adam's, in place. torch's own loads its compiler: two seconds."""
+    """Do one step of Adam in place. torch's Adam would load its compiler, which needs two seconds."""
     first, second = moments
     first.lerp_(gradient, 1 - FIRST_DECAY)
     second.lerp_(gradient.square(), 1 - SECOND_DECAY)
@@ -90,11 +98,11 @@ def _step(part: Tensor, moments: tuple[Tensor, Tensor], gradient: Tensor, rate: 
 
 
 def _regressed(inputs: Tensor, first: Tensor, shift: Tensor, rank: int) -> Factors:
-    """The factors of this rank whose products differ least from the first matrix's on these inputs, scaled."""
+    """Return the scaled factors of this rank whose products on these inputs are nearest to the first matrix's."""
     inputs, first = inputs.double(), first.double()
     moments = inputs.T @ inputs / len(inputs)
     moments.diagonal().add_(RIDGE * moments.diagonal().mean() + TINY)
-    root = torch.linalg.cholesky(moments)  # root root^T; of |(first - outer inner) root| the least is what is sought
+    root = torch.linalg.cholesky(moments)  # root root^T; the fit minimizes |(first - outer inner) root|
     seen = first @ root
     directions = torch.linalg.eigh(seen.T @ seen).eigenvectors[:, -rank:]
     outer = seen @ directions

@@ -1,5 +1,5 @@
-"""A predictor of active neurons on disk: a record next to the store whose neurons it predicts, with the arrays of
-layer_arrays for each layer, as "0/inner.tiles".
+"""A predictor of active neurons on disk: a record next to the store, with the arrays of layer_arrays per layer, as
+"0/inner.tiles".
 """
 
 from dataclasses import dataclass

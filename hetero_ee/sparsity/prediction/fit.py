@@ -1,4 +1,4 @@
-"""Fits a predictor of active neurons to a model on text, layer by layer, and measures what it costs."""
+"""Fits a predictor of active neurons layer by layer, and measures what it costs."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -30,17 +30,20 @@ from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.store.record import Arrays, RecordArrays
 from hetero_ee.weights.weight import Weight
 
-FITTED_TOKENS = 8192  # at least twice the hidden size of a model of 7B: its inputs' moments take as many
+FITTED_TOKENS = 8192  # twice the hidden size of a 7B model, which the moments of its inputs need
 MEASURED_TOKENS = 1024
 FITTING = "Fitting the predictor"
-STATES = "states"  # of all chunks behind a layer, which the next one's fit begins with
+STATES = "states"  # of all chunks after a layer, from which the next layer's fit starts
 
 
 class PredictorFit:
-    """A model whose FFNs are rows, all of them, and chunks: those of TRAIN to fit on, of HELD_OUT to measure on.
+    """Fits a predictor for a model whose FFNs are in rows, on the chunks of TRAIN, and measures it on HELD_OUT.
 
-    Memory holds one layer's inputs and weights beside the model. kept: where every layer and measurement is, once done;
-    the same model, chunks and training are meant. A chunk's first tokens, which use all neurons, count for nothing.
+    Memory holds one layer's inputs and weights in addition to the model. A chunk's first tokens use all neurons and are
+    not counted.
+
+    Args:
+        kept: Keeps every layer and measurement, for the same model, chunks and training.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class PredictorFit:
         self._rank = rank_of(spec.hidden_size)
 
     def predictor(self) -> NeuronPredictor:
-        """Fitted, and measured where the bound is. Raises ModelError for inputs that are not finite."""
+        """Fit the predictor and measure it near the bound. Raises: ModelError: if inputs are not finite."""
         layers, states = [], None
         for layer in range(self._spec.n_layers):
             if self._progress:
@@ -73,7 +76,7 @@ class PredictorFit:
         return replace(fitted, measured=tuple(least_within(partial(self._kept_measurement, fitted))))
 
     def measure(self, predictor: NeuronPredictor, margin: float) -> PredictorMeasurement:
-        """On the held-out chunks, every layer's errors in the inputs of those after it."""
+        """Measure on held-out chunks. Every layer's errors are in the inputs of later layers."""
         spec = replace(self._spec, predictor_rank=predictor.rank)
         counter = ActiveNeurons(spec, self._weights)
         kl_nats, neurons = self._held_out.divergence(spec, predictor.merged(spec, self._weights, margin), counter)
@@ -88,7 +91,11 @@ class PredictorFit:
         return PredictorMeasurement(*self._kept.once(f"measured {margin}", measured)[""].tolist())
 
     def _layer(self, layer: int, before: NDArray[np.float32] | None) -> Arrays:
-        """The layer's part, and the states (tokens, hidden) behind it. before: those before it, None for the first."""
+        """Fit one layer. Returns its arrays, and the states (tokens, hidden) after it.
+
+        Args:
+            before: States before the layer, None for the first.
+        """
         inputs = FfnInputs()
         states = self._through(layer, self._embedded() if before is None else torch.from_numpy(before), inputs)
         factors = self._factors(layer, torch.cat(inputs.inputs), torch.cat(inputs.scores))
@@ -98,7 +105,7 @@ class PredictorFit:
     def _factors(self, layer: int, inputs: Tensor, scores: Tensor) -> Factors:
         if not inputs.isfinite().all():
             raise ModelError(
-                f"layer {layer} of this model computes what is not finite; its neurons can't be predicted."
+                f"layer {layer} of this model computes values that are not finite; its neurons can't be predicted."
             )
         block, name = neuron_blocks(self._spec)[layer], first_matrix(self._spec)
         first = self._weights.matrices[block.tensors[name].name].dequantize()
@@ -112,7 +119,7 @@ class PredictorFit:
         return torch.cat([executor.embed(Batch.of_sequence(0, 0, list(chunk))) for chunk in self._fitted])
 
     def _through(self, layer: int, states: Tensor, inputs: "FfnInputs") -> Tensor:
-        """All chunks' states (tokens, hidden) through one layer, which is dequantized once."""
+        """Run all chunks' states (tokens, hidden) through one layer, which is dequantized once."""
         spec, longest = self._spec, max(map(len, self._fitted))
         matrices = {name: each for name, each in self._weights.matrices.items() if name.startswith(f"layers.{layer}.")}
         weights = expanded(ModelWeights(matrices, self._weights.vectors))
@@ -126,11 +133,11 @@ class PredictorFit:
 
 
 class FfnInputs(BatchedTorchOps):
-    """Keeps what sparse FFNs read, and their neurons' scores on it, of one whole chunk a pass."""
+    """Keeps the inputs of sparse FFNs and their neurons' scores. Run one whole chunk per pass."""
 
     def __init__(self) -> None:
         self.inputs: list[Tensor] = []  # fp32 (m, hidden)
-        self.scores: list[Tensor] = []  # bf16 (m, ffn): half the memory, and as small numbers as fp32
+        self.scores: list[Tensor] = []  # bf16 (m, ffn): half the memory, with the range of fp32
 
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
         norms = torch.linalg.vector_norm(down.dequantize(), dim=1)
@@ -140,7 +147,7 @@ class FfnInputs(BatchedTorchOps):
 
 
 class ActiveNeurons(BatchedTorchOps):
-    """Counts neurons that are active, predicted or not, of one whole chunk a pass."""
+    """Counts active neurons, predicted or not. Run one whole chunk per pass."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         names = (block.tensors[first_matrix(spec)].name for block in neuron_blocks(spec))

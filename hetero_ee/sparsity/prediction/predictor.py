@@ -1,4 +1,4 @@
-"""A predictor of active neurons: of each FFN two int4 matrices of low rank, in tiles, and a bias."""
+"""A predictor of active neurons: for each FFN two int4 matrices of low rank, in tiles, and a bias."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ MARGINS = tuple(step / 4 for step in range(33))  # logits
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPredictor:
-    """The logits that neurons are active: outer (inner x) + bias; (rank, hidden), (ffn, rank), fp32 (ffn,)."""
+    """Logits that neurons are active: outer (inner x) + bias; (rank, hidden), (ffn, rank), fp32 (ffn,)."""
 
     inner: TileWeight
     outer: TileWeight
@@ -27,7 +27,7 @@ class LayerPredictor:
 
 @dataclass(frozen=True, slots=True)
 class PredictorMeasurement:
-    """Of one margin, on text that nothing was fitted to. A neuron is computed where its logit is above -margin."""
+    """Measurement of one margin on held-out text. A neuron is computed if its logit is above -margin."""
 
     margin: float
     recall: float  # of active neurons, those that were computed
@@ -36,7 +36,6 @@ class PredictorMeasurement:
     kl_nats: float  # mean KL divergence of the next-token distribution, from all neurons to the predicted ones
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         shares = self.recall, self.predicted_share, self.active_share
         is_possible = all(0 <= share <= 1 for share in shares) and 0 <= self.kl_nats < math.inf
         if self.margin not in MARGINS or not is_possible:
@@ -45,7 +44,7 @@ class PredictorMeasurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeuronPredictor:
-    """Of all layers, in order, and where it was measured."""
+    """Predictors of all layers, in order, and their measurements."""
 
     layers: tuple[LayerPredictor, ...]
     measured: tuple[PredictorMeasurement, ...]
@@ -55,7 +54,7 @@ class NeuronPredictor:
         return self.layers[0].inner.shape[0]
 
     def chosen(self, max_kl_nats: float = MAX_PREDICTED_KL_NATS) -> PredictorMeasurement:
-        """Of the least margin that was measured within the bound. Raises UsageError where none was."""
+        """Return the measurement of the least margin within the bound. Raises: UsageError: if none is."""
         within = [each for each in self.measured if each.kl_nats <= max_kl_nats]
         if not within:
             least = min((each.kl_nats for each in self.measured), default=math.inf)
@@ -66,7 +65,7 @@ class NeuronPredictor:
         return min(within, key=lambda each: each.margin)
 
     def expected(self, spec: ModelSpec, measured: PredictorMeasurement) -> ModelSpec:
-        """The model with this predictor, and the shares of neurons that planning is to expect."""
+        """Return the model with this predictor, and the shares of neurons for planning."""
         active = measured.active_share
         return replace(
             spec,
@@ -78,7 +77,7 @@ class NeuronPredictor:
         )
 
     def merged(self, spec: ModelSpec, weights: ModelWeights, margin: float) -> ModelWeights:
-        """The weights with the predictor's. spec: as expected."""
+        """Return the weights with the predictor's. spec: from `expected`."""
         matrices, vectors = dict(weights.matrices), dict(weights.vectors)
         for block, layer in zip(neuron_blocks(spec), self.layers, strict=True):
             matrices[block.tensors["predictor_in"].name] = layer.inner
@@ -90,7 +89,7 @@ class NeuronPredictor:
 def least_within(
     measure: Callable[[float], PredictorMeasurement], max_kl_nats: float = MAX_PREDICTED_KL_NATS
 ) -> list[PredictorMeasurement]:
-    """What was measured, by halving, to find the least of MARGINS within the bound."""
+    """Find the least of MARGINS within the bound by bisection, and return all measurements."""
     found, low, high = [], -1, len(MARGINS)
     while high - low > 1:
         middle = (low + high) // 2

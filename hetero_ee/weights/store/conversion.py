@@ -53,11 +53,12 @@ def convert(
 ) -> Path:
     """Write the store of the checkpoint in `folder` to `target`, completely or not at all.
 
-     The bytes are the same for any number of threads. If another process is converting the model already, wait for its
+    The bytes are the same for any number of threads. If another process is converting the model already, wait for its
     result. A conversion that a killed process has left is resumed.
 
-     Raises:  CheckpointError, StoreError: The checkpoint can't be read, or the store can't be written.  DiskFullError:
-    The disk is too small.
+    Raises:
+        CheckpointError, StoreError: The checkpoint can't be read, or the store can't be written.
+        DiskFullError: The disk is too small.
     """
     if is_store(target):
         return target
@@ -123,8 +124,8 @@ def _resumable(target: Path) -> Iterator[None]:
 def _worker_threads(n_threads: int) -> Iterator[Workers]:
     """Yield the map function of a pool of threads that share the chunks of a tensor.
 
-     torch's own threads wait for each other after every operation. With one core busy elsewhere, converting the demo
-    model  took 300 s with them and 7 s without (2-core Zen 5, 2026-11-21).
+    torch's own threads wait for each other after every operation. With one core busy elsewhere, converting the demo
+    model took 300 s with them and 7 s without (2-core Zen 5, 2026-11-21).
     """
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -200,9 +201,12 @@ def _layout(tensor: TensorSpec, quantization: Quantization) -> str:
 def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path, files: FileSystem) -> None:
     """Check that the disk has space for the store.
 
-    Args:  n_bytes: Size of the weights.  there_bytes: Bytes of them that are on the disk already.
+    Args:
+        n_bytes: Size of the weights.
+        there_bytes: Bytes of them that are on the disk already.
 
-    Raises:  DiskFullError: It has too little.
+    Raises:
+        DiskFullError: It has too little.
     """
     copied_bytes = sum(file.stat().st_size for file in copied_files(source.folder))
     needed_bytes = int(SPACE_RESERVE * (n_bytes + copied_bytes)) + SPARE_BYTES - there_bytes

@@ -147,9 +147,11 @@ def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> N
 def replace_file(file: Path, content: bytes, files: FileSystem, mark: str = "") -> None:
     """Replace the file by one with this content, completely or not at all, and create its folders.
 
-    Args:  mark: Part of the name that the file has until it is complete. Only one process at a time may use a mark.
+    Args:
+        mark: Part of the name that the file has until it is complete. Only one process at a time may use a mark.
 
-    Raises:  OSError: The disk refuses.
+    Raises:
+        OSError: The disk refuses.
     """
     unfinished = file.with_name(f"{file.name}{mark}{UNFINISHED_SUFFIX}")
     make_folders(file.parent, files)

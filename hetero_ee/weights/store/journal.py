@@ -1,6 +1,6 @@
 """The journal of an unfinished store: one line per finished tensor, from which a conversion is resumed.
 
- A line is the SHA-256 of its text, a space and the text, which is JSON. The first line says what is being converted and
+A line is the SHA-256 of its text, a space and the text, which is JSON. The first line says what is being converted and
 how; every other line is the entry of a tensor. Everything after the first damaged line counts as not written.
 """
 

@@ -82,7 +82,7 @@ def open_cached(
 ) -> tuple[Path, ModelWeights]:
     """Open the store of the checkpoint in `folder`. Convert the checkpoint if the store is missing or damaged.
 
-     Damaged are stores whose bytes are wrong. A store that can't be read at the moment is left alone. Raises:
+    Damaged are stores whose bytes are wrong. A store that can't be read at the moment is left alone. Raises:
     StoreError.
     """
     target = cached_store(folder, quantization, cache)
@@ -112,8 +112,10 @@ def make_store(
 ) -> Path:
     """Convert the checkpoint in `folder` to the folder `output`, or into the cache, and return the store's folder.
 
-     Raises:  UsageError: Among others, `output` exists already and is not this store.  ModelError, CheckpointError: The
-    model can't be read or is not supported.  StoreError, DiskFullError: The store can't be written.
+    Raises:
+        UsageError: Among others, `output` exists already and is not this store.
+        ModelError, CheckpointError: The model can't be read or is not supported.
+        StoreError, DiskFullError: The store can't be written.
     """
     if is_store(folder):
         raise UsageError(f"{folder} is already a store; there is nothing to convert.")
@@ -179,8 +181,8 @@ def stored_model(cache: Path, name: str) -> StoredModel:
 def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
     """Return the folder of `model`: a folder's path, a store in the cache, or what resolve_model finds with `hub`.
 
-     A folder is tried first, then the name or the unambiguous beginning of the name of a store in the cache, then a
-    Hugging  Face id. Raises: as resolve_model does.
+    A folder is tried first, then the name or the unambiguous beginning of the name of a store in the cache, then a
+    Hugging Face id. Raises: as resolve_model does.
     """
     if not isinstance(model, str) or not model or "/" in model or local_folder(model) is not None:
         return resolve_model(model, **hub)
@@ -219,7 +221,8 @@ def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = No
 
     Other processes see it disappear at once.
 
-    Raises:  StoreError: It is not in the cache folder, holds other files than a store's, or is being written.
+    Raises:
+        StoreError: It is not in the cache folder, holds other files than a store's, or is being written.
     """
     if model.path.parent != cache / STORES_FOLDER or not holds_only_store_files(model.path):
         raise StoreError(f"{model.path} is not in {cache}, or holds more than a store; remove it by hand.")

@@ -56,12 +56,15 @@ def checked_manifest(folder: Path) -> Manifest:
 def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) -> ModelWeights:
     """Map the store's weights into memory, read-only. Pages are read when they are first used.
 
-     Scales, fp32 tensors and the small files are compared with their checksums. Tiles, most of the bytes, are not. The
+    Scales, fp32 tensors and the small files are compared with their checksums. Tiles, most of the bytes, are not. The
     weights' watch compares scales and fp32 tensors again if the file was written to.
 
-     Args:  manifest: What checked_manifest has returned, if it was called before.
+    Args:
+        manifest: What checked_manifest has returned, if it was called before.
 
-     Raises:  DamagedStoreError: A checksum differs.  StoreError: The store can't be read.
+    Raises:
+        DamagedStoreError: A checksum differs.
+        StoreError: The store can't be read.
     """
     manifest = manifest or checked_manifest(folder)
 
@@ -101,9 +104,11 @@ def check_copies(folder: Path, manifest: Manifest) -> None:
 def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
     """Return what is wrong with a small file of a store, None if it is right.
 
-    Args:  known: The manifest's entry for it, None if it has no entry.
+    Args:
+        known: The manifest's entry for it, None if it has no entry.
 
-    Raises:  StoreError: It can't be read, so that its content can't be judged.
+    Raises:
+        StoreError: It can't be read, so that its content can't be judged.
     """
     if known is None:
         return "is not in the store's manifest" if os.path.lexists(file) else None
@@ -148,8 +153,8 @@ def _check_finite(folder: Path, weights: ModelWeights) -> None:
 def _mapped(file: Path) -> Tensor:
     """Map the file read-only and return its bytes (uint8).
 
-     A private writable mapping would make Linux reserve memory for the whole file, so stores larger than RAM, the main
-    use  case, could not be opened.
+    A private writable mapping would make Linux reserve memory for the whole file, so stores larger than RAM, the main
+    use case, could not be opened.
     """
     try:
         with open_regular(file) as opened:

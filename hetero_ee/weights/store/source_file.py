@@ -1,6 +1,6 @@
 """Identity of a weight file, without reading all of it.
 
- Names, sizes and times are not enough: archives, reproducible images and `rsync -t` give different weights the same
+Names, sizes and times are not enough: archives, reproducible images and `rsync -t` give different weights the same
 ones.
 """
 

@@ -1,6 +1,6 @@
 """Writes a store into a partial folder next to its final path. A stopped conversion is resumed from there.
 
- Every file is made durable, the manifest last. Then the folder is renamed, so that a folder of the final name is always
+Every file is made durable, the manifest last. Then the folder is renamed, so that a folder of the final name is always
 complete.
 """
 
@@ -59,9 +59,9 @@ def lacks_manifest(folder: Path) -> bool:
 class StoreWriter:
     """Writes tensors one after another. Use it as a context manager, under the store's lock.
 
-     Tensors that an earlier writer with the same `identity` has left are kept as long as their checksums match; at the
+    Tensors that an earlier writer with the same `identity` has left are kept as long as their checksums match; at the
     beginning, `entries` lists them. After one of the engine's errors nothing is left; after an interrupt the partial
-    folder  stays. All methods raise StoreError if the disk refuses.
+    folder stays. All methods raise StoreError if the disk refuses.
     """
 
     def __init__(self, target: Path, files: FileSystem, identity: Mapping[str, Any]) -> None:
