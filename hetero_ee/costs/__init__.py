@@ -1,1 +1,1 @@
-"""What blocks of a model cost in bytes, products and state."""
+"""Costs of a model's blocks in bytes, products and state."""

@@ -1,4 +1,4 @@
-"""What a block of the model declares about its cost: the one description that planner, emulator and reports share.
+"""Costs that a block of the model declares: the one description that planner, emulator and reports share.
 
 Mixers declare their parameters and their state (hetero_ee/layers). From that follows what a block multiplies with,
 which rows of neurons it reads, what it attends to and what it keeps per token. The planner adds these up. The emulated

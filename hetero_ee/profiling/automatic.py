@@ -1,4 +1,4 @@
-"""The profile that a model is planned by where its user has named none: this machine's, kept or measured now."""
+"""The profile that a model is planned with by default: this machine's, kept or measured now."""
 
 import time
 from dataclasses import replace
@@ -7,7 +7,8 @@ from pathlib import Path
 from hetero_ee.config import Progress, cache_folder, data_folder
 from hetero_ee.errors import HeteroError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.machine_profile import Wanted, known_profile, machine_profile, reason
+from hetero_ee.profiling.machine_profile import Wanted, known_profile, machine_profile
+from hetero_ee.profiling.problems import reason
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import capped_threads, usable_threads
 
@@ -17,7 +18,14 @@ COMMAND = "Engine.from_pretrained"  # for the profile's record
 def automatic_profile(
     spec: ModelSpec, folder: Path, threads: int, progress: Progress | None, *, measures: bool
 ) -> HardwareProfile | None:
-    """measures: if there is no kept profile, a quick one is measured. Raises HeteroError where that fails."""
+    """Return the kept profile, if there is one.
+
+    Args:
+        measures: measure a quick profile if none is kept.
+
+    Raises:
+        HeteroError: if measuring fails.
+    """
     known = known_profile(spec, threads, data_folder=data_folder(), cache_folder=cache_folder())
     if known is not None or not measures:
         return known
@@ -25,12 +33,12 @@ def automatic_profile(
         return profile_here(spec, folder, Wanted(True, False, (threads,), COMMAND), progress)
     except HeteroError:
         raise
-    except Exception as error:  # whatever a driver, a compiler or a disk has to say
+    except Exception as error:  # drivers, compilers and disks raise errors of every kind
         raise HeteroError(f"this machine can't be measured ({reason(error)}).") from error
 
 
 def profile_here(spec: ModelSpec, folder: Path | None, wanted: Wanted, progress: Progress | None) -> HardwareProfile:
-    """machine_profile with this process's folders. folder: the model's, whose largest file the disk is timed with."""
+    """Call machine_profile with this process's folders, and time the disk with the largest file in `folder`."""
     if progress is not None and (problem := capped_threads(max(wanted.threads, default=0))):
         progress(problem, 0, 0)
     wanted = replace(wanted, threads=tuple(map(usable_threads, wanted.threads)))

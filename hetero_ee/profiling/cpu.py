@@ -1,4 +1,4 @@
-"""Measures the CPU for one model: passes through as many of its layers as a limit of bytes allows, part by part."""
+"""Measures the CPU for one model, by timing the parts of passes through as many layers as a byte limit allows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,26 +35,27 @@ from hetero_ee_profiles.measurement import Measurement, Origin, measured
 from hetero_ee_profiles.probe_samples import INT4_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, Clock, ProductShape
 
 CHECK_REPEATS = 5  # of reading memory, to compare with a kept profile
-HEAD_SHARE = 4  # of the bytes that weights may take, the lm_head gets one in so many; a larger one is cut
-MIN_HEAD_BYTES = 2**24  # that it always gets
+HEAD_SHARE = 4  # the lm_head gets one in HEAD_SHARE of the bytes for weights; a larger one is cut
+MIN_HEAD_BYTES = 2**24  # minimum for the lm_head
 N_CALLS = 20  # of the smallest product
-CHUNK_BYTES = 2**27  # of weights that a chunk passes: more layers would not be slower ones
+CHUNK_BYTES = 2**27  # of weights for a chunk: more layers would not run slower per layer
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """What passes are timed through instead of the model."""
+    """A smaller model to time passes through."""
 
-    spec: ModelSpec  # of as many layers as there was room for
+    spec: ModelSpec  # with as many layers as fit
     weights: ModelWeights
     n_layers: int  # of the model
-    n_chunk_layers: int  # that a prompt's chunks pass, of the spec's
+    n_chunk_layers: int  # of the spec, that a prompt's chunks run through
 
 
 def probed_model(spec: ModelSpec, shapes: Sequence[ProductShape], max_bytes: int, context_tokens: int) -> ProbedModel:
-    """Random weights in the model's shapes: as many layers as max_bytes hold, weights and cache each; one at least.
+    """Make random weights in the model's shapes: as many layers as fit into max_bytes, at least one.
 
-    Embedding and lm_head share a matrix, of fewer tokens where theirs are many: its time is in proportion to them.
+    Weights and KV cache get max_bytes each. Embedding and lm_head share a matrix, with fewer rows than a large
+    vocabulary has, as its time is proportional to them.
     """
     head = next(shape for shape in shapes if shape.layout == "int8")
     token_bytes = head.n_bytes // head.n_rows
@@ -86,7 +87,12 @@ def measured_cpu(
     origin: Origin,
     clock: Clock,
 ) -> DeviceTimes:
-    """points: of the passes, among them one at the shortest context of each m; where budget_s is short, see preset."""
+    """Measure the CPU with n_threads threads.
+
+    Args:
+        points: of the passes, with one at the shortest context of each number of tokens.
+        budget_s: if it is too short for all points, see preset.py.
+    """
     end_s = clock() + budget_s
 
     def timed(seconds: Sequence[float]) -> Measurement:
@@ -119,9 +125,13 @@ def measured_cpu(
 
 
 def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[float]:
-    """Seconds that the context costs a layer: attention, and what all else takes longer than at the shortest context.
+    """Return the seconds that the context costs a layer: attention, and by how much everything else is slower.
 
-    Keys and values push weights and code out of the caches. n_layers: that share what is outside of them.
+    Keys and values push weights and code out of the caches.
+
+    Args:
+        shortest: samples at the shortest context, to compare with.
+        n_layers: that share the costs outside of layers.
     """
     slower_s = found.besides_attention_s - shortest.besides_attention_s
     slower_s += (found.besides_layers_s - shortest.besides_layers_s) / n_layers
@@ -129,13 +139,13 @@ def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[
 
 
 def speed_since(profile: HardwareProfile, threads: int, clock: Clock) -> float:
-    """How fast memory is read now over how fast it was for the profile: what was measured may be out of date."""
+    """Return the memory read rate of now over that of the profile, which may be out of date."""
     times = profile.cpu_with(threads)
     return median(_read_bytes_per_s(_buffers(None), times.threads, CHECK_REPEATS, clock)) / times.read_bytes_per_s.value
 
 
 def _buffers(weights: ModelWeights | None) -> list[Any]:
-    """Something to read: the weights' tiles, where they are enough."""
+    """Return memory to read: the weights' tiles if they are large enough."""
     matrices = weights.matrices.values() if weights is not None else ()
     found = [weight.tiles.numpy() for weight in matrices if isinstance(weight, TileWeight)]
     if sum(tiles.nbytes for tiles in found) >= READ_BYTES:
@@ -153,7 +163,7 @@ def _read_bytes_per_s(buffers: Sequence[Any], n_threads: int, repeats: int, cloc
 
 @contextmanager
 def memory_reader(n_threads: int) -> Iterator[Callable[[], int]]:
-    """Inside, what reads memory on so many threads, and says how many bytes."""
+    """Yield a function that reads memory on n_threads threads and returns the number of bytes."""
     pool = ThreadPool(n_threads)
     [buffer] = _buffers(None)
 
@@ -168,7 +178,7 @@ def memory_reader(n_threads: int) -> Iterator[Callable[[], int]]:
 
 
 def _calls_s(pool: ThreadPool, clock: Clock) -> list[float]:
-    """Of a product of one tile."""
+    """Time a product of one tile."""
     multiply, x = Matmul(pool), np.ones((1, TILE_COLUMNS), np.float32)
     tiles, scales = np.zeros((1, 1, INT4_TILE_BYTES), np.uint8), np.ones((1, 1, TILE_ROWS), np.float16)
     tile, found = TileMatrix(tiles, scales, 0, CODEBOOK), []
@@ -182,7 +192,8 @@ def _calls_s(pool: ThreadPool, clock: Clock) -> list[float]:
 def _passes(
     model: ProbedModel, points: Sequence[Point], n_threads: int, sample_s: float, end_s: float, clock: Clock
 ) -> tuple[list[float], Mapping[Point, PassSamples]]:
-    """Seconds of the smallest product; passes of the points, in order, or of those that there is time for until end_s.
+    """Return the seconds of the smallest product, and passes of the points in order, as many as fit until end_s.
+
     Compiling kernels is not counted.
     """
     spec, found = model.spec, {}
@@ -212,7 +223,7 @@ def _passes(
 def _chunk_seconds(
     executor: CpuExecutor, points: Sequence[Point], n_layers: int, clock: Clock
 ) -> Callable[[int, int], float]:
-    """Seconds expected of chunks' passes at a point, from two passes of short chunks."""
+    """Return a function that predicts the seconds of a chunk's pass, from two passes of short chunks."""
     chunks = [point for point in points if point[0] > MAX_DECODE_TOKENS]
     if not chunks:
         return lambda m, context_tokens: 0.0

@@ -1,4 +1,4 @@
-"""Measures the GPU and the link for one model; what goes wrong there becomes a warning, never an error."""
+"""Measures the GPU and the link for one model. Failures become a warning, never an error."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from hetero_ee.ops.arena import MAX_ROWS, Arena
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.cpu import memory_reader
-from hetero_ee.profiling.machine_profile import WAY_OUT, reason
 from hetero_ee.profiling.preset import Point, Preset
+from hetero_ee.profiling.problems import WITHOUT_GPU, reason
 from hetero_ee.profiling.rows import gpu_rows
 from hetero_ee.runtime.drafted import DraftNoise, noise_words
 from hetero_ee.runtime.gpu.segment import GpuSegment
@@ -41,24 +41,23 @@ from hetero_ee_profiles.measurement import Measurement, Origin, measured
 from hetero_ee_profiles.probe_samples import TILE_COLUMNS, TILE_ROWS, Clock, ProductShape
 
 FEW_LAYERS, MANY_LAYERS = 1, 9
-CALL_SHAPE = ProductShape("int4", TILE_ROWS, TILE_COLUMNS, 64)  # one tile; so many in a row, of one graph
-SMALL_VOCABULARY = 64  # the embedding's rows are as long as the model's, and few
+CALL_SHAPE = ProductShape("int4", TILE_ROWS, TILE_COLUMNS, 64)  # one tile, 64 times in a row in one graph
+SMALL_VOCABULARY = 64  # the embedding has few rows, as long as the model's
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMetrics:
-    """What was measured of a GPU: times and link, both or none."""
+    """Measured times of a GPU and of its link: both or none."""
 
     times: DeviceTimes | None = None
     link: LinkTimes | None = None
-    warning: str = ""  # why there are none, empty where there is nothing to say
+    warning: str = ""  # why there are none, empty if there is nothing to say
 
 
 @dataclass(frozen=True, slots=True)
-class _Measuring:
-    """What every measurement of one profile has in common."""
+class GpuProbe:
+    """The GPU to measure, and how."""
 
-    spec: ModelSpec
     platform: GpuPlatform
     registry: Registry
     preset: Preset
@@ -70,49 +69,45 @@ class _Measuring:
 
 
 def measured_gpu(
+    probe: GpuProbe,
     spec: ModelSpec,
     shapes: Sequence[ProductShape],
     points: Sequence[Point],
-    platform: GpuPlatform,
-    registry: Registry,
-    preset: Preset,
-    origin: Origin,
-    clock: Clock,
+    sparse: ModelSpec | None = None,
 ) -> GpuMetrics:
-    """shapes, points: products and points of attention to time. A GPU that fails at any of it gives a warning.
+    """Measure the GPU and the link. If anything fails, return a warning instead: the CPU's times hold without them.
 
-    Whatever fails: drivers, compilers and kernels raise what they like, and the CPU's times hold without the GPU's.
+    Drivers, compilers and kernels raise errors of every kind.
+
+    Args:
+        shapes: the products to time.
+        points: numbers of tokens and contexts to time attention at.
+        sparse: the same model with sparse FFNs, whose rows are timed too.
     """
-    measuring = _Measuring(spec, platform, registry, preset, origin, clock)
+    platform, preset = probe.platform, probe.preset
     try:
         with platform.current():
             n_bytes = min(preset.link_bytes, platform.free_bytes() // FREE_SHARE)
             with memory_reader(physical_core_count()) as read:
-                link = probe_link(platform, spec.hidden_size, n_bytes, read, preset.repeats, origin, clock)
-            return GpuMetrics(_gpu_times(measuring, shapes, points), link)
+                link = probe_link(platform, spec.hidden_size, n_bytes, read, preset.repeats, probe.origin, probe.clock)
+            times = _gpu_times(probe, spec, shapes, points)
+        if sparse is not None:
+            times = replace(times, rows=gpu_rows(sparse, platform, probe.registry, preset, probe.origin))
+        return GpuMetrics(times, link)
     except Exception as error:
-        return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
+        return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WITHOUT_GPU}")
 
 
-def with_rows(
-    metrics: GpuMetrics, spec: ModelSpec, platform: GpuPlatform, registry: Registry, preset: Preset, origin: Origin
-) -> GpuMetrics:
-    """With the times of a sparse FFN's rows; a GPU that fails at them gives a warning, like measured_gpu."""
-    assert metrics.times is not None, "nothing was measured yet"
-    try:
-        return replace(metrics, times=replace(metrics.times, rows=gpu_rows(spec, platform, registry, preset, origin)))
-    except Exception as error:
-        return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
-
-
-def _gpu_times(measuring: _Measuring, shapes: Sequence[ProductShape], points: Sequence[Point]) -> DeviceTimes:
-    spec, platform, preset, registry = measuring.spec, measuring.platform, measuring.preset, measuring.registry
-    timed, sampling = measuring.timed, preset.gpu_sampling
+def _gpu_times(
+    probe: GpuProbe, spec: ModelSpec, shapes: Sequence[ProductShape], points: Sequence[Point]
+) -> DeviceTimes:
+    platform, preset, registry = probe.platform, probe.preset, probe.registry
+    timed, sampling = probe.timed, preset.gpu_sampling
     heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
     operations = gpu_operations(registry, platform.kind)
     kernels = _product_kernels(platform, operations, registry)
     free_bytes = probe_free_bytes(platform)
-    rates = probe_gpu_copy_bytes_per_s(platform, max(5, preset.repeats), preset.warm_up_s, measuring.clock)
+    rates = probe_gpu_copy_bytes_per_s(platform, max(5, preset.repeats), preset.warm_up_s, probe.clock)
     products = probe_gpu_products(platform, shapes, preset.tokens, kernels, sampling, preset.cycle_bytes)
     calls = probe_gpu_products(platform, [CALL_SHAPE], (1,), kernels, sampling, preset.cycle_bytes)
     can_record = registry.choose("attention", platform.kind).is_capturable
@@ -120,19 +115,19 @@ def _gpu_times(measuring: _Measuring, shapes: Sequence[ProductShape], points: Se
     return DeviceTimes(
         threads=0,
         free_bytes=free_bytes,
-        read_bytes_per_s=measured(rates, "B/s", measuring.origin),
+        read_bytes_per_s=measured(rates, "B/s", probe.origin),
         call=timed(calls[0].seconds),
         matmuls=tuple(
             MatmulTime(p.shape.layout, p.shape.n_rows, p.shape.n_columns, p.m, p.cycle_bytes, timed(p.seconds))
             for p in products
         ),
         attentions=tuple(AttentionTime(*heads, a.m, a.context_tokens, KV_KIND, timed(a.seconds)) for a in attentions),
-        overheads=tuple(_overheads(measuring, operations)),
+        overheads=tuple(_overheads(probe, spec, operations)),
     )
 
 
 def _product_kernels(platform: GpuPlatform, operations: GpuOperations, registry: Registry) -> dict[str, ProductKernel]:
-    """By layout, those that a segment multiplies with."""
+    """Return the kernels that a segment multiplies with, by layout."""
 
     def made(name: str, multiply: Any, prepare: Any, codebook: tuple[int, ...] | None) -> ProductKernel:
         def prepared(shape: ProductShape, tiles: Any, scales: Any) -> Any:
@@ -146,13 +141,14 @@ def _product_kernels(platform: GpuPlatform, operations: GpuOperations, registry:
     }
 
 
-def _overheads(measuring: _Measuring, operations: GpuOperations) -> list[OverheadTime]:
-    """What a segment does besides multiplying and attending; layers are counted out by the difference of two depths.
+def _overheads(probe: GpuProbe, spec: ModelSpec, operations: GpuOperations) -> list[OverheadTime]:
+    """Time what a segment does besides products and attention, per layer and per pass.
 
-    A pass has in it what surrounds a segment: slots and positions to the GPU, final norm, the winning token back to the
-    CPU. Its hidden states are made on the GPU: bringing them there is the link's transfer.
+    The difference of two depths gives a layer's time. A pass includes what surrounds a segment: slots and positions to
+    the GPU, the final norm and the chosen token back to the CPU. Its hidden states are made on the GPU, as moving them
+    there is the link's transfer.
     """
-    spec, platform, preset, clock = measuring.spec, measuring.platform, measuring.preset, measuring.clock
+    platform, preset, clock = probe.platform, probe.preset, probe.clock
     points = [(m, max(m, MAX_ROWS)) for m in preset.tokens]
     max_tokens = max(context for _, context in points)
     bare = replace(
@@ -174,7 +170,7 @@ def _overheads(measuring: _Measuring, operations: GpuOperations) -> list[Overhea
             layer_s = max((many_s - few_s) / (MANY_LAYERS - FEW_LAYERS), 1e-9)
             layers.append(layer_s)
             passes.append(max(few_s - FEW_LAYERS * layer_s, 1e-9))
-        times = measuring.timed(layers), measuring.timed(passes)
+        times = probe.timed(layers), probe.timed(passes)
         found.append(OverheadTime(spec.hidden_size, spec.ffn_size, m, *times))
     return found
 
@@ -186,7 +182,7 @@ def _run_s(run: Callable[[], Any], clock: Clock) -> float:
 
 
 def _shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
-    """The model with so many layers and few tokens: without its products nothing else depends on them."""
+    """Return the model with n_layers layers and a small vocabulary, on which nothing but products depends."""
     windows = (None,) * n_layers
     return replace(
         spec,
@@ -208,7 +204,7 @@ def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, 
 
 
 def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable[[Tensor], Any]) -> Callable[[], Any]:
-    """One pass of m tokens at the end of a cache of that length, to be called repeatedly, warm."""
+    """Return one pass of m tokens at the end of a cache of that length, warmed up, to be called repeatedly."""
     cache, before = segment.cache, context_tokens - m
     cache.close(0)
     cache.open(0)
@@ -223,12 +219,12 @@ def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable
         cache.truncate(0, before)
 
     run()
-    run()  # the first one compiles and records
+    run()  # the first run compiles and records
     return run
 
 
 def _finish(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations) -> Callable[[Tensor], Any]:
-    """What follows the last layer, but for the lm_head's product: hidden states of all tokens -> a token chosen."""
+    """Return what follows the last layer except the lm_head's product: hidden states to a chosen token."""
     device = platform.device
     scale, bias = torch.ones(spec.hidden_size, device=device), torch.zeros(spec.hidden_size, device=device)
     last, logits = torch.ones(1, spec.hidden_size, device=device), torch.zeros(1, spec.vocab_size, device=device)
@@ -246,11 +242,11 @@ def _finish(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations) -
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
-    """In place of a product, whose output keeps what it holds."""
+    """Replace a product, whose output keeps its contents."""
 
 
 def _dummy_weights(spec: ModelSpec) -> ModelWeights:
-    """Matrices without their tiles, which nothing multiplies by; norms are 1, biases 0."""
+    """Return matrices without tiles, as nothing multiplies with them. Norms are 1, biases 0."""
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):

@@ -1,7 +1,7 @@
-"""Profiles on disk: one file for each machine, set of shapes and preset; a foreign or damaged one is never used.
+"""Profiles on disk: one file for each machine, set of shapes and preset. Foreign or damaged files are not used.
 
-What was measured while something else ran is not kept the first time. It lies beside, under another name, and the next
-measurement replaces it; disturbed again, the less disturbed of the two is kept, as a busy machine has no better one.
+A profile that was disturbed by something else is not kept the first time, but stored under another name. If the next
+measurement is disturbed as well, the less disturbed of the two is kept: a busy machine has no better one.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ DISTURBED_SUFFIX = ".disturbed"
 
 
 def profile_file(folder: Path, machine: Machine, spec: ModelSpec, *, quick: bool) -> Path:
-    """Where the profile of this machine for a model of these shapes lies, or would lie."""
+    """Return the path of this machine's profile for a model of these shapes."""
     shapes = [asdict(shape) for shape in product_shapes(spec)]
     heads = spec.n_layers, spec.n_heads, spec.n_kv_heads, spec.head_dim
     identity = json.dumps([asdict(machine), shapes, heads], sort_keys=True)
@@ -35,9 +35,9 @@ def profile_file(folder: Path, machine: Machine, spec: ModelSpec, *, quick: bool
 def kept_profile(
     folder: Path, machine: Machine, spec: ModelSpec, *, quick_will_do: bool
 ) -> tuple[HardwareProfile | None, str]:
-    """The profile measured before, the full one first, and why there is none: a sentence, empty where nothing is wrong.
+    """Return the kept profile, preferring a full one, and what is wrong with the file: empty if nothing is.
 
-    A file that can't be read, is of another version or of another machine is left alone and not used.
+    Files that can't be read, or that are of another version or machine, are left as they are and not used.
     """
     problem = ""
     for quick in (False, True) if quick_will_do else (False,):
@@ -51,7 +51,7 @@ def kept_profile(
 
 
 def kept_file(folder: Path, profile: HardwareProfile, spec: ModelSpec) -> Path | None:
-    """Where this very profile lies, whatever memory is free now; None where it is not kept."""
+    """Return the path of this very profile, whatever memory is free now; None if it is not kept."""
     for quick in (False, True):
         file = profile_file(folder, profile.machine, spec, quick=quick)
         with suppress(OSError, ValueError):
@@ -61,25 +61,25 @@ def kept_file(folder: Path, profile: HardwareProfile, spec: ModelSpec) -> Path |
 
 
 def keep_profile(folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool) -> Path:
-    """Writes the profile where kept_profile finds it; returns where. Raises OSError."""
+    """Write the profile for kept_profile to find, and return its path. Raises: OSError."""
     file = profile_file(folder, profile.machine, spec, quick=quick)
     _write(profile, file)
     with suppress(OSError):
-        remove_if_there(_beside(file), FileSystem())
+        remove_if_there(_disturbed_file(file), FileSystem())
     return file
 
 
 def keep_unless_disturbed(
     folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool
 ) -> tuple[HardwareProfile, bool]:
-    """The profile to use now, and whether it was kept; of two disturbed ones the less disturbed. Raises OSError."""
-    beside = _beside(profile_file(folder, profile.machine, spec, quick=quick))
-    if is_disturbed(profile) and not beside.exists():
-        _write(profile, beside)
+    """Return the profile to use now, the less disturbed of two, and whether it was kept. Raises: OSError."""
+    disturbed = _disturbed_file(profile_file(folder, profile.machine, spec, quick=quick))
+    if is_disturbed(profile) and not disturbed.exists():
+        _write(profile, disturbed)
         return profile, False
     if is_disturbed(profile):
         with suppress(OSError, ValueError):
-            former = _read(beside, profile.machine)
+            former = _read(disturbed, profile.machine)
             if {times.threads for times in former.cpu} >= {times.threads for times in profile.cpu}:
                 profile = min(profile, former, key=disturbance)
     keep_profile(folder, profile, spec, quick=quick)
@@ -87,23 +87,23 @@ def keep_unless_disturbed(
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what killed processes have left. For one that holds the lock of measuring. Raises OSError."""
+    """Remove what killed processes left. The caller holds the measuring lock. Raises: OSError."""
     for file in (folder / FOLDER).glob(f"*{UNFINISHED_SUFFIX}"):
         FileSystem().remove_file(file)
 
 
 def _write(profile: HardwareProfile, file: Path) -> None:
-    """Under a name of its own until it is whole: on a disk without locks another process may write too."""
+    """Write under a temporary name of its own: on a disk without locks another process may write too."""
     mark = f".{os.getpid()}-{secrets.token_hex(4)}"
     replace_file(file, to_json(profile).encode(), FileSystem(), mark)
 
 
-def _beside(file: Path) -> Path:
+def _disturbed_file(file: Path) -> Path:
     return file.with_suffix(DISTURBED_SUFFIX)
 
 
 def _read(file: Path, machine: Machine) -> HardwareProfile:
-    """Raises OSError, and ValueError, which end a sentence about the file."""
+    """Return the profile. Raises: OSError, ValueError: with words that end a sentence about the file."""
     try:
         found = read_record(HardwareProfile, file)
     except (OSError, ValueError) as error:

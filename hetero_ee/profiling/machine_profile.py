@@ -1,4 +1,4 @@
-"""This machine's profile for a model: kept from before, or measured now and kept. One process measures at a time."""
+"""This machine's profile for a model, read from disk or measured now. One process measures at a time."""
 
 import datetime
 import platform
@@ -13,6 +13,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.disturbance import disturbance, disturbances, is_disturbed
 from hetero_ee.profiling.kept import FOLDER, keep_unless_disturbed, kept_profile, remove_unfinished
 from hetero_ee.profiling.preset import FULL, QUICK
+from hetero_ee.profiling.problems import REFRESH, WITHOUT_GPU, reason
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee_profiles.gpu.platform import GpuPlatform, cuda_platform
@@ -21,24 +22,21 @@ from hetero_ee_profiles.host.process import surplus_threads
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.probe_samples import Clock
 
-# A new version of one of them may run at another speed, and another build of torch may see another GPU.
+# Another version may run at another speed, and another build of torch may find another GPU.
 MEASURED_WITH = ("hetero-ee", "numba", "llvmlite", "numpy", "torch", "triton")
-MAX_REASON = 200  # characters of what a driver says
-REFRESH = "`hetero-ee profile --refresh MODEL` measures again"
-WAY_OUT = f"plans use the CPU alone; `hetero-ee doctor` says more, {REFRESH}"
 WAITING = "Another hetero-ee is measuring this machine; waiting for it"
-LOCK_FILE = "measuring.lock"  # of the whole machine: any two measurements disturb each other
+LOCK_FILE = "measuring.lock"  # for the whole machine, as any two measurements disturb each other
 OpenGpu = Callable[[str | None], GpuPlatform | None]  # see cuda_platform
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which profile is asked for."""
+    """The requested profile."""
 
-    quick: bool  # some seconds and rough
-    refresh: bool  # measured again whatever is kept
-    threads: tuple[int, ...]  # counts to measure besides all cores, and besides one alone in a full profile
-    command: str  # what asked, for the record
+    quick: bool  # rough, in some seconds
+    refresh: bool  # measured again even if one is kept
+    threads: tuple[int, ...]  # counts to measure besides all cores and, in a full profile, one thread
+    command: str  # the caller, for the record
 
 
 def machine_profile(
@@ -52,11 +50,16 @@ def machine_profile(
     open_gpu: OpenGpu = cuda_platform,
     progress: Progress | None = None,
 ) -> HardwareProfile:
-    """The profile of this machine at the model's shapes; a kept one where it is of this very machine and versions.
+    """Return the profile of this machine at the model's shapes.
 
-    How much memory is free, on the GPU too, is asked again each time. Why a profile is measured, and why the GPU is
-    left out, goes to `progress` as a remark (0 in all). A profile that can't be kept is used all the same, and so is
-    one that was measured while something else ran. Raises StoreError where the kernels have nowhere to lie.
+    A kept profile is used if machine and versions are the same; the free memory of RAM and GPU is queried each time. A
+    new profile is used even if it can't be kept, or if something else was running meanwhile.
+
+    Args:
+        progress: also gets remarks, with a total of 0: why a profile is measured, and why the GPU is left out.
+
+    Raises:
+        StoreError: if the compiled kernels can't be stored.
     """
     use_kernel_cache(cache_folder)
     remark = progress or (lambda *_: None)
@@ -68,13 +71,13 @@ def machine_profile(
     if (found := search.kept()) is not None:
         return found
     with _measuring_alone(data_folder, remark):
-        # Whoever was waited for may have measured the same.
+        # Another process may have measured the same meanwhile.
         return search.kept() or search.measured(disk_file, clock)
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What one call of machine_profile knows."""
+    """The inputs of one call of machine_profile."""
 
     spec: ModelSpec
     wanted: Wanted
@@ -86,7 +89,7 @@ class _Search:
     remark: Progress
 
     def kept(self) -> HardwareProfile | None:
-        """The one kept before, with the memory that is free now; None where it lacks what is wanted."""
+        """Return the kept profile with the memory that is free now, None if it lacks something."""
         found, _ = self._on_disk()
         if found is None or self.wanted.refresh or not self._counts <= _counts(found):
             return None
@@ -96,11 +99,11 @@ class _Search:
         return found
 
     def measured(self, disk_file: Path | None, clock: Clock) -> HardwareProfile:
-        """Measured now, and kept where nothing else was running."""
+        """Measure now, and keep the profile if nothing else was running."""
         kept, problem = self._on_disk()
         if problem:
             self._say([f"{problem}; measuring again"])
-        known = _counts(kept) if kept else set()  # what was measured once stays known
+        known = _counts(kept) if kept else set()  # thread counts measured before are measured again
         found = self._least_disturbed(sorted(self._counts | known), disk_file, clock)
         self._say(found.warnings)
         try:
@@ -116,15 +119,18 @@ class _Search:
 
     @property
     def _counts(self) -> set[int]:
-        """Thread counts that have to be in the profile."""
+        """Thread counts that the profile needs."""
         return {self.machine.n_cores, *self.wanted.threads, *([] if self.wanted.quick else [1])}
 
     def _on_disk(self) -> tuple[HardwareProfile | None, str]:
         return kept_profile(self.data_folder, self.machine, self.spec, quick_will_do=self.wanted.quick)
 
     def _least_disturbed(self, threads: list[int], disk_file: Path | None, clock: Clock) -> HardwareProfile:
-        """Of as many measurements as the preset allows; the first that nothing disturbs is the last."""
-        from hetero_ee.profiling.measure import Subject, measure_profile  # kernels, which look where to be cached
+        """Measure until undisturbed, at most as often as the preset allows, and return the least disturbed profile."""
+        from hetero_ee.profiling.measure import (  # compiled kernels, whose cache is chosen first
+            Subject,
+            measure_profile,
+        )
 
         wanted, preset = self.wanted, QUICK if self.wanted.quick else FULL
         subject = Subject(self.machine, self.free_bytes, disk_file, clock, self.gpu, self.gpu_problem)
@@ -150,7 +156,7 @@ class _Search:
 
 @contextmanager
 def _measuring_alone(folder: Path, remark: Progress) -> Iterator[None]:
-    """Waits until no other process or thread measures; where the disk has no locks, nobody waits."""
+    """Wait until no other process or thread measures. Without locks on the disk, nothing waits."""
     lock = None
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +178,7 @@ def known_profile(
     cache_folder: Path,
     open_gpu: OpenGpu = cuda_platform,
 ) -> HardwareProfile | None:
-    """What machine_profile would find without measuring, for this number of threads; None where that is nothing."""
+    """Return the kept profile as machine_profile would, for this number of threads; or None."""
     if not any((data_folder / FOLDER).glob("*.json")):
         return None
     use_kernel_cache(cache_folder)
@@ -185,7 +191,7 @@ def known_profile(
 
 
 def _this_machine() -> tuple[Machine, int]:
-    """The machine and its free memory in bytes."""
+    """Return the machine and its free memory in bytes."""
     from hetero_ee_profiles.host.host import this_host
     from hetero_ee_profiles.host.memory import memory_info
     from hetero_ee_profiles.machine import this_machine
@@ -199,9 +205,10 @@ def _counts(profile: HardwareProfile) -> set[int]:
 
 
 def with_free_memory(profile: HardwareProfile, platform: GpuPlatform | None, problem: str = "") -> HardwareProfile:
-    """A profile from before with what is free on the GPU now; without GPU where that can't be used any more.
+    """Return a kept profile with what is free on the GPU now, or without a GPU that can no longer be used.
 
-    problem: why platform is None.
+    Args:
+        problem: why platform is None.
     """
     if profile.gpu is None:
         return profile
@@ -211,15 +218,8 @@ def with_free_memory(profile: HardwareProfile, platform: GpuPlatform | None, pro
         with platform.current():
             return replace(profile, gpu=replace(profile.gpu, free_bytes=platform.free_bytes()))
     except RuntimeError as error:
-        warning = f"the GPU can't be used now ({reason(error)}); {WAY_OUT}"
+        warning = f"the GPU can't be used now ({reason(error)}); {WITHOUT_GPU}"
         return replace(profile, gpu=None, link=None, warnings=(*profile.warnings, warning))
-
-
-def reason(error: BaseException) -> str:
-    """The error's first line, fit for a terminal."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    line = line if line.isprintable() else ascii(line)[1:-1]
-    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "..."
 
 
 def _with_free_ram(profile: HardwareProfile, free_bytes: int) -> HardwareProfile:
@@ -227,12 +227,12 @@ def _with_free_ram(profile: HardwareProfile, free_bytes: int) -> HardwareProfile
 
 
 def versions() -> str:
-    """Python, the engine and what compiles its kernels, with their versions, in one line."""
+    """Return the versions of Python, the engine and its compilers, in one line."""
     return ", ".join([f"python {platform.python_version()}", *filter(None, map(_with_version, MEASURED_WITH))])
 
 
 def _with_version(name: str) -> str:
-    """Empty where the package is not installed, as Triton is not everywhere."""
+    """Return name and version, or nothing if the package is not installed, as Triton may be."""
     try:
         return f"{name} {version(name)}"
     except PackageNotFoundError:
@@ -240,7 +240,7 @@ def _with_version(name: str) -> str:
 
 
 def _opened(open_gpu: OpenGpu, model: str | None) -> tuple[GpuPlatform | None, str]:
-    """The GPU, or why there is none, empty where that is no surprise."""
+    """Return the GPU, or why there isn't one: empty if that is no surprise."""
     try:
         return open_gpu(model), ""
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Measures this machine for one model: a HardwareProfile of which everything was timed here, now."""
+"""Measures this machine for one model and returns a HardwareProfile."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,7 +10,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.disturbance import disturbances
-from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu, with_rows
+from hetero_ee.profiling.gpu import GpuMetrics, GpuProbe, measured_gpu
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
 from hetero_ee.profiling.rows import cpu_rows
 from hetero_ee_profiles.disk_probe import probe_disk_bytes_per_s
@@ -24,24 +24,24 @@ from hetero_ee_profiles.hardware import (
 from hetero_ee_profiles.measurement import Measurement, Origin, derived, measured
 from hetero_ee_profiles.probe_samples import Clock
 
-ASSUMED_DISK_BYTES_PER_S = 1e9  # where there is no file to read
+ASSUMED_DISK_BYTES_PER_S = 1e9  # if there is no file to read
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured."""
+    """The machine to measure."""
 
     machine: Machine
     free_bytes: int  # of RAM
-    disk_file: Path | None  # to read, None where there is none
+    disk_file: Path | None  # to read, if there is one
     clock: Clock
     gpu: GpuPlatform | None = None  # None leaves it out
-    gpu_problem: str = ""  # why it is left out, where there is more to say than that there is none
-    registry: Registry | None = None  # of the GPU's kernels, None for that of what is installed
+    gpu_problem: str = ""  # why it is left out; empty if there simply isn't one
+    registry: Registry | None = None  # of the GPU's kernels; None for the installed ones
 
 
 def profiling_stage(preset: Preset) -> str:
-    """What progress calls the measurement."""
+    """Return the name of the measurement for progress reports."""
     return f"Measuring this machine for {preset.duration}, to plan for it and say what to expect"
 
 
@@ -55,11 +55,16 @@ def measure_profile(
     remedy: str = "",
     progress: Progress | None = None,
 ) -> HardwareProfile:
-    """Times the CPU at the model's shapes for each thread count, reading the disk's file, and the GPU and the link; of
-    sparse FFNs also what they have neuron by neuron.
+    """Time the CPU at the model's shapes for each thread count, the disk, the GPU and the link.
 
-    remedy: what warnings of a disturbed measurement tell the reader to do. Raises OSError; a GPU that fails is left
-    out, with a warning in the profile.
+    For sparse FFNs the products with rows of neurons are timed too. A GPU that fails is left out, with a warning in the
+    profile.
+
+    Args:
+        remedy: advice for the reader, in warnings about a disturbed measurement.
+
+    Raises:
+        OSError: if the disk or the system refuses.
     """
     sparse, spec = spec if spec.neuron_major else None, replace(spec, neuron_major=False)
     clock, gpu, free_bytes = subject.clock, subject.gpu, subject.free_bytes
@@ -81,9 +86,7 @@ def measure_profile(
     if gpu is not None:
         remark(stage, len(threads) + 1, n_stages)
         registry = subject.registry or Registry()
-        metrics = measured_gpu(spec, shapes, points, gpu, registry, preset, origin, clock)
-        if sparse is not None and metrics.times is not None:
-            metrics = with_rows(metrics, sparse, gpu, registry, preset, origin)
+        metrics = measured_gpu(GpuProbe(gpu, registry, preset, origin, clock), spec, shapes, points, sparse)
     remark(stage, n_stages, n_stages)
     profile = HardwareProfile(
         version=PROFILE_VERSION,
@@ -102,6 +105,6 @@ def measure_profile(
 
 def _disk_rate(file: Path | None, origin: Origin, clock: Clock) -> Measurement:
     rates: list[float] = []
-    with suppress(OSError):  # a file that can't be read says nothing of the disk
+    with suppress(OSError):  # a file that can't be read says nothing about the disk
         rates = probe_disk_bytes_per_s(file, clock) if file is not None else []
     return measured(rates, "B/s", origin) if rates else derived(ASSUMED_DISK_BYTES_PER_S, "B/s", origin)

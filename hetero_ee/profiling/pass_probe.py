@@ -1,8 +1,8 @@
-"""Times real passes of the CPU executor, in the parts that add up to them: products, attention, the rest.
+"""Times real passes of the CPU executor, split into products, attention and the rest.
 
-Everything is timed where it happens, so that it finds the caches as there: other parts' bytes in between, keys and
-values as far apart as the executor lays them. A part's sample is its mean over one pass, so that a burst of something
-else falls out with its pass, and what one layer waits for and the next one does not stays in.
+Everything is timed in place, with the CPU's caches as they are there: other parts' bytes come in between, and keys and
+values are as far apart as in the executor. A part's sample is its mean over one pass. So a disturbance affects only
+the pass it hits, and waits that only some layers have are included.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.kv_write import KvWrite
 from hetero_ee_profiles.probe_samples import Clock
 
-N_LONG_HEADS = 2  # products of the lm_head with a chunk: as long as several layers, and hardly ever wanted
-LONG_PASS_S = 0.05  # from where stopwatches count for nothing, so that passes without them need not be timed
-FILL_TOKENS = 256  # keys and values that are written at a time before the passes
-CLOCK_READS = 50  # in a row, the quickest of which is what reading the clock costs
+N_LONG_HEADS = 2  # products of the lm_head with a chunk: as slow as several layers, and rarely needed
+LONG_PASS_S = 0.05  # longer passes need no timing without stopwatches, whose cost is negligible there
+FILL_TOKENS = 256  # keys and values written at a time, before the passes
+CLOCK_READS = 50  # consecutive, of which the quickest is the cost of reading the clock
 N_OTHERS = 5  # stopwatches in a layer besides those of products
-MAX_WATCH_S = 1e-6  # that a stopwatch may cost: what seems to be more is noise
-SMALLEST_S = 1e-8  # what is left where noise has left nothing
+MAX_WATCH_S = 1e-6  # highest cost of a stopwatch: more is noise
+SMALLEST_S = 1e-8  # lower bound, against noise
 TOKEN_ID = 1
 Shape = tuple[str, int, int]  # layout, n_rows, n_columns
 
@@ -43,8 +43,8 @@ Shape = tuple[str, int, int]  # layout, n_rows, n_columns
 class PassSamples:
     """Seconds of passes of m tokens at the end of a cache of context_tokens, through n_layers layers and the lm_head.
 
-    Whole passes are timed without stopwatches and with every token's logits; long ones with stopwatches, and those of
-    more than MAX_DECODE_TOKENS with the last token's logits alone.
+    Whole passes are timed without stopwatches and with every token's logits. Long passes are timed with stopwatches,
+    and those of more than MAX_DECODE_TOKENS tokens with only the last token's logits.
     """
 
     m: int
@@ -54,15 +54,15 @@ class PassSamples:
     products: dict[Shape, tuple[float, ...]]  # of one product in the layers
     per_layer: dict[Shape, int]  # how often a layer has that product
     attention_s: tuple[float, ...]  # of one layer
-    layer_s: tuple[float, ...]  # of what else a layer has
-    executor_s: tuple[float, ...]  # of what of that is no kernel: norms, rotation, cache writes and activation are
+    layer_s: tuple[float, ...]  # of everything else in a layer
+    executor_s: tuple[float, ...]  # of that outside kernels: norms, rotation, cache writes and activation are inside
     head: Shape
     head_s: tuple[float, ...]  # of the lm_head's product of m tokens
-    outside_s: tuple[float, ...]  # of what else a pass has
+    outside_s: tuple[float, ...]  # of everything else in a pass
 
     @property
     def besides_attention_s(self) -> float:
-        """Of one layer."""
+        """Seconds of one layer without attention."""
         products_s = sum(count * median(self.products[shape]) for shape, count in self.per_layer.items())
         return products_s + median(self.layer_s)
 
@@ -79,10 +79,12 @@ def probe_pass(
     clock: Clock,
     n_layers: int | None = None,
 ) -> PassSamples:
-    """As many passes as `sampling` says, through the first n_layers, None for all. Leaves the cache as it was.
+    """Time passes through the first n_layers, None for all, and leave the cache as it was.
 
-    Of decode batches and short passes, those with stopwatches and those without alternate. Raises ValueError where the
-    cache can't hold so many tokens.
+    For decode batches and short passes, those with stopwatches and those without alternate.
+
+    Raises:
+        ValueError: if the cache can't hold context_tokens.
     """
     watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
     sequence = cache.open_new()
@@ -108,7 +110,7 @@ def probe_pass(
 
 
 def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, n_layers: int | None = None) -> float:
-    """Seconds of one pass with every token's logits, the first of its kind: more than others take."""
+    """Return the seconds of one pass with every token's logits. As the first of its kind it is slower than others."""
     watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
     sequence = cache.open_new()
     try:
@@ -127,11 +129,11 @@ class _Turn:
     m: int
     n_layers: int
     clock: Clock
-    all_heads: bool = False  # every token's logits are computed, of a chunk too
+    all_heads: bool = False  # compute every token's logits, for a chunk too
 
     @torch.inference_mode()
     def run(self, runner: CpuExecutor) -> float:
-        """Seconds. The cache is truncated again."""
+        """Run the pass, truncate the cache again and return the seconds."""
         start_s = self.clock()
         batch = Batch.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
         hidden = runner.run(batch, None, range(self.n_layers))
@@ -142,7 +144,7 @@ class _Turn:
 
 
 class _StopWatch:
-    """Reads the clock; of an interval it takes off what a reading costs."""
+    """Times intervals, less the cost of reading the clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.now_s = clock
@@ -157,13 +159,17 @@ class _StopWatch:
         self.seconds.append(self.now_s() - self._start_s - self._cost_s)
 
     def taken(self) -> list[float]:
-        """The intervals since the last time, at least one."""
+        """Return the intervals since the last call."""
         found, self.seconds = self.seconds, []
         return found
 
 
 class _WatchedOps(CpuOps):
-    """The same operations with stopwatches. products: those that were multiplied with, in order."""
+    """The operations of the CPU with stopwatches.
+
+    Attributes:
+        products: the matrices multiplied with, in order.
+    """
 
     def __init__(self, ops: CpuOps, clock: Clock) -> None:
         vars(self).update(vars(ops))
@@ -206,9 +212,12 @@ class _WatchedOps(CpuOps):
 
 
 class _WatchedExecutor(CpuExecutor):
-    """Another executor's weights, cache and threads, all shared, with stopwatches on operations and layers.
+    """An executor with stopwatches, which shares weights, cache and threads with another one.
 
-    n_layers: that passes take, None for all. end_pass is to follow each pass.
+    The caller calls end_pass after each pass.
+
+    Args:
+        n_layers: of each pass, None for all.
     """
 
     _ops: _WatchedOps
@@ -220,7 +229,7 @@ class _WatchedExecutor(CpuExecutor):
         self.forget()
 
     def forget(self) -> None:
-        """Whatever was timed."""
+        """Discard all samples."""
         ops = self._ops
         for watch in (ops.attending, ops.multiplying, ops.placing, ops.others, self._walking):
             watch.seconds.clear()
@@ -234,7 +243,7 @@ class _WatchedExecutor(CpuExecutor):
         self._outside_s: list[float] = []
 
     def fill_context(self, sequence: int, n_tokens: int) -> None:
-        """Writes keys and values of so many tokens: memory that was never written costs less to read."""
+        """Write keys and values of n_tokens tokens, as memory that was never written is faster to read."""
         starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
         qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
         cache = self.cache
@@ -251,7 +260,7 @@ class _WatchedExecutor(CpuExecutor):
             return super().forward(hidden, batch, blocks)
 
     def end_pass(self, pass_s: float) -> None:
-        """pass_s: what the pass took, stopwatches included. The last product is the lm_head's."""
+        """Collect the samples of a pass, which took pass_s including stopwatches. The last product is the lm_head's."""
         ops, n_layers = self._ops, self.n_layers
         *products_s, head_s = ops.multiplying.taken()
         attention_s, others_s = ops.attending.taken(), sum(ops.others.taken())
@@ -271,7 +280,7 @@ class _WatchedExecutor(CpuExecutor):
         self._outside_s.append(pass_s - layers_s - head_s)
 
     def head_seconds(self, m: int) -> list[float]:
-        """Of the lm_head's product of m tokens."""
+        """Time the lm_head's product of m tokens."""
         for _ in range(N_LONG_HEADS):
             self.lm_head(torch.ones(m, self.spec.hidden_size))
         self._ops.products.clear()
@@ -285,9 +294,12 @@ class _WatchedExecutor(CpuExecutor):
         plain_s: Sequence[float],
         heads_s: Sequence[float] | None,
     ) -> PassSamples:
-        """watched_s, plain_s: passes with stopwatches and without; the same ones where there are none without.
+        """Return the samples, less the cost of stopwatches.
 
-        heads_s: of the lm_head, None for what the passes took for it.
+        Args:
+            watched_s: seconds of passes with stopwatches.
+            plain_s: seconds of passes without; the same as watched_s if there are none.
+            heads_s: of the lm_head; None for its seconds in the passes.
         """
         n_watches = N_OTHERS + sum(self._per_layer.values())
         watches_s = (median(watched_s) - median(plain_s)) / self.n_layers

@@ -1,12 +1,13 @@
-"""What is measured of a machine, and how often: presets, points, and passes as the seconds allow.
+"""Presets: what is measured of a machine, how often, and what is given up if the seconds are too few.
 
-Chunks of a prompt, of more than MAX_DECODE_TOKENS, get CHUNKS_SHARE of the seconds at most. Where that does not hold
-LEAST_PASSES of each, they give up tokens, down to LEAST_TOKENS, and then the points after a context. Of what remains,
-decode batches first, every point has an equal share, in which it gives up passes beyond USUAL_PASSES and then those
-beyond LEAST_PASSES. What is left then takes as long as it takes.
+Chunks of a prompt (more than MAX_DECODE_TOKENS tokens) get at most CHUNKS_SHARE of the seconds. If LEAST_PASSES of each
+do not fit, the chunks get shorter, down to LEAST_TOKENS; then the points after a context are dropped. The remaining
+seconds are divided equally among the points, decode batches first. A point gives up passes beyond USUAL_PASSES, then
+those beyond LEAST_PASSES. The rest is measured however long it takes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,27 +19,27 @@ from hetero_ee_profiles.gpu.probe import Sampling
 from hetero_ee_profiles.probe_samples import ProductShape
 
 BASE_TOKENS = 16  # the shortest context that attention is timed at
-LEAST_PASSES, USUAL_PASSES, MOST_PASSES = 2, 5, 200  # timed at a point, after one that is not
-LEAST_TOKENS = 32  # of a chunk whose tokens cost what those of long ones cost: weights are unpacked for eight at a time
-CHUNKS_SHARE = 0.6  # of the seconds, at most, for the least passes of chunks
-Point = tuple[int, int]  # tokens of a pass, and context with them
+LEAST_PASSES, USUAL_PASSES, MOST_PASSES = 2, 5, 200  # timed per point, after one warm-up
+LEAST_TOKENS = 32  # shortest chunk whose tokens cost as much as those of long ones: weights are unpacked for eight
+CHUNKS_SHARE = 0.6  # of the seconds, for the fewest passes of chunks
+Point = tuple[int, int]  # tokens of a pass, and context including them
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How much is measured."""
+    """Amount of measuring."""
 
     tokens: tuple[int, ...]  # m of products
     attention: tuple[Point, ...]
     repeats: int
-    cycle_bytes: int  # of weights that take turns, so that no cache holds them
+    cycle_bytes: int  # of weights used alternately, so that no cache holds them
     link_bytes: int  # of one large copy between CPU and GPU
-    warm_up_s: float  # for a GPU, at rest until then, before samples begin
-    gpu_sample_s: float  # of all samples of one quantity on the GPU, at most
+    warm_up_s: float  # for an idle GPU, before samples begin
+    gpu_sample_s: float  # maximum for all samples of one quantity on the GPU
     pass_sample_s: float  # of passes on the CPU at one point
-    cpu_budget_s: float  # of everything on the CPU, making weights included
-    duration: str = "a few seconds"  # of the whole, for people
-    attempts: int = 1  # at once, where something else is running
+    cpu_budget_s: float  # for everything on the CPU, including making weights
+    duration: str = "a few seconds"  # of everything, for people
+    attempts: int = 1  # if something else is running
 
     @property
     def gpu_sampling(self) -> Sampling:
@@ -74,15 +75,16 @@ FULL = Preset(
 
 @dataclass(frozen=True, slots=True)
 class PassSampling:
-    """How often the passes of one point are repeated."""
+    """Repetitions of the passes of one point."""
 
-    sample_s: float  # together, USUAL_PASSES at least
-    limit_s: float = math.inf  # of the point with all that it takes; beyond that, only LEAST_PASSES
+    sample_s: float  # in total, for at least USUAL_PASSES
+    limit_s: float = math.inf  # for everything at the point; beyond that, only LEAST_PASSES
 
     def goes_on(self, n_passes: int, spent_s: float, before_s: float = 0.0) -> bool:
-        """Whether another pass is timed after n_passes, which took spent_s together.
+        """Check whether another pass is timed after n_passes, which took spent_s in total.
 
-        before_s: taken by what preceded the first.
+        Args:
+            before_s: spent before the first pass.
         """
         if n_passes < LEAST_PASSES:
             return True
@@ -92,30 +94,31 @@ class PassSampling:
 
 
 def product_shapes(spec: ModelSpec) -> list[ProductShape]:
-    """The products of a pass, each once, in its order.
+    """Return the products of a pass, each once, in order.
 
-    A profile holds times of 4 bits for the layers and of 8 for the head, by which all others are told: one profile
-    serves a model whatever bits its matrices have.
+    A profile times 4 bits for the layers and 8 bits for the head and derives the rest. So one profile serves a model
+    whatever bits its matrices have.
     """
-    counts: dict[tuple[str, int, int], int] = {}
-    for part in model_parts(spec.in_plain_int4, KV_TYPE):
-        for product in part.cost.products:
-            key = product.layout, product.n_rows, product.n_columns
-            counts[key] = counts.get(key, 0) + 1
-    return [ProductShape(*key, count) for key, count in counts.items()]
+    parts = model_parts(spec.in_plain_int4, KV_TYPE)
+    counts = Counter(product for part in parts for product in part.cost.products)
+    return [ProductShape(*product, count) for product, count in counts.items()]
 
 
 def attention_points(preset: Preset) -> list[Point]:
-    """Where attention is timed: the points asked for, and the shortest context of each m."""
+    """Return where attention is timed: the preset's points, and the shortest context of each number of tokens."""
     return sorted({*preset.attention, *((m, max(m, BASE_TOKENS)) for m in preset.tokens)})
 
 
 def affordable_points(
     points: Sequence[Point], pass_s: Callable[[int, int], float], left_s: float
 ) -> tuple[list[Point], float]:
-    """The points with chunks as long as the seconds allow, and what the least passes of the chunks take of them.
+    """Shorten chunks until their fewest passes fit.
 
-    pass_s: what a pass of a chunk at a point is expected to take.
+    Args:
+        pass_s: predicts the seconds of a chunk's pass at a point.
+
+    Returns:
+        The points, and the seconds that the fewest passes of chunks need.
     """
     n_tokens = max((m for m, _ in points), default=0)
 
@@ -132,6 +135,6 @@ def affordable_points(
 
 
 def _cut(point: Point, n_tokens: int) -> Point:
-    """At most so many; a chunk that begins a text still does."""
+    """Shorten the chunk to at most n_tokens, keeping its start-of-sequence flag."""
     m, context_tokens = point
     return (n_tokens, n_tokens if context_tokens == m else context_tokens) if m > n_tokens else point

@@ -1,6 +1,6 @@
-"""HardwareProfile as Python callers see it: the record of hetero_ee_profiles, and three ways to come by one.
+"""HardwareProfile of the Python interface: the record of hetero_ee_profiles, with three ways to get one.
 
-A class of its own, since measuring needs the engine's kernels and executors, and imports go one way.
+It is a class of its own because measuring needs the engine, which hetero_ee_profiles cannot import.
 """
 
 from dataclasses import fields
@@ -18,7 +18,7 @@ from hetero_ee_profiles.reference import reference_profile
 
 
 class HardwareProfile(hardware.HardwareProfile):
-    """What a machine does in which time: measured here, read from a file, or shipped."""
+    """Speeds of a machine: measured here, read from a file, or shipped."""
 
     __slots__ = ()
 
@@ -33,14 +33,17 @@ class HardwareProfile(hardware.HardwareProfile):
         offline: bool = False,
         progress: Progress | None = None,
     ) -> Self:
-        """This machine at the model's shapes: kept from before, or measured now and kept; sets torch to one thread.
+        """Return this machine's profile at the model's shapes, kept or measured now. Sets torch to one thread.
 
-        model: as Engine.from_pretrained takes it; of an id only the configuration is downloaded. quick: some 5 seconds,
-            else up to 3 minutes. refresh: measured again even where one was kept. threads: a count that has to be
-            measured besides all cores, 0 for none. progress: called with (stage, done, in all); with 0 in all, the
-            stage is a remark.
+        Args:
+            model: as in Engine.from_pretrained. Only the configuration of an id is downloaded.
+            quick: measure for about 5 seconds instead of up to 3 minutes.
+            refresh: measure again even if a profile is kept.
+            threads: a count to measure in addition to all cores; 0 for none.
+            progress: called with (stage, done, total); with a total of 0 the stage is a remark.
 
-        Raises UsageError, ModelError, StoreError or DiskFullError.
+        Raises:
+            UsageError, ModelError, StoreError, DiskFullError.
         """
         for name, value in (("quick", quick), ("refresh", refresh), ("offline", offline)):
             if not isinstance(value, bool):
@@ -61,14 +64,14 @@ class HardwareProfile(hardware.HardwareProfile):
 
     @classmethod
     def load(cls, file: str | Path) -> Self:
-        """A profile from a JSON file, as `hetero-ee profile --json` prints it. Raises UsageError."""
+        """Read a profile from a JSON file, as `hetero-ee profile --json` prints it. Raises: UsageError."""
         if not isinstance(file, str | Path) or not str(file):
-            raise UsageError(f"the profile {shown(file)} is no file; give the path of one.")
+            raise UsageError(f"the profile {shown(file)} is not a file; give the path of one.")
         return cls._of(hardware_from(Path(file)))
 
     @classmethod
     def shipped(cls, name: str) -> Self:
-        """The profile that was derived from the data sheets of that machine. Raises UsageError, which names them."""
+        """Return the profile derived from the data sheets of that machine. Raises: UsageError: lists the names."""
         return cls._of(reference_profile(name))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Times a sparse FFN's up and down, on the CPU and on a GPU: random rows from memory, random neurons active."""
+"""Times a sparse FFN's up and down on the CPU and on a GPU, with random rows from memory and random active neurons."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,12 +26,12 @@ from hetero_ee_profiles.hardware import RowsTime
 from hetero_ee_profiles.measurement import Origin, measured
 from hetero_ee_profiles.probe_samples import Clock
 
-SHARES = (0.1, 0.5, 1.0)  # of neurons active
-TOKENS = (1, 8, 32)  # their rows are read once for eight
+SHARES = (0.1, 0.5, 1.0)  # of active neurons
+TOKENS = (1, 8, 32)  # rows are read once for up to eight tokens
 
 
 def cpu_rows(spec: ModelSpec, n_threads: int, preset: Preset, origin: Origin, clock: Clock) -> tuple[RowsTime, ...]:
-    """By the CPU's kernel; weights of as many layers take turns as the preset says. Compiling is not timed."""
+    """Time the CPU's kernel. The weights of several layers are used alternately, and compiling is not timed."""
     pool = ThreadPool(n_threads)
     multiply = SparseFfn(pool)
     layers = [{name: _cpu_matrix(rows) for name, rows in layer.items()} for layer in _layers(spec, preset.cycle_bytes)]
@@ -55,7 +55,7 @@ def cpu_rows(spec: ModelSpec, n_threads: int, preset: Preset, origin: Origin, cl
 def gpu_rows(
     spec: ModelSpec, platform: GpuPlatform, registry: Registry, preset: Preset, origin: Origin
 ) -> tuple[RowsTime, ...]:
-    """By the GPU's kernels. Raises what drivers and compilers raise."""
+    """Time the GPU's kernels. Raises whatever drivers and compilers raise."""
     operation = registry.choose("sparse_ffn", platform.kind)
     multiply = gpu_operations(registry, platform.kind).sparse_ffn
     n_bytes = min(max(preset.cycle_bytes, L2_TURNS * platform.l2_bytes), platform.free_bytes() // FREE_SHARE)
@@ -74,7 +74,7 @@ def gpu_rows(
 
 
 def _times(spec: ModelSpec, origin: Origin, seconds: Callable[[Any, Any], Sequence[float]]) -> tuple[RowsTime, ...]:
-    """seconds: samples of one FFN with inputs x (m, K) and active (m, N)."""
+    """Return the times of all TOKENS and SHARES; seconds(x, active) samples one FFN with x (m, K), active (m, N)."""
     rows, draw, found = NeuronRows.of(_ffn(spec)), np.random.default_rng(0), []
     assert rows is not None, "only sparse FFNs have rows"
     for m in TOKENS:
@@ -87,7 +87,7 @@ def _times(spec: ModelSpec, origin: Origin, seconds: Callable[[Any, Any], Sequen
 
 
 def _layers(spec: ModelSpec, n_bytes: int) -> list[dict[str, RowWeight]]:
-    """Of as many layers as these bytes hold, one at least."""
+    """Make the rows of as many layers as fit into n_bytes, at least one."""
     block = _ffn(spec)
     first = _random(block)
     n_layers = n_bytes // sum(rows.n_bytes for rows in first.values())

@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 from hetero_ee.ops.registry import Registry
-from hetero_ee.profiling.gpu import GpuMetrics, with_rows
-from hetero_ee.profiling.preset import QUICK
+from hetero_ee.profiling.gpu import GpuProbe, measured_gpu
+from hetero_ee.profiling.preset import QUICK, Preset, attention_points, product_shapes
 from hetero_ee.profiling.rows import SHARES, TOKENS, cpu_rows, gpu_rows
 from hetero_ee_profiles.measurement import Origin
-from hetero_ee_profiles.reference import reference_profile
-from tests.emulation import LAPTOP
 from tests.sparse_models import sparse_model
 from tests.stand_in_gpu import StandInGpu
 
 ORIGIN = Origin("a test", "2026-11-23", "none")
 PRESET = replace(QUICK, cycle_bytes=2**15)
+TINY = Preset((1, 17), ((1, 20),), 2, 2**16, 2**16, 0.0, 1.0, 0.0, 1.0)
 TORCH = Registry(lambda package: package == "torch")
 
 
@@ -31,8 +30,16 @@ def test_every_number_of_tokens_and_share_is_timed(family: str, n_matrices: int,
         assert all(row.time.value > 0 for row in rows)
 
 
-def test_a_gpu_that_fails_at_it_gives_a_warning() -> None:
-    gpu = StandInGpu(fail="allocate", error=RuntimeError("CUDA error: no rows today"))
-    profile, (spec, _) = reference_profile(LAPTOP), sparse_model("llama-relu")
-    found = with_rows(GpuMetrics(profile.gpu, profile.link), spec, gpu, TORCH, PRESET, ORIGIN)
+def test_a_gpu_that_fails_at_it_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: no rows today")
+
+    monkeypatch.setattr("hetero_ee.profiling.gpu.gpu_rows", failing)
+    monkeypatch.setattr("hetero_ee.profiling.cpu.READ_BYTES", 2**20)
+    gpu, (spec, _) = StandInGpu(), sparse_model("llama-relu")
+    dense = replace(spec, neuron_major=False)
+    probe = GpuProbe(gpu, TORCH, TINY, ORIGIN, gpu.clock)
+    arguments = probe, dense, product_shapes(dense), attention_points(TINY)
+    assert measured_gpu(*arguments).warning == ""
+    found = measured_gpu(*arguments, sparse=spec)
     assert found.times is None and "no rows today" in found.warning

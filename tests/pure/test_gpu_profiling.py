@@ -10,7 +10,7 @@ import torch
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.registry import Registry
-from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
+from hetero_ee.profiling.gpu import GpuMetrics, GpuProbe, measured_gpu
 from hetero_ee.profiling.machine_profile import with_free_memory
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
 from hetero_ee_kernels import reference
@@ -43,7 +43,7 @@ def metrics(gpu: StandInGpu, family: str = "llama", installed: Sequence[str] = (
     spec = spec_of(family)
     registry = Registry(lambda name: name in installed)
     shapes, points = product_shapes(spec), attention_points(TINY)
-    return measured_gpu(spec, shapes, points, gpu, registry, TINY, ORIGIN, gpu.clock)
+    return measured_gpu(GpuProbe(gpu, registry, TINY, ORIGIN, gpu.clock), spec, shapes, points)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "phi3-partial", "llama-tied"])

@@ -9,7 +9,7 @@ import torch
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling import gpu as gpu_profiling
-from hetero_ee.profiling.gpu import measured_gpu
+from hetero_ee.profiling.gpu import GpuProbe, measured_gpu
 from hetero_ee.profiling.preset import QUICK, Preset, product_shapes
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.measurement import Origin
@@ -30,7 +30,7 @@ def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -
     spec = read_spec(config_of("qwen3", **SMALL))
     registry = Registry(lambda name: name == "triton")
     shapes, points = product_shapes(spec), [(1, 16), (1, 70), (17, 17)]
-    found = measured_gpu(spec, shapes, points, platform, registry, TINY, ORIGIN, _clock(platform))
+    found = measured_gpu(GpuProbe(platform, registry, TINY, ORIGIN, _clock(platform)), spec, shapes, points)
     assert found.warning == "" and found.times is not None and found.link is not None
     assert len(found.times.matmuls) == 2 * len(shapes) and len(found.times.attentions) == 3
     assert [row.m for row in found.times.overheads] == [1, 17]
@@ -48,7 +48,9 @@ def test_figures_of_a_gpu_make_sense() -> None:
     spec = read_spec(config_of("llama", hidden_size=2048, intermediate_size=5632, num_attention_heads=32))
     thorough = replace(QUICK, repeats=5)
     points = [(1, 16), (1, 1024), (4, 16), (128, 128)]
-    found = measured_gpu(spec, product_shapes(spec), points, platform, Registry(), thorough, ORIGIN, _clock(None))
+    found = measured_gpu(
+        GpuProbe(platform, Registry(), thorough, ORIGIN, _clock(None)), spec, product_shapes(spec), points
+    )
     assert found.warning == "" and found.times is not None and found.link is not None
     assert found.times.read_bytes_per_s.value > 50e9 and found.link.to_gpu_bytes_per_s.value > 0.5e9
     assert found.link.to_gpu_bytes_per_s.value >= 0.9 * found.link.pageable_to_gpu_bytes_per_s.value
