@@ -1,4 +1,4 @@
-"""A figure over several texts, with the interval that other such texts may bring it to."""
+"""A figure over several texts with its confidence interval."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """low, high: the 95 % interval; None for a single text, which tells of no other."""
+    """A figure with the bounds of its 95 % interval, which are None for a single text."""
 
     value: float
     low: float | None = None
@@ -24,11 +24,11 @@ class Estimate:
 def ratio(
     parts: Sequence[float], wholes: Sequence[float], seed: int, of: Callable[[Array], Array] = lambda ratios: ratios
 ) -> Estimate | None:
-    """of(sum of parts / sum of wholes), one of each a text; None where the wholes are 0.
+    """Return of(sum of parts / sum of wholes), with one of each per text, or None if the wholes are 0.
 
-    The interval is a percentile bootstrap over the texts, never over tokens, which depend on each other (Efron and
-    Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). The same seed draws the same texts for every
-    figure.
+    The interval is a percentile bootstrap over the texts, not over tokens, which depend on each other (Efron and
+    Tibshirani,
+    An Introduction to the Bootstrap, 1993, chapter 13). The same seed draws the same texts for every figure.
     """
     pairs = np.array([parts, wholes], dtype=np.float64)
     if not pairs[1].sum():

@@ -1,9 +1,10 @@
-"""lm-evaluation-harness on an engine in its own process, as its model `hetero_ee`; nothing else imports this file.
+"""An engine as the model `hetero_ee` of lm-evaluation-harness, in its own process. Nothing else imports this file.
 
     python -m hetero_ee.evaluation.lm_eval_model --model hetero_ee --model_args pretrained=./my-llama --tasks arc_easy
 
-Run so it is lm_eval's own command, which finds models of other packages only once they are imported. The answers are
-those that `local-completions` gets of a server, to the last digit.
+This runs lm_eval's own command, which only knows models of other packages once they are imported. The results equal
+those
+of `local-completions` with a server, to the last digit.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,14 @@ HARNESS = ("batch_size", "max_batch_size", "device")  # what lm_eval adds to eve
 
 @register_model("hetero_ee")
 class HeteroEE(TemplateLM):
-    """Texts are read without a begin token, as lm_eval has it, and one at a time: a batch would change no digit."""
+    """Reads texts without a begin token, lm_eval's default, one at a time: batches would not change a digit."""
 
     def __init__(self, pretrained: str | None = None, add_bos_token: bool = False, **options: Any) -> None:
-        """pretrained, options: as Engine.from_pretrained has them; None is the demo model. Raises HeteroError."""
+        """Open the model. `pretrained` and `options` are those of `Engine.from_pretrained`; None is the demo model.
+
+        Raises:
+            HeteroError: if it can't be opened.
+        """
         super().__init__()
         chosen = {name: value for name, value in options.items() if name not in HARNESS}
         self._engine = Engine.from_pretrained(pretrained, **chosen)
@@ -38,12 +43,16 @@ class HeteroEE(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that are read at most: one less than the context, for the one that a server would generate."""
+        """Most tokens that are read: the context minus one for the token that a server would generate."""
         return self._engine.executor.most_tokens - 1
 
     @property
     def eot_token_id(self) -> int:
-        """Raises UsageError where the model has none."""
+        """Id of the end token.
+
+        Raises:
+            UsageError: if the model has none.
+        """
         token_id = self._engine.tokenizer.eos_token_id
         if token_id is None:
             raise UsageError("the tokenizer has no end token, without which lm_eval can't measure.")
@@ -51,26 +60,34 @@ class HeteroEE(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What precedes a text without context."""
+        """Id of the token before a text without context."""
         begin = self._engine.tokenizer.special_tokens.get("bos_token")
         return self.eot_token_id if begin is None else self.tok_encode(begin, add_special_tokens=False)[0]
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells caches of requests apart."""
+        """Name that distinguishes caches of requests."""
         return f"{self._engine.spec.architecture}-{self._engine.spec.vocab_size}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids. Raises HeteroError."""
+        """Return token ids.
+
+        Raises:
+            HeteroError: if the tokenizer fails.
+        """
         adds = self._adds_bos if add_special_tokens is None else add_special_tokens
         return self._engine.tokenizer.encode(string, with_special_tokens=adds)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's own."""
+        """Return the model's own template."""
         return self._engine.tokenizer.chat_template
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a talk. Raises HeteroError."""
+        """Return the text of a conversation.
+
+        Raises:
+            HeteroError: if the template refuses it.
+        """
         source = self._engine.tokenizer.chat_template
         if source is None or not add_generation_prompt:
             raise UsageError("this model has no chat template, or none that goes on from a reply of its own.")
@@ -83,7 +100,8 @@ class HeteroEE(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation given its context: the sum of its tokens' and whether each is the likeliest."""
+        """Return, for each continuation given its context, the sum of its log-probabilities and whether each token is
+        the likeliest."""
         return [self._loglikelihood(context, continuation) for _, context, continuation in requests]
 
     def _loglikelihood(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -105,7 +123,7 @@ class HeteroEE(TemplateLM):
             cache.close(sequence)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows where they are longer than the context."""
+        """Return the log-likelihoods of whole texts, in windows if they exceed the context."""
         found = []
         for (text,) in (each.args for each in requests):
             windows = get_rolling_token_windows(
@@ -115,7 +133,7 @@ class HeteroEE(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to the first of their stop strings, greedily where a task says nothing else."""
+        """Return texts up to the first of their stop strings, greedy unless the task says otherwise."""
         return [self._generated(*each.args) for each in requests]
 
     def _generated(self, context: str, asked: dict[str, Any]) -> str:
@@ -130,7 +148,7 @@ class HeteroEE(TemplateLM):
 
 
 def _run() -> None:
-    """lm_eval's command line, with this model in its list."""
+    """Run lm_eval's command line with this model registered."""
     import lm_eval.models  # noqa: F401  the others' names, which are not read where one is known already
     from lm_eval.__main__ import cli_evaluate
 

@@ -1,4 +1,4 @@
-"""What modes are compared on: beginnings that each goes on from, and texts that each is asked how likely they are."""
+"""Material for comparing modes: prompts that each mode continues, and held-out texts that it predicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """prompts[i] is the beginning of held_out[i], where the texts are given."""
+    """Prompts and held-out texts. If texts are given, prompts[i] is the beginning of held_out[i]."""
 
     prompts: tuple[Ids, ...]
     held_out: tuple[Ids, ...] | None  # None: full mode writes them
@@ -25,9 +25,11 @@ class Material:
 def of_text(
     tokenizer: Tokenizer, text: str, n_prompts: int, n_prompt_tokens: int, n_new_tokens: int, description: str
 ) -> Material:
-    """Chunks of n_prompt_tokens + n_new_tokens: the beginnings of the text's documents first, then what follows them.
+    """Return chunks of n_prompt_tokens + n_new_tokens: first the beginnings of the text's documents, then what follows
+    them.
 
-    Raises UsageError for a text with fewer chunks than n_prompts.
+    Raises:
+        UsageError: if the text has fewer chunks than n_prompts.
     """
     begin = begin_tokens(tokenizer)
     size, least = n_prompt_tokens + n_new_tokens, n_prompt_tokens + min(LEAST_SCORED_TOKENS, n_new_tokens)
@@ -46,7 +48,11 @@ def of_text(
 
 
 def of_the_model(tokenizer: Tokenizer, n_prompts: int) -> Material:
-    """Openings of many kinds of text, for full mode to go on from. Raises UsageError for more than there are."""
+    """Return openings of many kinds of text, which full mode continues.
+
+    Raises:
+        UsageError: if n_prompts exceeds their number.
+    """
     prompts: Sequence[list[int]] = [ids for opening in OPENINGS if (ids := tokenizer.encode(opening))]
     if n_prompts > len(prompts):
         raise UsageError(f"n_prompts is {n_prompts} and there are {len(prompts)} openings; lower it, or give a text.")

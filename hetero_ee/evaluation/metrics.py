@@ -1,4 +1,4 @@
-"""How one text differs from full mode's, and how likely a mode finds a text: sums, of which estimates are made."""
+"""Differences between a text and full mode's, and how well a mode predicts a text."""
 
 import re
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ WORD_OR_MARK = re.compile(r"\w+(?:['\N{RIGHT SINGLE QUOTATION MARK}]\w+)*|[^\w\s
 
 
 def n_equal(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Positions at which two texts have the same token."""
+    """Return at how many positions two texts have the same token."""
     return sum(one == other for one, other in zip(ours, theirs, strict=False))
 
 
 def first_divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Tokens before the first that differs, or that one text lacks; None where there is none."""
+    """Return the number of tokens before the first difference, or None if the texts are equal."""
     for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             return index
@@ -25,7 +25,7 @@ def first_divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def doubled_words(text: str) -> tuple[int, int]:
-    """Words equal to the one right before them, with no mark between, whatever their case; and words in all."""
+    """Return how many words equal the one directly before them, ignoring case, and the number of words."""
     found = WORD_OR_MARK.findall(text.casefold())
     is_word = [each[0].isalnum() or each[0] == "_" for each in found]
     n_doubled = sum(word and one == other for word, one, other in zip(is_word, found, found[1:], strict=False))
@@ -33,9 +33,10 @@ def doubled_words(text: str) -> tuple[int, int]:
 
 
 def nats_and_divergence(logits: Tensor, reference: Tensor, token_id: int) -> tuple[float, float]:
-    """Of logits (vocab,) for one position: -log p(token that stands there), and KL(reference || them), in nats.
+    """Return -log p(token_id) and KL(reference || logits) in nats, for logits (vocab,) of one position.
 
-    Raises ModelError where they are no numbers.
+    Raises:
+        ModelError: if the logits are NaN.
     """
     if torch.isnan(logits).any():
         raise ModelError("the model computes NaN logits; its weights are damaged or beyond the range of its numbers.")

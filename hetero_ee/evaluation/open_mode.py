@@ -1,4 +1,4 @@
-"""A way to decode, open: it goes on with prompts and says how likely texts are. What is compared is one of these."""
+"""An open mode: continues prompts and predicts texts. Evaluation compares these."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +20,14 @@ FULL = "full"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What to open. risk: None where the mode has none."""
+    """A mode to open. `risk` is None if the mode has none."""
 
     mode: str
     risk: float | None = None
 
     @property
     def detail(self) -> str:
-        """What tells it from others of its mode; empty where nothing was said."""
+        """The part of the name that distinguishes variants of a mode; may be empty."""
         return "" if self.risk is None else f"risk {self.risk:.3g}"
 
     @property
@@ -37,33 +37,33 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a mode made of one prompt. Its first token, which the prompt's pass gives, is in none of the numbers."""
+    """A mode's text for one prompt. The numbers exclude its first token, which prefill produces."""
 
     token_ids: tuple[int, ...]
     text: str
     clock_s: float  # on this machine
-    emulated_s: float | None  # on the emulated one, None where there is none
+    emulated_s: float | None  # on the emulated machine, if there is one
     depth_sum: float  # layers that tokens had passed when they were given out
     n_cpu_passes: float  # of the CPU's layers
 
     @property
     def seconds(self) -> float:
-        """On the machine that was asked for."""
+        """Seconds on the requested machine."""
         return self.clock_s if self.emulated_s is None else self.emulated_s
 
 
 class OpenMode(Protocol):
-    """Knows nothing of prompts before."""
+    """An open mode. It remembers nothing of earlier prompts."""
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written: ...
 
     def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
-        """Yields for each token after the prompt what the mode would have chosen it from, with the keys and values that
-        it leaves behind: logits (vocab,), and the layers passed."""
+        """Yield, for each token after the prompt, the logits (vocab,) that the mode would choose it from and the layers
+        passed. The KV cache is the one that the mode leaves behind."""
         ...
 
     def n_changed(self, prompt: Sequence[int], written: Written) -> int:
-        """Tokens of a greedy text that the full model would not have chosen after the same ones."""
+        """Return how many tokens of a greedy text the full model would not have chosen after the same text."""
         ...
 
 
@@ -71,7 +71,7 @@ Open = Callable[[Variant], AbstractContextManager[OpenMode]]
 
 
 class EngineMode:
-    """An engine's. emulates: whether its clock is an emulated machine's."""
+    """An engine's mode. `emulates`: its clock is an emulated machine's."""
 
     def __init__(self, engine: Engine, *, emulates: bool) -> None:
         self._engine, self._emulates = engine, emulates
@@ -105,7 +105,7 @@ class EngineMode:
         return self._engine.spec.n_layers * n_tokens if exits is None else exits.mean_depth * exits.n_tokens
 
     def _cpu_passes(self, n_tokens: int) -> float:
-        """Over the CPU's layers, how often each was passed on average."""
+        """Return how often the CPU's layers were passed, averaged over them."""
         engine = self._engine
         parts = () if engine.plan is None else engine.plan.parts  # all are the CPU's where nothing was planned
         layers = {part.layer for part in parts if part.layer is not None and part.decode_placement.uses_cpu}

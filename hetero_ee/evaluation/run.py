@@ -1,4 +1,4 @@
-"""Modes one after another on the same material, each compared with full mode, which comes first."""
+"""Runs modes one after another on the same material and compares each with full mode, which runs first."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,12 +17,12 @@ from hetero_ee.evaluation.metrics import doubled_words, first_divergence, n_equa
 from hetero_ee.evaluation.open_mode import FULL, Open, OpenMode, Variant, Written
 from hetero_ee.options.sampling import SamplingParams
 
-WARM_UP_TOKENS = 4  # what is cold at first is none of the speed
+WARM_UP_TOKENS = 4  # generated first, so that cold caches don't count
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Of one held-out text's tokens after its prompt, under a mode: sums."""
+    """Sums over the tokens after a held-out text's prompt, under one mode."""
 
     n_tokens: int
     nats: float  # -log p of each
@@ -32,7 +32,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One variant's figures, each over the prompts or the held-out texts; None where nothing was counted."""
+    """Figures of one variant over the prompts or the held-out texts; None if nothing was counted."""
 
     variant: Variant
     tokens_per_s: Estimate | None  # by this machine's clock
@@ -40,7 +40,7 @@ class ModeResult:
     speedup: Estimate | None  # full mode's seconds for the same prompts over this one's, emulated where they are
     identity: Estimate | None  # share of tokens that are full mode's in the same place
     tokens_before_divergence: Estimate | None  # of each text, all of them where it is full mode's
-    first_divergences: tuple[int | None, ...]  # of each text, None where it is full mode's
+    first_divergences: tuple[int | None, ...]  # of each text, None if it equals full mode's
     changed: Estimate | None  # share of tokens that the full model would not have chosen after the same text
     perplexity: Estimate | None  # of held-out text
     kl_nats: Estimate | None  # a token
@@ -52,7 +52,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A variant that could not be opened, and why."""
+    """A variant that could not be opened, with the reason."""
 
     variant: Variant
     reason: str
@@ -67,10 +67,14 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Iterator[ModeResult | Refused]:
-    """Yields the result of each variant as it is there, full mode first, asked for or not.
+    """Yield the result of each variant, full mode first even if it was not requested.
 
-    Texts are greedy, n_new_tokens long whatever ends them, and generated one at a time. seed: of the texts that full
-    mode writes to be held out, and of the intervals. Raises HeteroError where full mode can't run.
+    Texts are greedy, n_new_tokens long whatever would end them, and generated one at a time. `seed` draws the held-out
+    texts
+    that full mode writes, and the intervals.
+
+    Raises:
+        HeteroError: if full mode can't run.
     """
     params = SamplingParams(max_new_tokens=n_new_tokens, ignore_eos=True)
     ordered = [Variant(FULL), *(each for each in variants if each.mode != FULL)]
@@ -98,7 +102,7 @@ def evaluate(
 
 
 def _with_held_out(material: Material, mode: OpenMode, params: SamplingParams) -> Material:
-    """What the mode writes after the prompts, with noise of its own for each."""
+    """Return the material with what the mode writes after the prompts, each with its own seed."""
     texts = [
         (*prompt, *mode.generate(prompt, replace(params, seed=params.seed + number)).token_ids)
         for number, prompt in enumerate(material.prompts)
@@ -107,7 +111,8 @@ def _with_held_out(material: Material, mode: OpenMode, params: SamplingParams) -
 
 
 def _scored(mode: OpenMode, material: Material, kept: IO[bytes], *, is_reference: bool) -> list[Scored]:
-    """kept: the reference's logits, fp32, in a file: of a large vocabulary they take as much memory as layers do."""
+    """Score the held-out texts. `kept` holds the reference's fp32 logits in a file: for a large vocabulary they need as
+    much memory as layers."""
     kept.seek(0)
     pairs = zip(material.prompts, material.held_out or (), strict=True)
     return [_scored_text(mode, text, len(prompt), kept, is_reference=is_reference) for prompt, text in pairs]

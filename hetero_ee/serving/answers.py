@@ -1,4 +1,4 @@
-"""How answers leave: one JSON document, or events as they happen; either ends its text when the client goes away."""
+"""Answers as one JSON document or as events. Either ends its request when the client disconnects."""
 
 import asyncio
 import json
@@ -18,14 +18,17 @@ PING = b": ping\n\n"  # a comment, which clients skip
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """A server-sent event. JSON in it is ASCII, so that no client can split it at an odd line end."""
+    """Return a server-sent event. Its JSON is ASCII, so that clients can't split it at unusual line ends."""
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations: Sequence[Generation]) -> T:
-    """What the work returns; the texts are closed however it ends. Raises ClientDisconnect, and cancels the work, once
-    nobody waits for it."""
+    """Return the result of `work` and close its generations, however it ends.
+
+    Raises:
+        ClientDisconnect: if the client disconnects first. `work` is then cancelled.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(request.receive))
     try:
@@ -40,7 +43,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations
 
 
 class EventStream(Response):
-    """Server-sent events. They are closed, and with them the texts, when the client goes away."""
+    """Server-sent events. When the client disconnects, they and their requests are closed."""
 
     def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Generation]) -> None:
         super().__init__(media_type=EVENTS_TYPE, headers={"cache-control": "no-store", "x-accel-buffering": "no"})

@@ -1,4 +1,4 @@
-"""/v1/messages and its count_tokens, as Anthropic's clients ask and read them."""
+"""/v1/messages and its count_tokens, in Anthropic's format."""
 
 import json
 import secrets
@@ -31,11 +31,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 async def messages(request: Request, served: ServedModel) -> Response:
-    """Raises HeteroError, ClientDisconnect."""
+    """Answer a message, whole or streamed.
+
+    Raises:
+        HeteroError: if the request is refused or fails.
+        ClientDisconnect: if the client is gone.
+    """
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED)
     params = _sampling(fields, served)
-    fields.text("model")  # whatever its name: there is one
+    fields.text("model")  # any name is accepted: there is one model
     is_stream, said = fields.flag("stream"), anthropic_messages(fields)
     chat = await prepared(served, said, params, anthropic_tools(fields), _form(fields), _variables(fields))
     generation = served.generation(chat.prompt_ids, chat.params)
@@ -47,7 +52,12 @@ async def messages(request: Request, served: ServedModel) -> Response:
 
 
 async def count_tokens(request: Request, served: ServedModel) -> Response:
-    """Raises HeteroError, ClientDisconnect."""
+    """Answer with the number of prompt tokens.
+
+    Raises:
+        HeteroError: if the request is refused.
+        ClientDisconnect: if the client is gone.
+    """
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED)
     use, variables = anthropic_tools(fields), _variables(fields)
@@ -56,13 +66,13 @@ async def count_tokens(request: Request, served: ServedModel) -> Response:
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
-    """Whether to think, for templates that ask; how long is the model's affair."""
+    """Return the template variable for thinking. Thinking budgets are ignored."""
     thinking = fields.inner("thinking").text("type")
     return {} if thinking is None else {"enable_thinking": thinking != "disabled"}
 
 
 def _form(fields: Fields) -> Form | None:
-    """`output_config.format`, or `output_format`, as it was called."""
+    """Return the form in `output_config.format`, or in its former name `output_format`."""
     asked = fields.inner("output_config").inner("format")
     asked = asked if asked.values else fields.inner("output_format")
     return schema_form(asked, asked.values.get("type"), asked, "output_config.format") if asked.values else None
@@ -70,12 +80,12 @@ def _form(fields: Fields) -> Form | None:
 
 def _sampling(fields: Fields, served: ServedModel) -> SamplingParams:
     if fields.whole("max_tokens") is None:
-        fields.refuse("max_tokens", "is missing; say how many tokens the reply may have")
+        fields.refuse("max_tokens", "is missing; set the largest number of tokens of the reply")
     return MESSAGES.read(fields, served.usual, served.engine.spec.vocab_size)
 
 
 async def _events(generation: Generation, chat: Chat, model: str, ping_s: float) -> AsyncIterator[bytes]:
-    """As Anthropic streams a message: its blocks one after another, one of text at least."""
+    """Yield the events of a streamed message with at least one text block."""
     said, blocks = Said(), _Blocks()
     try:
         yield _named("message_start", message=_message(model, [], generation))
@@ -95,13 +105,13 @@ async def _events(generation: Generation, chat: Chat, model: str, ping_s: float)
 
 
 class _Blocks:
-    """The blocks of a streamed message."""
+    """Content blocks of a streamed message."""
 
     def __init__(self) -> None:
         self._index, self._kind = -1, ""
 
     def events(self, piece: Piece, said: Said) -> Iterator[bytes]:
-        """Of the next piece; its block begins where none of its kind is open."""
+        """Yield the events of the next piece. It starts a block unless one of its kind is open."""
         kind = CALLED if piece.kind == ARGUMENTS else piece.kind
         if piece.kind == CALLED or kind != self._kind:
             yield from self._begin(kind, said.calls[piece.index] if kind == CALLED else None)
@@ -114,7 +124,7 @@ class _Blocks:
         yield _named("content_block_delta", index=self._index, delta=delta)
 
     def end(self) -> Iterator[bytes]:
-        """The last block's; of an empty message it is the first."""
+        """Yield the end of the last block. An empty message gets an empty text block."""
         if not self._kind:
             yield from self._begin(SAID)
         yield _named("content_block_stop", index=self._index)
@@ -132,7 +142,7 @@ class _Blocks:
 
 
 def _content(said: Said) -> list[dict[str, Any]]:
-    """Of a whole message."""
+    """Return the content blocks of a whole message."""
     found: list[dict[str, Any]] = []
     if said.thought:
         found.append({"type": "thinking", "thinking": said.thought, "signature": ""})
@@ -144,7 +154,7 @@ def _content(said: Said) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> Any:
-    """Of a call that was cut, or nested too deep, nothing."""
+    """Return a call's arguments, or nothing if the call was cut or is nested too deep."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -172,7 +182,7 @@ def _stop(generation: Generation, said: Said) -> dict[str, Any]:
 
 
 def _usage(generation: Generation) -> dict[str, int]:
-    """Cached tokens are not among Anthropic's input tokens. In a stream's first event none is known to be cached."""
+    """Return Anthropic's usage. Its input tokens exclude cached ones, which a stream's first event doesn't know yet."""
     n_cached = generation.n_cached_tokens
     return {
         "input_tokens": generation.n_prompt_tokens - n_cached,

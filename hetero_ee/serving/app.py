@@ -1,4 +1,4 @@
-"""Which path is answered by what, and every error in the shape that who asks there can read."""
+"""Paths and their handlers. Every error has the format of the API at its path."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ from hetero_ee.serving.responses.answer import responses
 from hetero_ee.serving.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)
-CLIENT_GONE = 499  # what servers log for it; nobody reads it
+CLIENT_GONE = 499  # the status that servers log; the client is gone
 Answer = Callable[[Request, ServedModel], Awaitable[Response]]
 GETS: dict[str, Answer] = {
     **dict.fromkeys(files.FILES, files.file),
@@ -46,7 +46,7 @@ POSTS: dict[str, Answer] = {
 
 
 def create_app(served: ServedModel) -> ASGIApp:
-    """The server as an ASGI application; closing what is served is the caller's."""
+    """Return the server as an ASGI application. The caller closes `served`."""
     routes = [Route(path, _endpoint(answer, served), methods=["GET"]) for path, answer in GETS.items()]
     routes += [Route(path, _endpoint(answer, served), methods=["POST"]) for path, answer in POSTS.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
@@ -61,17 +61,17 @@ def _endpoint(answer: Answer, served: ServedModel) -> Callable[[Request], Awaita
             return Response(status_code=CLIENT_GONE)
         except HeteroError as error:
             return refusal(request.url.path, error)
-        except Exception as error:  # a defect, which the log is told and the client not
+        except Exception as error:  # a defect: details go to the log, not to the client
             LOG.exception("%r failed", request.url.path)
-            message = f"the server failed ({type(error).__name__}); its log has more."
+            message = f"the server failed ({type(error).__name__}); see its log."
             return refusal(request.url.path, RequestError(message, status=500))
 
     return endpoint
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """A path that there is not, or a method that it does not take."""
+    """Answer a request with an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    what = "is not answered" if status == 405 else "does not exist"
-    message = f"{request.method} {request.url.path[:200]} {what} here; docs/server.md lists what does."
+    what = "is not supported" if status == 405 else "does not exist"
+    message = f"{request.method} {request.url.path[:200]} {what}; docs/server.md lists all paths."
     return refusal(request.url.path, RequestError(message, status=status))

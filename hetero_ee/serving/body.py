@@ -1,4 +1,4 @@
-"""A request's body: read within bounds, then field by field, each error naming its field."""
+"""A request's body, read within limits, and its fields. Each error names its field."""
 
 import asyncio
 import json
@@ -15,7 +15,12 @@ MAX_DEPTH = 64
 
 
 async def read_body(request: Request, settings: ServerSettings) -> "Fields":
-    """The fields of a JSON object. Raises RequestError where it is none, too large or too slow, ClientDisconnect."""
+    """Read the body and return the fields of its JSON object.
+
+    Raises:
+        RequestError: if it is not a JSON object, too large or too slow.
+        ClientDisconnect: if the client is gone.
+    """
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             return Fields(_object(await _bytes(request, settings.max_body_bytes)))
@@ -25,7 +30,7 @@ async def read_body(request: Request, settings: ServerSettings) -> "Fields":
 
 
 async def _bytes(request: Request, most: int) -> bytes:
-    too_large = RequestError(f"the body has more than {most} bytes, the most that is taken.", status=413)
+    too_large = RequestError(f"the body has more than {most} bytes, the limit.", status=413)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most:
         raise too_large
@@ -38,7 +43,11 @@ async def _bytes(request: Request, most: int) -> bytes:
 
 
 def json_in(text: str) -> Any:
-    """What the text says. Raises ValueError where it is no JSON, or nested deeper than MAX_DEPTH."""
+    """Parse JSON.
+
+    Raises:
+        ValueError: if `text` is not JSON or is nested deeper than MAX_DEPTH.
+    """
     too_deep = ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     try:
         found = json.loads(text, parse_constant=_refuse_constant)  # ValueError: numbers of thousands of digits, too
@@ -60,11 +69,11 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _depth(value: Any) -> int:
-    """Levels of objects and lists, counted without recursion and not far beyond MAX_DEPTH."""
+    """Return the depth of nested objects and lists. Counts without recursion and stops soon after MAX_DEPTH."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         inner = [each for each in level if isinstance(each, dict | list)]
@@ -74,10 +83,10 @@ def _depth(value: Any) -> int:
 
 
 class Fields:
-    """An object's fields. null is as if it were not there."""
+    """Fields of an object. A null field counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
-        """place: of the object in the body, for messages."""
+        """Wrap `values`. `place` is the object's path in the body, for messages."""
         self.values, self._place = values, place
 
     def text(self, name: str) -> str | None:
@@ -85,7 +94,7 @@ class Fields:
         return value
 
     def flag(self, name: str) -> bool:
-        """False where it is not there."""
+        """Return the field as a boolean, or False if it is absent."""
         return self._of(name, bool, "true or false") or False
 
     def whole(self, name: str) -> int | None:
@@ -93,7 +102,7 @@ class Fields:
         return value
 
     def number(self, name: str) -> float | None:
-        """A float, also of a whole number."""
+        """Return the field as a float, also if it is an integer."""
         value: float | None = self._of(name, (int, float), "a number")
         try:
             return None if value is None else float(value)
@@ -105,11 +114,11 @@ class Fields:
         return value
 
     def inner(self, name: str) -> "Fields":
-        """Those of an object in a field; empty where it is not there."""
+        """Return the fields of an object, or none if the field is absent."""
         return Fields(self._of(name, dict, "an object") or {}, f"{self._place}{name}.")
 
     def objects(self, name: str) -> list["Fields"]:
-        """Of a list of objects."""
+        """Return the fields of each object in a list."""
         found = self.items(name) or []
         for index, each in enumerate(found):
             if not isinstance(each, dict):
@@ -117,7 +126,7 @@ class Fields:
         return [Fields(each, f"{self._place}{name}[{index}].") for index, each in enumerate(found)]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A string, or a list of strings."""
+        """Return the strings of a field that is a string or a list of strings."""
         value = self.values.get(name)
         found = [value] if isinstance(value, str) else self.items(name) or []
         for index, each in enumerate(found):
@@ -126,13 +135,21 @@ class Fields:
         return tuple(found)
 
     def refuse_unless(self, name: str, harmless: Sequence[Any], why: str) -> None:
-        """Raises RequestError where the field asks for something else than these values, which ask for nothing."""
+        """Refuse the field unless its value is one of `harmless`, the values without effect.
+
+        Raises:
+            RequestError: if it is another value.
+        """
         value = self.values.get(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
             self.refuse(name, f"is {shown(value)}; {why}", code="unsupported_parameter")
 
     def refuse(self, name: str, why: str, code: str = "invalid_value") -> NoReturn:
-        """Raises RequestError. why: the rest of the sentence."""
+        """Raise an error about the field. `why` is the rest of the sentence.
+
+        Raises:
+            RequestError: always.
+        """
         raise RequestError(f"{self._place}{name} {why}.", f"{self._place}{name}", code=code)
 
     def _of(self, name: str, kind: type | tuple[type, ...], expected: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a server answers instead of a text: which status, and the shapes in which OpenAI and Anthropic say it."""
+"""Errors as HTTP statuses and as OpenAI's and Anthropic's error objects."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ANTHROPIC_TYPES = {
 
 
 class RequestError(UsageError):
-    """A request that is not answered with a text. param: the field it is about. code: a word for programs."""
+    """A request that gets an error. `param` is the field at fault, `code` a word for programs."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class RequestError(UsageError):
 
 
 def status_of(error: HeteroError) -> int:
-    """Of its answer."""
+    """Return the HTTP status of an error."""
     if isinstance(error, RequestError):
         return error.status
     if isinstance(error, BusyError | DeviceMemoryError):
@@ -36,14 +36,14 @@ def status_of(error: HeteroError) -> int:
 
 
 def headers_of(status: int) -> dict[str, str]:
-    """Beside the body."""
+    """Return the headers that belong to an error's status."""
     if status in (429, 503):
         return {"retry-after": RETRY_AFTER_S}
     return {"www-authenticate": "Bearer"} if status == 401 else {}
 
 
 def openai_error(error: HeteroError) -> dict[str, Any]:
-    """As OpenAI's clients read it."""
+    """Return OpenAI's error object."""
     status = status_of(error)
     kind = OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param, code = getattr(error, "param", None), getattr(error, "code", None)
@@ -51,7 +51,7 @@ def openai_error(error: HeteroError) -> dict[str, Any]:
 
 
 def anthropic_error(error: HeteroError) -> dict[str, Any]:
-    """As Anthropic's clients read it."""
+    """Return Anthropic's error object."""
     status = status_of(error)
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}

@@ -1,4 +1,4 @@
-"""One request's text as asyncio sees it: tokens from the engine's thread, what they cost, and its end."""
+"""One request as asyncio sees it: tokens from the engine's thread, their cost, and the end."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler, Scored, Sc
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt as the beginning of its answer."""
+    """A prompt that is repeated at the beginning of its answer."""
 
     text: str
     offsets: list[int]  # of its tokens in the text
@@ -25,7 +25,7 @@ class Echo:
 
 
 class Generation:
-    """A request that stands in the queue from here on. Close it, or iterate to its end."""
+    """A queued or running request. Iterate to its end or close it."""
 
     def __init__(
         self,
@@ -38,11 +38,19 @@ class Generation:
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """echo: the prompt begins the text. keeps_tokens: in `kept`. Raises BusyError."""
+        """Queue the request.
+
+        Args:
+            echo: The prompt, if the answer begins with it.
+            keeps_tokens: Whether to collect the tokens in `kept`.
+
+        Raises:
+            BusyError: if the queue is full.
+        """
         loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[float, Event]]()
 
         def tell(event: Event) -> None:  # from the engine's thread, whose time counts: the loop may be late
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._events.put_nowait, (time.monotonic(), event))
 
         self._job = Job(prompt_ids, params, tell, None if echo is None else echo.scoring)
@@ -59,8 +67,12 @@ class Generation:
         scheduler.submit(self._job)
 
     async def tokens(self, ping_s: float | None = None) -> AsyncIterator[GeneratedToken | None]:
-        """The tokens as they come, None after each ping_s without one. Raises HeteroError, RequestError after the
-        request's timeout."""
+        """Yield the tokens as they arrive, and None after each `ping_s` without one.
+
+        Raises:
+            RequestError: after the request's timeout.
+            HeteroError: if the request fails.
+        """
         try:
             while self.reason is None:
                 happened = await self._next(ping_s)
@@ -81,17 +93,17 @@ class Generation:
             self.close()
 
     async def finish(self) -> None:
-        """The whole text. Raises as tokens() does."""
+        """Wait for the whole text. Raises like `tokens`."""
         async for _ in self.tokens():
             pass
 
     def taken_echo(self) -> str:
-        """The prompt where it begins the text, once."""
+        """Return the echoed prompt at the first call, then an empty string."""
         text, self._untold = self._untold, ""
         return text
 
     def close(self) -> None:
-        """Ends the text within a step, if it has not ended. Closing twice does nothing."""
+        """End the request within a step if it has not ended. Closing twice does nothing."""
         if not self._is_over:
             self._is_over = True
             self._scheduler.cancel(self._job)
@@ -99,11 +111,11 @@ class Generation:
 
     @property
     def finish_reason(self) -> str:
-        """In OpenAI's words."""
+        """OpenAI's finish reason."""
         return "stop" if self.reason is FinishReason.STOP else "length"
 
     def timings(self) -> dict[str, float]:
-        """As llama-server says it; the prompt's time goes to the first token."""
+        """Return timings in llama-server's format. The prompt's time counts towards the first token."""
         n_read, prompt_s = self.n_prompt_tokens - self.n_cached_tokens, self._first_s - self._begun_s
         n_steps, steps_s = max(0, self.n_tokens - 1), self._last_s - self._first_s
         drafts = {"draft_n": self._n_drafted, "draft_n_accepted": self._n_accepted} if self._n_drafted else {}
@@ -128,11 +140,11 @@ class Generation:
         except TimeoutError:
             if time.monotonic() - self._start_s < self._timeout_s:
                 return None
-            message = f"the answer was not complete after {self._timeout_s:g} s, the longest that one may take."
+            message = f"the answer was not complete after {self._timeout_s:g} s, the server's --timeout."
             raise RequestError(message, status=504, code="timeout") from None
 
     def _begin(self, event: Begun, at_s: float) -> None:
-        """Again where the first time there was no memory."""
+        """Note that the request has started, or restarted for lack of memory."""
         is_again, self._is_begun = self._is_begun, True
         self._begun_s, self.n_cached_tokens = at_s, event.n_cached_tokens
         self._metrics.begun(at_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens, is_again=is_again)

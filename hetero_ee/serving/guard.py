@@ -1,7 +1,8 @@
-"""Who may ask at all: key, Host, Origin, content type. ASGI, so that a stream passes through it unchanged.
+"""Access control: key, Host, Origin and content type. An ASGI layer, so that streams pass through it unchanged.
 
-A page of any site can make a browser ask 127.0.0.1, or a name that its owner points there. So browsers' requests carry
-an Origin, which has to be allowed, and on a local address the Host has to be one of this machine's names.
+A page of any site can make a browser send requests to 127.0.0.1, or to a name that its owner points there. Browsers
+send
+an Origin with such requests, which must be allowed. On a local address the Host must be one of this machine's names.
 """
 
 import hmac
@@ -15,7 +16,7 @@ from hetero_ee.serving.errors import RequestError, anthropic_error, headers_of, 
 from hetero_ee.serving.page.files import FILES
 from hetero_ee.serving.settings import LOCAL_NAMES, ServerSettings
 
-OPEN_PATHS = ("/health", *FILES)  # say nothing of anyone
+OPEN_PATHS = ("/health", *FILES)  # reveal nothing about requests
 MESSAGES_PATH = "/v1/messages"
 CORS_HEADERS = {
     "access-control-allow-methods": "GET, POST",
@@ -25,13 +26,13 @@ CORS_HEADERS = {
 
 
 def refusal(path: str, error: HeteroError) -> Response:
-    """The error in the shape of who asks there."""
+    """Return the error in the format of the API at `path`."""
     shape, status = anthropic_error if path.startswith(MESSAGES_PATH) else openai_error, status_of(error)
     return JSONResponse(shape(error), status, headers_of(status))
 
 
 class Guard:
-    """Lets through who may ask, and answers browsers' questions whether they may."""
+    """Passes allowed requests on, and answers browsers' preflight requests."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -61,11 +62,14 @@ class Guard:
         host = headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self._settings.is_local and name.strip("[]").lower() not in (*LOCAL_NAMES, self._settings.host):
-            raise RequestError(f"Host {shown(host)} is no name of this machine's own.", status=403)
+            raise RequestError(
+                f"Host {shown(host)} is not recognized; use one of this machine's local names.", status=403
+            )
         is_own = origin in (f"http://{host}", f"https://{host}")
         if origin is not None and not is_own and origin not in self._settings.cors_origins:
             raise RequestError(
-                f"pages of {shown(origin)} may not ask this server; --cors-origin lets them.", status=403
+                f"origin {shown(origin)} is not allowed; add --cors-origin {shown(origin)} when starting the server.",
+                status=403,
             )
 
     def _check_key(self, headers: Headers) -> None:
@@ -87,7 +91,7 @@ def _check_content(headers: Headers) -> None:
     if kind != "application/json":
         raise RequestError(f"Content-Type is {shown(kind)}; expected application/json.", status=415)
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise RequestError("compressed bodies are not taken; send the JSON as it is.", status=415)
+        raise RequestError("compressed bodies are not supported; send plain JSON.", status=415)
 
 
 def _cors(origin: str) -> dict[str, str]:
@@ -95,7 +99,7 @@ def _cors(origin: str) -> dict[str, str]:
 
 
 def _with_cors(send: Send, origin: str | None) -> Send:
-    """Adds to an answer that this origin's pages may read it."""
+    """Return a `send` that adds CORS headers, which let pages of this origin read the answer."""
     if origin is None:
         return send
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes: lists beside each other for completions, objects for chats."""
+"""Log-probabilities in OpenAI's two formats: parallel lists for completions, objects for chats."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from hetero_ee.text.text_stream import REPLACEMENT
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token and where in its answer it stands."""
+    """A token with its position in the answer's text."""
 
     token_id: int
     offset: int  # characters before it
@@ -19,7 +19,11 @@ class PlacedToken:
 
 
 def asked_by_chat(fields: Fields) -> int | None:
-    """How many of the likeliest tokens are wanted beside each chosen one, None for nothing. Raises RequestError."""
+    """Return the requested number of likeliest tokens per token, or None if log-probabilities are off.
+
+    Raises:
+        RequestError: if `top_logprobs` is given without `logprobs`.
+    """
     n_top = fields.whole("top_logprobs")
     if fields.flag("logprobs"):
         return n_top or 0
@@ -29,17 +33,17 @@ def asked_by_chat(fields: Fields) -> int | None:
 
 
 def asked_by_completion(fields: Fields) -> int | None:
-    """As asked_by_chat."""
+    """Return the requested number of likeliest tokens per token, or None if log-probabilities are off."""
     return None if fields.values.get("logprobs") is False else fields.whole("logprobs")
 
 
 def ids_in(tokens: Iterable[PlacedToken]) -> set[int]:
-    """Whose texts the shapes below ask for."""
+    """Return the token ids whose texts the formats below need."""
     return {token_id for each in tokens for token_id in (each.token_id, *(one for one, _ in _top(each)))}
 
 
 def of_completion(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:
-    """Lists as long as the tokens. The chosen token is among the likeliest ones always, as clients expect it."""
+    """Return lists as long as the tokens. The likeliest tokens always include the chosen one, as clients expect."""
     return {
         "tokens": [texts[each.token_id] for each in tokens],
         "token_logprobs": [None if each.logprobs is None else each.logprobs.logprob for each in tokens],
@@ -53,7 +57,7 @@ def _top(token: PlacedToken) -> tuple[tuple[int, float], ...]:
 
 
 def of_chat(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:
-    """An object a token."""
+    """Return one object per token."""
     content = []
     for each in tokens:
         if each.logprobs is None:
@@ -64,7 +68,7 @@ def of_chat(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str
 
 
 def _likeliest(token: PlacedToken, texts: Mapping[int, str]) -> dict[str, float] | None:
-    """By text; of tokens with the same one the likeliest counts."""
+    """Return log-probabilities by text. Of tokens with the same text, the likeliest counts."""
     if token.logprobs is None:
         return None
     found: dict[str, float] = {}
@@ -74,5 +78,5 @@ def _likeliest(token: PlacedToken, texts: Mapping[int, str]) -> dict[str, float]
 
 
 def _named(text: str, logprob: float) -> dict[str, Any]:
-    """bytes: None of a token that is a part of a character."""
+    """Return one token's object. Its bytes are None if the token is part of a character."""
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}

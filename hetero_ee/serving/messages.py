@@ -1,4 +1,4 @@
-"""Messages of a conversation, as OpenAI's and Anthropic's clients send them."""
+"""Messages of a conversation in OpenAI's and Anthropic's formats."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -16,12 +16,20 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def openai_messages(fields: Fields) -> list[Message]:
-    """Raises RequestError for what is no text and no call."""
+    """Return the messages of a chat.
+
+    Raises:
+        RequestError: if a message is neither text nor a call.
+    """
     return with_tool_names([_openai_message(one) for one in _each(fields)])
 
 
 def anthropic_messages(fields: Fields) -> list[Message]:
-    """The system's first, where there is one. Raises RequestError for what is no text and no call."""
+    """Return the messages, starting with the system's if there is one.
+
+    Raises:
+        RequestError: if a message is neither text nor a call.
+    """
     messages = [message for one in _each(fields) for message in _anthropic_message(one)]
     if messages and messages[-1].role == "assistant":
         fields.refuse("messages", "ends with the assistant's; a reply that has begun already can't be continued here")
@@ -30,7 +38,7 @@ def anthropic_messages(fields: Fields) -> list[Message]:
 
 
 def with_tool_names(messages: Sequence[Message]) -> list[Message]:
-    """Each result with the name of its tool, which some templates ask for."""
+    """Return the messages with each result's tool name, which some templates need."""
     names = {call.id: call.name for each in messages for call in each.tool_calls}
     return [
         replace(each, name=names.get(each.tool_call_id or "")) if each.role == "tool" and each.name is None else each
@@ -39,7 +47,11 @@ def with_tool_names(messages: Sequence[Message]) -> list[Message]:
 
 
 def tool_call(fields: Fields, call_id: str | None, arguments: Any) -> ToolCall:
-    """The call of the tool that `fields` names. Raises RequestError for arguments that are no JSON object."""
+    """Return the call that `fields` describes.
+
+    Raises:
+        RequestError: if its arguments are not a JSON object.
+    """
     name = fields.text("name")
     if not name:
         fields.refuse("name", "is missing; expected the name of the tool that was called")
@@ -47,14 +59,14 @@ def tool_call(fields: Fields, call_id: str | None, arguments: Any) -> ToolCall:
         try:
             arguments = json_in(arguments or "{}")
         except ValueError as error:
-            fields.refuse("arguments", f"is {shown(arguments)}, which is no JSON ({error})")
+            fields.refuse("arguments", f"is {shown(arguments)}, which is not JSON ({error})")
     if not isinstance(arguments, dict):
         fields.refuse("arguments", f"is {shown(arguments)}; expected a JSON object")
     return ToolCall(call_id or "", name, arguments)
 
 
 def text_of(fields: Fields, name: str, kinds: Collection[str] = ("text",)) -> str:
-    """A string, or a list of parts that are text, their types one of `kinds`."""
+    """Return the text of a string, or of a list of text parts whose types are among `kinds`."""
     content = fields.values.get(name)
     if isinstance(content, str):
         return _valid(content, name)
@@ -63,7 +75,7 @@ def text_of(fields: Fields, name: str, kinds: Collection[str] = ("text",)) -> st
     parts = fields.objects(name)
     for part in parts:
         if part.values.get("type") not in kinds:
-            part.refuse("type", f"is {shown(part.values.get('type'))}; this server takes text alone")
+            part.refuse("type", f"is {shown(part.values.get('type'))}; this server supports text only")
     return _valid("".join(part.text("text") or "" for part in parts), name)
 
 
@@ -99,7 +111,7 @@ def _openai_message(fields: Fields) -> Message:
 
 
 def _anthropic_message(fields: Fields) -> list[Message]:
-    """A user's message may hold results of tools, each of which is a message here."""
+    """Return the messages in one of Anthropic's. Tool results in a user's message become messages of their own."""
     role, content = _role(fields, ANTHROPIC_ROLES), fields.values.get("content")
     if not isinstance(content, list):
         return [Message(role, text_of(fields, "content"))]
@@ -117,7 +129,7 @@ def _anthropic_message(fields: Fields) -> list[Message]:
         elif kind == "text":
             texts.append(_valid(part.text("text") or "", "text"))
         else:
-            part.refuse("type", f"is {shown(kind)}; this server takes text and tools alone")
+            part.refuse("type", f"is {shown(kind)}; this server supports text and tools only")
     said = Message(role, "".join(texts), tuple(calls), reasoning="".join(thoughts) or None)
     is_empty = not (said.content or said.tool_calls) and results
     return results if is_empty else [*results, said]

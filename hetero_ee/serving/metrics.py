@@ -1,4 +1,4 @@
-"""What a server counts, under the names that vLLM's and llama-server's dashboards ask for, with our prefix."""
+"""Metrics under the names of vLLM's and llama-server's dashboards, with our prefix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ COUNTERS = {
     "generation_tokens": "Tokens generated",
     "tokens_predicted": "The same as generation_tokens",
     "tokens_predicted_seconds": "From a text's first token to its last",
-    "request_failure": "Requests that ended with an error, or that nobody waited for",
-    "num_preemptions": "Requests that began again, for want of memory",
+    "request_failure": "Requests that ended with an error, or whose client disconnected",
+    "num_preemptions": "Requests that restarted for lack of memory",
     "n_decode": "Steps of the texts that run",
     "spec_decode_num_drafts": "Verifications of drafts",
     "spec_decode_num_draft_tokens": "Tokens drafted",
@@ -44,7 +44,7 @@ HISTOGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """Of a request that ended."""
+    """Times and token counts of a finished request."""
 
     queue_s: float
     prefill_s: float  # from leaving the queue to the first token
@@ -55,12 +55,12 @@ class RequestCost:
 
     @property
     def whole_s(self) -> float:
-        """From the request to its last token."""
+        """Seconds from the request to its last token."""
         return self.queue_s + self.prefill_s + self.decode_s
 
 
 class Metrics:
-    """Of one server, in a registry of its own."""
+    """Metrics of one server, in its own registry."""
 
     def __init__(self, model_name: str, scheduler: Scheduler) -> None:
         self._registry, self._model = CollectorRegistry(), model_name
@@ -84,11 +84,11 @@ class Metrics:
         cache.labels(model_name, *config.values()).set(1)
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """Return the metrics in Prometheus's format."""
         return generate_latest(self._registry)
 
     def begun(self, queue_s: float, n_prompt_tokens: int, n_cached_tokens: int, *, is_again: bool) -> None:
-        """A request has left the queue."""
+        """Count a request that has left the queue."""
         self._observe("request_queue_time_seconds", queue_s)
         self._count("num_preemptions", int(is_again))
         for name in ("prompt_tokens", "prefix_cache_queries"):
@@ -97,13 +97,13 @@ class Metrics:
             self._count(name, n_cached_tokens)
 
     def token(self, since_s: float, *, is_first: bool) -> None:
-        """since_s: the request, or the token before."""
+        """Count a token that arrived `since_s` after the one before it, or after the request."""
         self._count("generation_tokens")
         self._count("tokens_predicted")
         self._observe("time_to_first_token_seconds" if is_first else "inter_token_latency_seconds", since_s)
 
     def drafted(self, origin: TokenOrigin) -> None:
-        """A token came out of a draft-verify step, or of an early-exit mode."""
+        """Count the draft-verify or early-exit step of a token."""
         if origin.index == 0 and origin.n_drafted:
             self._count("spec_decode_num_drafts")
             self._count("spec_decode_num_draft_tokens", origin.n_drafted)
@@ -112,13 +112,13 @@ class Metrics:
             self._accepted_at.labels(self._model, str(origin.index)).inc()
 
     def step(self, n_running: int, n_tokens: int) -> None:
-        """The engine's thread has made a step of so many texts, which brought so many tokens."""
+        """Count a step of the engine with `n_running` requests that yielded `n_tokens`."""
         self._n_steps, self._n_busy = self._n_steps + 1, self._n_busy + n_running
         self._count("n_decode")
         self._observe("iteration_tokens_total", n_tokens)
 
     def ended(self, reason: FinishReason | None, cost: RequestCost) -> None:
-        """None: not by its text's end."""
+        """Count a finished request. `reason` is None if its text did not end by itself."""
         if reason is None:
             self._count("request_failure")
             return

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions, as OpenAI's clients ask and read them."""
+"""/v1/chat/completions and /v1/completions, in OpenAI's format."""
 
 import secrets
 import time
@@ -41,7 +41,7 @@ DONE = "[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one of the two ways names things."""
+    """Names in the answers of chats or completions."""
 
     id_prefix: str
     whole: str  # `object` of an answer
@@ -49,7 +49,7 @@ class _Kind:
     is_chat: bool
 
     def choice(self, index: int, said: Said, logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
-        """Of a whole answer."""
+        """Return a choice of a whole answer."""
         found = {"message": _message(said)} if self.is_chat else {"text": said.content}
         return {"index": index, **found, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -62,14 +62,14 @@ class _Kind:
         *,
         is_first: bool = False,
     ) -> dict[str, Any]:
-        """Of an event."""
+        """Return a choice of an event."""
         role = {"role": "assistant"} if is_first else {}
         content = {"content": text} if text or is_first else {}
         said: dict[str, Any] = {"delta": role | content} if self.is_chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def special(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Of an event that is no text of a completion."""
+        """Return a choice of a chat's event with an arbitrary delta."""
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
@@ -78,7 +78,12 @@ TEXT = _Kind("cmpl-", "text_completion", "text_completion", is_chat=False)
 
 
 async def chat_completions(request: Request, served: ServedModel) -> Response:
-    """Raises HeteroError, ClientDisconnect."""
+    """Answer a chat, whole or streamed.
+
+    Raises:
+        HeteroError: if the request is refused or fails.
+        ClientDisconnect: if the client is gone.
+    """
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED, REFUSED_IN_CHATS)
     n_logprobs = _offered(asked_by_chat(fields), fields, served)
@@ -93,7 +98,12 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
 
 
 async def completions(request: Request, served: ServedModel) -> Response:
-    """Raises HeteroError, ClientDisconnect."""
+    """Answer a completion, whole or streamed.
+
+    Raises:
+        HeteroError: if the request is refused or fails.
+        ClientDisconnect: if the client is gone.
+    """
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED, REFUSED_IN_TEXTS)
     n_logprobs = _offered(asked_by_completion(fields), fields, served)
@@ -116,7 +126,7 @@ async def completions(request: Request, served: ServedModel) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """How the answer is to leave."""
+    """The requested form of the answer."""
 
     is_stream: bool
     has_usage: bool  # in an event of its own
@@ -125,7 +135,7 @@ class _Asked:
 
     @classmethod
     def of(cls, fields: Fields) -> "_Asked":
-        fields.text("model")  # whatever its name: there is one
+        fields.text("model")  # any name is accepted: there is one model
         n_each = fields.whole("n")
         has_usage = fields.inner("stream_options").flag("include_usage")
         return cls(fields.flag("stream"), has_usage, 1 if n_each is None else n_each, fields.flag(ASKED))
@@ -136,7 +146,7 @@ class _Answer:
 
     def __init__(self, kind: _Kind, served: ServedModel, asked: _Asked, chat: Chat | None = None) -> None:
         self._kind, self._served, self._asked, self._chat = kind, served, asked, chat
-        self._said = Said()  # of the text that is being given out
+        self._said = Said()  # of the current text
         name, created_s = served.settings.model_name, int(time.time())
         self._head = {"id": kind.id_prefix + secrets.token_hex(12), "created": created_s, "model": name}
 
@@ -145,7 +155,7 @@ class _Answer:
         return self._asked.is_stream
 
     async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """In one document."""
+        """Return the answer as one document."""
         choices = []
         for index, each in enumerate(generations):
             if self._chat is None or self._chat.is_plain:
@@ -159,7 +169,7 @@ class _Answer:
         return {**self._head, "object": self._kind.whole, "choices": choices, **tail}
 
     async def events(self, generations: Sequence[Generation], ping_s: float) -> AsyncIterator[bytes]:
-        """Pieces of each text, one text after the other, why it ended, the usage where that was asked for."""
+        """Yield the texts piece by piece, one after another, with their finish reasons and, if requested, the usage."""
         try:
             for index, each in enumerate(generations):
                 async for piece in self._pieces(index, each, ping_s):
@@ -175,7 +185,7 @@ class _Answer:
         yield event(DONE)
 
     async def _pieces(self, index: int, generation: Generation, ping_s: float) -> AsyncIterator[bytes]:
-        """All of a text but its end. What is echoed comes with the first token, whose log-probabilities follow it."""
+        """Yield a text without its end. The echo comes with the first token to keep log-probabilities in order."""
         if self._kind.is_chat:
             yield self._piece([self._kind.delta(index, "", None, None, is_first=True)])
         if self._chat is not None and not self._chat.is_plain:
@@ -190,7 +200,7 @@ class _Answer:
                 yield self._piece([said | self._origins(generation)])
 
     async def _parts(self, index: int, generation: Generation, chat: Chat, ping_s: float) -> AsyncIterator[bytes]:
-        """The same of a reply with thoughts or calls."""
+        """Yield a reply with thoughts or calls without its end."""
         self._said = Said()
         async for pieces in pieces_of(generation, chat, self._said, ping_s):
             if pieces is None:
@@ -204,7 +214,7 @@ class _Answer:
         return "tool_calls" if has_called else generation.finish_reason
 
     async def _logprobs(self, generation: Generation) -> dict[str, Any] | None:
-        """Of the tokens that came since the last time."""
+        """Return log-probabilities of the tokens since the last call."""
         tokens, generation.placed = generation.placed, []
         if not tokens:
             return None
@@ -212,7 +222,7 @@ class _Answer:
         return of_chat(tokens, texts) if self._kind.is_chat else of_completion(tokens, texts)
 
     def _origins(self, generation: Generation) -> dict[str, Any]:
-        """The same of where they came from, if that was asked for."""
+        """Return origins of the tokens since the last call, if they were requested."""
         tokens, generation.kept = generation.kept, []
         return of_tokens(tokens, self._served.engine.spec.n_layers) if self._asked.has_origins else {}
 
@@ -255,7 +265,11 @@ async def _answer(
 def _started(
     prompts: Sequence[tuple[list[int], Echo | None]], asked: _Asked, params: SamplingParams, served: ServedModel
 ) -> list[Generation]:
-    """The texts of each prompt, the first with the request's seed, others with the next ones. Raises BusyError."""
+    """Queue the texts of each prompt. The first gets the request's seed, the others the following ones.
+
+    Raises:
+        BusyError: if the queue is full.
+    """
     generations: list[Generation] = []
     try:
         for ids, echo in prompts:
@@ -270,7 +284,11 @@ def _started(
 
 
 def _check_n(n_each: int, n_prompts: int, fields: Fields, served: ServedModel) -> None:
-    """Raises RequestError for more texts than may run and wait at a time."""
+    """Check that all texts can run and wait at a time.
+
+    Raises:
+        RequestError: if there are too many.
+    """
     most = served.settings.n_slots + served.settings.queue_size
     if n_prompts > most:
         fields.refuse("prompt", f"holds {n_prompts} prompts; expected at most {most}, as may run and wait at a time")
@@ -279,14 +297,18 @@ def _check_n(n_each: int, n_prompts: int, fields: Fields, served: ServedModel) -
 
 
 def _offered(n_logprobs: int | None, fields: Fields, served: ServedModel) -> int | None:
-    """The same. Raises RequestError where this model's mode has no log-probabilities."""
+    """Return `n_logprobs` unchanged.
+
+    Raises:
+        RequestError: if this model's mode has no log-probabilities.
+    """
     if n_logprobs is not None and served.engine.exits is not None:
         fields.refuse("logprobs", f"is {shown(fields.values['logprobs'])}; {NO_LOGPROBS}", code="unsupported_parameter")
     return n_logprobs
 
 
 def _prompts(fields: Fields) -> list[Any]:
-    """Each of them text, or a list of token ids."""
+    """Return the prompts, each a text or a list of token ids."""
     prompt = fields.values.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         return prompt
@@ -296,12 +318,12 @@ def _prompts(fields: Fields) -> list[Any]:
 
 
 def _timings(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Of one text; of several that ran beside each other they would say little."""
+    """Return the timings of a single text. Timings of parallel texts would mean little."""
     return {"timings": generations[0].timings()} if len(generations) == 1 else {}
 
 
 def _usage(generations: Sequence[Generation], n_each: int) -> dict[str, Any]:
-    """Of texts, n_each of which have one prompt."""
+    """Return the usage of texts, of which every `n_each` share a prompt."""
     n_prompt = sum(each.n_prompt_tokens for each in generations[::n_each])
     n_tokens = sum(each.n_tokens for each in generations)
     return {

@@ -55,7 +55,7 @@ FORMS: dict[str, Schema] = {
 
 
 def _tools(**fields: Schema) -> Schema:
-    """Functions with these fields beside their type."""
+    """Return the schema of tools: functions with these fields in addition to their type."""
     tool = {"type": "object", "required": ["type", *fields], "properties": {"type": {"const": "function"}, **fields}}
     return {"type": "array", "items": tool, "maxItems": 512}
 
@@ -113,7 +113,7 @@ async def document(request: Request, served: ServedModel) -> Response:
 
 
 def openapi() -> dict[str, Any]:
-    """What each path takes and answers."""
+    """Return the OpenAPI document with what each path accepts and answers."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "hetero-ee", "version": __version__, "license": {"name": "Apache-2.0"}},

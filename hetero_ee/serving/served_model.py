@@ -1,4 +1,4 @@
-"""The model that a server serves: from what a request asks to a text that is being generated."""
+"""The model that a server serves: turns requests into queued generations."""
 
 import asyncio
 import threading
@@ -21,8 +21,12 @@ from hetero_ee.text.text_stream import TextStream
 
 
 class ServedModel:
-    """An engine with its queue. usual: the sampling of requests that say nothing, the model's own where None. The
-    engine is for nobody else until close(), which leaves it open. marker_ids: of MARKERS that are special tokens."""
+    """An engine with its queue.
+
+    Until `close` the engine is reserved for it. `usual` has the default sampling of requests; `marker_ids` has those of
+    MARKERS
+    that are special tokens.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,15 @@ class ServedModel:
         usual: SamplingParams | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """chat_template: in place of the model's own. Raises HeteroError."""
+        """Start the queue.
+
+        Args:
+            usual: Default sampling; None for the model's own.
+            chat_template: Replaces the model's own.
+
+        Raises:
+            HeteroError: if the template is invalid.
+        """
         self.engine, self.settings = engine, settings
         self.usual = engine.default_sampling if usual is None else usual
         self.created_s = int(time.time())
@@ -42,18 +54,22 @@ class ServedModel:
         self._encoding = threading.Lock()  # of tokenizer and template, neither of which is for several threads
         found = {marker: engine.tokenizer.special_token_id(marker) for marker in MARKERS}
         self.marker_ids = {marker: token_id for marker, token_id in found.items() if token_id is not None}
-        engine.tokenizer.encode("a")  # what the tokenizer sets at its first use it sets while nobody decodes
+        engine.tokenizer.encode("a")  # the first use initializes the tokenizer, before other threads decode
         self.scheduler = Scheduler(engine, settings.n_slots, settings.queue_size)
         self.metrics = Metrics(settings.model_name, self.scheduler)
         self.scheduler.watch = self.metrics.step
 
     @property
     def most_tokens(self) -> int:
-        """The longest context there may be."""
+        """Longest possible context in tokens."""
         return self.engine.executor.most_tokens
 
     async def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """As Engine.generate reads it. Raises HeteroError."""
+        """Return the token ids of a prompt, as `Engine.generate` reads it.
+
+        Raises:
+            HeteroError: if the prompt is invalid or too long.
+        """
         return self._fitting(await asyncio.to_thread(self._read, prompt))
 
     async def chat_prompt(
@@ -62,16 +78,31 @@ class ServedModel:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], str]:
-        """As a conversation reads it, ids and text. tools, variables: see ChatTemplate.render. Raises HeteroError."""
+        """Return token ids and text of a conversation.
+
+        Args:
+            tools, variables: See `ChatTemplate.render`.
+
+        Raises:
+            HeteroError: if the template refuses the messages or the prompt is too long.
+        """
         ids, text = await asyncio.to_thread(self._render, messages, tools, variables)
         return self._fitting(ids), text
 
     async def require_grammar(self, params: SamplingParams) -> None:
-        """Raises UsageError for what a text can't be held to."""
+        """Check that output can be constrained as `params` ask.
+
+        Raises:
+            UsageError: if it can't.
+        """
         await asyncio.to_thread(self.engine.require_grammar, params)
 
     async def encode(self, text: str, *, with_special_tokens: bool) -> list[int]:
-        """Raises HeteroError."""
+        """Return the token ids of `text`.
+
+        Raises:
+            HeteroError: if the tokenizer fails.
+        """
 
         def work() -> list[int]:
             with self._encoding:
@@ -80,11 +111,15 @@ class ServedModel:
         return await asyncio.to_thread(work)
 
     async def decode(self, token_ids: list[int]) -> str:
-        """Raises RequestError for a token that is none."""
+        """Return the text of these tokens.
+
+        Raises:
+            RequestError: if one is not a token id.
+        """
         n_tokens = self.engine.spec.vocab_size
         for each in token_ids:
             if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < n_tokens:
-                raise RequestError(f"tokens holds what is no token; expected ids from 0 to {n_tokens - 1}.", "tokens")
+                raise RequestError(f"tokens contains an invalid id; expected ids from 0 to {n_tokens - 1}.", "tokens")
 
         def work() -> str:
             with self._encoding:
@@ -93,7 +128,7 @@ class ServedModel:
         return await asyncio.to_thread(work)
 
     async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
-        """What each of these tokens is called."""
+        """Return the text of each of these tokens."""
 
         def work() -> dict[int, str]:
             with self._encoding:
@@ -102,7 +137,7 @@ class ServedModel:
         return await asyncio.to_thread(work)
 
     async def echo(self, prompt: Prompt, prompt_ids: list[int], scoring: Scoring | None) -> Echo:
-        """Of a prompt that prompt_ids() has read."""
+        """Return the echo of a prompt that `prompt_ids` has read."""
 
         def work() -> Echo:
             with self._encoding:
@@ -117,13 +152,17 @@ class ServedModel:
     def generation(
         self, prompt_ids: list[int], params: SamplingParams, echo: Echo | None = None, *, keeps_tokens: bool = False
     ) -> Generation:
-        """In the queue from now on. Raises BusyError."""
+        """Queue a generation and return it.
+
+        Raises:
+            BusyError: if the queue is full.
+        """
         timeout_s = self.settings.request_timeout_s
         common = self.scheduler, self.metrics, prompt_ids, params, timeout_s, echo
         return Generation(*common, keeps_tokens=keeps_tokens)
 
     def close(self) -> None:
-        """Ends every text. Closing twice does nothing."""
+        """End every request. Closing twice does nothing."""
         self.scheduler.close()
         if self._template is not None:
             self._template.close()
@@ -131,7 +170,7 @@ class ServedModel:
     def _read(self, prompt: Prompt) -> list[int]:
         with self._encoding:
             try:
-                # How long it may be is judged below, where programs are told in a word of their own.
+                # The length is checked below, where the error has a code for programs.
                 return self._prompts.ids(prompt, 2**62)
             except UsageError as error:
                 raise RequestError(str(error), "prompt", code="invalid_value") from error
@@ -149,14 +188,14 @@ class ServedModel:
             text = self._template.render(messages, tools, variables)
             ids = self.engine.tokenizer.encode(text, with_special_tokens=False)
         if not ids:
-            raise RequestError("the chat template makes no token of these messages.", "messages")
+            raise RequestError("the chat template turns these messages into an empty prompt.", "messages")
         return ids, text
 
     def _fitting(self, ids: list[int]) -> list[int]:
         if len(ids) >= self.most_tokens:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.most_tokens}, one of them new; shorten "
-                "it, or start the server with a larger --ctx-size.",
+                f"the prompt has {len(ids)} tokens; the context limit is {self.most_tokens}, including one generated "
+                "token. Shorten the prompt, or start the server with a larger --ctx-size.",
                 code="context_length_exceeded",
             )
         return ids

@@ -1,4 +1,4 @@
-"""Runs the application on a socket until a signal ends it."""
+"""Run the application on a socket until a signal ends it."""
 
 import socket
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SHUTDOWN_S = 5  # for answers to leave; then connections are cut
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which would wait for every text to end by itself."""
+    """uvicorn's server, except that it doesn't wait for requests to end by themselves."""
 
     def __init__(self, config: uvicorn.Config, served: ServedModel) -> None:
         super().__init__(config)
@@ -29,7 +29,11 @@ class _Server(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """The listening socket, before a model is loaded. Raises UsageError where the address can't be had."""
+    """Return the listening socket, before a model is loaded.
+
+    Raises:
+        UsageError: if the address is not available.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With its protocol named asyncio sends small pieces at once; else each token could wait 40 ms for the one before.
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -39,19 +43,19 @@ def bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         found.close()
         raise UsageError(
-            f"{settings.host}:{settings.port} can't be listened on ({error.strerror or error}); name another --port."
+            f"can't listen on {settings.host}:{settings.port} ({error.strerror or error}); choose another --port."
         ) from error
     return found
 
 
 def url_of(settings: ServerSettings, listening: socket.socket) -> str:
-    """Where clients find it."""
+    """Return the server's URL."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{listening.getsockname()[1]}"
 
 
 def http_server(served: ServedModel) -> uvicorn.Server:
-    """Within bounds on headers and connections."""
+    """Return the HTTP server, with limits on headers and connections."""
     config = uvicorn.Config(
         create_app(served),
         http="h11",
@@ -68,7 +72,7 @@ def http_server(served: ServedModel) -> uvicorn.Server:
 
 
 def serve(served: ServedModel, listening: socket.socket, begun: Callable[[], None]) -> None:
-    """Answers requests until SIGINT or SIGTERM, which are raised again at the end. begun: called once it listens."""
+    """Answer requests until SIGINT or SIGTERM, which is raised again at the end. Calls `begun` once it listens."""
     try:
         listening.listen()
         begun()

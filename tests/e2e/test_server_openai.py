@@ -190,7 +190,7 @@ def test_what_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
         ([], "messages is empty"),
         ([{"role": "function", "content": "x", "name": "f"}], r"messages\[0\].role is 'function'"),
         ([{"role": "user", "content": None}], r"messages\[0\].content is None"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], "takes text alone"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], "supports text only"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "tool_calls"),
     ],
 )
@@ -213,7 +213,7 @@ def test_prompts_that_are_none_are_refused(server: RunningServer, prompt: Any) -
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="the prompt has 700 tokens and the context holds 600") as refused:
+    with pytest.raises(openai.BadRequestError, match="the prompt has 700 tokens; the context limit is 600") as refused:
         client.completions.create(prompt=[5] * 700, **GREEDY)
     assert refused.value.code == "context_length_exceeded"
 

@@ -227,14 +227,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "asks for not",
     ),
     "a bad grammar": ({"grammar": "root ::= ("}, "grammar", "can't be"),
-    "two forms": ({"grammar": "start: /a/", "json_schema": PLACE}, "grammar", "beside json_schema"),
+    "two forms": ({"grammar": "start: /a/", "json_schema": PLACE}, "grammar", "combined with json_schema"),
     "no schema": (
         {"response_format": {"type": "json_schema", "json_schema": {}}},
         "response_format.json_schema.schema",
         "missing",
     ),
     "another form": ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-    "no such tool": ({"tools": TOOLS, "tool_choice": NO_SUCH}, "tool_choice", "none of the tools"),
+    "no such tool": ({"tools": TOOLS, "tool_choice": NO_SUCH}, "tool_choice", "not among the tools"),
     "no tool at all": ({"tool_choice": "required"}, "tool_choice", "no tool"),
     "a strict tool": ({"tools": [STRICT]}, "tools", "asks for not"),
     "a tool without a name": (
@@ -248,9 +248,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "holds 513 tools",
     ),
     "another choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
-    "a schema that is no JSON": ({"json_schema": "{"}, "json_schema", "no JSON"),
+    "a schema that is no JSON": ({"json_schema": "{"}, "json_schema", "not JSON"),
     "a schema that is no object": ({"tools": TOOLS, "json_schema": "[1]"}, "json_schema", "an object"),
-    "a schema nested too deep": ({"tools": TOOLS, "json_schema": '{"a":' * 9999}, "json_schema", "no JSON"),
+    "a schema nested too deep": ({"tools": TOOLS, "json_schema": '{"a":' * 9999}, "json_schema", "not JSON"),
     "a grammar and tools": ({"tools": TOOLS, "grammar": "start: /a/"}, "grammar", "and tools are both given"),
 }
 

@@ -1,4 +1,4 @@
-"""The page's files, each at a path of its own."""
+"""The page's files, each at its own path."""
 
 from pathlib import Path
 
@@ -37,6 +37,6 @@ HEADERS = {
 
 
 async def file(request: Request, served: ServedModel) -> Response:
-    """Of FILES."""
+    """Answer with one of FILES."""
     found = FOLDER / FILES[request.url.path]
     return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])

@@ -1,1 +1,1 @@
-"""/v1/responses, OpenAI's newer interface, without memory: each request brings all that was said."""
+"""/v1/responses, OpenAI's newer interface. Nothing is stored: each request has the whole conversation."""

@@ -1,4 +1,4 @@
-"""The answer to a request, whole or streamed, as OpenAI's clients read it."""
+"""/v1/responses, whole or streamed, in OpenAI's format."""
 
 import json
 import secrets
@@ -34,10 +34,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
 
 
 async def responses(request: Request, served: ServedModel) -> Response:
-    """Raises HeteroError, ClientDisconnect."""
+    """Answer a request of /v1/responses, whole or streamed.
+
+    Raises:
+        HeteroError: if the request is refused or fails.
+        ClientDisconnect: if the client is gone.
+    """
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED)
-    fields.text("model")  # whatever its name: there is one
+    fields.text("model")  # any name is accepted: there is one model
     params = RESPONSES.read(fields, served.usual, served.engine.spec.vocab_size)
     is_stream, messages, use = fields.flag("stream"), messages_of(fields), openai_tools(fields, is_flat=True)
     chat = await prepared(served, messages, params, use, _form(fields))
@@ -46,7 +51,7 @@ async def responses(request: Request, served: ServedModel) -> Response:
     if is_stream:
         return EventStream(answer.stream(served.settings.ping_s), [generation])
     document = await until_gone(request, answer.whole(), [generation])
-    # In ASCII, as events are: what of the request is said again may hold half a character.
+    # In ASCII, like events: echoed parts of the request may hold half a character.
     return Response(json.dumps(document), media_type="application/json")
 
 
@@ -82,7 +87,7 @@ class _Answer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """In one document."""
+        """Return the response as one document."""
         async for pieces in pieces_of(self._generation, self._chat, self._said):
             for each in pieces or ():
                 list(self._output.add(each, self._said))
@@ -90,7 +95,7 @@ class _Answer:
         return self._document(self._status)
 
     async def stream(self, ping_s: float) -> AsyncIterator[bytes]:
-        """In events, each with a number."""
+        """Yield the response as numbered events."""
         yield self._event({"type": "response.created", "response": self._document("in_progress")})
         yield self._event({"type": "response.in_progress", "response": self._document("in_progress")})
         try:

@@ -1,4 +1,4 @@
-"""Output: the items of a response as they come, and the events that say so."""
+"""Items of a response while they arrive, and their events."""
 
 import secrets
 from collections.abc import Iterator
@@ -12,14 +12,15 @@ COMPLETED, INCOMPLETE = "completed", "incomplete"
 
 
 class Output:
-    """Pieces in, events out. items: those that there are, the last one in progress until end()."""
+    """Turns pieces into items and events. The last of `items` is in progress until `end`."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._kind = ""
 
     def add(self, piece: Piece, said: Said) -> Iterator[Event]:
-        """The next piece, which is in `said`; its item begins where none of its kind is open."""
+        """Add the next piece, which is already in `said`, and yield its events. It starts an item unless one of its
+        kind is open."""
         kind = CALLED if piece.kind == ARGUMENTS else piece.kind
         if piece.kind == CALLED or kind != self._kind:
             yield from self._close(COMPLETED)
@@ -37,7 +38,7 @@ class Output:
         yield {"type": f"response.{self._text}.delta", **place, "content_index": 0, "delta": piece.text, **more}
 
     def end(self, *, is_whole: bool) -> Iterator[Event]:
-        """The last item's; of an empty response it is the first."""
+        """Yield the events that end the last item. An empty response gets an empty message."""
         if not self.items:
             self._kind = SAID
             yield from self._open({})

@@ -1,1 +1,1 @@
-"""Tools that a model may call: what is asked, how a template writes calls, and what of a reply is one."""
+"""Tool calls: what a request offers, how a template writes calls, and how a reply is parsed."""

@@ -1,4 +1,4 @@
-"""Chat: what a request of any protocol amounts to: a prompt, what the reply keeps to, and how it is read."""
+"""A chat request of any protocol as a prompt, sampling parameters and a way to read the reply."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from hetero_ee.text.chat_template import Message
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a reply is to be like. At most one of schema and grammar."""
+    """A requested form of a reply: a schema or a grammar, not both."""
 
     json_schema: str | None = None
     grammar: str | None = None
@@ -28,13 +28,13 @@ class Form:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Of sampling parameters."""
+        """The form as changes of sampling parameters."""
         return {"json_schema": self.json_schema, "grammar": self.grammar}
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Ready to be generated."""
+    """A chat request that is ready to be generated."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -46,11 +46,11 @@ class Chat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of the reply is what is said."""
+        """Whether the whole reply is content, without thoughts or calls."""
         return self.format is None and not self.thinks
 
     def reader(self) -> ReplyReader:
-        """Of one reply."""
+        """Return a reader for one reply."""
         return ReplyReader(self.format, self.names, thinks=self.thinks, is_thinking=self.is_thinking)
 
 
@@ -62,7 +62,12 @@ async def prepared(
     form: Form | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """variables: of the chat template's own. Raises RequestError, HeteroError."""
+    """Prepare a chat request. `variables` are those of the chat template.
+
+    Raises:
+        RequestError: if the form and the tools exclude each other or can't be enforced.
+        HeteroError: if the template refuses the messages.
+    """
     template = served.template or ""
     known = recognised(template)
     style = known or HERMES
@@ -89,7 +94,7 @@ async def prepared(
 async def _held(
     served: ServedModel, chat: Chat, use: ToolUse, form: Form | None, grammar: ReplyGrammar
 ) -> SamplingParams:
-    """The parameters with what the reply keeps to."""
+    """Return the sampling parameters with the reply's grammar."""
     how: dict[str, Any] = {"thinks": chat.thinks, "is_thinking": chat.is_thinking}
     schema = None if form is None or form.json_schema is None else json.loads(form.json_schema)
     if chat.format is not None:
@@ -109,9 +114,10 @@ async def _held(
 async def constrained(
     served: ServedModel, params: SamplingParams, changes: Mapping[str, Any], field: str
 ) -> SamplingParams:
-    """The parameters with a schema or grammar that a text can be held to. field: of the request, which asks for it.
+    """Return the parameters with `changes`. `field` is the request's field that asks for the constraint.
 
-    Raises RequestError.
+    Raises:
+        RequestError: if output can't be constrained like that.
     """
     try:
         changed = params.changed(**changes)
@@ -128,6 +134,6 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short(call_id: str) -> str:
-    """Nine letters and digits, the same for the same id."""
+    """Return an id of nine letters and digits, always the same for the same `call_id`."""
     is_short = len(call_id) == 9 and call_id.isascii() and call_id.isalnum()
     return call_id if is_short else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]

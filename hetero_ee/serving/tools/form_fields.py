@@ -1,4 +1,4 @@
-"""What a request asks of a text's form: OpenAI's response_format, llama-server's and vLLM's names for the same."""
+"""Fields that constrain the output: OpenAI's response_format, and llama-server's and vLLM's equivalents."""
 
 import json
 from typing import Any
@@ -12,15 +12,23 @@ NAMES = ("response_format", "json_schema", "guided_json", "grammar", "guided_gra
 
 
 def asked_form(fields: Fields) -> Form | None:
-    """None where a text may have any. Raises RequestError, also for two of them."""
+    """Return the requested form, or None.
+
+    Raises:
+        RequestError: if a form is invalid or two are given.
+    """
     found = [(name, form) for name in NAMES if (form := _FORMS[name](fields, name)) is not None]
     if len(found) > 1:
-        fields.refuse(found[1][0], f"is given beside {found[0][0]}; a text keeps to one of them")
+        fields.refuse(found[1][0], f"can't be combined with {found[0][0]}; leave one of them out")
     return found[0][1] if found else None
 
 
 def schema_form(fields: Fields, kind: Any, schema_of: Fields, name: str) -> Form | None:
-    """By its type: text, json_object, or json_schema, whose schema is a field of schema_of. Raises RequestError."""
+    """Return the form of type text, json_object or json_schema, whose schema is a field of `schema_of`.
+
+    Raises:
+        RequestError: if the type is unknown or the schema is missing.
+    """
     if kind == "text":
         return None
     if kind == "json_object":
@@ -42,14 +50,14 @@ def _response_format(fields: Fields, name: str) -> Form | None:
 
 
 def _schema(fields: Fields, name: str, field: str) -> Form | None:
-    """An object, or text that is one; an empty object asks for nothing, as in llama-server."""
+    """Return the form of a schema, an object or its text. An empty object asks for nothing, as in llama-server."""
     value = fields.values.get(name)
     if value is None or value == {}:
         return None
     try:
         schema = json_in(value) if isinstance(value, str) else value
     except ValueError as error:
-        fields.refuse(name, f"is {shown(value)}, which is no JSON ({error})")
+        fields.refuse(name, f"is {shown(value)}, which is not JSON ({error})")
     if not isinstance(schema, dict):
         fields.refuse(name, f"is {shown(value)}; expected a JSON Schema, an object")
     return Form(json.dumps(schema), field=field)

@@ -1,4 +1,4 @@
-"""The grammar of a reply that may call tools, or think before it keeps to a schema; Lark, as llguidance has it."""
+"""The grammar of a reply that may call tools, or think before it matches a schema, in llguidance's dialect of Lark."""
 
 import json
 import re
@@ -13,7 +13,7 @@ TEXT = r"TEXT: /(.|\n)*/"
 
 
 class ReplyGrammar:
-    """special_ids: of markers that are special tokens of this model, which have no text."""
+    """Writes grammars. `special_ids` has the markers that are special tokens of this model and have no text."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._special_ids = special_ids
@@ -28,9 +28,15 @@ class ReplyGrammar:
         thinks: bool,
         is_thinking: bool,
     ) -> str:
-        """Of a reply that calls tools: at once where that is required, else wherever the format's trigger comes, up to
-        which it may say anything. answer: the schema of a reply that calls none. thinks, is_thinking: as of_schema has
-        them."""
+        """Return the grammar of a reply that may call tools.
+
+        A required call comes at once; otherwise the reply is free until the format's trigger.
+
+        Args:
+            answer: The schema of a reply without calls.
+            thinks: Whether the reply may begin with thoughts.
+            is_thinking: Whether the prompt has begun the thoughts.
+        """
         tools = use.callable_tools
         calls = self._literal((form.opening + form.head).removeprefix(form.trigger)) + " body"
         if use.is_parallel and form.separator is not None:
@@ -50,12 +56,13 @@ class ReplyGrammar:
         return "\n".join(rules) + "\n"
 
     def of_schema(self, schema: Mapping[str, Any], *, is_thinking: bool) -> str:
-        """Of a reply that may think and then keeps to the schema. is_thinking: it has begun to, in the prompt."""
+        """Return the grammar of a reply that may think and then matches the schema. `is_thinking`: the prompt has begun
+        the thoughts."""
         thought, more = self._thought(thinks=True, is_thinking=is_thinking)
         return "\n".join([TEXT, f"start: {thought} %json {_styled(schema)}", *more]) + "\n"
 
     def _free_rules(self, form: ToolFormat, calls: str, *, is_thought: bool) -> list[str]:
-        """Of a reply that may say anything up to the trigger; markers of thoughts are no text where they are tokens."""
+        """Return the rules of a reply that is free until the trigger. Thought markers that are tokens are not text."""
         trigger, text = self._literal(form.trigger), "OTHER?" if form.at_start else "TEXT"
         marks = [self._literal(each) for each in (THINK, THINK_END) if is_thought and each in self._special_ids]
         start = f"start: ({text} ({' | '.join(marks)}))* " if marks else "start: "
@@ -74,7 +81,7 @@ class ReplyGrammar:
         return begin, [rule, r"BLANK: /\n{0,2}/"]
 
     def _literal(self, text: str) -> str:
-        """Special tokens by their ids."""
+        """Return `text` as a literal, with special tokens by their ids."""
         parts = [text] if self._split is None else [each for each in self._split.split(text) if each]
         return " ".join(
             f"<[{self._special_ids[each]}]>" if each in self._special_ids else _quoted(each) for each in parts
@@ -86,10 +93,10 @@ def _quoted(text: str) -> str:
 
 
 def _arguments(tool: Tool) -> str:
-    """Its schema; what can't be held to is left out unless it is strict."""
+    """Return the tool's schema. Keywords that can't be enforced are dropped unless the tool is strict."""
     return _styled(tool.parameters, lenient=not tool.is_strict)
 
 
 def _styled(schema: Mapping[str, Any], **style: Any) -> str:
-    own = schema.get("x-guidance")  # llguidance passes over one that is no object, too
+    own = schema.get("x-guidance")  # llguidance ignores one that is not an object, too
     return json.dumps({**schema, "x-guidance": JSON_STYLE | style | (own if isinstance(own, dict) else {})})

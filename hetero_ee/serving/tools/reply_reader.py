@@ -1,4 +1,4 @@
-"""ReplyReader: what of a reply is thought, what is said and what is a call, as its text comes."""
+"""Splits a reply into thoughts, content and calls while it arrives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ THOUGHT, SAID, CALLED, ARGUMENTS = "thought", "said", "called", "arguments"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of one kind; of CALLED the tool's name. index: of the call."""
+    """Text of one kind. For CALLED it is the tool's name; `index` counts the calls."""
 
     kind: str
     text: str
@@ -18,12 +18,12 @@ class Piece:
 
 
 class ReplyReader:
-    """For replies that keep to ReplyGrammar; others' text is what is said. form: None where nothing can be called."""
+    """Reads replies that match ReplyGrammar; all text of other replies is content. `form` is None without tools."""
 
     def __init__(
         self, form: ToolFormat | None, names: Sequence[str], *, thinks: bool = False, is_thinking: bool = False
     ) -> None:
-        """names: of the tools. thinks: the reply may begin with thoughts; is_thinking: it did so in the prompt."""
+        """Start a reply. `thinks`: it may begin with thoughts; `is_thinking`: the prompt has begun them."""
         self._form, self._names, self._buffer, self.n_calls = form, names, "", 0
         self._state: Callable[[], list[Piece] | None] = self._say
         if thinks or is_thinking:
@@ -31,7 +31,7 @@ class ReplyReader:
         self._has_said, self._scanner = False, _ObjectScanner()
 
     def read(self, text: str) -> list[Piece]:
-        """What is certain by now."""
+        """Add text and return the pieces that are certain."""
         self._buffer += text
         found: list[Piece] = []
         while (pieces := self._state()) is not None:
@@ -39,7 +39,7 @@ class ReplyReader:
         return found
 
     def end(self) -> list[Piece]:
-        """The rest; of a call that has not got to its name, nothing."""
+        """Return the remaining pieces. A call without a complete name is dropped."""
         rest, self._buffer = self._buffer, ""
         if self._state == self._think:
             return _piece(THOUGHT, rest)
@@ -96,7 +96,7 @@ class ReplyReader:
         return _piece(SAID, self._take(len(self._buffer))) or None
 
     def _call(self) -> list[Piece] | None:
-        """Up to a call's arguments."""
+        """Read a call up to its arguments."""
         form = self._form
         assert form is not None
         before = (form.opening if self.n_calls == 0 else form.separator or "") + form.head
@@ -128,14 +128,14 @@ class ReplyReader:
 
 
 class _ObjectScanner:
-    """Finds where a JSON object ends whose text comes in pieces."""
+    """Finds the end of a JSON object whose text arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self.is_complete = False
 
     def length(self, text: str) -> int:
-        """Characters of this piece that are the object's."""
+        """Return how many characters of this piece belong to the object."""
         for place, each in enumerate(text):
             if self._in_string:
                 self._in_string = self._is_escaped or each != '"'
@@ -151,7 +151,7 @@ class _ObjectScanner:
 
 
 def _certain(text: str, marker: str) -> int:
-    """Characters that neither begin the marker nor are blanks before what may."""
+    """Return how many characters neither begin the marker nor are blanks before it."""
     n_begun = next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)
     return len(text[: len(text) - n_begun].rstrip())
 

@@ -1,4 +1,4 @@
-"""Said: a reply as its pieces come, and what they amount to, for any protocol."""
+"""A reply as its pieces arrive, for any protocol."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -20,14 +20,14 @@ class Call:
 
 @dataclass(slots=True)
 class Said:
-    """What a reply says so far."""
+    """The reply so far."""
 
     content: str = ""
     thought: str = ""
     calls: list[Call] = field(default_factory=list)
 
     def add(self, piece: Piece, chat: Chat) -> None:
-        """The next piece."""
+        """Add the next piece."""
         if piece.kind == SAID:
             self.content += piece.text
         elif piece.kind == THOUGHT:
@@ -44,8 +44,8 @@ class Said:
 async def pieces_of(
     generation: Generation, chat: Chat, said: Said, ping_s: float | None = None
 ) -> AsyncIterator[list[Piece] | None]:
-    """Of each token, none of some; each is in `said` by then. None after each ping_s without a token. Raises as
-    Generation.tokens does."""
+    """Yield the pieces of each token, possibly none, after adding them to `said`; None after each `ping_s` without a
+    token. Raises like `Generation.tokens`."""
     reader = chat.reader()
     async for token in generation.tokens(ping_s):
         if token is None:
@@ -62,7 +62,7 @@ async def pieces_of(
 
 
 async def whole(generation: Generation, chat: Chat) -> Said:
-    """All of a reply. Raises as Generation.tokens does."""
+    """Return the whole reply. Raises like `Generation.tokens`."""
     said = Said()
     async for _ in pieces_of(generation, chat, said):
         pass

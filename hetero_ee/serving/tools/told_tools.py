@@ -1,4 +1,4 @@
-"""Tools for a chat template that knows none: told in the system's message, calls and results as text."""
+"""Tools for chat templates without tool support: described in the system message, with calls and results as text."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from hetero_ee.text.chat_template import Message, ToolCall
 
 
 def told(messages: Sequence[Message], use: ToolUse) -> list[Message]:
-    """The same conversation without tools."""
+    """Return the conversation with tools, calls and results written as text."""
     found: list[Message] = []
     for each in messages:
         if each.role == "tool":

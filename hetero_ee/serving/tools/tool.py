@@ -1,4 +1,4 @@
-"""The tools of a request, in OpenAI's and Anthropic's shapes, and what may be done with them."""
+"""Tools of a request in OpenAI's and Anthropic's formats, and whether they may be called."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the client will call."""
+    """A function that the client can call."""
 
     name: str
     description: str
@@ -20,14 +20,14 @@ class Tool:
     is_strict: bool = False  # what its schema asks for and can't be held to is an error
 
     def as_variable(self) -> dict[str, Any]:
-        """As chat templates know it."""
+        """Return the tool in the format of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a reply may call."""
+    """The tools of a request and the calls that a reply may or must make."""
 
     tools: tuple[Tool, ...] = ()
     is_required: bool = False  # a call of one of them at least
@@ -40,10 +40,13 @@ class ToolUse:
 
 
 def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
-    """Of chats; is_flat: of responses, whose tools have their fields a level higher.
+    """Return the tools of a request.
 
-    Tools of other types than functions are left out: agents send them, and nobody could call them here. Raises
-    RequestError.
+    Tools of other types than functions are dropped: agents send them, but nothing here could call them. `is_flat`: the
+    tools of /v1/responses have their fields one level higher.
+
+    Raises:
+        RequestError: if a tool is invalid.
     """
     found = []
     for each in _listed(fields):
@@ -61,7 +64,7 @@ def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
 
 
 def anthropic_tools(fields: Fields) -> ToolUse:
-    """The same; tools without a schema of their own are Anthropic's, which nobody here could call."""
+    """Return the tools of a request. Tools without a schema are Anthropic's own and are dropped."""
     found = []
     for each in _listed(fields):
         if each.values.get("input_schema") is not None:
@@ -103,5 +106,5 @@ def _chosen(fields: Fields, found: list[Tool], choice: Any, words: dict[str, str
 
 def _use(fields: Fields, found: list[Tool], name: str | None, parallel: bool) -> ToolUse:
     if name not in {each.name for each in found}:
-        fields.refuse("tool_choice", f"names {shown(name)}, which is none of the tools")
+        fields.refuse("tool_choice", f"names {shown(name)}, which is not among the tools")
     return ToolUse(tuple(found), True, parallel, frozenset({name or ""}))

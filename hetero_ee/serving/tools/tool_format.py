@@ -1,4 +1,4 @@
-"""ToolFormat: how replies to a chat template write calls of tools. A new one is an entry of FORMATS."""
+"""The formats in which replies write tool calls. A new one is an entry of FORMATS."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is `head`, the tool's name, `middle`, its arguments as a JSON object, and `tail`."""
+    """A format of calls: `head`, the tool's name, `middle`, its arguments as a JSON object, and `tail`."""
 
     name: str
     trigger: str  # from here on a reply is a call; opening and head begin with it
@@ -22,7 +22,7 @@ class ToolFormat:
     short_ids: bool = False  # the template wants ids of calls of 9 letters and digits
 
     def named(self, tool: str) -> str:
-        """The rest of a call's beginning, after `head`."""
+        """Return the part of a call from the tool's name to its arguments."""
         return json.dumps(tool, ensure_ascii=False)[1:-1] + self.middle
 
 
@@ -69,7 +69,7 @@ MARKERS = (THINK, THINK_END, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[AR
 
 
 def recognised(template: str) -> ToolFormat | None:
-    """The format of the calls that this chat template speaks of; None where it knows no tools, or others' calls."""
+    """Return the format of calls that this chat template describes, or None if it has none that we know."""
     if "tools" not in template or "<function=" in template:
         return None
     return next((found for found, signs in FORMATS if all(sign in template for sign in signs)), None)

@@ -1,6 +1,6 @@
-// What the page asks this server, and the streams in which it answers.
+// Requests to this server and its streamed answers.
 
-// A refusal, with the status that it came with.
+// An error answer with its status.
 export class Refusal extends Error {
   constructor(message, status) {
     super(message);
@@ -8,7 +8,7 @@ export class Refusal extends Error {
   }
 }
 
-// The documents of a stream of server-sent events, from the pieces of text in which it arrives.
+// The documents in a stream of server-sent events, from pieces of its text.
 export async function* documents(pieces) {
   let rest = "";
   for await (const piece of pieces) {

@@ -1,11 +1,11 @@
-// What is shown beside a token: where it came from, and the tokens that were likely there.
+// The box of a token: its origin and its likeliest alternatives.
 import { originOf } from "/page/tokens.js";
 
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
 const shown = (text) => text.replaceAll("\n", "⏎").replaceAll(" ", "·") || "(nothing yet)";
 
 export class Candidates {
-  // box: the element that floats beside the token.
+  // box: the floating element.
   constructor(page, box) {
     [this.page, this.box, this.span] = [page, box, null];
   }

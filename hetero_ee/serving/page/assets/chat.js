@@ -1,13 +1,13 @@
-// The messages of a talk, in this page alone: sent, shown while they come, stopped, asked for again.
+// The messages of a chat, kept in this page only: send, stream, stop, regenerate.
 import { reply } from "/page/api.js";
 import { copied, render } from "/page/render.js";
 import { addTokens, align, leafOf } from "/page/tokens.js";
 
 export class Chat {
-  // asked: makes a request's fields of its messages. changed: told when a reply begins, comes, ends and is changed.
+  // asked: makes a request's fields from its messages. changed: called when a reply begins, grows, ends or changes.
   constructor(page, log, asked, changed) {
     [this.page, this.log, this.asked, this.changed] = [page, log, asked, changed];
-    [this.messages, this.running] = [[], null]; // running: what stops the reply that is being written
+    [this.messages, this.running] = [[], null]; // running: stops the current reply
   }
 
   async say(text) {

@@ -1,7 +1,7 @@
-// Figures of a reply while it comes: speed beside what was expected, acceptance, depths, origins.
+// Figures of a reply while it arrives: measured and expected speed, acceptance, depths, origins.
 import { originOf } from "/page/tokens.js";
 
-const WINDOW_MS = 2000; // that the speed of the moment is of
+const WINDOW_MS = 2000; // of the current speed
 
 export class Figures {
   constructor(page, at) {
@@ -29,7 +29,7 @@ export class Figures {
   speed(tokensPerS) {
     const where = this.isEmulated ? "expected of the emulated machine" : "expected";
     this.at("speed").textContent = `${tokensPerS.toFixed(1)} tokens/s`;
-    this.at("expected").textContent = this.expected === null ? "nothing was planned" : `${this.expected.toFixed(1)} ${where}`;
+    this.at("expected").textContent = this.expected === null ? "no prediction" : `${this.expected.toFixed(1)} ${where}`;
     const meter = this.at("meter");
     meter.hidden = this.expected === null || this.isEmulated;
     meter.max = 2 * (this.expected ?? 1);
@@ -39,7 +39,7 @@ export class Figures {
   show() {
     const drafted = this.tokens.reduce((n, each) => n + (each.step_index === 0 ? each.n_drafted : 0), 0);
     const right = this.tokens.filter((each) => each.n_drafted && each.origin !== "full").length;
-    this.at("acceptance").textContent = drafted ? `${right} of ${drafted} drafts right, ${Math.round((100 * right) / drafted)} %` : "no drafts";
+    this.at("acceptance").textContent = drafted ? `${right} of ${drafted} drafts accepted, ${Math.round((100 * right) / drafted)} %` : "no drafts";
     this.bars("origins", counted(this.tokens.map((each) => each.origin)), (name) => originOf(name));
     const depths = counted(this.tokens.map((each) => each.depth));
     this.bars("depths", new Map([...depths].sort(([a], [b]) => a - b)), (depth) => ({
@@ -47,7 +47,7 @@ export class Figures {
       mark: depth === this.nLayers ? "full" : "exit",
     }));
     const sum = this.tokens.reduce((n, each) => n + each.depth, 0);
-    this.at("depth").textContent = this.tokens.length ? `${(sum / this.tokens.length).toFixed(1)} layers a token on average` : "";
+    this.at("depth").textContent = this.tokens.length ? `${(sum / this.tokens.length).toFixed(1)} layers per token on average` : "";
   }
 
   // A row a value, as long as its share.

@@ -1,4 +1,4 @@
-// Puts the page together: what is said where, and which key or button does what.
+// Puts the page together and handles keys and buttons.
 import { props } from "/page/api.js";
 import { Candidates } from "/page/candidates.js";
 import { Chat } from "/page/chat.js";
@@ -10,7 +10,7 @@ const at = (id) => document.getElementById(id);
 const figures = new Figures(document, at);
 const candidates = new Candidates(document, at("candidates"));
 const chat = new Chat(document, at("log"), asked, changed);
-let server = { logprobs: false, n_layers: 0 }; // what it says of itself
+let server = { logprobs: false, n_layers: 0 }; // the server's properties
 
 function asked(messages) {
   const nTop = Number(at("parameters").elements.candidates.value);
@@ -35,7 +35,7 @@ function changed(what, said) {
   greet();
 }
 
-// What the server is and has; the key is asked for where it wants one.
+// Shows the server's properties, and the key field if the server requires a key.
 async function greet() {
   try {
     server = await props(at("key").value);

@@ -1,9 +1,9 @@
-// What the fields of the form ask of the model; an empty one asks for nothing, so that the server's default holds.
+// The form's parameters. An empty field leaves the server's default.
 
 const WHOLE = ["max_tokens", "top_k", "seed"];
 const NUMBERS = ["temperature", "top_p", "min_p", "repeat_penalty", ...WHOLE];
 
-// Of a request.
+// Returns a request's parameters.
 export function parameters(form) {
   const found = {};
   for (const name of NUMBERS) {
@@ -25,6 +25,6 @@ export function systemMessage(form) {
 export function showDefaults(form, usual) {
   for (const name of NUMBERS) {
     const value = usual[name === "max_tokens" ? "max_new_tokens" : name];
-    form.elements[name].placeholder = name === "seed" ? "random" : (value ?? "to the end");
+    form.elements[name].placeholder = name === "seed" ? "random" : (value ?? "no limit");
   }
 }

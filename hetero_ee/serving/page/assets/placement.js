@@ -1,4 +1,4 @@
-// The placement map: where each layer's attention and FFN lie, and what that takes of each device's memory.
+// The placement map: where each layer's attention and FFN are, and the memory they use on each device.
 
 const PLACES = { gpu: "GPU", cpu: "CPU", stream: "streamed", disk: "disk" };
 const SVG = "http://www.w3.org/2000/svg"; // a name; nothing is asked for there
@@ -23,7 +23,7 @@ function cell(page, part, x, y, width) {
   return svg(page, "rect", box, title);
 }
 
-// Parts in rows: attention above FFN, a column a layer; embedding and head at the ends.
+// Parts in rows: attention above FFN, one column per layer; embedding and head at the ends.
 function map(page, parts, nLayers) {
   const columns = nLayers + 2;
   const whole = { viewBox: `0 0 ${columns * CELL} ${2 * CELL}`, class: "map", role: "img" };
@@ -42,7 +42,7 @@ function map(page, parts, nLayers) {
   return made;
 }
 
-// In words, for those who do not see the map: how many parts lie where.
+// The map in words, for screen readers.
 function words(parts) {
   const counts = {};
   for (const { placement } of parts) counts[placement] = (counts[placement] ?? 0) + 1;
@@ -59,11 +59,11 @@ export function showPlacement(page, box, { placement, n_layers: nLayers, memory 
   box.replaceChildren();
   if (placement) {
     const drawn = map(page, placement.parts, nLayers);
-    drawn.setAttribute("aria-label", `Parts of the model by where they lie: ${words(placement.parts)}`);
+    drawn.setAttribute("aria-label", `Parts of the model by placement: ${words(placement.parts)}`);
     const key = line("p", "", "key");
     for (const name of new Set(placement.parts.map((part) => part.placement))) key.append(line("span", PLACES[name] ?? name, `place ${name}`), " ");
     box.append(drawn, key, line("p", `${placement.hardware}: attention above, FFN below, a column a layer`, "quiet"));
-  } else box.append(line("p", `All ${nLayers} layers on the CPU; nothing was planned.`, "quiet"));
+  } else box.append(line("p", `All ${nLayers} layers on the CPU, without a plan.`, "quiet"));
   const rows = Object.entries(memory ?? {}).map(([name, n]) => [`${name}, in use`, n]);
   for (const term of placement?.memory ?? []) rows.push([`${term.name}, planned (${PLACES[term.device] ?? term.device})`, term.n_bytes]);
   const table = page.createElement("table");

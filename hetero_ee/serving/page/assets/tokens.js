@@ -1,4 +1,4 @@
-// The tokens of a reply: where each stands in its text, where it came from, what might have stood there instead.
+// The tokens of a reply: position in its text, origin, alternatives.
 
 export const ORIGINS = {
   full: { word: "full depth", mark: "full" },
@@ -7,10 +7,10 @@ export const ORIGINS = {
   "n-grams": { word: "n-grams", mark: "ngram" },
 };
 
-// Of an origin that this page does not know by name.
+// An origin's name and style, also for unknown origins.
 export const originOf = (name) => ORIGINS[name] ?? { word: name, mark: "other" };
 
-// Adds what an event's choice says to the tokens of a reply.
+// Adds the tokens of an event's choice to those of a reply.
 export function addTokens(tokens, choice) {
   const likely = choice.logprobs?.content ?? [];
   (choice.token_origins ?? []).forEach((each, n) => {
@@ -19,8 +19,8 @@ export function addTokens(tokens, choice) {
   });
 }
 
-// Finds each token's place in the text behind the thoughts. What the server keeps back, as marks around thoughts and
-// spaces beside them, has none.
+// Finds each token's position in the text after the thoughts. Tokens that the server removes, such as thought markers and
+// the spaces around them, have none.
 export function align(tokens, thought, text) {
   const whole = thought + text;
   let at = 0;
