@@ -78,7 +78,10 @@ def test_the_stop_sequence_is_named(client: anthropic.Anthropic, stream: bool) -
         ({"extra_body": {"mcp_servers": [{"name": "f"}]}}, "mcp_servers is"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages ends with"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "supports text and tools only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "supports text and tools only",
+        ),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop_sequences": [""]}, "stop_sequences holds ''"),
         ({"extra_body": {"temperature": -1.0}}, "temperature is -1.0"),
