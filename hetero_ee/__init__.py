@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from hetero_ee.options.sampling import SamplingParams as SamplingParams
     from hetero_ee.planning.limits import Limits as Limits
     from hetero_ee.planning.plan import Plan as Plan
+    from hetero_ee.planning.request import EngineOptions as EngineOptions
+    from hetero_ee.planning.request import FindProfile as FindProfile
+    from hetero_ee.planning.request import PlanRequest as PlanRequest
     from hetero_ee.profiling.profile import HardwareProfile as HardwareProfile
     from hetero_ee.runtime.devices.timeline import Span as Span
     from hetero_ee.runtime.devices.traffic import TextTraffic as TextTraffic
     from hetero_ee.runtime.executors.executor import Executor as Executor
-    from hetero_ee.runtime.opening import Placement as Placement
-    from hetero_ee.runtime.placement_request import FindProfile as FindProfile
     from hetero_ee.sparsity.job import PredictorOutcome as PredictorOutcome
     from hetero_ee.sparsity.job import SparsityOutcome as SparsityOutcome
     from hetero_ee.speculation.drafting import Drafting as Drafting
@@ -79,8 +80,8 @@ _NAMES = {
     "hetero_ee.runtime.devices.timeline": ("Span",),
     "hetero_ee.runtime.devices.traffic": ("TextTraffic",),
     "hetero_ee.runtime.executors.executor": ("Executor",),
-    "hetero_ee.runtime.opening": ("Placement",),
-    "hetero_ee.runtime.placement_request": ("FindProfile",),
+    "hetero_ee.runtime.opening": ("PlanRequest",),
+    "hetero_ee.planning.request": ("EngineOptions", "FindProfile", "PlanRequest"),
     "hetero_ee.sparsity.job": ("PredictorOutcome", "SparsityOutcome"),
     "hetero_ee.speculation.drafting": ("Drafting",),
     "hetero_ee.speculation.exit_statistics": ("ExitStatistics",),

@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, Unpack, overload
+from typing import Self, Unpack, overload
 
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.location import CalibrationPlace
@@ -24,15 +24,13 @@ from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.draft_head import resolve_draft_head
-from hetero_ee.opening import OpenModel, check_options, open_model, read_model, running_threads
+from hetero_ee.opening import OpenModel, open_model, read_model, running_threads
 from hetero_ee.options.sampling import Sampling, SamplingChanges, SamplingParams
-from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.devices.traffic import TextTraffic
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.opening import Placement
-from hetero_ee.runtime.placement_request import FindProfile, PlacementRequest
 from hetero_ee.runtime.text_meter import TextMeter
 from hetero_ee.sparsity.job import (
     PREDICTOR_TOKENS,
@@ -52,7 +50,6 @@ from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.library import model_folder
-from hetero_ee_profiles.hardware import HardwareProfile
 
 
 class Engine:
@@ -82,83 +79,61 @@ class Engine:
         model.executor.progress = self._turns.tell
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model: str | Path | None = None,
-        *,
-        revision: str | None = None,
-        offline: bool = False,
-        quantizer: str | None = None,
-        sparsity: str | float | None = None,
-        context_tokens: int = 0,
-        threads: int = 0,
-        profile: HardwareProfile | FindProfile | str | Path | None = None,
-        vram_budget: float | None = None,
-        vram_margin: float | None = None,
-        ram_budget: float | None = None,
-        gpu_layers: int | None = None,
-        override: str | Sequence[str] | None = None,
-        kv_type: str | None = None,
-        mode: str | None = None,
-        draft_length: int | None = None,
-        risk: float | None = None,
-        limits: Limits | None = None,
-        plan: Plan | str | Path | None = None,
-        draft_head: str | Path | None = None,
-        emulate: bool = False,
-        traces: bool = False,
-        progress: Progress | bool | None = None,
-    ) -> Self:
-        """Opens a model by a plan made for this machine; torch is set to one thread for the whole process.
+    def from_pretrained(cls, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> Self:
+        """Open a model by a plan made for this machine. Sets torch to one thread for the whole process.
 
-        model: a folder with a Hugging Face checkpoint or a store; the name of a store in the cache folder, or the
-            beginning of only one; a Hugging Face id (org/name; downloaded at first use into the cache of
-            huggingface_hub); or None for the demo model.
-        revision: an id's branch, tag or commit. offline: only what is in that cache already.
-        quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
-            (fp32, straight from the checkpoint). None keeps the codes of a quantized checkpoint (GPTQ, AWQ, GGUF, ...)
-            where tiles can hold them, and is "codebook" for others. A store is opened as it is.
-        sparsity: "exact" skips FFN neurons that are 0 (ReLU), a number that share of them, those that matter least,
-            "auto" what was calibrated, "dense" none; weights are then laid out neuron by neuron. "predicted" is as
-            "exact", but computes the gates of those neurons alone that a calibrated predictor takes for active, in a
-            layout of its own; "unpredicted" is that layout without one. None: FFNs are dense.
-        context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs
-            more, up to the model's own; without a plan it is the model's own. threads: 0 for all physical cores; at
-            most as many run as there are processors.
-        profile: what the plan is made by. "auto" is this machine's kept profile, else a quick one, measured now and
-            kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped one,
-            a file with one, or a function of the model's shapes and folder that finds one. None: as the settings say.
-        vram_budget, vram_margin, ram_budget: GiB of GPU memory to use and to leave free, and of RAM to use.
-        gpu_layers: first layers, whole, on the GPU, if there is one. override: parts pinned by name: REGEX=gpu,
-            REGEX=cpu, REGEX=stream. kv_type: of the KV cache, "fp32", "fp16" or "int8"; None: "fp16", with quantizer
-            "none" "fp32". mode: "full", "exact" or an early-exit mode, see limits.EARLY_EXIT_MODES. draft_length:
-            tokens verified at once in exact mode, caught up at once in an early-exit mode. risk: of mode "certified",
-            0.05 where None. What is None of all others, the planner chooses. limits: all of them in one object.
-        plan: where every part goes, a Plan or its JSON file, in place of one made now.
-        draft_head: a draft head for this model, EAGLE-1 to EAGLE-3.1: a folder, or a Hugging Face id (org/name). One
-            whose acceptance nobody measured is checked when it is first opened. None takes the model folder's own.
-        emulate: runs the plan on the given profile's machine, emulated here: the same tokens, and times as there.
-        traces: keeps in `spans` what a plan runs where and when.
-        progress: called with (stage, done, in all) during a download, in bytes, a conversion, a measurement, the
-            kernels' first compilation and long prompts, in tokens; with 0 in all, the stage is a remark. False:
-            nothing; None: bars on a terminal and in a notebook.
+        Args:
+            model: A folder with a Hugging Face checkpoint or a store; the name of a store in the cache folder, or an
+                unambiguous beginning of one; a Hugging Face id (org/name), downloaded at first use into the cache of
+                huggingface_hub; None for the demo model.
+            revision: Branch, tag or commit of an id.
+            offline: Use only what is in the cache already.
+            quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or
+                "none" (fp32, straight from the checkpoint). None keeps the codes of a quantized checkpoint (GPTQ, AWQ,
+                GGUF, ...) if tiles can hold them, and is "codebook" for others. A store is opened as it is.
+            sparsity: "exact" skips FFN neurons that are 0 (ReLU); a number skips that share of them, the least
+                important ones; "auto" skips as calibrated, "dense" none. "predicted" is as "exact", but computes only
+                the gates that a calibrated predictor expects to be active, in a layout of its own; "unpredicted" is
+                that layout without a predictor. None: FFNs are dense.
+            context_tokens: Longest prompt and text together. 0: the plan chooses what fits, and it grows when a text
+                needs more, up to the model's own; without a plan it is the model's own.
+            threads: 0 for all physical cores; no more run than there are processors.
+            profile: The machine to plan for. "auto" is this machine's kept profile, else a quick one, measured now and
+                kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped
+                one, a file with one, or a function that finds one, given the model's shapes and folder. None: as the
+                settings say.
+            vram_budget: GiB of GPU memory to use.
+            vram_margin: GiB of GPU memory to leave free.
+            ram_budget: GiB of RAM to use.
+            gpu_layers: Number of first layers to place whole on the GPU, if there is one.
+            override: Parts pinned by name: REGEX=gpu, REGEX=cpu, REGEX=stream.
+            kv_type: Type of the KV cache, "fp32", "fp16" or "int8". None: "fp16", or "fp32" with quantizer "none".
+            mode: "full", "exact", or an early-exit mode, see options.engine.EARLY_EXIT_MODES.
+            draft_length: Tokens verified at once in exact mode, or caught up at once in an early-exit mode.
+            risk: For mode "certified"; None is 0.05.
+            limits: All limits and pins of the plan in one object, instead of the options from vram_budget on.
+            plan: A Plan or its JSON file, to run instead of making one.
+            draft_head: An EAGLE draft head, 1 to 3.1, for this model: a folder, or a Hugging Face id (org/name). A head
+                whose acceptance is unknown is checked when it is first opened. None uses the model folder's own.
+            emulate: Run the plan on the given profile's machine, emulated here: the same tokens, and that machine's
+                times.
+            traces: Keep in `spans` what a plan runs where and when.
+            progress: Called with (stage, done, in all) during a download (bytes), a conversion, a measurement, the
+                kernels' first compilation, and long prompts (tokens). With 0 in all, the stage is a remark. False:
+                nothing. None: bars on a terminal and in a notebook.
 
-        Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
+        Raises:
+            ModelError, CheckpointError, StoreError, DiskFullError, UsageError, DeviceMemoryError.
         """
-        check_options(quantizer, context_tokens, threads)
-        wanted = SparsityRequest.parsed(sparsity)
-        tell = chosen_progress(progress)
-        pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
-        pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
-        pins |= {"draft_length": draft_length, "risk": risk}
-        draft_head = resolve_draft_head(draft_head, offline=offline, progress=tell)
-        request = PlacementRequest.asked(
-            plan, limits, pins, profile, draft_head, emulates=emulate, traces=traces, context_tokens=context_tokens
-        )
+        check_options(options)
+        quantizer, offline = options.get("quantizer"), options.get("offline", False)
+        sparsity, tell = SparsityRequest.parsed(options.get("sparsity")), chosen_progress(options.get("progress"))
+        draft_head = resolve_draft_head(options.get("draft_head"), offline=offline, progress=tell)
+        request = PlanRequest.of({**options, "draft_head": draft_head})
+        revision = options.get("revision")
         folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
-        threads = running_threads(threads, tell)
-        files = read_model(folder, quantizer, threads, tell, wanted)
-        return cls(open_model(files, request, threads, tell), tell)
+        threads = running_threads(options.get("threads", 0), tell)
+        return cls(open_model(read_model(folder, quantizer, threads, tell, sparsity), request, threads, tell), tell)
 
     def __repr__(self) -> str:
         if self._executor is None:
@@ -218,9 +193,9 @@ class Engine:
         return [] if self._opened is None else self._opened.spans()
 
     @property
-    def placement(self) -> Placement | None:
-        """What the plan was made from: profile, limits and statistics; None where nothing was planned."""
-        return None if self._opened is None else self._opened.placement
+    def plan_request(self) -> PlanRequest | None:
+        """The request that the plan was made from: profile, limits and statistics. None if nothing was planned."""
+        return None if self._opened is None else self._opened.request
 
     @property
     def drafting(self) -> Drafting | None:

@@ -10,16 +10,16 @@ import torch
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.decoding.generation_defaults import GenerationDefaults
-from hetero_ee.errors import HeteroError, UsageError, shown
+from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
-from hetero_ee.runtime.placement_request import PlacementRequest
+from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
 from hetero_ee.sparsity.applied import made_sparse
 from hetero_ee.sparsity.job import order_or_warn
 from hetero_ee.sparsity.order import NeuronOrder
@@ -33,7 +33,6 @@ from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.library import open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -68,19 +67,6 @@ class OpenModel:
     opened: Opened | None = None  # None where nothing was planned
     drafting: OpenDrafting | None = None  # of exact mode alone
     exits: EarlyExits | None = None  # of early-exit modes alone
-
-
-def check_options(quantizer: str | None, context_tokens: int, threads: int) -> None:
-    """Raises UsageError."""
-    choices = (*INT4_QUANTIZERS, UNQUANTIZED)
-    if quantizer is not None and quantizer not in choices:
-        raise UsageError(f"quantizer is {shown(quantizer)}; expected one of {', '.join(choices)}.")
-    for name, value, largest in (
-        ("context_tokens", context_tokens, MAX_CONTEXT_TOKENS),
-        ("threads", threads, MAX_THREADS),
-    ):
-        if not is_whole(value, 0, largest):
-            raise UsageError(f"{name} is {shown(value)}; expected a whole number from 0 (automatic) to {largest}.")
 
 
 def running_threads(n_asked: int, progress: Progress | None) -> int:
@@ -134,16 +120,16 @@ def read_model(
     return ModelFiles(folder, spec, tokenizer, sampling, end_ids, weights, calibrations, order)
 
 
-def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progress: Progress | None) -> OpenModel:
+def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel:
     """By a plan, if one was asked for or can be made without being asked; else the CPU runs everything.
 
     Raises UsageError, ModelError, StoreError or DeviceMemoryError, but none for a plan that nobody asked for.
     """
     warn = warner(progress)
     check_context(files.spec, request.context_tokens)
-    warn_of_context(files.spec, request.asked_context_tokens, warn)
+    warn_of_context(files.spec, request.planned_context_tokens, warn)
     n_tokens = request.context_tokens or files.spec.max_context_tokens
-    if request.is_asked:
+    if request.needs_plan:
         model = _placed(files, request, threads, progress)
     elif files.weights.quantizer == UNQUANTIZED:  # profiles are of int4 weights
         model = None
@@ -159,7 +145,7 @@ def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progr
     return model
 
 
-def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress: Progress | None) -> OpenModel | None:
+def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel | None:
     """By a plan; None where there is no profile to make one by."""
 
     def automatic(spec: ModelSpec, folder: Path) -> HardwareProfile | None:
@@ -181,9 +167,9 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
 
     def by_knowledge(knowledge: DraftKnowledge) -> Opened:
         statistics = knowledge.statistics(spec, profile, threads, request.risk)
-        placement = request.placement(profile, files.weights.quantizer, statistics)
-        opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
-        return replace(opened, placement=placement)
+        completed = request.completed(profile, files.weights.quantizer, statistics)
+        opened = open_planned(spec, files.weights, completed, threads, time.perf_counter, warn, progress=progress)
+        return replace(opened, request=completed)
 
     opened = by_knowledge(knowledge)
     try:

@@ -9,7 +9,7 @@ import typer.cli
 from flag_table import NOT_OF_ITS_KIND, notes, rows
 from typer.main import get_command
 
-from hetero_ee.config.settings import SETTINGS
+from hetero_ee.options.engine import SETTINGS
 from hetero_ee_cli.app import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -46,7 +46,9 @@ flag means the same in every command, except that the `-p`, `-n`, `-d` and `-o` 
 
 
 def main() -> None:
-    settings = (f"| `{each.name}` | `{each.variable}` | {each.expected} | {each.help} |\n" for each in SETTINGS)
+    settings = (
+        f"| `{key}` | `{each.variable}` | {each.expected} | {each.full_help} |\n" for key, each in SETTINGS.items()
+    )
     command = get_command(app)
     head, *table = rows()
     lines = [head, ["---"] * len(head), *table]

@@ -39,7 +39,7 @@ from hetero_ee.calibration.texts import (
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import ModelError, StoreError, UsageError, shown
-from hetero_ee.planning.limits import is_whole
+from hetero_ee.options.option import is_whole
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import platformdirs
 
-from hetero_ee.config.settings import SETTING_OF, Settings, read_settings
+from hetero_ee.config.settings import Settings, read_settings
 from hetero_ee.config.toml_file import own_folder
 from hetero_ee.errors import UsageError
+from hetero_ee.options.engine import SETTINGS
 
 
 def cache_folder(settings: Settings | None = None) -> Path:
@@ -29,4 +30,4 @@ def _folder(name: str, find: Callable[[str], Path], settings: Settings | None) -
     chosen: Path | None = (settings or read_settings()).value(name)
     if folder := chosen or own_folder(find):
         return folder
-    raise UsageError(f"this user has no home folder; set HOME, or {SETTING_OF[name].variable} to a folder.")
+    raise UsageError(f"this user has no home folder; set HOME, or {SETTINGS[name].variable} to a folder.")

@@ -8,6 +8,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.request import check_emulates
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
 from hetero_ee.runtime.devices.emulated import emulated_machine
@@ -15,7 +16,6 @@ from hetero_ee.runtime.devices.timeline import LANES, Span, Timeline
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.placement_request import check_emulates
 from hetero_ee_profiles.hardware import HardwareProfile
 
 

@@ -6,12 +6,13 @@ This module imports nothing heavy, since shell completion reads options at every
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from hetero_ee.errors import UsageError, shown
 
-GIB = 2**30
+ENVIRONMENT_PREFIX = "HETERO_EE_"
 Schema = dict[str, Any]
 
 
@@ -47,6 +48,11 @@ class Option:
         return next(flag for flag in self.flags if flag.startswith("--"))
 
     @property
+    def variable(self) -> str:
+        """The environment variable that sets it, for a setting."""
+        return ENVIRONMENT_PREFIX + self.setting.upper()
+
+    @property
     def full_help(self) -> str:
         """The help and the default, in one line."""
         default = self.default_text or ("" if self.default is None else f"{self.default}")
@@ -60,11 +66,11 @@ class Option:
         if self.kind is bool:
             return "true or false"
         if self.kind not in (int, float):
-            return "some text"
+            return "a folder" if self.kind is Path else "some text"
         edge = "above" if self.excludes_least else "from"
         largest = "" if self.most is None else f" to {self.most:.12g}" if self.kind is float else f" to {self.most}"
-        unit = f" of {self.unit}" if self.unit else ""
-        return f"a {'whole ' if self.kind is int else ''}number{unit} {edge} {self.least or 0:g}{largest}"
+        what = self.unit or ("a whole number" if self.kind is int else "a number")
+        return f"{what} {edge} {self.least or 0:g}{largest}"
 
     def allows(self, value: object) -> bool:
         """Return whether the value has this option's type and is in its range. Only for simple kinds."""
@@ -93,7 +99,8 @@ class Option:
 
     def refusal(self, value: object, called: object = None) -> UsageError:
         """Return the error that says what was expected instead of this value."""
-        return UsageError(called or self, f" is {shown(value)}; expected {self.expected}.")
+        quoted = f"{value:.12g}" if self.kind is float and isinstance(value, float) else shown(value)
+        return UsageError(called or self, f" is {quoted}; expected {self.expected}.")
 
     def fields_of(self, protocol: str) -> tuple[str, ...]:
         """Return the names of its fields in requests of "openai", "responses" or "anthropic"."""
@@ -120,6 +127,11 @@ _SCHEMAS: dict[Any, Schema] = {
     tuple[int, ...]: IDS,
     Pairs: {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
 }
+
+
+def is_whole(value: object, least: int, most: int | None = None) -> bool:
+    """Return whether the value is a whole number from least to most, and not True or False."""
+    return type(value) is int and least <= value and (most is None or value <= most)
 
 
 def options_of(stated: type) -> dict[str, Option]:

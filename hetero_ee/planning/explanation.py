@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
+from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS
-from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
 from hetero_ee_profiles.units import GIB, MIB
 

@@ -8,16 +8,16 @@ from typing import ClassVar
 
 from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.planning.limits import (
+from hetero_ee.options.engine import (
     CERTIFIED,
     EARLY_EXIT_MODES,
     MAX_CONTEXT_TOKENS,
     MAX_DRAFT_LENGTH,
     MAX_THREADS,
     MODES,
-    check_risk,
-    is_whole,
 )
+from hetero_ee.options.option import is_whole
+from hetero_ee.planning.limits import check_risk
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record

@@ -8,9 +8,10 @@ from itertools import zip_longest
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import CERTIFIED, RISK
 from hetero_ee.planning.candidates import cpu_alone_s
 from hetero_ee.planning.context import best_context, best_in_context
-from hetero_ee.planning.limits import CERTIFIED, RISK, Limits
+from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import PLAN_VERSION, Plan
 from hetero_ee.planning.problem import resolve

@@ -7,9 +7,9 @@ from statistics import mean
 
 from hetero_ee.costs.neurons import hot_activations
 from hetero_ee.errors import UsageError
+from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate, best_candidate
 from hetero_ee.planning.explanation import sized
-from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, Prediction
 from hetero_ee.planning.problem import resolve

@@ -7,7 +7,7 @@ from functools import partial
 from operator import attrgetter
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.limits import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
+from hetero_ee.options.engine import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, SEQUENCE
 from hetero_ee.planning.problem import Problem

@@ -10,8 +10,9 @@ from typing import Self
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.options.engine import MAX_THREADS
+from hetero_ee.options.option import is_whole
 from hetero_ee.planning.hardware import hardware_from
-from hetero_ee.planning.limits import MAX_THREADS, is_whole
 from hetero_ee.weights.store.library import model_folder
 from hetero_ee_profiles import hardware
 from hetero_ee_profiles.reference import reference_profile

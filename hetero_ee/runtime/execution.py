@@ -11,7 +11,7 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import EARLY_EXIT_MODES
+from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS

@@ -2,26 +2,25 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.planning.statistics import Statistics
-from hetero_ee.planning.times.prediction import predicted_text_s
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.runtime.replans import Replans
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
@@ -35,18 +34,6 @@ FindGpu = Callable[[str | None, Callable[[str], None]], "Gpu | None"]  # see cud
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a model is to run. plan: None lets the planner decide from the profile; one of the two is there."""
-
-    profile: HardwareProfile | None
-    limits: Limits
-    plan: Plan | None = None
-    statistics: Statistics = field(default_factory=Statistics)
-    emulates: bool = False  # the profile's machine, on this CPU; else this machine is used
-    traces: bool = False  # records what runs where and when, which an emulated machine does anyway
-
-
-@dataclass(frozen=True, slots=True)
 class Opened:
     """A model that is ready to run."""
 
@@ -56,14 +43,7 @@ class Opened:
     spans: Callable[[], list[Span]] = list  # what ran where and when so far, if that is recorded
     running: "Callable[[], PlannedExecutor] | None" = None  # what runs a plan now, None for the CPU by itself
     is_emulated: bool = False
-    placement: Placement | None = None  # what was asked for
-
-
-class _Again(NamedTuple):
-    """How a plan is made again."""
-
-    smaller: Callable[[int, int], Plan] | None  # see ReplanningExecutor's replan
-    growth: Growth | None
+    request: PlanRequest | None = None  # the request it was opened for
 
 
 def open_on_cpu(
@@ -96,71 +76,50 @@ def open_on_cpu(
     return executor
 
 
-def open_placed(
+def open_planned(
     spec: ModelSpec,
     weights: ModelWeights,
-    placement: Placement,
+    request: PlanRequest,
     threads: int,
     clock: Callable[[], float],
     warn: Callable[[str], None],
     find_gpu: FindGpu | None = None,
     progress: Progress | None = None,
 ) -> Opened:
-    """What runs the placement's plan, made now where there is none. warn: of what had to be changed, in a sentence.
-    find_gpu: cuda_machine.usable_gpu where None.
+    """Open the requested plan, made now if none was given.
 
-    Raises UsageError for a request that can't be met, and DeviceMemoryError where not even the CPU has room.
+    Args:
+        warn: Called with a sentence about each change of the request.
+        find_gpu: None for cuda_machine.usable_gpu.
+
+    Raises:
+        UsageError: if the request can't be met.
+        DeviceMemoryError: if not even the CPU has enough memory.
     """
-    limits, profile, plan = placement.limits, placement.profile, placement.plan
-    if not placement.emulates and not limits.threads:
+    limits, profile, plan = request.limits, request.profile, request.plan
+    if not request.emulates and not limits.threads:
         limits = replace(limits, threads=threads)
     if plan is None:
         assert profile is not None, "either a plan or a profile"
         if profile.gpu is None and limits.gpu_layers:
             warn("There is no GPU, so all layers run on the CPU")
-        plan = make_plan(spec, profile, limits, placement.statistics)
+        plan = make_plan(spec, profile, limits, request.statistics)
     check_fits(plan, spec)
-    again = _plans_again(spec, replace(placement, limits=limits), plan, warn)
-    if placement.emulates and profile is not None:
-        return _emulated(spec, weights, profile, plan, again, threads, warn)
+    replans = Replans.of(spec, request, limits, plan)
+    if request.emulates and profile is not None:
+        return _emulated(spec, weights, profile, plan, replans, threads, warn)
     if plan.n_bytes(GPU):
-        gpu = _found_gpu(plan, weights, placement, warn, find_gpu)
-        return _on_gpu(spec, weights, gpu, plan, again, clock, warn, placement.traces)
-    if placement.traces:
-        return _traced_on_cpu(spec, weights, plan, again, clock, warn, progress)
+        gpu = _found_gpu(plan, weights, profile, warn, find_gpu)
+        return _on_gpu(spec, weights, gpu, plan, replans, clock, warn, request.traces)
+    if request.traces:
+        return _traced_on_cpu(spec, weights, plan, replans, clock, warn, progress)
     executor = _planned_on_cpu(spec, weights, plan, progress)
-    executor.plan, executor.growth = plan, again.growth
+    executor.plan, executor.growth = plan, _growth(replans, warn)
     return Opened(executor, clock, plan)
 
 
-def _plans_again(spec: ModelSpec, placement: Placement, plan: Plan, warn: Callable[[str], None]) -> _Again:
-    """How this plan is made again. One from a file is none that grows, nor is a context that was asked for."""
-    profile, statistics, limits = placement.profile, placement.statistics, placement.limits
-    if profile is None:
-        return _Again(None, None)
-    # In the mode that drafting was opened for, with the exit layers that it has heads of.
-    depths = statistics.depths_of(plan)
-    statistics = replace(statistics, depths=() if depths is None else (depths,))
-    same = replace(limits, kv_type=plan.kv_type, threads=plan.threads, mode=plan.mode, risk=plan.risk)
-
-    def replan(vram_budget_bytes: int, context_tokens: int) -> Plan:
-        budget, gpu_layers = (vram_budget_bytes, None) if vram_budget_bytes else (None, 0)
-        smaller = replace(same, vram_budget_bytes=budget, gpu_layers=gpu_layers, overrides=())
-        return make_plan(spec, profile, replace(smaller, context_tokens=context_tokens), statistics)
-
-    def plan_for(running: Plan, context_tokens: int) -> Plan:
-        """Where memory was short without its pins."""
-        on_gpu = running.n_bytes(GPU) > 0
-        if not on_gpu or running.vram_budget_bytes != plan.vram_budget_bytes:
-            return replan(running.vram_budget_bytes if on_gpu else 0, context_tokens)
-        return make_plan(spec, profile, replace(same, context_tokens=context_tokens), statistics)
-
-    def token_s(made: Plan, n_depth: int) -> float | None:
-        return predicted_text_s(spec, profile, made, statistics, 1, n_depth)
-
-    if placement.plan is not None or limits.context_tokens:
-        return _Again(replan, None)
-    return _Again(replan, Growth(plan_for, token_s, spec.max_context_tokens, warn))
+def _growth(replans: Replans | None, warn: Callable[[str], None]) -> Growth | None:
+    return None if replans is None else replans.growth(warn)
 
 
 def _open_layers(
@@ -188,7 +147,7 @@ def _traced_on_cpu(
     spec: ModelSpec,
     weights: ModelWeights,
     plan: Plan,
-    again: _Again,
+    replans: Replans | None,
     clock: Callable[[], float],
     warn: Callable[[str], None],
     progress: Progress | None,
@@ -206,21 +165,20 @@ def _traced_on_cpu(
     def opened(made: Plan) -> PlannedExecutor:
         return open_plan(spec, weights, made, machine, lambda layers: _planned_on_cpu(spec, weights, made, progress))
 
-    executor = ReplanningExecutor(plan, None, opened, warn, growth=again.growth)
+    executor = ReplanningExecutor(plan, None, opened, warn, growth=_growth(replans, warn))
     return Opened(executor, clock, plan, recorder.spans, lambda: executor.inner)
 
 
 def _found_gpu(
     plan: Plan,
     weights: ModelWeights,
-    placement: Placement,
+    profile: HardwareProfile | None,
     warn: Callable[[str], None],
     find_gpu: FindGpu | None,
 ) -> "Gpu":
     """Raises UsageError where no GPU can run these weights."""
     from hetero_ee.runtime.devices.cuda_machine import usable_gpu
 
-    profile = placement.profile
     gpu = (find_gpu or usable_gpu)(profile.machine.gpu_model if profile is not None else None, warn)
     if gpu is None:
         raise UsageError(
@@ -240,7 +198,7 @@ def _on_gpu(
     weights: ModelWeights,
     gpu: "Gpu",
     plan: Plan,
-    again: _Again,
+    replans: Replans | None,
     clock: Callable[[], float],
     warn: Callable[[str], None],
     traces: bool,
@@ -261,7 +219,9 @@ def _on_gpu(
         with recorder.forgetting() if recorder is not None else nullcontext():
             return warmed_up(executor)
 
-    executor = ReplanningExecutor(plan, again.smaller, opened, warn, gpu.reachable_bytes, again.growth)
+    executor = ReplanningExecutor(
+        plan, None if replans is None else replans.smaller, opened, warn, gpu.reachable_bytes, _growth(replans, warn)
+    )
     return Opened(executor, clock, plan, recorder.spans if recorder is not None else list, lambda: executor.inner)
 
 
@@ -275,7 +235,7 @@ def _emulated(
     weights: ModelWeights,
     profile: HardwareProfile,
     plan: Plan,
-    again: _Again,
+    replans: Replans | None,
     threads: int,
     warn: Callable[[str], None],
 ) -> Opened:
@@ -295,7 +255,9 @@ def _emulated(
         machine = emulated_machine(profile, spec, made, timeline)
         return open_plan(spec, weights, made, machine, partial(_open_layers, spec, weights, made, threads))
 
-    executor = ReplanningExecutor(plan, again.smaller, opened, warn, growth=again.growth)
+    executor = ReplanningExecutor(
+        plan, None if replans is None else replans.smaller, opened, warn, growth=_growth(replans, warn)
+    )
     return Opened(
         executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner, is_emulated=True
     )

@@ -59,7 +59,7 @@ async def props(request: Request, served: ServedModel) -> Response:
             "mode": "full" if plan is None else plan.mode,
             "n_layers": engine.spec.n_layers,
             "logprobs": engine.exits is None,
-            "is_emulated": engine.placement is not None and engine.placement.emulates,
+            "is_emulated": engine.plan_request is not None and engine.plan_request.emulates,
             "placement": None if plan is None else _placement(plan),
             "memory": served.scheduler.memory,
         }

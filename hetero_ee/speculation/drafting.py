@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
+from hetero_ee.options.engine import MAX_DRAFT_LENGTH
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep

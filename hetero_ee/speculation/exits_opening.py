@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.limits import EARLY_EXIT_MODES
+from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import Opened

@@ -10,7 +10,7 @@ from hetero_ee.errors import HeteroError
 from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import EARLY_EXIT_MODES
+from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.opening import DraftKnowledge, Warn
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head

@@ -11,7 +11,7 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import RISK
+from hetero_ee.options.engine import RISK
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import Statistics
@@ -121,7 +121,7 @@ def open_drafting(
     plan = opened.plan
     if plan.exit_layer is None:
         return None
-    wants_exact = opened.placement is not None and opened.placement.limits.mode == "exact"
+    wants_exact = opened.request is not None and opened.request.limits.mode == "exact"
     switch = None if opened.is_emulated or wants_exact else SpeculationSwitch()  # emulated clocks know no Python
     if plan.drafts == SEQUENCE:
         return _sequences(knowledge, opened, profile, warn, switch)
@@ -223,6 +223,6 @@ SOURCES: tuple[Callable[[SourceRequest], DraftSource | None], ...] = (_open_ngra
 def _draft_length(opened: Opened, profile: HardwareProfile | None) -> int:
     """As long as a plan or a request says that was given; else the rule finds the length, within what a plan that was
     made here keeps memory for."""
-    placement, planned = opened.placement, opened.plan.draft_length
+    placement, planned = opened.request, opened.plan.draft_length
     is_chosen = placement is None or placement.plan is not None or placement.limits.draft_length is not None
     return planned if is_chosen or profile is None else max(planned, BEST_OF_DRAFTS)

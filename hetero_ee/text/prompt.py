@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import is_whole
+from hetero_ee.options.option import is_whole
 from hetero_ee.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]  # text, or token ids

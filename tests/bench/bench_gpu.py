@@ -48,13 +48,14 @@ from hetero_ee.ops.registry import Registry
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.planning.statistics import DraftRates, Statistics
 from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
 from hetero_ee.profiling.machine_profile import versions
 from hetero_ee.profiling.measure import Subject, measure_profile
 from hetero_ee.profiling.preset import FULL, Preset
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
@@ -83,7 +84,7 @@ KERNEL_TESTS = "tests/gpu/interpreted"
 LEFT_OUT = "left out: the minutes are over"
 DRY_PRESET = Preset((1, 8, 17), ((1, 20),), 2, 2**16, 2**16, 0.0, 0.1, 0.0, 1.0)
 
-Opening = Callable[[ModelSpec, ModelWeights, Placement], Opened]
+Opening = Callable[[ModelSpec, ModelWeights, PlanRequest], Opened]
 
 
 @dataclass(slots=True)
@@ -160,8 +161,8 @@ def gpu_bench(model: str, end_s: float) -> Bench:
     assert platform is not None, "there is a GPU"
     threads = physical_core_count()
 
-    def opening(spec: ModelSpec, weights: ModelWeights, placement: Placement) -> Opened:
-        return open_placed(spec, weights, placement, threads, time.perf_counter, say)
+    def opening(spec: ModelSpec, weights: ModelWeights, placement: PlanRequest) -> Opened:
+        return open_planned(spec, weights, placement, threads, time.perf_counter, say)
 
     return Bench(known_spec(model), platform, None, replace(FULL, cpu_budget_s=45.0), opening, False, end_s)
 
@@ -175,7 +176,7 @@ def dry_bench(end_s: float) -> Bench:
     from tests.stand_in_gpu import StandInGpu
     from tests.stand_in_machine import on_stand_in
 
-    def opening(spec: ModelSpec, weights: ModelWeights, placement: Placement) -> Opened:
+    def opening(spec: ModelSpec, weights: ModelWeights, placement: PlanRequest) -> Opened:
         assert placement.plan is not None, "each row has its plan"
         return Opened(
             on_stand_in(spec, weights, placement.plan), time.perf_counter, placement.plan, placement=placement
@@ -307,7 +308,7 @@ def plan_row(
             known = knowledge.statistics(spec, profile, threads)
             in_mode = replace(limits, mode=mode)
             made = make_plan(spec, profile, in_mode, known)
-            opened = bench.opening(spec, weights, Placement(profile, in_mode, made, known))
+            opened = bench.opening(spec, weights, PlanRequest(profile, in_mode, made, known))
             try:
                 row |= measure(bench, profile, knowledge, known, opened)
                 if opened.executor.plan is not made:  # memory was short: what was predicted is not what ran

@@ -24,7 +24,8 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
-from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.planning.request import PlanRequest
+from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.opening import open_drafting
@@ -152,8 +153,8 @@ class LongPrompts:
         known = self.stories.knowledge(HEAD).statistics(engine.spec, self.profile, 1)
         n_context = n_prompt + self.stories.n_tokens + 1
         limits = Limits(mode=mode, context_tokens=n_context, threads=1, gpu_layers=0)
-        placement = Placement(self.profile, limits, statistics=known)
-        opened = open_placed(engine.spec, engine.executor.weights, placement, 1, CLOCK, _fail)
+        placement = PlanRequest(self.profile, limits, statistics=known)
+        opened = open_planned(engine.spec, engine.executor.weights, placement, 1, CLOCK, _fail)
         return replace(opened, placement=placement)  # exact mode was asked for, so that every step drafts
 
 

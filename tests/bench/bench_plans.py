@@ -28,8 +28,9 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
-from hetero_ee.runtime.opening import Placement, open_placed
+from hetero_ee.runtime.opening import open_planned
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -109,8 +110,8 @@ def measured(
 ) -> Row:
     plan = make_plan(spec, profile, limits, predict_at_tokens=PROMPT_TOKENS)
     told: list[str] = []
-    opened = open_placed(
-        spec, weights, Placement(profile, limits, plan), limits.threads, time.perf_counter, told.append
+    opened = open_planned(
+        spec, weights, PlanRequest(profile, limits, plan), limits.threads, time.perf_counter, told.append
     )
     try:
 

@@ -26,9 +26,10 @@ from hetero_ee.decoding.benchmark import DraftedWay, bench_text, bench_text_run
 from hetero_ee.decoding.full import generate
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.planning.statistics import DraftRates
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.opening import Placement, open_placed
+from hetero_ee.runtime.opening import open_planned
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.speculation.sources.synthetic import synthetic, write_synthetic_head
@@ -88,7 +89,7 @@ def our_texts(
     profile, knowledge = this_profile(spec), DraftKnowledge(draft_head=head, is_asked=True)
     known = knowledge.statistics(spec, profile, threads)
     limits = Limits(context_tokens=512, mode="exact", threads=threads, gpu_layers=0)
-    opened = open_placed(spec, weights, Placement(profile, limits, None, known), threads, time.perf_counter, print)
+    opened = open_planned(spec, weights, PlanRequest(profile, limits, None, known), threads, time.perf_counter, print)
     drafting = open_drafting(knowledge, opened, profile, print)
     assert drafting is not None, "exact mode drafts"
     try:

@@ -12,8 +12,9 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exits.calibration import Calibration
@@ -137,8 +138,8 @@ def _row(
 def _opened(stories: Stories, profile: HardwareProfile, limits: Limits, knowledge: DraftKnowledge) -> Opened:
     engine = stories.engine
     statistics = knowledge.statistics(engine.spec, profile, 0)
-    placement = Placement(profile, limits, statistics=statistics, emulates=True)
-    opened = open_placed(engine.spec, engine.executor.weights, placement, 1, lambda: 0.0, _fail)
+    placement = PlanRequest(profile, limits, statistics=statistics, emulates=True)
+    opened = open_planned(engine.spec, engine.executor.weights, placement, 1, lambda: 0.0, _fail)
     return replace(opened, placement=placement)
 
 

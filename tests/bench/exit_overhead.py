@@ -25,8 +25,9 @@ from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.choice import all_finite, gumbel_noise
-from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation import drafts, exact
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.opening import open_drafting
@@ -278,8 +279,8 @@ def _opened(stories: Stories, profile: HardwareProfile, kind: str) -> Opened:
     known = stories.knowledge(kind).statistics(engine.spec, profile, 1)
     limits = Limits(context_tokens=engine.context_tokens, mode="exact", threads=1, gpu_layers=0)
     plain = replace(profile, gpu=None, link=None)
-    placement = Placement(plain, replace(limits, gpu_layers=None), statistics=known)
-    return open_placed(engine.spec, engine.executor.weights, placement, 1, time.perf_counter, _fail)
+    placement = PlanRequest(plain, replace(limits, gpu_layers=None), statistics=known)
+    return open_planned(engine.spec, engine.executor.weights, placement, 1, time.perf_counter, _fail)
 
 
 def _fail(warn: str) -> None:

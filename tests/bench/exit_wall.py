@@ -13,9 +13,10 @@ from torch import Tensor
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.opening import open_drafting
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
@@ -55,8 +56,8 @@ class WallClock:
             threads=self.threads,
             gpu_layers=None,
         )
-        placement = Placement(self.profile, limits, statistics=known)
-        return open_placed(engine.spec, engine.executor.weights, placement, self.threads, time.perf_counter, _fail)
+        placement = PlanRequest(self.profile, limits, statistics=known)
+        return open_planned(engine.spec, engine.executor.weights, placement, self.threads, time.perf_counter, _fail)
 
     def _declined(self, kind: str, sampling: str, opened: Opened) -> Row:
         full = self.stories.told(opened, sampling)

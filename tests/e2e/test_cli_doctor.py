@@ -80,7 +80,7 @@ def test_a_failing_row_is_exit_code_1(
     ended = cli("doctor")
     assert ended.code == 1 and ended.err == ""
     assert re.search(
-        r"^fail  configuration +'thread' in .*config.toml is no setting; did you mean threads\?$", ended.out, re.M
+        r"^fail  configuration +'thread' in .*config.toml is not a setting; did you mean threads\?$", ended.out, re.M
     )
     assert re.search(r"^ +-> Correct it; no other command runs until then\.$", ended.out, re.M)
     monkeypatch.setenv("HETERO_EE_CONFIG", os.devnull)

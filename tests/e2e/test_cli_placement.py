@@ -268,8 +268,8 @@ def test_chat_drafts_and_says_so(cli: Cli, kept: Path, demo: Path, tmp_path: Pat
 BAD: dict[str, tuple[list[Any], str]] = {
     "mode": (["--mode", "magic"], "expected one of full, exact"),
     "kv type": (["--kv-type", "int3"], "expected one of fp32"),
-    "draft length": (["--draft-length", "0"], "expected 1 to 16"),
-    "draft tokens": (["--draft-tokens", "17"], "expected 1 to 16"),
+    "draft length": (["--draft-length", "0"], "expected a whole number from 1 to 16"),
+    "draft tokens": (["--draft-tokens", "17"], "expected a whole number from 1 to 16"),
     "layers": (["--gpu-layers", "-3"], "--gpu-layers is '-3'; expected a number of layers, all or auto"),
     "override": (["-ot", "ffn"], "has no '='"),
     "budget": (["--vram-budget", "-1"], "expected GiB from 0"),

@@ -255,7 +255,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "more RAM than there is": (["plan", *PAPER, "--ram-budget", "1000"], "lower --ram-budget"),
     "no RAM": (["plan", *PAPER, "--ram-budget", "0"], "raise --ram-budget"),
     "nobody's home": (["plan", "--hardware", "~nobody-of-that-name/x.json"], "can't be used"),
-    "draft tokens": (["plan", *PAPER, "--draft-tokens", "0"], "expected 1 to 16"),
+    "draft tokens": (["plan", *PAPER, "--draft-tokens", "0"], "expected a whole number from 1 to 16"),
     "bench numbers": (["bench", "-p", "x"], "expected whole numbers"),
     "bench of nothing": (["bench", "-p", "0", "-n", "0"], "nothing to measure"),
     "bench of many threads": (

@@ -54,21 +54,24 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "profile a number": ({"profile": 1}, "profile is 1; expected 'auto', 'off', a HardwareProfile, the name"),
     "limits a dictionary": ({"profile": PROFILE, "limits": {"gpu_layers": 0}}, "expected Limits(...)"),
     "limits nothing much": ({"profile": PROFILE, "limits": {}}, "limits is {}; expected Limits(...)"),
-    "limits without profile": ({"limits": Limits()}, "limits is for a plan, and profile is off"),
+    "limits without profile": ({"limits": Limits()}, "limits needs a plan, and profile is off"),
     "budget as text": ({"profile": PROFILE, "vram_budget": "8GB"}, "vram_budget is '8GB'; expected GiB"),
     "budget in bytes": ({"profile": PROFILE, "vram_budget": 2**33}, "vram_budget is 8589934592; expected GiB"),
     "budget a truth": ({"profile": PROFILE, "ram_budget": True}, "ram_budget is True; expected GiB"),
     "budget below 0": ({"profile": PROFILE, "vram_budget": -0.1}, "vram_budget is -0.1; expected GiB"),
     "budget no number": ({"profile": PROFILE, "vram_margin": float("nan")}, "vram_margin is nan; expected GiB"),
-    "budget without profile": ({"vram_budget": 0}, "vram_budget is for a plan, and profile is off"),
-    "head without profile": ({"draft_head": "."}, "draft_head is for a plan, and profile is off"),
+    "budget without profile": ({"vram_budget": 0}, "vram_budget needs a plan, and profile is off"),
+    "head without profile": ({"draft_head": "."}, "draft_head needs a plan, and profile is off"),
     "layers below 0": ({"profile": PROFILE, "gpu_layers": -1}, "gpu_layers is -1; expected a whole number from 0"),
     "override a number": ({"profile": PROFILE, "override": 3}, "override is 3; expected REGEX=gpu"),
     "override of no place": ({"profile": PROFILE, "override": ["ffn=moon"]}, "names no placement"),
     "kv type": ({"profile": PROFILE, "kv_type": "int3"}, "kv_type is 'int3'; expected one of fp32"),
     "mode": ({"profile": PROFILE, "mode": "fast"}, "mode is 'fast'; expected one of full, exact"),
-    "draft length": ({"profile": PROFILE, "draft_length": 99}, "draft_length is 99; expected 1 to 16"),
-    "two limits": ({"limits": Limits(), "mode": "full"}, "limits says already what mode would say"),
+    "draft length": (
+        {"profile": PROFILE, "draft_length": 99},
+        "draft_length is 99; expected a whole number from 1",
+    ),
+    "two limits": ({"limits": Limits(), "mode": "full"}, "limits already decides what mode would"),
     "progress": ({"progress": "loud"}, "progress is 'loud'; expected a function, True, False or None"),
     "emulate as text": ({"profile": PROFILE, "emulate": "yes"}, "emulate is 'yes'; expected True or False"),
     "emulate nothing": ({"emulate": True}, "which machine is to be emulated?"),
@@ -107,7 +110,7 @@ def test_a_plan_of_another_model(stories260k: Path, on_gpu: Plan) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"limits": Limits(gpu_layers=0)}, "what limits would say; leave out limits"),
+        ({"limits": Limits(gpu_layers=0)}, "what limits would; leave out limits"),
         ({"limits": Limits()}, "leave out limits"),
         ({"vram_budget": 0}, "leave out vram_budget"),
         ({"ram_budget": 1.5}, "leave out ram_budget"),
@@ -139,7 +142,7 @@ def test_a_profile_may_be_named_or_in_a_file(tmp_path: Path, demo: Path) -> None
     write_record(PROFILE, tmp_path / "laptop.json")
     for profile in (LAPTOP, tmp_path / "laptop.json", str(tmp_path / "laptop.json"), lambda spec, folder: PROFILE):
         with Engine.from_pretrained(demo, profile=profile, emulate=True, threads=1) as engine:
-            assert engine.placement is not None and engine.placement.profile == PROFILE
+            assert engine.plan_request is not None and engine.plan_request.profile == PROFILE
 
 
 def test_a_plan_with_its_own_context_runs(files: Path, on_gpu: Plan) -> None:

@@ -70,7 +70,7 @@ def fails(kind: type[BaseException], words: str) -> Measure:
 def test_a_plan_is_made_unless_it_is_off(tiny: Path, measuring: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tiny) as planned, opened(tiny, profile="off") as off:
         assert planned.plan is not None and off.plan is None and measuring.n_asked == 1
-        assert planned.placement is not None and planned.placement.profile == CPU_ONLY
+        assert planned.plan_request is not None and planned.plan_request.profile == CPU_ONLY
         assert planned.generate(PROMPT, max_new_tokens=20).text == off.generate(PROMPT, max_new_tokens=20).text
     monkeypatch.setenv("HETERO_EE_PROFILE", "off")
     with opened(tiny) as off, opened(tiny, profile="auto") as planned:
@@ -119,7 +119,7 @@ def test_nothing_is_measured_for_fp32_weights_or_beside_a_plan(tiny: Path, measu
         assert engine.plan is None
     made = plan(read_spec(tiny), CPU_ONLY, Limits(context_tokens=64, threads=1))
     with opened(tiny, plan=made) as engine:
-        assert engine.plan == made and engine.placement is not None and engine.placement.profile is None
+        assert engine.plan == made and engine.plan_request is not None and engine.plan_request.profile is None
     assert measuring.n_asked == 0
     with pytest.raises(UsageError, match="which machine is to be emulated"):
         opened(tiny, emulate=True)

@@ -13,7 +13,8 @@ import pytest
 from hetero_ee import Engine, UsageError
 from hetero_ee.calibration.certificate_file import write_certificate
 from hetero_ee.config import demo_model_folder
-from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, Limits
+from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES
+from hetero_ee.planning.limits import Limits
 from hetero_ee.speculation.exits.certificate import N_LEVELS, Certificate
 from hetero_ee.speculation.exits.predictor import ExitConfidence
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, RECORD_FILE, calibration_folder

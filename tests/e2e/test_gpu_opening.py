@@ -17,13 +17,14 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.runtime.gpu.segment import GpuSegment
-from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
+from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
 from hetero_ee_profiles.reference import reference_profile
 from hetero_ee_profiles.units import GIB
 from tests.device_support import Fault, FaultyDevice, held_bytes, no_memory
@@ -77,13 +78,13 @@ def generated(executor: Executor) -> list[int]:
 
 
 def opened(model: Model, driver: StandInCuda | None, told: list[str], **placement: Any) -> Opened:
-    asked = Placement(
+    asked = PlanRequest(
         placement.pop("profile", reference_profile(LAPTOP)),
         placement.pop("limits", Limits(overrides=HALF, context_tokens=CONTEXT_TOKENS)),
         **placement,
     )
     gpu = None if driver is None else stand_in_gpu(driver)
-    return open_placed(*model, asked, 1, time.perf_counter, told.append, lambda name, warn: gpu)
+    return open_planned(*model, asked, 1, time.perf_counter, told.append, lambda name, warn: gpu)
 
 
 @pytest.mark.parametrize("overrides", [HALF, STREAMED])

@@ -12,11 +12,12 @@ import torch
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.execution import warmed_up
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
-from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
+from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import Fault, no_memory
 from tests.e2e.test_gpu_opening import CONTEXT_TOKENS, HALF, STREAMED, Faulty, generated, plan_of
@@ -76,8 +77,8 @@ def on_gpu(model: Model, monkeypatch: pytest.MonkeyPatch, told: list[str], watch
     monkeypatch.setattr(cuda_machine, "gpu_executor", marked_layers)
     monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
     gpu = stand_in_gpu(StandInCuda(PLENTY), watched.operations())
-    placement = Placement(reference_profile(LAPTOP), Limits(context_tokens=CONTEXT_TOKENS), chunked(model), **asked)
-    return open_placed(*model, placement, 1, time.perf_counter, told.append, lambda name, warn: gpu)
+    placement = PlanRequest(reference_profile(LAPTOP), Limits(context_tokens=CONTEXT_TOKENS), chunked(model), **asked)
+    return open_planned(*model, placement, 1, time.perf_counter, told.append, lambda name, warn: gpu)
 
 
 def test_a_whole_chunk_and_a_row_of_decoding_pass(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +180,10 @@ def test_the_cpu_alone_is_left_as_it_is(model: Model) -> None:
 
 
 def test_an_emulated_machine_begins_at_zero(model: Model, text: list[int]) -> None:
-    placement = Placement(
+    placement = PlanRequest(
         reference_profile(LAPTOP), Limits(context_tokens=CONTEXT_TOKENS), chunked(model), emulates=True
     )
-    found = open_placed(*model, placement, 1, time.perf_counter, lambda told: None)
+    found = open_planned(*model, placement, 1, time.perf_counter, lambda told: None)
     assert found.clock() == 0.0 and found.spans() == []
     assert generated(found.executor) == text
     found.executor.close()

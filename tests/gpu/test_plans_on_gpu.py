@@ -23,10 +23,11 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.opening import Placement, open_on_cpu, open_placed
+from hetero_ee.runtime.opening import open_on_cpu, open_planned
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
@@ -86,8 +87,8 @@ def opened(model: Model, profile: HardwareProfile) -> Iterator[Open]:
     def open_in(overrides: Any, visits: bool = False, kv_type: str = "fp32") -> Executor:
         limits = Limits(overrides=overrides, context_tokens=CONTEXT_TOKENS, kv_type=kv_type)
         plan = make_plan(model[0], profile, limits)
-        placement = Placement(profile, limits, visiting(plan) if visits else plan)
-        executors.append(open_placed(*model, placement, 1, time.perf_counter, lambda told: None).executor)
+        placement = PlanRequest(profile, limits, visiting(plan) if visits else plan)
+        executors.append(open_planned(*model, placement, 1, time.perf_counter, lambda told: None).executor)
         return executors[-1]
 
     yield open_in
@@ -190,7 +191,7 @@ def test_closing_gives_the_memory_back(model: Model, profile: HardwareProfile) -
     limits = Limits(overrides=PLACEMENTS["streamed"], context_tokens=CONTEXT_TOKENS)
     held = []
     for _ in range(3):
-        opened = open_placed(*model, Placement(profile, limits), 1, time.perf_counter, lambda told: None)
+        opened = open_planned(*model, PlanRequest(profile, limits), 1, time.perf_counter, lambda told: None)
         greedy(opened.executor)
         opened.executor.close()
         del opened
@@ -207,7 +208,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_the_text_as_it_is(
     from hetero_ee.runtime.executors.gpu import GpuExecutor
 
     limits, told = Limits(overrides=PLACEMENTS["split"], context_tokens=CONTEXT_TOKENS), []
-    found = open_placed(*model, Placement(profile, limits), 1, time.perf_counter, told.append)
+    found = open_planned(*model, PlanRequest(profile, limits), 1, time.perf_counter, told.append)
     expected = greedy(found.executor)
     calls, forward = [0], GpuExecutor.forward
 

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from hetero_ee.calibration.job import CalibrationRequest
-from hetero_ee.costs.kv_types import KV_BYTES, KV_TYPE
-from hetero_ee.planning.limits import MODES as LIBRARY_MODES
+from hetero_ee.options.engine import KV_TYPES, PLAN_OPTIONS
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.weights.store.conversion import STORES_FOLDER as LIBRARY_STORES
 from hetero_ee_cli.app import app
@@ -24,9 +24,10 @@ from hetero_ee_cli.commands.generate import generate
 from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.simulate import simulate
 from hetero_ee_cli.options.command import named_as_typed
-from hetero_ee_cli.options.completion import KV_TYPES, MODES, STORES_FOLDER
+from hetero_ee_cli.options.completion import STORES_FOLDER
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.planning import GIB, LimitOptions
+from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_profiles.units import GIB
 
 FLAGS = {
     "ctx_size": ["-c", "--ctx-size"],
@@ -60,15 +61,14 @@ def test_a_command_gets_the_dataclass_and_typer_its_fields() -> None:
 @pytest.mark.parametrize("command", [generate, chat, bench, plan, simulate])
 def test_every_command_that_plans_has_the_limits(command: object) -> None:
     names = set(inspect.signature(command).parameters)  # type: ignore[arg-type]
-    assert {field.name for field in fields(LimitOptions)} <= names
+    assert set(LimitOptions.OPTIONS) <= names
 
 
 def test_help_names_the_library_s_defaults() -> None:
     """Importing the library for them would make every --help wait for torch."""
-    hints = LimitOptions.__annotations__
-    assert f"[default: {Limits().vram_margin_bytes // GIB}]" in hints["vram_margin"].__metadata__[0].help
+    assert f"[default: {Limits().vram_margin_bytes // GIB}]" in PLAN_OPTIONS["vram_margin"].full_help
     kv_types = f"[default: {KV_TYPE}; {ReferenceExecutor.kv_type} with --quantizer none]"
-    assert kv_types in hints["kv_type"].__metadata__[0].help
+    assert kv_types in PLAN_OPTIONS["kv_type"].full_help
     tokens = inspect.signature(calibrate).parameters["tokens"].annotation
     assert f"[default: {CalibrationRequest().n_tokens}]" in tokens.__metadata__[0].help
 
@@ -96,7 +96,7 @@ def test_messages_name_flags_as_they_were_typed(message: str, typed: list[str], 
 
 def test_completion_knows_what_the_library_does() -> None:
     """Importing the library for it would make Tab wait for torch."""
-    assert tuple(KV_BYTES) == KV_TYPES and LIBRARY_MODES == MODES and LIBRARY_STORES == STORES_FOLDER
+    assert tuple(KV_BYTES) == KV_TYPES and LIBRARY_STORES == STORES_FOLDER
 
 
 @pytest.mark.parametrize(

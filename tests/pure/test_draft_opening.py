@@ -13,7 +13,8 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.runtime.opening import Opened, Placement
+from hetero_ee.planning.request import PlanRequest
+from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation import opening
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.features import exit_features
@@ -51,7 +52,7 @@ def drafting_plan(drafts: str, **limits: Any) -> Plan:
     return replace(found, mode="exact", drafts=drafts, exit_layer=exit_layer, draft_length=3)
 
 
-def opened(drafts: str, executor: Any = None, placement: Placement | None = None, **limits: Any) -> Opened:
+def opened(drafts: str, executor: Any = None, placement: PlanRequest | None = None, **limits: Any) -> Opened:
     unquantized: Any = SimpleNamespace(spec=SPEC, weights=SimpleNamespace(quantizer="none"))
     return Opened(executor or unquantized, lambda: 0.0, drafting_plan(drafts, **limits), placement=placement)
 
@@ -94,7 +95,7 @@ def test_who_asks_for_exact_mode_gets_it_at_its_length(
     mode: str | None, draft_length: int | None, has_switch: bool
 ) -> None:
     """Else the switch may turn drafting off; and a length that nobody asked for is the rule's to find."""
-    placement = Placement(PROFILE, Limits(mode=mode, draft_length=draft_length))
+    placement = PlanRequest(PROFILE, Limits(mode=mode, draft_length=draft_length))
     found = open_drafting(DraftKnowledge(), opened(SEQUENCE, placement=placement), PROFILE, print)
     assert found is not None and (found.drafting.switch is not None) == has_switch
     assert found.drafting.draft_length == (3 if draft_length else 8)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.explanation import explained
-from hetero_ee.planning.limits import EARLY_EXIT_MODES, Limits
+from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan

@@ -144,14 +144,14 @@ def test_an_unmeasured_head_is_checked_when_it_is_first_opened(tmp_path: Path, c
     with opened() as engine:
         assert any("Checked the draft head head on 6" in each for each in said)
         assert engine.plan is not None and engine.plan.drafts == "sequence"
-        assert engine.placement is not None and engine.placement.statistics.drafts is not None
-        first = engine.placement.statistics.drafts.acceptance
+        assert engine.plan_request is not None and engine.plan_request.statistics.drafts is not None
+        first = engine.plan_request.statistics.drafts.acceptance
         assert 0.6 < first[0] < 1 and len(first) == 4 and all(math.isfinite(share) for share in first)
     (kept,) = (cache / FOLDER).iterdir()
     with opened() as engine:
         assert not any("Checked" in each for each in said)
-        assert engine.placement is not None and engine.placement.statistics.drafts is not None
-        assert engine.placement.statistics.drafts.acceptance == pytest.approx(first)
+        assert engine.plan_request is not None and engine.plan_request.statistics.drafts is not None
+        assert engine.plan_request.statistics.drafts.acceptance == pytest.approx(first)
     kept.write_text('{"acceptance": [2, "x"]}')
     with opened():
         assert any("Checked" in each for each in said)  # what is damaged is made again

@@ -12,7 +12,7 @@ from hetero_ee.planning.pins import pins, placement_pins
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
-from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_profiles.reference import reference_names, reference_profile
 from hetero_ee_profiles.units import GIB
@@ -46,8 +46,8 @@ def parsed(made: Plan, limits: Limits) -> Limits:
         mode=known["--mode"],
         draft_length=None if draft_length is None else int(draft_length),
     )
-    assert len(words) == len(known) + max(0, len(options.override or ()) - 1)
-    return options.limits(EngineOptions(ctx_size=int(known["-c"]), threads=int(known["-t"])))
+    assert len(words) == len(known) + max(0, len(options.given.get("override", ())) - 1)
+    return options.limits(ModelOptions(context_tokens=int(known["-c"]), threads=int(known["-t"])))
 
 
 PAIRS = [(model, card) for model in (*SHAPES, "80 layers") for card in reference_names()]

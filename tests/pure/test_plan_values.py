@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
-from hetero_ee.planning.limits import EARLY_EXIT_MODES, RISK, Limits
+from hetero_ee.options.engine import EARLY_EXIT_MODES, RISK
+from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.pins import pins
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits, shapes_sha256
@@ -38,14 +39,14 @@ GOOD = planned(SPEC, overrides=PINS, context_tokens=64, mode="full")
 HUGE = 10**30
 
 BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
-    "draft tokens as text": ({"draft_length": "3"}, r"draft_length is '3'; expected 1 to 16"),
-    "draft tokens as truth": ({"draft_length": True}, r"draft_length is True; expected 1 to 16"),
+    "draft tokens as text": ({"draft_length": "3"}, r"draft_length is '3'; expected a whole number from 1 to 16"),
+    "draft tokens as truth": ({"draft_length": True}, r"draft_length is True; expected a whole number from 1 to 16"),
     "no overrides": ({"overrides": None}, r"overrides is None; expected a tuple"),
     "overrides as text": ({"overrides": "a=gpu"}, r"overrides is 'a=gpu'; expected a tuple"),
-    "a number as pattern": ({"overrides": ((1, "gpu"),)}, r"override \(1, 'gpu'\) is no pair of strings"),
-    "three in a pair": ({"overrides": (("a", "b", "gpu"),)}, "no pair of strings"),
-    "an override as text": ({"overrides": ("a=gpu",)}, "no pair of strings"),
-    "a place as a list": ({"overrides": (("a", []),)}, "no pair of strings"),
+    "a number as pattern": ({"overrides": ((1, "gpu"),)}, r"override \(1, 'gpu'\) is not a pair"),
+    "three in a pair": ({"overrides": (("a", "b", "gpu"),)}, "not a pair"),
+    "an override as text": ({"overrides": ("a=gpu",)}, "not a pair"),
+    "a place as a list": ({"overrides": (("a", []),)}, "not a pair"),
     "a list as kv type": ({"kv_type": []}, r"kv_type is \[\]; expected one of fp32"),
     "a list as mode": ({"mode": []}, r"mode is \[\]; expected one of full"),
     "threads below 0": ({"threads": -1}, r"threads is -1; .* to 1024"),

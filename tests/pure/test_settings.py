@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_ee.config import cache_folder
-from hetero_ee.config.settings import DEFAULT, FILE, FLAG, SETTING_OF, SETTINGS, Setting, read_settings
+from hetero_ee.config.settings import DEFAULT, FILE, FLAG, read_settings
 from hetero_ee.errors import UsageError
+from hetero_ee.options.engine import SETTINGS
+from hetero_ee.options.option import Option
 
 # One value of each setting for every source: flag, environment, file as TOML, and what the last two are read as.
 VALUES: dict[str, tuple[Any, str, str, Any, Any]] = {
@@ -32,21 +34,21 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "config.toml"
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(setting: Setting, file: Path) -> None:
-    flag, in_environment, in_file, of_environment, of_file = VALUES[setting.name]
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.setting)
+def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(setting: Option, file: Path) -> None:
+    flag, in_environment, in_file, of_environment, of_file = VALUES[setting.setting]
     environment = {"HETERO_EE_CONFIG": str(file)}
     file.write_text("")
 
     def resolved(given: Any = None) -> tuple[Any, str]:
-        found = read_settings(environment).resolve(setting.name, given)
+        found = read_settings(environment).resolve(setting.setting, given)
         return found.value, found.source
 
     assert resolved() == (setting.default, DEFAULT)
-    file.write_text(f"{setting.name} = {in_file}\n")
+    file.write_text(f"{setting.setting} = {in_file}\n")
     assert resolved() == (of_file, FILE)
     environment[setting.variable] = in_environment
-    assert resolved() == (of_environment, f"HETERO_EE_{setting.name.upper()}")
+    assert resolved() == (of_environment, f"HETERO_EE_{setting.setting.upper()}")
     assert resolved(flag)[1] == FLAG
     assert str(resolved(flag)[0]) == str(flag)
     environment[setting.variable] = ""
@@ -58,12 +60,12 @@ def test_the_table_agrees_with_the_engine() -> None:
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, INT4_QUANTIZERS
 
-    quantizer = SETTING_OF["quantizer"]
+    quantizer = SETTINGS["quantizer"]
     assert sorted(quantizer.choices) == sorted((*INT4_QUANTIZERS, UNQUANTIZED))
     assert quantizer.default_text.endswith(DEFAULT_QUANTIZER)
     for argument, name in (("threads", "threads"), ("context_tokens", "ctx_size")):
-        with pytest.raises(UsageError, match=f"to {SETTING_OF[name].highest}\\."):
-            too_many: Any = {argument: SETTING_OF[name].highest + 1}
+        with pytest.raises(UsageError, match=f"to {SETTINGS[name].most}\\."):
+            too_many: Any = {argument: int(SETTINGS[name].most or 0) + 1}
             Engine.from_pretrained(**too_many)
 
 
@@ -79,7 +81,7 @@ def test_the_table_agrees_with_the_engine() -> None:
     ],
 )
 def test_what_variables_are_read_as(name: str, text: str, value: Any) -> None:
-    environment = {"HETERO_EE_CONFIG": os.devnull, SETTING_OF[name].variable: text}
+    environment = {"HETERO_EE_CONFIG": os.devnull, SETTINGS[name].variable: text}
     assert read_settings(environment).value(name) == value
 
 
@@ -101,7 +103,7 @@ def test_what_variables_are_read_as(name: str, text: str, value: Any) -> None:
     ],
 )
 def test_variables_that_cannot_be_used(name: str, text: str, sentence: str) -> None:
-    settings = read_settings({"HETERO_EE_CONFIG": os.devnull, SETTING_OF[name].variable: text})
+    settings = read_settings({"HETERO_EE_CONFIG": os.devnull, SETTINGS[name].variable: text})
     with pytest.raises(UsageError) as refused:
         settings.resolve(name)
     assert sentence in str(refused.value) and str(refused.value).endswith(".")
@@ -110,9 +112,9 @@ def test_variables_that_cannot_be_used(name: str, text: str, sentence: str) -> N
 @pytest.mark.parametrize(
     ("flag", "name", "sentence"),
     [
-        (-1, "threads", "--threads is -1"),
-        (2**24 + 1, "ctx_size", "--ctx-size is 16777217"),
-        ("", "model", "--model is"),
+        (-1, "threads", "threads is -1"),
+        (2**24 + 1, "ctx_size", "context_tokens is 16777217"),
+        ("", "model", "model is"),
     ],
 )
 def test_flags_that_cannot_be_used(flag: Any, name: str, sentence: str) -> None:
@@ -136,9 +138,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "a null character": (b'cache_dir = "/a\\u0000b"', "cache_dir in FILE is '/a\\x00b'; expected a folder."),
     "a relative folder": (b"cache_dir = 'cache'", "cache_dir in FILE is 'cache'; give a full path"),
     "no such home": (b"cache_dir = '~no-such-user-here'", "cache_dir in FILE is '~no-such-user-here', and"),
-    "a key nearly right": (b"thread = 3", "'thread' in FILE is no setting; did you mean threads?"),
-    "a key of another kind": (b"temperature = 1", "'temperature' in FILE is no setting; there are model, threads"),
-    "a table for all": (b"[hetero_ee]\nthreads = 1", "'hetero_ee' in FILE is no setting"),
+    "a key nearly right": (b"thread = 3", "'thread' in FILE is not a setting; did you mean threads?"),
+    "a key of another kind": (b"temperature = 1", "'temperature' in FILE is not a setting; there are model, "),
+    "a table for all": (b"[hetero_ee]\nthreads = 1", "'hetero_ee' in FILE is not a setting"),
     "a key twice": (b"threads = 1\nthreads = 2", "FILE, which is not TOML: Cannot overwrite a value"),
     "no TOML": (b"threads: 3", "FILE, which is not TOML: Expected '='"),
     "a huge number": (b"threads = " + b"9" * 5000, "FILE, which is not TOML: Exceeds the limit"),
@@ -155,8 +157,8 @@ def test_files_that_cannot_be_used(name: str, file: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(UsageError) as refused:
         settings = read_settings({"HETERO_EE_CONFIG": str(file)})
-        for setting in SETTINGS:
-            settings.resolve(setting.name)
+        for setting in SETTINGS.values():
+            settings.resolve(setting.setting)
     message = str(refused.value)
     assert sentence.replace("FILE", str(file)) in message
     assert "\n" not in message and message.endswith((".", "?")) and not message.endswith("..")
@@ -226,12 +228,12 @@ def test_the_cache_folder_is_the_setting(file: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_variables_without_a_meaning_are_found() -> None:
-    known = {setting.variable: "1" for setting in SETTINGS} | {"HETERO_EE_CONFIG": os.devnull, "PATH": ""}
+    known = {setting.variable: "1" for setting in SETTINGS.values()} | {"HETERO_EE_CONFIG": os.devnull, "PATH": ""}
     assert read_settings(known).unknown_variables() == []
     assert read_settings(known | {"HETERO_EE_THREAD": "2"}).unknown_variables() == ["HETERO_EE_THREAD"]
 
 
-names = st.sampled_from([setting.name for setting in SETTINGS])
+names = st.sampled_from(list(SETTINGS))
 toml_values = st.one_of(
     st.text().map(repr),
     st.integers().map(str),
@@ -252,7 +254,7 @@ def test_nothing_but_a_usage_error_is_ever_raised(
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "any.toml"
     file.write_bytes(content)
-    environment = {SETTING_OF[key].variable: text for key, text in variables.items()}
+    environment = {SETTINGS[key].variable: text for key, text in variables.items()}
     with contextlib.suppress(UsageError):
         settings = read_settings(environment | {"HETERO_EE_CONFIG": str(file)})
         found = settings.resolve(name, flag)

@@ -3,9 +3,11 @@
 import difflib
 from pathlib import Path
 
-from hetero_ee.config.settings import ENVIRONMENT_PREFIX, SETTINGS, Settings
+from hetero_ee.config.settings import Settings
 from hetero_ee.config.toml_file import CONFIG_VARIABLE, is_in_sight
 from hetero_ee.errors import UsageError
+from hetero_ee.options.engine import SETTINGS
+from hetero_ee.options.option import ENVIRONMENT_PREFIX
 from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
 
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -16,18 +18,18 @@ def configuration(settings: Settings, problem: UsageError | None) -> Finding:
     try:
         if problem:
             raise problem
-        resolved = [settings.resolve(setting.name) for setting in SETTINGS]
+        resolved = [settings.resolve(name) for name in SETTINGS]
     except UsageError as error:
         return fail(str(error), "Correct it; no other command runs until then.")
     if settings.file is None:
         return ok(f"no file, for want of a home folder; {CONFIG_VARIABLE} may name one")
-    n_set = sum(found.setting.name in settings.in_file for found in resolved)
+    n_set = sum(found.setting.setting in settings.in_file for found in resolved)
     there = f"{n_set} {'setting' if n_set == 1 else 'settings'}" if is_in_sight(settings.file) else "no such file"
     return ok(f"{settings.file}: {there}")
 
 
 def variables(settings: Settings) -> Finding:
-    known = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS)]
+    known = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())]
     unknown = settings.unknown_variables()
     if unknown:
         names = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}

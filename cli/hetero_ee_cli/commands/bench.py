@@ -14,9 +14,8 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError, shown
-from hetero_ee_cli.options.completion import one_of
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
-from hetero_ee_cli.options.flags import with_options
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
+from hetero_ee_cli.options.flags import one_of, with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, print_rows, profile_date
@@ -72,7 +71,7 @@ Output = Annotated[str, typer.Option("-o", "--output", help="md, csv, json or js
 def bench(
     limits: LimitOptions,
     placement: PlacementOptions,
-    engine: EngineOptions,
+    engine: ModelOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
     n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths, like 128,512; 0: none.")] = "512",
@@ -97,15 +96,15 @@ def bench(
     style = "json" if as_json else output
     rates = None if synthetic_acceptance is None else _rates(synthetic_acceptance)
     _check(style, repetitions, mode, random_weights, rates)
-    if random_weights is not None and engine.sparsity is not None:
+    if random_weights is not None and engine.given.get("sparsity") is not None:
         raise UsageError("random weights have no neurons that could be left out; name a model, or drop --sparsity.")
     if mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
-    placed = placement.checked(replace(limits, mode=None if mode == ALL else mode), engine)
+    placed = placement.checked(LimitOptions(**limits.given | {"mode": None if mode == ALL else mode}), engine)
     opening = engine.arguments(model)
     modes = (FULL, EXACT) if mode == ALL else (mode or (placed.plan.mode if placed.plan else FULL),)
     runs = _Runs(_thread_counts(threads, opening["threads"]), modes, _tests(*lengths), repetitions)
-    runs.check_context(engine.ctx_size)
+    runs.check_context(engine.given.get("context_tokens"))
     with ending_at_once():
         from hetero_ee.hub.draft_head import resolve_draft_head
         from hetero_ee_cli.commands.profile import profile_for
@@ -116,8 +115,10 @@ def bench(
         if rates is not None:
             head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, head)
         placed = replace(placed, options=replace(placed.options, draft_head=None if head is None else str(head)))
-        weights = opening["quantizer"], engine.sparsity
-        subject = _Subject(spec, name, folder, *weights, engine.ctx_size, profile, placed, progress, rates)
+        weights = opening["quantizer"], engine.given.get("sparsity")
+        subject = _Subject(
+            spec, name, folder, *weights, engine.given.get("context_tokens"), profile, placed, progress, rates
+        )
         print_rows(_measured(subject, runs), style)
     placement.write_trace(subject.spans, f"bench of {name}")
 
@@ -218,7 +219,8 @@ def _rows(subject: _Subject, mode: str, threads: int, runs: _Runs) -> Iterator[R
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
     """Opens the model in the folder, or random weights. Raises UsageError for too small a context."""
     from hetero_ee.engine import Engine
-    from hetero_ee.runtime.opening import Placement, open_placed
+    from hetero_ee.planning.request import PlanRequest
+    from hetero_ee.runtime.opening import open_planned
     from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
     from hetero_ee.weights.random_weights import random_weights
 
@@ -235,8 +237,8 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
         head = placed.options.draft_head
         knowledge = DraftKnowledge(draft_head=None if head is None else Path(head))
         statistics = knowledge.statistics(spec, subject.profile, threads)
-        placement = Placement(subject.profile, limits, given, statistics, traces=traces)
-        opened = open_placed(
+        placement = PlanRequest(subject.profile, limits, given, statistics, traces=traces)
+        opened = open_planned(
             spec,
             random_weights(spec),
             placement,
@@ -263,8 +265,8 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
         traces=traces,
         progress=subject.progress,
     ) as engine:
-        assert engine.plan is not None and engine.placement is not None, "with a profile there is a plan"
-        yield _Running(engine.executor, engine.plan, engine.placement.statistics, engine.drafting)
+        assert engine.plan is not None and engine.plan_request is not None, "with a profile there is a plan"
+        yield _Running(engine.executor, engine.plan, engine.plan_request.statistics, engine.drafting)
         subject.spans.extend(engine.spans)
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetero_ee.config.settings import OFF
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
+from hetero_ee.options.engine import OFF
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -33,7 +33,7 @@ MAX_NAMED = 3  # texts named in the description
 
 @with_options(without={"profile": "nothing is planned for it"})
 def calibrate(
-    engine: EngineOptions,
+    engine: ModelOptions,
     model: ModelArgument = None,
     text: Annotated[
         list[Path] | None,
@@ -75,7 +75,7 @@ def calibrate(
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
-    asked, sparsity, predictor = SparsityRequest.parsed(options["sparsity"]), None, None
+    asked, sparsity, predictor = SparsityRequest.parsed(options.get("sparsity")), None, None
     if show:
         outcome, sparsity, predictor = _existing(options, asked)
     else:
@@ -121,7 +121,7 @@ def _existing(
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.store.library import model_folder
 
-    quantizer, named = options["quantizer"], {name: options[name] for name in ("revision", "offline")}
+    quantizer, named = options["quantizer"], {"revision": options.get("revision"), "offline": options["offline"]}
     if quantizer == UNQUANTIZED:
         raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
     with stage_progress() as progress:
@@ -132,7 +132,7 @@ def _existing(
     found = found_calibration(place)
     if found is None:
         model = options["model"]
-        again = {"-m": model, "--sparsity": options["sparsity"]}
+        again = {"-m": model, "--sparsity": options.get("sparsity")}
         command = shlex.join(["hetero-ee", "calibrate", *(word for item in again.items() if item[1] for word in item)])
         raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
     found = replace(found, certificate=place.certificate(found.calibration))

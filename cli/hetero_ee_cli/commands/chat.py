@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError, shown
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
@@ -63,7 +63,7 @@ class ChatOptions:
 
 @with_options()
 def chat(
-    engine: EngineOptions,
+    engine: ModelOptions,
     prompts: PromptOptions,
     conversation: ChatOptions,
     sampling: SamplingOptions,

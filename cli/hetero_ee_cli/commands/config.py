@@ -1,30 +1,30 @@
 """`hetero-ee config show`: which value each setting has, and where it comes from."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from hetero_ee.config import cache_folder, data_folder
-from hetero_ee.config.settings import SETTINGS, Resolved, Settings, read_settings
+from hetero_ee.config.settings import Resolved, Settings, read_settings
 from hetero_ee.config.toml_file import is_in_sight
-from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee.options.engine import SETTINGS
+from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, table
 
 
-@with_options(without={"revision": "it is no setting", "sparsity": "it is no setting"})
-def show(engine: EngineOptions, as_json: Json = False) -> None:
+@with_options(without={"revision": "it is not a setting", "sparsity": "it is not a setting"})
+def show(engine: ModelOptions, as_json: Json = False) -> None:
     """Show every setting with its source, and where files are kept.
 
     An option overrides a HETERO_EE_ variable, which overrides the configuration file, which overrides the default. The
     options of the other commands given here show which value would apply.
     """
-    flags = asdict(engine) | {"model": engine.model_flag}
+    flags = engine.given | {"model": engine.given.get("model_flag")}
     settings = read_settings()
-    resolved = [settings.resolve(setting.name, flags.get(setting.name)) for setting in SETTINGS]
+    resolved = [settings.resolve(key, flags.get(setting.name)) for key, setting in SETTINGS.items()]
     paths = {name: path and str(path) for name, path in _paths(settings).items()}
     if as_json:
         values = {
-            found.setting.name: {
+            found.setting.setting: {
                 "value": str(found.value) if isinstance(found.value, Path) else found.value,
                 "source": found.source,
             }
@@ -33,7 +33,7 @@ def show(engine: EngineOptions, as_json: Json = False) -> None:
         print_document({"settings": values, "paths": paths})
         return
     rows = [("setting", "value", "source")]
-    rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
+    rows += [(found.setting.setting, _shown(found), found.source) for found in resolved]
     rows += [("", "", ""), ("path", "", "")]
     missing = {} if is_in_sight(settings.file) else {"config_file": "no such file"}
     rows += [(name, printable(path or ""), missing.get(name, "")) for name, path in paths.items()]

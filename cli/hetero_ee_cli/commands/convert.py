@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_ee.errors import UsageError
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.terminal.output import print_path, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from hetero_ee.weights.store.import_report import ImportedType
 
 HEAD = ("in the file", "here", "matrices", "weights", "relative squared error")
-NOT_HERE = {"ctx_size": "nothing is run", "profile": "nothing is run"}
+NOT_HERE = {"context_tokens": "nothing is run", "profile": "nothing is run"}
 
 
 @with_options(without=NOT_HERE)
 def convert(
-    engine: EngineOptions,
+    engine: ModelOptions,
     model: ModelArgument = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="New folder for the converted model. [default: the cache]")
@@ -32,7 +32,7 @@ def convert(
 
 
 @with_options(without=NOT_HERE)
-def pull(engine: EngineOptions, model: ModelArgument = None) -> None:
+def pull(engine: ModelOptions, model: ModelArgument = None) -> None:
     """Download a model and convert it to 4-bit weights, for later. Nothing is run; prints where it is kept."""
     _print_made(_converted(engine, model, None, keeps_stores=True))
 
@@ -53,7 +53,7 @@ def _cells(row: "ImportedType") -> tuple[str, ...]:
     return printable(row.types), printable(row.layout), str(row.n_tensors), f"{row.n_weights:,}", loss
 
 
-def _converted(engine: EngineOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:
+def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:
     """The store of the model. keeps_stores: a model that is one already is fine."""
     options = engine.arguments(model)
     if options["model"] is None:
@@ -67,7 +67,7 @@ def _converted(engine: EngineOptions, model: str | None, output: Path | None, *,
     from hetero_ee.weights.store.reader import is_store
     from hetero_ee_profiles.host.process import usable_threads
 
-    asked = SparsityRequest.parsed(options["sparsity"])
+    asked = SparsityRequest.parsed(options.get("sparsity"))
     torch.set_num_threads(1)
     with stage_progress() as progress:
         folder = engine.model_folder(model, progress)

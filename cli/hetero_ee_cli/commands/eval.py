@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.config import Progress
-from hetero_ee.config.settings import OFF, read_settings
+from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError, meant, shown
-from hetero_ee_cli.options.completion import MODES, hardware_names, one_of
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
-from hetero_ee_cli.options.flags import Json, with_options
+from hetero_ee.options.engine import MODES, OFF
+from hetero_ee_cli.options.completion import hardware_names
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
+from hetero_ee_cli.options.flags import Json, one_of, with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.sampling import LENGTH_FLAGS
@@ -42,7 +43,7 @@ STANDARD_INPUT = "-"
 )
 def eval(
     limits: LimitOptions,
-    engine: EngineOptions,
+    engine: ModelOptions,
     model: ModelArgument = None,
     text: Annotated[
         Path | None,
@@ -97,7 +98,7 @@ def eval(
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
-    if hardware is not None and engine.profile is not None:
+    if hardware is not None and engine.given.get("profile") is not None:
         raise UsageError("profile is for this machine and --hardware names another; drop one of them.")
     variants = _variants(mode, risk, limits.limits(engine))
     profile = None if hardware is None else hardware_from(hardware)
@@ -108,7 +109,7 @@ def eval(
         assert folder is not None, "only random weights have none"
         material = _material(spec, folder, given, name, (n_prompts, n_prompt_tokens, max_new_tokens))
         longest = max(map(len, material.prompts)) + max_new_tokens
-        opening = _Opening(engine, model, variants, profile, next(iter(limits.given()), ""), longest, progress)
+        opening = _Opening(engine, model, variants, profile, next(iter(limits.flags()), ""), longest, progress)
         found, refused = _results(opening, material, max_new_tokens, seed)
     title = f"{printable(model_name)}, {n_prompts} texts of {max_new_tokens} tokens, {material.description}"
     if profile is not None:
@@ -129,7 +130,7 @@ def eval(
 class _Opening:
     """What the modes are opened with, one after another."""
 
-    engine: EngineOptions
+    engine: ModelOptions
     model: str | None
     limits: "dict[Variant, Limits]"
     hardware: "HardwareProfile | None"
@@ -192,7 +193,7 @@ def _material(spec: "ModelSpec", folder: Path, text: str | None, name: str, size
 def _variants(modes: str, risk: str | None, usual: "Limits") -> "dict[Variant, Limits]":
     """With the limits that each is planned by; full mode first. Raises UsageError for what is no mode."""
     from hetero_ee.evaluation.open_mode import FULL, Variant
-    from hetero_ee.planning.limits import CERTIFIED
+    from hetero_ee.options.engine import CERTIFIED
 
     names = [FULL, *_names("mode", modes, MODES)]
     risks: Sequence[float | None] = [None] if risk is None else _risks(risk)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_ee_cli.options.constraint import ConstraintOptions
-from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
@@ -30,7 +30,7 @@ COUNTS = (
 
 @with_options()
 def generate(
-    engine: EngineOptions,
+    engine: ModelOptions,
     prompts: PromptOptions,
     sampling: SamplingOptions,
     constraint: ConstraintOptions,

@@ -9,7 +9,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.planning import Hardware, LimitOptions
 from hetero_ee_cli.reports.curve import curve_text, save_curve
@@ -62,7 +62,7 @@ class _Subject:
 @with_options(without={"profile": "it always plans by one"})
 def plan(
     limits: LimitOptions,
-    engine: EngineOptions,
+    engine: ModelOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
     hardware: Hardware = None,
@@ -93,10 +93,16 @@ def plan(
         picture_format(curve_file)  # refused now, not after a measurement
     quantizer = engine.arguments()["quantizer"]
     subject = _Subject(
-        engine.named(model), random_weights, hardware, published_exits, own_drafts, quantizer, engine.sparsity
+        engine.named(model),
+        random_weights,
+        hardware,
+        published_exits,
+        own_drafts,
+        quantizer,
+        engine.given.get("sparsity"),
     )
     if plan_file is not None:
-        if given := limits.given():
+        if given := limits.flags():
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
         _explain_file(plan_file, subject, engine, as_json=as_json)
         return
@@ -112,10 +118,10 @@ def plan(
         _explain(request, subject)
 
 
-def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progress: Progress) -> "Request":
+def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress: Progress) -> "Request":
     with ending_at_once():
+        from hetero_ee.options.engine import RISK
         from hetero_ee.planning.hardware import hardware_from
-        from hetero_ee.planning.limits import RISK
         from hetero_ee.planning.planner import plan as make_plan
         from hetero_ee.planning.statistics import Statistics, published_depths, published_statistics
         from hetero_ee.planning.what_if import Request
@@ -154,7 +160,7 @@ def _own_statistics(
     read."""
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
-    from hetero_ee.planning.limits import CERTIFIED
+    from hetero_ee.options.engine import CERTIFIED
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.store.reader import is_store
@@ -177,7 +183,7 @@ def _own_statistics(
         return Statistics()
 
 
-def _explain_file(file: Path, subject: _Subject, engine: EngineOptions, *, as_json: bool) -> None:
+def _explain_file(file: Path, subject: _Subject, engine: ModelOptions, *, as_json: bool) -> None:
     """The plan in the file; that it fits a model is checked where one is named."""
     with ending_at_once():
         from hetero_ee.planning.explanation import explained

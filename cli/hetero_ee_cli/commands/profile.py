@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_ee.config import Progress
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     without={
         "profile": "it always measures one",
         "quantizer": "every int4 quantizer has the same shapes",
-        "ctx_size": "several context lengths are measured",
+        "context_tokens": "several context lengths are measured",
     }
 )
 def profile(
-    engine: EngineOptions,
+    engine: ModelOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
     quick: Annotated[bool, typer.Option(help="Rough measurements in 5 seconds, all cores only.")] = False,

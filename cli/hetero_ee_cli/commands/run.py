@@ -6,7 +6,7 @@ import time
 from hetero_ee.errors import UsageError
 from hetero_ee_cli.commands.chat import ChatOptions, Talk, TalkStyle, converse
 from hetero_ee_cli.commands.generate import Continuing
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
@@ -17,7 +17,7 @@ from hetero_ee_cli.terminal.progress import stage_progress
 
 @with_options()
 def run(
-    engine: EngineOptions,
+    engine: ModelOptions,
     prompts: PromptOptions,
     conversation: ChatOptions,
     sampling: SamplingOptions,
@@ -30,7 +30,7 @@ def run(
 
     With a prompt, it is answered and the command ends; without one, the chat goes on until /exit or Ctrl-D.
     """
-    if engine.model_flag is not None and argument is None:
+    if engine.given.get("model_flag") is not None and argument is None:
         model, argument = None, model  # the one argument beside --model
     text, template = prompts.given(argument), conversation.template()
     placed = placement.checked(limits, engine)

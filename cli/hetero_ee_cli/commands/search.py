@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee.config.settings import SETTING_OF, read_settings
+from hetero_ee.config.settings import read_settings
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.flags import Json
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -20,7 +21,7 @@ COLUMNS = ("model", "parameters", "in int4", "downloads", "terms")
 def search(
     words: Annotated[list[str], typer.Argument(help="Words of the model's name.")],
     limit: Annotated[int, typer.Option(min=1, max=100, help="Models to list at most.")] = 20,
-    offline: Annotated[bool | None, typer.Option("--offline", help=SETTING_OF["offline"].help)] = None,
+    offline: Annotated[bool | None, typer.Option("--offline", help=MODEL_OPTIONS["offline"].full_help)] = None,
     as_json: Json = False,
 ) -> None:
     """Search the Hugging Face Hub for models that can be run, the most downloaded first."""

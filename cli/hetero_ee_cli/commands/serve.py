@@ -10,7 +10,7 @@ import typer
 from hetero_ee.config import READING, Progress
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee_cli.commands.chat import ChatOptions
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
@@ -89,7 +89,7 @@ class ServerOptions:
     }
 )
 def serve(
-    engine: EngineOptions,
+    engine: ModelOptions,
     server: ServerOptions,
     conversation: ChatOptions,
     sampling: SamplingOptions,

@@ -7,7 +7,7 @@ import typer
 
 from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.completion import hardware_names
-from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions
@@ -57,7 +57,7 @@ def simulate(
     prompts: PromptOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
-    engine: EngineOptions,
+    engine: ModelOptions,
     model: ModelArgument = None,
     hardware: Annotated[
         str,
@@ -117,7 +117,7 @@ def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, co
 
 
 def _of_text(
-    prompt: str, n_new: int, profile: "HardwareProfile", placed: Placed, options: EngineOptions, model: str | None
+    prompt: str, n_new: int, profile: "HardwareProfile", placed: Placed, options: ModelOptions, model: str | None
 ) -> _Simulated:
     with ending_at_once():
         from hetero_ee.engine import Engine
@@ -140,7 +140,7 @@ def _of_text(
         ) as engine,
     ):
         result = engine.generate(prompt, max_new_tokens=n_new)
-        ran, placement, spans = engine.plan, engine.placement, engine.spans
+        ran, placement, spans = engine.plan, engine.plan_request, engine.spans
         assert ran is not None and placement is not None, "an emulated machine runs a plan"
         simulation = of_text(result, engine.spec, ran, profile, placement.statistics, spans)
         if engine.draft_statistics is None:

@@ -2,12 +2,9 @@
 
 from hetero_ee.config import cache_folder
 from hetero_ee.errors import HeteroError
-from hetero_ee_cli.options.flags import one_of as one_of
+from hetero_ee_cli.options.flags import one_of
 
 STORES_FOLDER, MANIFEST = "stores", "manifest.json"  # as the room weights/store names them
-# As planning has them, whose import takes seconds.
-KV_TYPES = ("fp32", "fp16", "int8")
-MODES = ("full", "exact", "specee", "certified", "calm", "skipdecode", "q-exit", "patience", "joint-gate")
 
 
 def model_names(incomplete: str) -> list[str]:

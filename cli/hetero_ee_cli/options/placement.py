@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from hetero_ee.config import Progress
-from hetero_ee.config.settings import OFF, read_settings
+from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError
-from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee.options.engine import OFF
+from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -47,9 +48,9 @@ class PlacementOptions:
         False
     )
 
-    def checked(self, limits: LimitOptions, engine: EngineOptions) -> "Placed":
+    def checked(self, limits: LimitOptions, engine: ModelOptions) -> "Placed":
         """Loads the plan. Raises UsageError for what is not possible, before any model is loaded."""
-        given = limits.given()
+        given = limits.flags()
         if self.plan_file is not None and given:
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
         requested = limits.limits(engine)

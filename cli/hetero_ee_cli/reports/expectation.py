@@ -18,7 +18,7 @@ def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
     """
     from hetero_ee.planning.times.prediction import predicted_text_s
 
-    made, placement = engine.plan, engine.placement
+    made, placement = engine.plan, engine.plan_request
     if made is None or placement is None or placement.profile is None:
         return None
     first, last = result.n_prompt_tokens, result.n_prompt_tokens + result.n_generated_tokens

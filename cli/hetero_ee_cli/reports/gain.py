@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hetero_ee.engine import Engine
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.plan import Plan
-    from hetero_ee.runtime.opening import Placement
+    from hetero_ee.planning.request import PlanRequest
     from hetero_ee_profiles.hardware import HardwareProfile
 
 MAX_S = 3.0  # of decoding in one mode
@@ -74,7 +74,7 @@ class _Run:
 
     spec: "ModelSpec"
     plan: "Plan"
-    placement: "Placement"
+    placement: "PlanRequest"
     speed: Speed
 
 
@@ -127,7 +127,7 @@ def _run(options: dict[str, Any]) -> _Run:
             n_new, seconds = n_new + n_more, seconds + took_s
             if n_new >= MIN_TOKENS or seconds >= MAX_S:
                 break
-        made, placement, n_prompt = engine.plan, engine.placement, engine.count_tokens(OPENINGS[0])
+        made, placement, n_prompt = engine.plan, engine.plan_request, engine.count_tokens(OPENINGS[0])
         assert made is not None and placement is not None and placement.profile is not None
         n_new = max(1, n_new)
         expected_s = predicted_text_s(engine.spec, placement.profile, made, placement.statistics, n_new, n_prompt)

@@ -221,7 +221,7 @@ def _neurons(engine: "Engine") -> list[str]:
 
 def _declined(engine: "Engine") -> list[str]:
     """The planner's sentence on why it took full mode, where nobody had asked for a mode."""
-    asked = None if engine.placement is None else engine.placement.limits.mode
+    asked = None if engine.plan_request is None else engine.plan_request.limits.mode
     if engine.plan is None or asked is not None:
         return []
     return [reason for reason in engine.plan.reasons if reason.startswith(DECLINED)]

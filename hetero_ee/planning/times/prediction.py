@@ -5,8 +5,8 @@ from functools import partial
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import MAX_DRAFT_LENGTH
 from hetero_ee.planning.candidates import Candidate
-from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import Part, model_parts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm

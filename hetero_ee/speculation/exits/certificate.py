@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.options.engine import CERTIFIED
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.planning.limits import CERTIFIED
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.speculation.exits.calibration import NO_EXIT
 from hetero_ee.speculation.exits.risk_bound import log_purse, risk_bound

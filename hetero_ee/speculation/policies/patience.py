@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.planning.limits import is_whole
+from hetero_ee.options.option import is_whole
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
