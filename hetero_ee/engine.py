@@ -25,6 +25,7 @@ from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.opening import OpenModel, open_model, read_model, running_threads
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.options.sampling import Sampling, SamplingChanges, SamplingParams
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
@@ -421,7 +422,8 @@ class Engine:
     def _place(self, what: str) -> CalibrationPlace:
         """Where it is kept. Raises UsageError where there is no store."""
         if self.calibrations is None:
-            raise UsageError(f"{what} belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
+            quantizer = MODEL_OPTIONS["quantizer"]
+            raise UsageError(f"{what} belongs to a store, and ", quantizer, f" {UNQUANTIZED} has none; leave that out.")
         return self.calibrations
 
     def _ending(self, executor: Executor) -> Ending:

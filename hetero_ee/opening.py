@@ -14,7 +14,7 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES
+from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.automatic import automatic_profile
@@ -104,7 +104,7 @@ def read_model(
         weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
     elif quantizer == UNQUANTIZED:
         if neuron_major:
-            raise UsageError(f"quantizer {UNQUANTIZED} has no sparse FFNs; leave out one of both.")
+            raise UsageError(MODEL_OPTIONS["quantizer"], f" {UNQUANTIZED} has no sparse FFNs; leave out one of both.")
         weights = load_dense(open_checkpoint(folder, spec))
     else:
         quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major, first_in_rows=first_in_rows)

@@ -24,9 +24,7 @@ from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings, run_identity
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.texts import (
-    DEFAULT_TOKENS,
     MIN_CHUNKS,
-    MIN_TOKENS,
     chunk_tokens,
     chunks_identity,
     own_prompts,
@@ -39,6 +37,7 @@ from hetero_ee.calibration.texts import (
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import ModelError, StoreError, UsageError, shown
+from hetero_ee.options.evaluation import CALIBRATION_TOKENS, TOKENS
 from hetero_ee.options.option import is_whole
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
@@ -47,7 +46,6 @@ from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_PARTIAL_SUFFIX, PARTIAL_SUFFIX, calibration_file
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
-MAX_TOKENS = 10**7
 OWN_TEXT = "texts of its own"
 WAITING = "Another process is calibrating this model; waiting for it"
 
@@ -57,7 +55,7 @@ class CalibrationRequest:
     """Text to calibrate on, and the settings of a calibration."""
 
     texts: Sequence[str] | None = None  # None for texts that the model writes itself
-    n_tokens: int = DEFAULT_TOKENS  # at most
+    n_tokens: int = CALIBRATION_TOKENS  # at most
     description: str = "text"  # of the texts, for people
     settings: CalibrationSettings = field(default_factory=CalibrationSettings)
     force: bool = False  # even if there is a calibration already
@@ -69,8 +67,7 @@ class CalibrationRequest:
         is_texts = isinstance(self.texts, list | tuple) and all(isinstance(text, str) for text in self.texts)
         if self.texts is not None and not is_texts:
             raise UsageError(f"texts is {shown(self.texts)}; expected a list of strings, or None for the model's own.")
-        if not is_whole(self.n_tokens, MIN_TOKENS, MAX_TOKENS):
-            raise UsageError(f"tokens is {shown(self.n_tokens)}; expected {MIN_TOKENS} to {MAX_TOKENS}.")
+        TOKENS.check(self.n_tokens)
         if not isinstance(self.description, str):
             raise UsageError(f"description is {shown(self.description)}; expected a string.")
         if not isinstance(self.settings, CalibrationSettings):

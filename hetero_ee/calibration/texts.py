@@ -11,6 +11,7 @@ from hetero_ee.calibration.stages import Chunk
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
+from hetero_ee.options.evaluation import CALIBRATION_TOKENS, MIN_CALIBRATION_TOKENS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer
@@ -18,8 +19,6 @@ from hetero_ee.text.tokenizer import Tokenizer
 CHUNK_TOKENS = 256
 MIN_CHUNK_TOKENS = 8  # shorter ones say little
 MIN_CHUNKS = 16  # four for each quarter of the split
-MIN_TOKENS = 512
-DEFAULT_TOKENS = 8192
 CHARACTERS_PER_TOKEN = 16  # more than any text has on average, so the rest is not read
 LEAST_PROMPT_TOKENS, MOST_PROMPT_TOKENS = 4, 32  # to certify on
 FIRST_PROMPTS_CALL = 10**6  # number of the first call of own_writer to certify on, beyond those of any calibration
@@ -63,10 +62,10 @@ def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, conte
         if text
     ]
     n_found = sum(map(len, encoded))
-    if n_found < MIN_TOKENS:
+    if n_found < MIN_CALIBRATION_TOKENS:
         raise UsageError(
-            f"the text has {n_found} tokens to calibrate on; at least {MIN_TOKENS} are needed, "
-            f"and {DEFAULT_TOKENS} make better metrics."
+            f"the text has {n_found} tokens to calibrate on; at least {MIN_CALIBRATION_TOKENS} are needed, "
+            f"and {CALIBRATION_TOKENS} make better metrics."
         )
     size = chunk_tokens(context_tokens, n_found) - len(begin)
     chunks = [(*begin, *ids[first : first + size]) for ids in encoded for first in range(0, len(ids), size)]

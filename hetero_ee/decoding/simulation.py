@@ -7,6 +7,7 @@ from hetero_ee.decoding.result import GenerationResult
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.request import check_emulates
 from hetero_ee.planning.statistics import Statistics
@@ -89,7 +90,9 @@ def of_shapes(
     if n_prompt_tokens + n_new_tokens > plan.context_tokens:
         raise UsageError(
             f"a prompt of {n_prompt_tokens} tokens and {n_new_tokens} new ones are more than the context's "
-            f"{plan.context_tokens}; shorten them or raise context_tokens."
+            f"{plan.context_tokens}; shorten them or raise ",
+            MODEL_OPTIONS["context_tokens"],
+            ".",
         )
     check_emulates(plan, profile)
     timeline = Timeline()

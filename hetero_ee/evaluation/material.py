@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hetero_ee.calibration.texts import CHARACTERS_PER_TOKEN, OPENINGS, begin_tokens
 from hetero_ee.errors import UsageError
+from hetero_ee.options.evaluation import N_PROMPT_TOKENS, N_PROMPTS
 from hetero_ee.text.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"  # between documents of one file, as the TinyStories files have it
@@ -40,8 +41,13 @@ def of_text(
     chunks = [tuple(ids) for _, ids in sorted(cut, key=lambda each: each[0]) if len(ids) >= least]
     if len(chunks) < n_prompts:
         raise UsageError(
-            f"the text makes {len(chunks)} chunks of {least} to {size} tokens and n_prompts is {n_prompts}; give a "
-            "longer text, or lower n_prompts or n_prompt_tokens."
+            f"the text makes {len(chunks)} chunks of {least} to {size} tokens and ",
+            N_PROMPTS,
+            f" is {n_prompts}; give a longer text, or lower ",
+            N_PROMPTS,
+            " or ",
+            N_PROMPT_TOKENS,
+            ".",
         )
     chosen = tuple(chunks[:n_prompts])
     return Material(tuple(chunk[:n_prompt_tokens] for chunk in chosen), chosen, description)
@@ -55,5 +61,5 @@ def of_the_model(tokenizer: Tokenizer, n_prompts: int) -> Material:
     """
     prompts: Sequence[list[int]] = [ids for opening in OPENINGS if (ids := tokenizer.encode(opening))]
     if n_prompts > len(prompts):
-        raise UsageError(f"n_prompts is {n_prompts} and there are {len(prompts)} openings; lower it, or give a text.")
+        raise UsageError(N_PROMPTS, f" is {n_prompts} and there are {len(prompts)} openings; lower it, or give a text.")
     return Material(tuple(map(tuple, prompts[:n_prompts])), None, "texts of the model's own")

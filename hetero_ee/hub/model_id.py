@@ -9,6 +9,7 @@ from hetero_ee.config import demo_model_folder
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.gguf.header import is_gguf
 from hetero_ee.hub.model_files import NO_DEVICE
+from hetero_ee.options.engine import MODEL_OPTIONS
 
 CACHED_PREFIX = "models--"  # of a model's folder in the cache of huggingface_hub
 MAX_REVISION_LENGTH = 200
@@ -36,7 +37,9 @@ class ModelId:
                 f"there is no folder {shown(self.name)}, and {why}; give a folder, or an id such as Qwen/Qwen3-4B."
             )
         if not _is_revision(self.revision):
-            raise UsageError(f"revision is {shown(self.revision)}; expected a branch, a tag or a commit.")
+            raise UsageError(
+                MODEL_OPTIONS["revision"], f" is {shown(self.revision)}; expected a branch, a tag or a commit."
+            )
 
 
 def is_commit(text: object) -> bool:

@@ -5,7 +5,7 @@ This module imports nothing heavy, since shell completion reads options at every
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -14,6 +14,7 @@ from hetero_ee.errors import UsageError, shown
 
 ENVIRONMENT_PREFIX = "HETERO_EE_"
 Schema = dict[str, Any]
+NO_DEFAULTS = (None, ())  # defaults that help does not mention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +56,8 @@ class Option:
     @property
     def full_help(self) -> str:
         """The help and the default, in one line."""
-        default = self.default_text or ("" if self.default is None else f"{self.default}")
+        value = f"{self.default:g}" if isinstance(self.default, float) else f"{self.default}"
+        default = self.default_text or ("" if self.default in NO_DEFAULTS else value)
         return f"{self.help} [default: {default}]" if default else self.help
 
     @property
@@ -140,10 +142,12 @@ def options_of(stated: type) -> dict[str, Option]:
 
 
 def _stated(stated: type) -> Iterator[tuple[str, Option]]:
+    defaults = {each.name: each.default for each in fields(stated)} if is_dataclass(stated) else {}
     for name, annotation in stated.__annotations__.items():
         for note in getattr(annotation, "__metadata__", ()):
             if isinstance(note, Option):
-                yield name, replace(note, name=name, kind=_without_none(annotation.__origin__))
+                default = defaults.get(name, note.default)
+                yield name, replace(note, name=name, kind=_without_none(annotation.__origin__), default=default)
 
 
 def _without_none(kind: Any) -> Any:

@@ -44,6 +44,7 @@ TopK = Annotated[
     int,
     Option(
         help="Keep the k most likely tokens; 0 keeps all.",
+        default_text="the model's own, else 0",
         flags=("--top-k",),
         least=0,
         most=2**31,
@@ -56,6 +57,7 @@ TopP = Annotated[
     float,
     Option(
         help="Keep the smallest set of tokens with this total probability.",
+        default_text="the model's own, else 1",
         flags=("--top-p",),
         least=0.0,
         most=1.0,
@@ -68,6 +70,7 @@ MinP = Annotated[
     float,
     Option(
         help="Drop tokens less likely than this fraction of the most likely one.",
+        default_text="the model's own, else 0",
         flags=("--min-p",),
         least=0.0,
         most=1.0,
@@ -78,6 +81,7 @@ RepeatPenalty = Annotated[
     float,
     Option(
         help="Above 1, makes tokens that have already appeared less likely.",
+        default_text="the model's own, else 1",
         flags=("--repeat-penalty",),
         least=0.01,
         most=100.0,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.errors import UsageError
+from hetero_ee.options.engine import MODEL_OPTIONS, PLAN_OPTIONS
 from hetero_ee.planning.budget import (
     draft_terms,
     embedding_bytes,
@@ -87,13 +88,13 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     options = problem.layer_options(context_tokens)
     trials = _trials(problem, options, context_tokens)
     if not trials:
-        raise UsageError(_does_not_fit(problem, options))
+        raise _does_not_fit(problem, options)
     fitting = [trial for trial in trials if fits_ram(problem, *trial)]
     if not fitting:
-        raise UsageError(_too_little_ram(problem, min(ram_bytes(problem, *trial) for trial in trials)))
+        raise _too_little_ram(problem, min(ram_bytes(problem, *trial) for trial in trials))
     fitting = [each for trial in fitting for each in _with_embedding(problem, *trial)]
     if not fitting:
-        raise UsageError(_does_not_fit(problem, options))
+        raise _does_not_fit(problem, options)
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
     found = [completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
     return min(found, key=lambda candidate: candidate.request_s)
@@ -236,21 +237,31 @@ def _preferring(options: Sequence[PartOptions], placement: Placement) -> list[Pl
     return [placement if placement in part else next(iter(part)) for part in options]
 
 
-def _does_not_fit(problem: Problem, options: Sequence[PartOptions]) -> str:
+def _does_not_fit(problem: Problem, options: Sequence[PartOptions]) -> UsageError:
     needed = sum(min(option.gpu_bytes for option in part.values()) for part in options)
     reserve = sum(term.n_bytes for term in reserve_terms(problem, Placement.GPU, min(PREFILL_CHUNKS)))
-    return (
+    return UsageError(
         f"what is pinned to the GPU needs {(needed + reserve) / GIB:.2f} GiB and the budget is "
-        f"{problem.vram_budget_bytes / GIB:.2f} GiB; lower gpu_layers or the context size, drop an override, or "
-        "raise vram_budget."
+        f"{problem.vram_budget_bytes / GIB:.2f} GiB; lower ",
+        PLAN_OPTIONS["gpu_layers"],
+        " or the context size, drop an ",
+        PLAN_OPTIONS["override"],
+        ", or raise ",
+        PLAN_OPTIONS["vram_budget"],
+        ".",
     )
 
 
-def _too_little_ram(problem: Problem, needed_bytes: int) -> str:
-    return (
+def _too_little_ram(problem: Problem, needed_bytes: int) -> UsageError:
+    return UsageError(
         f"keys and values, activations and what is streamed need {needed_bytes / GIB:.2f} GiB of RAM and "
-        f"{problem.ram_budget_bytes / GIB:.2f} GiB are available; choose a shorter context (context_tokens), drop an "
-        "override, or raise ram_budget."
+        f"{problem.ram_budget_bytes / GIB:.2f} GiB are available; choose a shorter context (",
+        MODEL_OPTIONS["context_tokens"],
+        "), drop an ",
+        PLAN_OPTIONS["override"],
+        ", or raise ",
+        PLAN_OPTIONS["ram_budget"],
+        ".",
     )
 
 

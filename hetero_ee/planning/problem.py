@@ -8,8 +8,9 @@ from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import PLAN_OPTIONS, RUN_OPTIONS
 from hetero_ee.planning.chain import Option, PartOptions
-from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.limits import OVERRIDE, Limits
 from hetero_ee.planning.parts import Part, model_parts
 from hetero_ee.planning.placement import SPLITS, Placement, splits
 from hetero_ee.planning.statistics import DepthStatistics, Statistics
@@ -125,8 +126,9 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
         limits = replace(limits, gpu_layers=None)
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError(
-            "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a draft_head that "
-            "says its acceptance, drop mode exact, or for a plan on paper try hetero-ee plan --published-exits."
+            "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a ",
+            RUN_OPTIONS["draft_head"],
+            " that says its acceptance, drop mode exact, or for a plan on paper try hetero-ee plan --published-exits.",
         )
     context = limits.context_tokens or spec.max_context_tokens
     check_context(spec, context)
@@ -164,7 +166,8 @@ def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
 def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if profile.gpu is None:
         if limits.vram_budget_bytes:
-            raise UsageError(f"{profile.name} has no GPU; drop vram_budget, or plan for another machine.")
+            option = PLAN_OPTIONS["vram_budget"]
+            raise UsageError(f"{profile.name} has no GPU; drop ", option, ", or plan for another machine.")
         return 0
     if limits.gpu_layers == 0:
         return 0
@@ -173,7 +176,9 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if limits.vram_budget_bytes > profile.gpu.free_bytes:
         raise UsageError(
             f"a VRAM budget of {limits.vram_budget_bytes / GIB:.2f} GiB is more than the "
-            f"{profile.gpu.free_bytes / GIB:.2f} GiB that are free; lower vram_budget."
+            f"{profile.gpu.free_bytes / GIB:.2f} GiB that are free; lower ",
+            PLAN_OPTIONS["vram_budget"],
+            ".",
         )
     return limits.vram_budget_bytes
 
@@ -184,7 +189,9 @@ def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if limits.ram_budget_bytes > profile.machine.ram_bytes:
         raise UsageError(
             f"a RAM budget of {limits.ram_budget_bytes / GIB:.2f} GiB is more than the "
-            f"{profile.machine.ram_bytes / GIB:.2f} GiB there are; lower ram_budget."
+            f"{profile.machine.ram_bytes / GIB:.2f} GiB there are; lower ",
+            PLAN_OPTIONS["ram_budget"],
+            ".",
         )
     return limits.ram_budget_bytes
 
@@ -200,7 +207,8 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
         names = [part.name for part in parts if re.fullmatch(pattern, part.name)]
         if not names:
             raise UsageError(
-                f"override {shown(pattern)} matches no part; there are layers.0.attention, layers.0.ffn, ... and head."
+                OVERRIDE,
+                f" {shown(pattern)} matches no part; there are layers.0.attention, layers.0.ffn, ... and head.",
             )
         outer = next((name for name in ("embedding", "head") if name in names), None)
         if placement in SPLITS:
@@ -210,11 +218,11 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
 
 
 def _check_split(pattern: str, placement: str, parts: Sequence[Part]) -> None:
-    asked = f"override {shown(f'{pattern}={placement}')} divides"
+    asked = f" {shown(f'{pattern}={placement}')} divides"
     for part in parts:
         if part.cost.neurons is None:
-            raise UsageError(f"{asked} {part.name}, which is no sparse FFN; let it name FFNs alone, with --sparsity.")
+            raise UsageError(OVERRIDE, f"{asked} {part.name}, which is not a sparse FFN; let it name only sparse FFNs.")
         known = splits(part.cost.neurons.n_neurons, every=True)
         if placement not in known:
             most = f"at most {known[-1]} does" if known else "which is too small; leave it out"
-            raise UsageError(f"{asked} the {part.cost.neurons.n_neurons:,} neurons of {part.name}, {most}.")
+            raise UsageError(OVERRIDE, f"{asked} the {part.cost.neurons.n_neurons:,} neurons of {part.name}, {most}.")

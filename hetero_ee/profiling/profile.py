@@ -10,8 +10,7 @@ from typing import Self
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.options.engine import MAX_THREADS
-from hetero_ee.options.option import is_whole
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.planning.hardware import hardware_from
 from hetero_ee.weights.store.library import model_folder
 from hetero_ee_profiles import hardware
@@ -49,8 +48,7 @@ class HardwareProfile(hardware.HardwareProfile):
         for name, value in (("quick", quick), ("refresh", refresh), ("offline", offline)):
             if not isinstance(value, bool):
                 raise UsageError(f"{name} is {shown(value)}; expected True or False.")
-        if not is_whole(threads, 0, MAX_THREADS):
-            raise UsageError(f"threads is {shown(threads)}; expected a whole number from 0 (all) to {MAX_THREADS}.")
+        MODEL_OPTIONS["threads"].check(threads)
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
         folder = model_folder(model, cache_folder(), offline=offline, progress=progress, configuration_only=True)

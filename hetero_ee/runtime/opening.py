@@ -10,6 +10,7 @@ from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import MODEL_OPTIONS, PLAN_OPTIONS
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
@@ -187,8 +188,11 @@ def _found_gpu(
         )
     if not _are_quantized(weights):
         raise UsageError(
-            "the plan puts parts on the GPU, which multiplies int4 and int8 weights only; choose another quantizer "
-            "than none, or plan with gpu_layers 0."
+            "the plan puts parts on the GPU, which multiplies int4 and int8 weights only; choose another ",
+            MODEL_OPTIONS["quantizer"],
+            " than none, or plan with ",
+            PLAN_OPTIONS["gpu_layers"],
+            " 0.",
         )
     return gpu
 

@@ -5,6 +5,7 @@ from typing import Self
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import MODEL_OPTIONS
 
 EXACT, AUTO = "exact", "auto"
 DENSE = "dense"  # neuron-major without leaving neurons out, to calibrate which may be
@@ -45,8 +46,9 @@ class SparsityRequest:
             share = -1.0
         if isinstance(asked, bool) or not 0 < share <= LARGEST_SHARE:
             raise UsageError(
-                f"sparsity is {shown(asked)}; expected {EXACT}, {PREDICTED}, {AUTO}, or the share of neurons to leave "
-                f"out, above 0 and at most {LARGEST_SHARE}."
+                MODEL_OPTIONS["sparsity"],
+                f" is {shown(asked)}; expected {EXACT}, {PREDICTED}, {AUTO}, or the share of neurons to leave "
+                f"out, above 0 and at most {LARGEST_SHARE}.",
             )
         return cls(share)
 
@@ -63,5 +65,7 @@ class SparsityRequest:
         if self.is_exact and (self.first_in_rows or not self.is_dense) and spec.activation not in ZERO_ACTIVATIONS:
             raise UsageError(
                 f"{spec.architecture} has no neurons that are exactly 0 ({spec.activation}); give the share of neurons "
-                "to leave out, as --sparsity 0.4."
+                "to leave out, as in ",
+                MODEL_OPTIONS["sparsity"],
+                " 0.4.",
             )

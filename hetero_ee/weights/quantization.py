@@ -9,6 +9,7 @@ from hetero_ee.hub.config_file import read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.saved_format import BITSANDBYTES, FOUR_BIT_TYPES
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
 
 GGUF = "gguf"
@@ -36,7 +37,13 @@ class Quantization:
         Raises ModelError, and UsageError for a quantizer whose codes can't be neuron-major.
         """
         if neuron_major and quantizer in TABLE_QUANTIZERS:
-            raise UsageError(f"sparse FFNs can't be in {quantizer}; leave out --sparsity, or take another quantizer.")
+            raise UsageError(
+                f"sparse FFNs can't be in {quantizer}; leave out ",
+                MODEL_OPTIONS["sparsity"],
+                ", or choose another ",
+                MODEL_OPTIONS["quantizer"],
+                ".",
+            )
         own = None if neuron_major else GGUF if gguf_files(folder) else _saved_name(folder)
         made = cls(own=own, neuron_major=neuron_major, first_in_rows=first_in_rows)
         if quantizer is None:

@@ -13,9 +13,10 @@ from hetero_ee.calibration.activations import activation_names
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
-from hetero_ee.calibration.texts import MIN_TOKENS, text_chunks
+from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
+from hetero_ee.options.evaluation import MIN_CALIBRATION_TOKENS as MIN_TOKENS
 from hetero_ee.weights.store.calibration_files import RECORD_FILE
 from hetero_ee.weights.store.filesystem import FileSystem
 from tests.calibration_support import FailingDisk, same
@@ -195,7 +196,7 @@ def test_a_text_too_short_says_how_much_is_needed(engine: Engine, texts: tuple[s
 
 @pytest.mark.parametrize("n_tokens", [-1, 0, MIN_TOKENS - 1, 10**8])
 def test_an_impossible_number_of_tokens_is_refused(n_tokens: int) -> None:
-    with pytest.raises(UsageError, match=rf"expected {MIN_TOKENS} to"):
+    with pytest.raises(UsageError, match=rf"expected a whole number from {MIN_TOKENS} to"):
         CalibrationRequest(n_tokens=n_tokens)
 
 

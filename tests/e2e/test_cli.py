@@ -160,7 +160,7 @@ def test_unusable_prompts(
         (["--temp", "nan"], "--temp is nan"),
         (["--temp", "inf"], "--temp is inf"),
         (["--temp", "hot"], "--temp"),
-        (["--top-k", "-1"], "--top-k is -1"),
+        (["--top-k", "-2"], "--top-k is -2"),
         (["--top-k", "1.5"], "--top-k"),
         (["--top-p", "0"], "--top-p is 0"),
         (["--top-p", "1.1"], "--top-p is 1.1"),

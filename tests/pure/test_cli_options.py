@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from hetero_ee.calibration.job import CalibrationRequest
-from hetero_ee.options.engine import KV_TYPES, PLAN_OPTIONS
+from hetero_ee.errors import UsageError
+from hetero_ee.options.engine import ENGINE_OPTIONS, KV_TYPES, PLAN_OPTIONS
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -23,19 +24,11 @@ from hetero_ee_cli.commands.chat import chat
 from hetero_ee_cli.commands.generate import generate
 from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.simulate import simulate
-from hetero_ee_cli.options.command import named_as_typed
+from hetero_ee_cli.options.command import as_typed, typed_flags
 from hetero_ee_cli.options.completion import STORES_FOLDER
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_profiles.units import GIB
-
-FLAGS = {
-    "ctx_size": ["-c", "--ctx-size"],
-    "gpu_layers": ["-ngl", "--gpu-layers", "--n-gpu-layers"],
-    "seed": ["-s", "--seed"],
-    "plan_file": ["--plan"],
-    "max_new_tokens": ["-n", "--max-tokens"],
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +67,24 @@ def test_help_names_the_library_s_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "typed", "shown"),
+    ("name", "typed", "shown"),
     [
-        ("--ctx-size is -5; expected 0.", ["-c", "-5"], "-c / --ctx-size is -5; expected 0."),
-        ("--ctx-size is -5; expected 0.", ["--ctx-size=-5"], "--ctx-size is -5; expected 0."),
-        ("context_tokens is 3, the plan's 4.", ["-c3"], "-c / --ctx-size is 3, the plan's 4."),
-        ("gpu_layers is 'x'.", ["-ngl=x"], "-ngl / --gpu-layers is 'x'."),
-        ("gpu_layers is 'x'.", ["--n-gpu-layers", "x"], "--n-gpu-layers / --gpu-layers is 'x'."),
-        ("seed is -1.", [], "--seed is -1."),
-        ("the seed is -1.", ["-s", "-1"], "the seed is -1."),
-        ("it fits, so lower gpu_layers.", [], "it fits, so lower --gpu-layers."),
-        ("/models/gpu_layers/x.gpu_layers and 'gpu_layers'", [], "/models/gpu_layers/x.gpu_layers and 'gpu_layers'"),
-        ("max_new_tokens is 0.", ["-ngl", "3"], "--max-tokens is 0."),
-        ("plan is 3; expected a Plan.", [], "--plan is 3; expected a Plan."),
+        ("context_tokens", ["-c", "-5"], "-c / --ctx-size"),
+        ("context_tokens", ["--ctx-size=-5"], "--ctx-size"),
+        ("context_tokens", ["-c3"], "-c / --ctx-size"),
+        ("gpu_layers", ["-ngl=x"], "-ngl / --gpu-layers"),
+        ("gpu_layers", ["--n-gpu-layers", "x"], "--n-gpu-layers / --gpu-layers"),
+        ("gpu_layers", [], "--gpu-layers"),
+        ("plan", ["-ngl", "3"], "--plan"),
+        ("traces", [], "traces"),
     ],
-    ids=range(11),
 )
-def test_messages_name_flags_as_they_were_typed(message: str, typed: list[str], shown: str) -> None:
-    assert named_as_typed(message, FLAGS, typed) == shown
+def test_messages_name_options_by_the_flags_that_were_typed(name: str, typed: list[str], shown: str) -> None:
+    option = ENGINE_OPTIONS[name]
+    words = typed_flags(typed, {flag for each in ENGINE_OPTIONS.values() for flag in each.flags})
+    error = UsageError(option, " is 3; drop ", option, ".")
+    assert error.spelled(lambda part: as_typed(part, words)) == f"{shown} is 3; drop {shown}."
+    assert str(error) == f"{name} is 3; drop {name}."
 
 
 def test_completion_knows_what_the_library_does() -> None:

@@ -14,6 +14,7 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import one_of, with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
@@ -157,7 +158,10 @@ class _Runs:
         """Raises UsageError where a context of so many is too short; None: as long as it has to be."""
         needed = max(map(self.context_tokens, self.modes))
         if n_tokens and n_tokens < needed:
-            raise UsageError(f"-c is {n_tokens} and the tests need {needed}; raise it, or lower -p, -n or -d.")
+            raise UsageError(
+                MODEL_OPTIONS["context_tokens"],
+                f" is {n_tokens} and the tests need {needed}; raise it, or lower -p, -n or -d.",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee.options.engine import OFF
+from hetero_ee.options.engine import MODEL_OPTIONS, OFF
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say
@@ -123,7 +123,11 @@ def _existing(
 
     quantizer, named = options["quantizer"], {"revision": options.get("revision"), "offline": options["offline"]}
     if quantizer == UNQUANTIZED:
-        raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
+        raise UsageError(
+            "a calibration belongs to a store, and ",
+            MODEL_OPTIONS["quantizer"],
+            f" {UNQUANTIZED} has none; leave that out.",
+        )
     with stage_progress() as progress:
         cache = cache_folder()
         folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)

@@ -11,7 +11,8 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError, meant, shown
-from hetero_ee.options.engine import MODES, OFF
+from hetero_ee.options.engine import MODEL_OPTIONS, MODES, OFF, PLAN_OPTIONS, PROFILE
+from hetero_ee.options.sampling import SAMPLING
 from hetero_ee_cli.options.completion import hardware_names
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, one_of, with_options
@@ -99,7 +100,7 @@ def eval(
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
     if hardware is not None and engine.given.get("profile") is not None:
-        raise UsageError("profile is for this machine and --hardware names another; drop one of them.")
+        raise UsageError(PROFILE, " is for this machine and --hardware names another; drop one of them.")
     variants = _variants(mode, risk, limits.limits(engine))
     profile = None if hardware is None else hardware_from(hardware)
     given = None if text is None else read_text("text", None if str(text) == STANDARD_INPUT else text)
@@ -156,7 +157,10 @@ class _Opening:
         asked, needed = options["context_tokens"], self.least_context_tokens
         if asked and asked < needed:
             raise UsageError(
-                f"context_tokens is {asked} and the texts have {needed}; raise it, or lower max_new_tokens."
+                MODEL_OPTIONS["context_tokens"],
+                f" is {asked} and the texts have {needed}; raise it, or lower ",
+                SAMPLING["max_new_tokens"],
+                ".",
             )
         emulated = {} if self.hardware is None else {"profile": self.hardware, "emulate": True}
         return options | {"context_tokens": asked or needed} | emulated
@@ -195,10 +199,10 @@ def _variants(modes: str, risk: str | None, usual: "Limits") -> "dict[Variant, L
     from hetero_ee.evaluation.open_mode import FULL, Variant
     from hetero_ee.options.engine import CERTIFIED
 
-    names = [FULL, *_names("mode", modes, MODES)]
+    names = [FULL, *_names("modes", modes, MODES)]
     risks: Sequence[float | None] = [None] if risk is None else _risks(risk)
     if risk is not None and CERTIFIED not in names:
-        raise UsageError(f"risk is of mode {CERTIFIED}; drop it, or add that mode.")
+        raise UsageError(PLAN_OPTIONS["risk"], f" is of mode {CERTIFIED}; drop it, or add that mode.")
     found: dict[Variant, Limits] = {}
     for name in names:
         for share in risks if name == CERTIFIED else [None]:
@@ -211,7 +215,7 @@ def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
     names = [word.strip() for word in text.split(",")]
     for name in names:
         if name not in known:
-            raise UsageError(f"{option} is {shown(text)} and {shown(name)} is none; {meant(name, known)}")
+            raise UsageError(f"--{option} is {shown(text)} and {shown(name)} is none; {meant(name, known)}")
     return names
 
 
@@ -219,4 +223,6 @@ def _risks(text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"risk is {shown(text)}; expected shares of tokens separated by commas, like 0.05.") from error
+        option = PLAN_OPTIONS["risk"]
+        expected = "expected shares of tokens separated by commas, like 0.05."
+        raise UsageError(option, f" is {shown(text)}; {expected}") from error

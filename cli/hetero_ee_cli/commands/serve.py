@@ -1,17 +1,16 @@
 """`hetero-ee serve`: a model behind HTTP, as OpenAI's and Anthropic's clients ask for one."""
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-import typer
+from typing import Any, ClassVar
 
 from hetero_ee.config import READING, Progress
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.options.option import Option
+from hetero_ee.serving.settings import SERVER_OPTIONS, ServerSettings
 from hetero_ee_cli.commands.chat import ChatOptions
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
-from hetero_ee_cli.options.flags import with_options
+from hetero_ee_cli.options.flags import OptionGroup, with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
@@ -20,63 +19,34 @@ from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
-if TYPE_CHECKING:
-    from hetero_ee.serving.settings import ServerSettings
-
+KEY_FILE = Option(
+    name="api_key_file",
+    help="Read the key from a file, out of sight of this machine's other users.",
+    typed=Path,
+    flags=("--api-key-file",),
+)
 EXTRA = ("prometheus_client", "starlette", "uvicorn")  # packages of the extra `server`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """The fields of ServerSettings that have an option; None keeps the default there."""
+class ServerOptions(OptionGroup):
+    """The options of the server. Those that are not given keep their defaults."""
 
-    PANEL: ClassVar[str] = "Server"
+    PANEL: ClassVar = "Server"
+    OPTIONS: ClassVar = {name: each for name, each in SERVER_OPTIONS.items() if each.flags} | {"api_key_file": KEY_FILE}
 
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. [default: 8080]")] = None
-    api_key: Annotated[str | None, typer.Option(help="Key that requests have to bring.")] = None
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="Read the key from a file, out of sight of this machine's other users.")
-    ] = None
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen on an address that others reach, without a key.")
-    ] = False
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Let pages of this origin ask, such as http://localhost:3000; can be given more than once."),
-    ] = None
-    n_slots: Annotated[int | None, typer.Option("-np", "--parallel", help="Texts at a time. [default: 4]")] = None
-    queue_size: Annotated[
-        int | None, typer.Option("--queue", help="Requests that may wait beside them. [default: 64]")
-    ] = None
-    request_timeout_s: Annotated[
-        float | None, typer.Option("--timeout", help="Seconds that an answer may take. [default: 600]")
-    ] = None
-    model_name: Annotated[
-        str | None, typer.Option("--alias", help="The model's name for clients. [default: its own]")
-    ] = None
+    def settings(self, model: str | None) -> ServerSettings:
+        """Return the settings.
 
-    def settings(self, model: str | None) -> "ServerSettings":
-        """Raises UsageError."""
-        from hetero_ee.serving.settings import ServerSettings
-
-        key = self.api_key
-        if self.api_key_file is not None:
-            if key is not None:
+        Raises:
+            UsageError: if a value is impossible, or the key's file can't be read.
+        """
+        given: dict[str, Any] = {"model_name": Path(model or "demo").name} | self.given
+        file = given.pop(KEY_FILE.name, None)
+        if file is not None:
+            if "api_key" in given:
                 raise UsageError("give one key: with --api-key, or with --api-key-file.")
-            key = read_text("API key", self.api_key_file).strip()
-        given: dict[str, Any] = {
-            "host": self.host,
-            "port": self.port,
-            "api_key": key,
-            "cors_origins": tuple(self.cors_origin or ()),
-            "n_slots": self.n_slots,
-            "queue_size": self.queue_size,
-            "request_timeout_s": self.request_timeout_s,
-            "model_name": self.model_name or Path(model or "demo").name,
-            "insecure": self.insecure,
-        }
-        return ServerSettings(**{name: value for name, value in given.items() if value is not None})
+            given["api_key"] = read_text("API key", file).strip()
+        return ServerSettings(**given | {"cors_origins": tuple(given.get("cors_origins", ()))})
 
 
 @with_options(

@@ -1,7 +1,7 @@
-"""A command as its users meet it: help in groups, and errors that name the flag as it was typed."""
+"""A command of the command line: help in groups, and errors that name each option by the flag that was typed."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,13 @@ from hetero_ee.options.option import Option
 
 TYPED = "hetero_ee_cli.typed"  # the key of the command's words in typer's context
 ARGUMENTS, OPTIONS = "Arguments", "Options"
-# The library's names of what options fill, where the option's own name differs.
-LIBRARY_NAMES = {
-    "ctx_size": "context_tokens",
-    "override": "overrides",
-    "plan_file": "plan",
-    "chat_template_file": "chat_template",
-    "model_flag": "model",
-}
 
 
 class HeteroCommand(TyperCommand):
-    """typer's, which groups options in rich's panels only, and those are neither quick nor plain in a pipe."""
+    """A command with its help in groups. typer groups only in rich's panels, which are slow and not plain in a pipe."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, the command's own options, then its groups."""
+        """Write the arguments, the command's own options, then its groups."""
         panels: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: []}
         for parameter in self.get_params(ctx):
             panel = getattr(parameter, "rich_help_panel", None) or OPTIONS
@@ -41,7 +33,7 @@ class HeteroCommand(TyperCommand):
                     formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keeps the words for messages; one like -ngl99 is not read as -n gl99."""
+        """Keep the words for messages. A word like -ngl99 is not read as -n gl99."""
         typed = ctx.meta[TYPED] = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -51,18 +43,17 @@ class HeteroCommand(TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs it. The library's errors name Python's arguments; here they become flags."""
+        """Run the command. Errors of the library name options by their flags, as they were typed."""
         try:
             return super().invoke(ctx)
         except HeteroError as error:
-            flags = {parameter.name: _flags(parameter) for parameter in self.params}
-            message = error.spelled(partial(_spelled, words=_words(ctx.meta[TYPED], flags)))
-            message = named_as_typed(message, {name: each for name, each in flags.items() if each}, ctx.meta[TYPED])
+            known = {flag for parameter in self.params for flag in _flags(parameter)}
+            message = error.spelled(partial(as_typed, words=typed_flags(ctx.meta[TYPED], known)))
             error.args = (_source_of_model(ctx.params, message) + message,)
             raise
 
     def _refuse_run_together(self, ctx: Any, typed: Sequence[str], error: Any) -> None:
-        """Raises UsageError where the error is about a word such as -ngl99, whose first letter is another option."""
+        """Raise a UsageError if the error is about a word such as -ngl99, whose first letter is another option."""
         known = [flag for parameter in self.params for flag in _flags(parameter)]
         blamed = [*_flags(getattr(error, "param", None)), getattr(error, "option_name", "")]
         for word in typed:
@@ -74,7 +65,7 @@ class HeteroCommand(TyperCommand):
 
 
 def _source_of_model(given: Mapping[str, Any], message: str) -> str:
-    """What names the model that the message is about, where that is not the command line; then a colon."""
+    """Return the setting that names the model, and a colon, if the message is about a model no flag names."""
     if "model_flag" not in given or given["model_flag"] or given.get("model"):
         return ""
     settings = read_settings()
@@ -84,37 +75,19 @@ def _source_of_model(given: Mapping[str, Any], message: str) -> str:
     return f"model in {settings.file}: " if found.source == FILE else f"{found.source}: "
 
 
-def named_as_typed(message: str, flags: Mapping[str, Sequence[str]], typed: Sequence[str]) -> str:
-    """The message with flags in place of Python's names, each as it was typed.
-
-    flags: of each option, by its parameter's name. A name with an underscore is replaced wherever it stands, others
-    only as the subject of the sentence: `seed is -1`.
-    """
-    words = _words(typed, flags)
-    shown = {name: _as_typed(each, words) for name, each in flags.items()}
-    names = shown | {LIBRARY_NAMES[name]: shown[name] for name in shown if name in LIBRARY_NAMES}
-    subjects = names | {flag: shown[name] for name, each in flags.items() for flag in each}
-    message = re.sub(r"^[\w-]+(?= (?:is|holds|has)\b)", lambda found: subjects.get(found[0], found[0]), message)
-    return re.sub(r"(?<![\w./'\"-])[a-z]+_[a-z_]+\b", lambda found: names.get(found[0], found[0]), message)
-
-
-def _words(typed: Sequence[str], flags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the flags among the typed words, without their values."""
-    known = {flag for each in flags.values() for flag in each}
+def typed_flags(typed: Sequence[str], known: Collection[str]) -> set[str]:
+    """Return the flags among the words that were typed, without their values."""
     # A word whose flag is not known by itself is a letter and its value: -c512.
-    return [word if word.partition("=")[0] in known else word[:2] for word in typed]
+    names = [(word.partition("=")[0], word[:2]) for word in typed]
+    return {name if name in known else letter for name, letter in names}
 
 
-def _spelled(part: object, words: Sequence[str]) -> str:
-    """Return an option's flag as it was typed, and other parts of a message as they are."""
-    return _as_typed(part.flags, words) if isinstance(part, Option) and part.flags else str(part)
-
-
-def _as_typed(flags: Sequence[str], typed: Sequence[str]) -> str:
-    """`-c / --ctx-size` for who typed -c; the long flag alone for who typed it, or none."""
-    long = next((flag for flag in flags if flag.startswith("--")), flags[0])
-    given = [flag for flag in flags if flag in {word.partition("=")[0] for word in typed}]
-    return long if not given or given[0] == long else f"{given[0]} / {long}"
+def as_typed(option: object, words: Collection[str]) -> str:
+    """Return `-c / --ctx-size` if -c was typed, else only the long flag. An option without flags keeps its name."""
+    if not isinstance(option, Option) or not option.flags:
+        return str(option)
+    given = next((flag for flag in option.flags if flag in words), option.flag)
+    return given if given == option.flag else f"{given} / {option.flag}"
 
 
 def _flags(parameter: Any) -> list[str]:

@@ -4,7 +4,7 @@ import time
 from typing import Any, ClassVar
 
 from hetero_ee.errors import UsageError
-from hetero_ee.options.sampling import RANDOM, SAMPLING, SamplingParams
+from hetero_ee.options.sampling import RANDOM, SAMPLING, UNLIMITED, SamplingParams
 from hetero_ee_cli.options.flags import OptionGroup
 
 FORMS = ("json_schema", "grammar")  # whose flags name files, see constraint.py
@@ -30,6 +30,9 @@ class SamplingOptions(OptionGroup):
         """
         if "" in self.given.get("stop", ()):
             raise UsageError(SAMPLING["stop"], " is empty, which every text holds; give the string that ends the text.")
+        length, option = self.given.get("max_new_tokens", 1), SAMPLING["max_new_tokens"]
+        if length < 1 and length != UNLIMITED:
+            raise UsageError(option, f" is {length}; expected a whole number from 1, or -1: until the text ends.")
         changes: dict[str, Any] = {
             name: tuple(value) if name == "stop" else SAMPLING[name].stand_ins.get(value, value)
             for name, value in self.given.items()

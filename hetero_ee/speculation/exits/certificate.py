@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.options.engine import CERTIFIED
+from hetero_ee.options.engine import CERTIFIED, PLAN_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.speculation.exits.calibration import NO_EXIT
@@ -109,8 +109,9 @@ class Certificate:
         """Raises UsageError where keys and values of another type are asked for."""
         if kv_type != self.kv_type:
             raise UsageError(
-                f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave --kv-type out, or "
-                f"certify with that type."
+                f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave out ",
+                PLAN_OPTIONS["kv_type"],
+                ", or certify with that type.",
             )
 
     def depth_statistics(self, risk: float) -> tuple[DepthStatistics, ...]:
@@ -155,8 +156,9 @@ class Certificate:
         least = risk_bound(np.zeros(self.n_prompts), level_delta)
         if risk < least:
             raise UsageError(
-                f"risk is {risk:g}, and {self.n_prompts} prompts can't certify less than {least:.4f} there; ask for "
-                "that, or certify with more prompts."
+                PLAN_OPTIONS["risk"],
+                f" is {risk:g}, and {self.n_prompts} prompts can't certify less than {least:.4f} there; ask for "
+                "that, or certify with more prompts.",
             )
 
     def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -183,7 +185,7 @@ class Certificate:
 def check_risk(risk: object) -> None:
     """Raises UsageError."""
     if isinstance(risk, bool) or not isinstance(risk, int | float) or not 0 < risk < 1:  # false for NaN too
-        raise UsageError(f"risk is {shown(risk)}; expected a number between 0 and 1, as 0.05.")
+        raise UsageError(PLAN_OPTIONS["risk"], f" is {shown(risk)}; expected a number between 0 and 1, as 0.05.")
 
 
 def check_sampling(params: SamplingParams) -> None:

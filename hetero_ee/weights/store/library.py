@@ -17,6 +17,7 @@ from hetero_ee.hub.model_files import require_tokenizer
 from hetero_ee.hub.model_id import local_folder
 from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
@@ -120,7 +121,10 @@ def make_store(
     if is_store(folder):
         raise UsageError(f"{folder} is already a store; there is nothing to convert.")
     if quantizer not in (None, *INT4_QUANTIZERS):
-        raise UsageError(f"quantizer is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.")
+        raise UsageError(
+            MODEL_OPTIONS["quantizer"],
+            f" is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.",
+        )
     require_tokenizer(folder)
     laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}
     spec, quantization = read_spec(folder), Quantization.of_model(folder, quantizer, **laid_out)
