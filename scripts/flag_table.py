@@ -30,7 +30,7 @@ NOT_OF_ITS_KIND = "\N{EN DASH}"
 
 def rows() -> list[list[str]]:
     """A head, then a row for each option: its flags, and a cell for each command."""
-    groups = {group.PANEL: group for name in GROUPS_OF for group in _callback(name).groups}
+    groups = {group.PANEL: group for name in GROUPS_OF for group in _callback(name).groups if hasattr(group, "PANEL")}
     table = [["", *GROUPS_OF]]
     for panel, group in groups.items():
         for option in option_names(group):

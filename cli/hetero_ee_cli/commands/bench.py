@@ -1,25 +1,23 @@
 """`hetero-ee bench`: tokens per second as llama-bench measures them, each with the plan's prediction."""
 
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import UsageError, shown
+from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import MODEL_OPTIONS
+from hetero_ee_cli.options.bench import ALL, EXACT, FULL, BenchOptions, Test
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
-from hetero_ee_cli.options.flags import one_of, with_options
+from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions
-from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, print_rows, profile_date
+from hetero_ee_cli.reports.bench_table import Row, columns, print_rows, profile_date
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -27,6 +25,7 @@ from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
     from hetero_ee.planning.statistics import DraftRates, Statistics
     from hetero_ee.runtime.devices.timeline import Span
@@ -36,29 +35,9 @@ if TYPE_CHECKING:
     from hetero_ee.speculation.statistics import DraftStatistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
-MAX_TOKENS, MAX_REPETITIONS = 2**20, 1000
 MICROSECONDS = 1e6
 MAX_DRIFT = 0.2  # of the memory's speed since the profile was measured
-FULL, EXACT, ALL = "full", "exact", "all"
 EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not timed
-
-Test = tuple[int, int, int]  # tokens of prompt, text and depth
-Mode = Annotated[
-    str | None,
-    typer.Option(
-        help="full, exact (on text of the model's own), or all for both. [default: full]",
-        autocompletion=one_of((FULL, EXACT, ALL)),
-    ),
-]
-SyntheticAcceptance = Annotated[
-    str | None,
-    typer.Option(
-        help="In exact mode, drafts are right this often, like 0.78, or 0.8,0.7,0.6 by position; a draft head "
-        "computes them, one with random weights where the model has none.",
-        metavar="RATES",
-    ),
-]
-Output = Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.", autocompletion=one_of(FORMATS))]
 
 
 @with_options(
@@ -70,48 +49,33 @@ Output = Annotated[str, typer.Option("-o", "--output", help="md, csv, json or js
     }
 )
 def bench(
+    wanted: BenchOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
     engine: ModelOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths, like 128,512; 0: none.")] = "512",
-    n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens to generate; 0: none.")] = "128",
-    n_depth: Annotated[str, typer.Option("-d", "--n-depth", help="Context lengths to start from.")] = "0",
-    threads: Annotated[
-        str | None, typer.Option("-t", "--threads", help="Numbers of CPU threads. [default: all cores]")
-    ] = None,
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times to run each test.")] = 5,
-    mode: Mode = None,
-    synthetic_acceptance: SyntheticAcceptance = None,
-    output: Output = "md",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
-    quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
-    refresh: Annotated[bool, typer.Option(help="Measure this machine again even if a profile was kept.")] = False,
 ) -> None:
     """Measure tokens per second, with llama-bench's names and keys, and compare them with what the plan predicts.
 
     A machine without a full profile is measured first, which takes a few minutes. Nothing else should be running.
     """
-    lengths = [_numbers(text, flag) for text, flag in ((n_prompt, "-p"), (n_gen, "-n"), (n_depth, "-d"))]
-    style = "json" if as_json else output
-    rates = None if synthetic_acceptance is None else _rates(synthetic_acceptance)
-    _check(style, repetitions, mode, random_weights, rates)
-    if random_weights is not None and engine.given.get("sparsity") is not None:
+    wanted.check(random_weights)
+    if random_weights is not None and "sparsity" in engine.given:
         raise UsageError("random weights have no neurons that could be left out; name a model, or drop --sparsity.")
-    if mode == ALL and placement.plan_file is not None:
+    if wanted.mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
-    placed = placement.checked(LimitOptions(**limits.given | {"mode": None if mode == ALL else mode}), engine)
-    opening = engine.arguments(model)
-    modes = (FULL, EXACT) if mode == ALL else (mode or (placed.plan.mode if placed.plan else FULL),)
-    runs = _Runs(_thread_counts(threads, opening["threads"]), modes, _tests(*lengths), repetitions)
+    placed = placement.checked(LimitOptions(**limits.given | {"mode": wanted.single_mode}), engine)
+    opening, rates = engine.arguments(model), wanted.rates()
+    modes = wanted.modes(FULL if placed.plan is None else placed.plan.mode)
+    runs = _Runs(wanted.thread_counts(opening["threads"]), modes, wanted.tests(), wanted.repetitions)
     runs.check_context(engine.given.get("context_tokens"))
     with ending_at_once():
         from hetero_ee.hub.draft_head import resolve_draft_head
         from hetero_ee_cli.commands.profile import profile_for
     with stage_progress() as progress, ExitStack() as kept:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
-        profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=runs.threads)
+        profile = profile_for(spec, folder, progress, quick=wanted.quick, refresh=wanted.refresh, threads=runs.threads)
         head = resolve_draft_head(placed.options.draft_head, offline=opening["offline"], progress=progress)
         if rates is not None:
             head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, head)
@@ -120,7 +84,7 @@ def bench(
         subject = _Subject(
             spec, name, folder, *weights, engine.given.get("context_tokens"), profile, placed, progress, rates
         )
-        print_rows(_measured(subject, runs), style)
+        print_rows(_measured(subject, runs), wanted.style)
     placement.write_trace(subject.spans, f"bench of {name}")
 
 
@@ -179,25 +143,6 @@ class _Running:
         return () if self.drafting is None else self.drafting.sources
 
 
-def _tests(prompts: list[int], texts: list[int], depths: list[int]) -> list[Test]:
-    """(prompt, text, depth) of each test, prompts first as in llama-bench. Raises UsageError."""
-    pairs = [*((n, 0) for n in prompts if n), *((0, n) for n in texts if n)]
-    if not pairs:
-        raise UsageError("-p and -n are both 0, so there is nothing to measure; give one of them.")
-    return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
-
-
-def _thread_counts(asked: str | None, usual: int) -> tuple[int, ...]:
-    """Those of -t, or the settings' number. Raises UsageError."""
-    with ending_at_once():
-        from hetero_ee_profiles.host.process import processor_count, usable_threads
-
-    counts, most = _numbers(asked, "-t") if asked else [], processor_count()
-    if not all(0 <= count <= most for count in counts):
-        raise UsageError(f"-t is {asked}; expected 0 (one on each physical core) to {most}, this process's processors.")
-    return tuple(usable_threads(count) for count in counts or [usual])
-
-
 def _measured(subject: _Subject, runs: _Runs) -> Iterator[Row]:
     """The rows, as they are measured."""
     for threads in runs.threads:
@@ -219,54 +164,63 @@ def _rows(subject: _Subject, mode: str, threads: int, runs: _Runs) -> Iterator[R
             yield _row(running, subject, test, runs.repetitions) | {"executor_us_per_layer": executor_us}
 
 
-@contextmanager
-def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
-    """Opens the model in the folder, or random weights. Raises UsageError for too small a context."""
-    from hetero_ee.engine import Engine
-    from hetero_ee.planning.request import PlanRequest
-    from hetero_ee.runtime.opening import open_planned
-    from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
-    from hetero_ee.weights.random_weights import random_weights
+def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> AbstractContextManager[_Running]:
+    """Open the model in the folder, or random weights, with a context of at least max_tokens.
 
-    spec, placed, given = subject.spec, subject.placed, subject.placed.plan
-    traces = placed.options.trace is not None
+    Raises:
+        UsageError: if the plan's context is too short.
+    """
+    given = subject.placed.plan
     if given is not None and given.context_tokens < max_tokens:
         raise UsageError(
             f"the plan has a context of {given.context_tokens} tokens and the tests need {max_tokens}; plan with a "
             "larger -c, or lower -p, -n or -d."
         )
     context_tokens = subject.context_tokens or max_tokens
-    limits = replace(placed.limits, mode=mode, threads=threads, context_tokens=context_tokens)
-    if subject.folder is None:
-        head = placed.options.draft_head
-        knowledge = DraftKnowledge(draft_head=None if head is None else Path(head))
-        statistics = knowledge.statistics(spec, subject.profile, threads)
-        placement = PlanRequest(subject.profile, limits, given, statistics, traces=traces)
-        opened = open_planned(
-            spec,
-            random_weights(spec),
-            placement,
-            threads,
-            time.perf_counter,
-            lambda text: subject.progress(text, 0, 0),
-        )
-        with closing(opened.executor):
-            found = open_drafting(knowledge, opened, subject.profile, lambda text: subject.progress(text, 0, 0))
-            drafting = None if found is None else found.drafting
-            yield _Running(opened.executor, opened.plan, statistics, drafting)
-            subject.spans.extend(opened.spans())
-        return
+    limits = replace(subject.placed.limits, mode=mode, threads=threads, context_tokens=context_tokens)
+    return _random(subject, limits) if subject.folder is None else _of_folder(subject, limits, subject.folder)
+
+
+@contextmanager
+def _random(subject: _Subject, limits: "Limits") -> Iterator[_Running]:
+    """Open random weights of the model's shapes."""
+    from hetero_ee.planning.request import PlanRequest
+    from hetero_ee.runtime.opening import open_planned
+    from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
+    from hetero_ee.weights.random_weights import random_weights
+
+    def warn(text: str) -> None:
+        subject.progress(text, 0, 0)
+
+    spec, profile, placed = subject.spec, subject.profile, subject.placed
+    head, threads = placed.options.draft_head, limits.threads
+    knowledge = DraftKnowledge(draft_head=None if head is None else Path(head))
+    statistics = knowledge.statistics(spec, profile, threads)
+    request = PlanRequest(profile, limits, placed.plan, statistics, traces=placed.options.trace is not None)
+    opened = open_planned(spec, random_weights(spec), request, threads, time.perf_counter, warn)
+    with closing(opened.executor):
+        found = open_drafting(knowledge, opened, profile, warn)
+        yield _Running(opened.executor, opened.plan, statistics, None if found is None else found.drafting)
+        subject.spans.extend(opened.spans())
+
+
+@contextmanager
+def _of_folder(subject: _Subject, limits: "Limits", folder: Path) -> Iterator[_Running]:
+    """Open the model in the folder."""
+    from hetero_ee.engine import Engine
+
+    given, options = subject.placed.plan, subject.placed.options
     with Engine.from_pretrained(
-        subject.folder,
+        folder,
         quantizer=subject.quantizer,
         sparsity=subject.sparsity,
-        context_tokens=context_tokens if given is None else subject.context_tokens or 0,
-        threads=threads,
+        context_tokens=limits.context_tokens if given is None else subject.context_tokens or 0,
+        threads=limits.threads,
         plan=given,
         profile=subject.profile,
         limits=limits if given is None else None,
-        draft_head=placed.options.draft_head,
-        traces=traces,
+        draft_head=options.draft_head,
+        traces=options.trace is not None,
         progress=subject.progress,
     ) as engine:
         assert engine.plan is not None and engine.plan_request is not None, "with a profile there is a plan"
@@ -337,43 +291,3 @@ def _synthetic_head(
         own = model_folder / DRAFT_HEAD_FOLDER
     write_synthetic_head(made, spec, rates, own)
     return made
-
-
-def _numbers(text: str, flag: str) -> list[int]:
-    """Whole numbers separated by commas. Raises UsageError."""
-    words = text.split(",")
-    if not all(word.isascii() and word.isdecimal() and len(word) < 9 and int(word) <= MAX_TOKENS for word in words):
-        raise UsageError(f"{flag} is {shown(text)}; expected whole numbers up to {MAX_TOKENS}, separated by commas.")
-    return [int(word) for word in words]
-
-
-def _rates(text: str) -> "DraftRates":
-    """Of draft positions, separated by commas. Raises UsageError."""
-    from hetero_ee.planning.statistics import DraftRates
-
-    try:
-        return DraftRates("synthetic acceptance", tuple(map(float, text.split(","))), 0.0)
-    except ValueError as error:
-        raise UsageError(
-            f"--synthetic-acceptance is {shown(text)}; expected 1 to 8 rates from 0 to 1, separated by commas."
-        ) from error
-
-
-def _check(
-    style: str, repetitions: int, mode: str | None, random_weights: str | None, synthetic: "DraftRates | None"
-) -> None:
-    if style not in FORMATS:
-        raise UsageError(f"--output is {shown(style)}; expected one of {', '.join(FORMATS)}.")
-    if not 1 <= repetitions <= MAX_REPETITIONS:
-        raise UsageError(f"--repetitions is {repetitions}; expected 1 to {MAX_REPETITIONS}.")
-    if mode not in (None, FULL, EXACT, ALL):
-        raise UsageError(f"--mode is {shown(mode)}; expected one of {FULL}, {EXACT}, {ALL}.")
-    if mode in (EXACT, ALL) and random_weights is not None and synthetic is None:
-        raise UsageError(
-            f"drafts are never right where weights are random; drop --mode {mode}, name a model, or say how often "
-            "they shall be right by --synthetic-acceptance."
-        )
-    if mode not in (EXACT, ALL) and synthetic is not None:
-        raise UsageError("--synthetic-acceptance is of drafts, which full mode does not make; add --mode exact or all.")
-    if style != "md":
-        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 import shlex
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +10,7 @@ import typer
 
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.options.engine import MODEL_OPTIONS, OFF
+from hetero_ee.options.evaluation import TOKENS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say
@@ -31,28 +32,64 @@ STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
 
 
-@with_options(without={"profile": "nothing is planned for it"})
-def calibrate(
-    engine: ModelOptions,
-    model: ModelArgument = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions:
+    """The text to calibrate on, what is measured, and how the result is shown."""
+
     text: Annotated[
         list[Path] | None,
         typer.Option(
             help="Text to calibrate on, - for standard input; can be given more than once. [default: the model's own]"
         ),
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on. [default: 8192]")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Calibrate again even where a calibration is there.")] = False,
+    ] = None
+    tokens: Annotated[int | None, typer.Option(*TOKENS.flags, help=TOKENS.full_help)] = None
+    force: Annotated[bool, typer.Option("--force", help="Calibrate again even if there is a calibration.")] = False
     certify: Annotated[
         bool, typer.Option("--certify", help="Certify the exits too, for mode certified: takes longer than the rest.")
-    ] = False,
-    show: Annotated[bool, typer.Option("--show", help="Only show the calibration that is there.")] = False,
+    ] = False
+    show: Annotated[bool, typer.Option("--show", help="Only show the calibration that is there.")] = False
     plot: Annotated[
         Path | None,
         typer.Option(help="Plot agreement and acceptance by layer to a PNG or SVG file; needs the extra [plot]."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    as_json: Json = False
+
+    def check(self) -> None:
+        """Check that the options go together, and that the plot can be written.
+
+        Raises:
+            UsageError: if not.
+        """
+        if self.show and (self.force or self.certify or self.text or self.tokens is not None):
+            others = "--force, --certify, --text and --tokens"
+            raise UsageError(f"--show only shows what is there; drop {others}, or drop --show.")
+        if self.plot is not None:
+            from hetero_ee.calibration.plot import picture_format, require_matplotlib
+
+            picture_format(self.plot)  # refused now, not after minutes of work
+            require_matplotlib()
+
+    def request(self) -> "CalibrationRequest":
+        """Return the library's request, with the texts read.
+
+        Raises:
+            UsageError: if a text can't be read, or the number of tokens is impossible.
+        """
+        from hetero_ee.calibration.job import CalibrationRequest
+
+        changes: dict[str, Any] = {"force": self.force, "certify": self.certify}
+        if self.tokens is not None:
+            changes["n_tokens"] = self.tokens
+        if not self.text:
+            return CalibrationRequest(**changes)
+        texts = tuple(read_text("text", None if str(file) == STANDARD_INPUT else file) for file in self.text)
+        names = [printable(file.name) for file in self.text]
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return CalibrationRequest(texts=texts, description=", ".join(names[:MAX_NAMED]) + more, **changes)
+
+
+@with_options(without={"profile": "nothing is planned for it"})
+def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgument = None) -> None:
     """Measure and fit a model's early exits, keep the result next to its converted weights, and say what it gains.
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
@@ -63,48 +100,43 @@ def calibrate(
     predicted, what says which of them may be active is fitted, to 16,384 tokens where not --tokens says otherwise.
     """
     options = engine.arguments(model)
-    if show and (force or certify or text or tokens is not None):
-        others = "--force, --certify, --text and --tokens"
-        raise UsageError(f"--show only shows what is there; drop {others}, or drop --show.")
+    wanted.check()
     with ending_at_once():
         from hetero_ee.engine import Engine
-    from hetero_ee.calibration.plot import picture_format, plot_exits, require_matplotlib
+    from hetero_ee.calibration.plot import plot_exits
     from hetero_ee.sparsity.job import PREDICTOR_TOKENS
     from hetero_ee.sparsity.request import DENSE, UNPREDICTED, SparsityRequest
 
-    if plot is not None:
-        picture_format(plot)  # refused now, not after minutes of work
-        require_matplotlib()
     asked, sparsity, predictor = SparsityRequest.parsed(options.get("sparsity")), None, None
-    if show:
+    if wanted.show:
         outcome, sparsity, predictor = _existing(options, asked)
     else:
-        request = _request(text, tokens, force=force, certify=certify)
+        request = wanted.request()
         laid_out = {} if asked is None else {"sparsity": UNPREDICTED if asked.first_in_rows else DENSE}
         alone = options | {"profile": OFF} | laid_out  # a plan would be for other work
         with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
             outcome = opened.calibrate(request, progress)
             if asked is not None and asked.is_predicted:
-                whole = request if tokens is not None else replace(request, n_tokens=PREDICTOR_TOKENS)
+                whole = request if wanted.tokens is not None else replace(request, n_tokens=PREDICTOR_TOKENS)
                 fitted = opened.calibrate_predictor(whole, progress)
                 outcome, predictor = _together(outcome, fitted), fitted.predictor
             elif asked is not None and not asked.is_exact:
                 measured = opened.calibrate_sparsity(request, progress, asked.share)
                 outcome, sparsity = _together(outcome, measured), measured.curves
-    if not as_json:
+    if not wanted.as_json:
         _print_table(outcome.calibration)
         _print_certificate(outcome.certificate)
         _print_sparsity(sparsity)
         _print_predictor(predictor)
-    if plot is not None:
-        plot_exits(outcome.calibration, plot)
-    gain = None if show or asked is not None else _gain(options)  # plans are of dense FFNs
-    if as_json:
+    if wanted.plot is not None:
+        plot_exits(outcome.calibration, wanted.plot)
+    gain = None if wanted.show or asked is not None else _gain(options)  # plans are of dense FFNs
+    if wanted.as_json:
         document = _document(options["model"], outcome, sparsity, gain) | {"predictor": _predictor_document(predictor)}
         print_document(document, with_version=True)
     elif gain is not None:
         print(gain.line)
-    say(_closing_line(outcome, show=show))
+    say(_closing_line(outcome, show=wanted.show))
 
 
 def _existing(
@@ -172,20 +204,6 @@ def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
     else:
         when = f"calibrated on {outcome.date}" + ("" if show else ", not again; --force does")
     return f"[ {what} | {when} | {printable(str(outcome.folder))} ]"
-
-
-def _request(files: list[Path] | None, n_tokens: int | None, *, force: bool, certify: bool) -> "CalibrationRequest":
-    from hetero_ee.calibration.job import CalibrationRequest
-
-    changes: dict[str, Any] = {"force": force, "certify": certify} | (
-        {} if n_tokens is None else {"n_tokens": n_tokens}
-    )
-    if not files:
-        return CalibrationRequest(**changes)
-    texts = tuple(read_text("text", None if str(file) == STANDARD_INPUT else file) for file in files)
-    names = [printable(file.name) for file in files]
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return CalibrationRequest(texts=texts, description=", ".join(names[:MAX_NAMED]) + more, **changes)
 
 
 def _print_table(calibration: "Calibration") -> None:

@@ -25,31 +25,53 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommandOptions:
+    """The machine and the drafts to plan with, and how the plan is shown."""
+
+    random_weights: RandomWeights = None
+    hardware: Hardware = None
+    published_exits: Annotated[
+        bool, typer.Option(help="Use the exit rates published for Llama-2-7B, as if this model had them.")
+    ] = False
+    own_drafts: Annotated[
+        bool, typer.Option(help="Use the model's own calibration and draft head, as generate does.")
+    ] = True
+    curve: Annotated[bool, typer.Option(help="Plot expected tokens per second against the VRAM budget.")] = False
+    curve_file: Annotated[
+        Path | None, typer.Option(help="Plot the curve to a PNG or SVG file; needs the extra [plot].")
+    ] = None
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Explain this plan, as printed by --json, instead of making one.")
+    ] = None
+    as_json: Json = False
+
+
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is planned for, as the user said it."""
+    """The model and the machine to plan for, as the user named them."""
 
     model: str | None
-    random_weights: str | None
-    hardware: str | None
-    published_exits: bool
-    own_drafts: bool
+    wanted: PlanCommandOptions
     quantizer: str | None
     sparsity: str | None
 
     @property
     def name(self) -> str | None:
-        """Of the model; None for the demo model that nobody named."""
-        return self.random_weights or read_settings().value("model", self.model)
+        """The model's name; None for the demo model that nobody named."""
+        return self.wanted.random_weights or read_settings().value("model", self.model)
 
     def words(self) -> list[str]:
-        """A command that runs such a plan, without the options that pin it: statistics and weights that only some
-        commands have decide which."""
+        """Return a command that runs such a plan, without the options that pin it.
+
+        Statistics and weights that only some commands have decide which command it is.
+        """
+        wanted = self.wanted
         named = ["-m", self.name] if self.name else []
-        machine = ["--hardware", self.hardware] if self.hardware else []
-        weights = ["--random-weights", self.random_weights] if self.random_weights else []
+        machine = ["--hardware", wanted.hardware] if wanted.hardware else []
+        weights = ["--random-weights", wanted.random_weights] if wanted.random_weights else []
         sparse = ["--sparsity", self.sparsity] if self.sparsity else []
-        if self.published_exits:
+        if wanted.published_exits:
             return ["plan", *(weights or named[1:]), "--published-exits", *machine, *sparse]
         if weights:
             return ["simulate" if machine else "bench", *weights, *machine, *sparse]
@@ -60,60 +82,32 @@ class _Subject:
 
 
 @with_options(without={"profile": "it always plans by one"})
-def plan(
-    limits: LimitOptions,
-    engine: ModelOptions,
-    model: ModelArgument = None,
-    random_weights: RandomWeights = None,
-    hardware: Hardware = None,
-    published_exits: Annotated[
-        bool, typer.Option(help="Use the exit rates published for Llama-2-7B, as if this model had them.")
-    ] = False,
-    own_drafts: Annotated[
-        bool, typer.Option(help="Use the model's own calibration and draft head, as generate does.")
-    ] = True,
-    curve: Annotated[bool, typer.Option(help="Plot expected tokens per second against the VRAM budget.")] = False,
-    curve_file: Annotated[
-        Path | None, typer.Option(help="Plot the curve to a PNG or SVG file; needs the extra [plot].")
-    ] = None,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Explain this plan, as printed by --json, instead of making one.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions, model: ModelArgument = None) -> None:
     """Plan where each part of a model goes, and predict its speed. Nothing is loaded or changed.
 
     The last line of the output is a command that runs this plan. From -m or -c on, it pins the plan in other commands
     too.
     """
     requested = limits.limits(engine)
-    if curve_file is not None:
+    if wanted.curve_file is not None:
         with ending_at_once():
             from hetero_ee.calibration.plot import picture_format
-        picture_format(curve_file)  # refused now, not after a measurement
-    quantizer = engine.arguments()["quantizer"]
-    subject = _Subject(
-        engine.named(model),
-        random_weights,
-        hardware,
-        published_exits,
-        own_drafts,
-        quantizer,
-        engine.given.get("sparsity"),
-    )
-    if plan_file is not None:
+        picture_format(wanted.curve_file)  # refused now, not after a measurement
+    weights = engine.arguments()["quantizer"], engine.given.get("sparsity")
+    subject = _Subject(engine.named(model), wanted, *weights)
+    if wanted.plan_file is not None:
         if given := limits.flags():
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
-        _explain_file(plan_file, subject, engine, as_json=as_json)
+        _explain_file(wanted.plan_file, subject, engine)
         return
     with stage_progress() as progress:
         request = _planned(subject, engine, requested, progress)
-    if as_json:
+    if wanted.as_json:
         from hetero_ee_profiles.records import to_json
 
         print(to_json(request.made), end="")
-    elif curve or curve_file:
-        _plot(request, curve_file)
+    elif wanted.curve or wanted.curve_file:
+        _plot(request, wanted.curve_file)
     else:
         _explain(request, subject)
 
@@ -129,20 +123,20 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import usable_threads
 
-    spec, _, folder = engine.model_spec(subject.model, subject.random_weights, progress, configuration_only=True)
+    spec, _, folder = engine.model_spec(subject.model, subject.wanted.random_weights, progress, configuration_only=True)
     if subject.quantizer is not None and folder is not None and not is_store(folder):
         spec = spec.in_plain_int4  # whatever codes the model's files have
     threads = (limits.threads,) if limits.threads else ()
-    if subject.hardware:
-        profile = hardware_from(subject.hardware)
+    if subject.wanted.hardware:
+        profile = hardware_from(subject.wanted.hardware)
     else:
         profile = profile_for(spec, folder, progress, threads=threads)
         limits = replace(limits, threads=limits.threads and usable_threads(limits.threads))
     statistics = Statistics()
-    if subject.published_exits:
+    if subject.wanted.published_exits:
         depths = published_depths(spec.n_layers, limits.risk or RISK)
         statistics = Statistics(published_statistics(spec.n_layers), depths=depths)
-    elif subject.own_drafts and folder is not None:
+    elif subject.wanted.own_drafts and folder is not None:
         statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
     made = make_plan(spec, profile, limits, statistics)
     return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
@@ -183,7 +177,7 @@ def _own_statistics(
         return Statistics()
 
 
-def _explain_file(file: Path, subject: _Subject, engine: ModelOptions, *, as_json: bool) -> None:
+def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:
     """The plan in the file; that it fits a model is checked where one is named."""
     with ending_at_once():
         from hetero_ee.planning.explanation import explained
@@ -192,11 +186,13 @@ def _explain_file(file: Path, subject: _Subject, engine: ModelOptions, *, as_jso
         from hetero_ee_profiles.records import to_json
 
     made = Plan.load(file)
-    if subject.model is not None or subject.random_weights is not None:
+    if subject.model is not None or subject.wanted.random_weights is not None:
         with stage_progress() as progress:
-            spec, _, _ = engine.model_spec(subject.model, subject.random_weights, progress, configuration_only=True)
+            spec, _, _ = engine.model_spec(
+                subject.model, subject.wanted.random_weights, progress, configuration_only=True
+            )
         check_fits(made, spec)
-    if as_json:
+    if subject.wanted.as_json:
         print(to_json(made), end="")
     else:
         show(explained(made))

@@ -46,6 +46,22 @@ class _Simulated:
 DEFAULT_PROMPT = "Once upon a time"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """The machine, the lengths, and how the result is shown."""
+
+    hardware: Annotated[
+        str,
+        typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names),
+    ] = "rtx-4060-laptop-8gb"
+    max_new_tokens: Annotated[int, typer.Option(*LENGTH_FLAGS, min=1, max=2**20, help="Tokens to generate.")] = 64
+    random_weights: RandomWeights = None
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=2**20, help="Length of the prompt, with --random-weights.")
+    ] = 512
+    as_json: Json = False
+
+
 @with_options(
     without={
         "profile": "--hardware names the one it runs by",
@@ -54,21 +70,12 @@ DEFAULT_PROMPT = "Once upon a time"
     }
 )
 def simulate(
+    wanted: SimulateOptions,
     prompts: PromptOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
     engine: ModelOptions,
     model: ModelArgument = None,
-    hardware: Annotated[
-        str,
-        typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names),
-    ] = "rtx-4060-laptop-8gb",
-    max_new_tokens: Annotated[int, typer.Option(*LENGTH_FLAGS, min=1, max=2**20, help="Tokens to generate.")] = 64,
-    random_weights: RandomWeights = None,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, max=2**20, help="Length of the prompt, with --random-weights.")
-    ] = 512,
-    as_json: Json = False,
 ) -> None:
     """Run a prompt through the real model as another machine would: the same tokens, and the time they take there.
 
@@ -77,19 +84,19 @@ def simulate(
     """
     from hetero_ee.planning.hardware import hardware_from
 
-    if random_weights is not None and (prompts.prompt, prompts.file) != (None, None):
+    if wanted.random_weights is not None and (prompts.prompt, prompts.file) != (None, None):
         raise UsageError("random weights read no prompt; say how long it is by --prompt-tokens, or name a model.")
     placed = placement.checked(limits, engine)
-    profile = hardware_from(hardware)
+    profile = hardware_from(wanted.hardware)
     if placed.plan is not None and placed.plan.hardware != profile.name:
         say(f"The plan was made for {printable(placed.plan.hardware)}; here it runs on {profile.name}.")
-    if random_weights is None:
-        found = _of_text(prompts.given() or DEFAULT_PROMPT, max_new_tokens, profile, placed, engine, model)
+    if wanted.random_weights is None:
+        found = _of_text(prompts.given() or DEFAULT_PROMPT, wanted.max_new_tokens, profile, placed, engine, model)
     else:
-        spec, _, _ = engine.model_spec(model, random_weights, lambda *_: None)
-        found = _of_shapes(spec, profile, placed, (prompt_tokens, max_new_tokens))
+        spec, _, _ = engine.model_spec(model, wanted.random_weights, lambda *_: None)
+        found = _of_shapes(spec, profile, placed, (wanted.prompt_tokens, wanted.max_new_tokens))
     placement.write_trace(found.spans, f"simulated: {found.simulation.hardware}")
-    if as_json:
+    if wanted.as_json:
         print_document(_document(found), with_version=True)
     else:
         print(_report(found))

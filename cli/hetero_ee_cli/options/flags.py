@@ -35,8 +35,8 @@ def one_of(values: Sequence[str]) -> Completion:
 def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
     """Expand the parameters of a command that are groups: each of their options becomes an option of the command.
 
-    A group is an `OptionGroup`, or a dataclass whose fields are annotated as typer needs it, Annotated with a
-    typer.Option. Its class attribute PANEL is the heading of its options in the command's help.
+    A group is an `OptionGroup`, or a dataclass whose fields are Annotated with a typer.Option. The class attribute
+    PANEL is the heading of its options in the command's help. A group without one belongs to a single command.
 
     Args:
         without: Options that the command lacks or declares itself, and why. They keep their defaults.
@@ -49,7 +49,8 @@ def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Comma
         options = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in groups]
         names: dict[str, list[str]] = {}
         for group_name, group in groups.items():
-            members = [member for member in _members(group) if member.name not in reasons]
+            hidden = reasons if hasattr(group, "PANEL") else ()  # a command's own group has all of its options
+            members = [member for member in _members(group) if member.name not in hidden]
             names[group_name] = [member.name for member in members]
             options += members
 

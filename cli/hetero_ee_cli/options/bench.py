@@ -1,0 +1,145 @@
+"""Options of `hetero-ee bench`, with llama-bench's names."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_ee.errors import UsageError, shown
+from hetero_ee_cli.options.flags import one_of
+from hetero_ee_cli.reports.bench_table import FORMATS
+from hetero_ee_cli.terminal.signals import ending_at_once
+
+if TYPE_CHECKING:
+    from hetero_ee.planning.statistics import DraftRates
+
+MAX_TOKENS, MAX_REPETITIONS = 2**20, 1000
+FULL, EXACT, ALL = "full", "exact", "all"
+Test = tuple[int, int, int]  # tokens of prompt, text and depth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Which tests run, how often, and how their rows are printed."""
+
+    n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths, like 128,512; 0: none.")] = "512"
+    n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens to generate; 0: none.")] = "128"
+    n_depth: Annotated[str, typer.Option("-d", "--n-depth", help="Context lengths to start from.")] = "0"
+    threads: Annotated[
+        str | None, typer.Option("-t", "--threads", help="Numbers of CPU threads. [default: all cores]")
+    ] = None
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times to run each test.")] = 5
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="full, exact (on text of the model's own), or all for both. [default: full]",
+            autocompletion=one_of((FULL, EXACT, ALL)),
+        ),
+    ] = None
+    synthetic_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="In exact mode, drafts are right this often, like 0.78, or 0.8,0.7,0.6 by position; a draft head "
+            "computes them, one with random weights if the model has none.",
+            metavar="RATES",
+        ),
+    ] = None
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="md, csv, json or jsonl.", autocompletion=one_of(FORMATS))
+    ] = "md"
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False
+    quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False
+    refresh: Annotated[bool, typer.Option(help="Measure this machine again even if a profile was kept.")] = False
+
+    @property
+    def style(self) -> str:
+        """The format of the rows."""
+        return "json" if self.as_json else self.output
+
+    @property
+    def single_mode(self) -> str | None:
+        """The mode for the planner; None if both are measured, or none was asked for."""
+        return None if self.mode == ALL else self.mode
+
+    def modes(self, usual: str) -> tuple[str, ...]:
+        """Return the modes to measure; `usual` if none was asked for."""
+        return (FULL, EXACT) if self.mode == ALL else (self.mode or usual,)
+
+    def tests(self) -> list[Test]:
+        """Return (prompt, text, depth) of each test, prompts first as in llama-bench.
+
+        Raises:
+            UsageError: if there is nothing to measure.
+        """
+        prompts, texts = _numbers(self.n_prompt, "-p"), _numbers(self.n_gen, "-n")
+        pairs = [*((n, 0) for n in prompts if n), *((0, n) for n in texts if n)]
+        depths = _numbers(self.n_depth, "-d")
+        if not pairs:
+            raise UsageError("-p and -n are both 0, so there is nothing to measure; give one of them.")
+        return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
+
+    def thread_counts(self, usual: int) -> tuple[int, ...]:
+        """Return the numbers of threads to measure with; `usual` is what the settings say.
+
+        Raises:
+            UsageError: if there are fewer processors.
+        """
+        with ending_at_once():
+            from hetero_ee_profiles.host.process import processor_count, usable_threads
+
+        counts, most = _numbers(self.threads, "-t") if self.threads else [], processor_count()
+        if not all(0 <= count <= most for count in counts):
+            expected = f"expected 0 (one on each physical core) to {most}, this process's processors."
+            raise UsageError(f"-t is {self.threads}; {expected}")
+        return tuple(usable_threads(count) for count in counts or [usual])
+
+    def rates(self) -> "DraftRates | None":
+        """Return how often synthetic drafts are right, None for real drafts.
+
+        Raises:
+            UsageError: if the rates are impossible.
+        """
+        if self.synthetic_acceptance is None:
+            return None
+        from hetero_ee.planning.statistics import DraftRates
+
+        try:
+            rates = tuple(map(float, self.synthetic_acceptance.split(",")))
+            return DraftRates("synthetic acceptance", rates, 0.0)
+        except ValueError as error:
+            expected = "expected 1 to 8 rates from 0 to 1, separated by commas."
+            raise UsageError(f"--synthetic-acceptance is {shown(self.synthetic_acceptance)}; {expected}") from error
+
+    def check(self, random_weights: str | None) -> None:
+        """Check the values, and that they are possible together.
+
+        Args:
+            random_weights: The model's shapes, if its weights are random.
+
+        Raises:
+            UsageError: if they are not.
+        """
+        if self.style not in FORMATS:
+            raise UsageError(f"--output is {shown(self.style)}; expected one of {', '.join(FORMATS)}.")
+        if not 1 <= self.repetitions <= MAX_REPETITIONS:
+            raise UsageError(f"--repetitions is {self.repetitions}; expected 1 to {MAX_REPETITIONS}.")
+        if self.mode not in (None, FULL, EXACT, ALL):
+            raise UsageError(f"--mode is {shown(self.mode)}; expected one of {FULL}, {EXACT}, {ALL}.")
+        drafts, synthetic = self.mode in (EXACT, ALL), self.synthetic_acceptance is not None
+        if drafts and random_weights is not None and not synthetic:
+            raise UsageError(
+                f"drafts are never right if weights are random; drop --mode {self.mode}, name a model, or say how "
+                "often they shall be right by --synthetic-acceptance."
+            )
+        if synthetic and not drafts:
+            raise UsageError(
+                "--synthetic-acceptance is about drafts, which full mode does not make; add --mode exact or all."
+            )
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    """Return whole numbers separated by commas."""
+    words = text.split(",")
+    if not all(word.isascii() and word.isdecimal() and len(word) < 9 and int(word) <= MAX_TOKENS for word in words):
+        raise UsageError(f"{flag} is {shown(text)}; expected whole numbers up to {MAX_TOKENS}, separated by commas.")
+    return [int(word) for word in words]
