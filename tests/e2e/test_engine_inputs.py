@@ -73,13 +73,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two limits": ({"limits": Limits(), "mode": "full"}, "limits already decides what mode would"),
     "progress": ({"progress": "loud"}, "progress is 'loud'; expected a function, True, False or None"),
-    "emulate as text": ({"profile": PROFILE, "emulate": "yes"}, "emulate is 'yes'; expected True or False"),
+    "emulate as text": ({"profile": PROFILE, "emulate": "yes"}, "emulate is 'yes'; expected true or false"),
     "emulate nothing": ({"emulate": True}, "which machine is to be emulated?"),
     "head a number": ({"draft_head": 5}, "draft_head is 5; expected the folder of a draft head"),
     "head of no name": ({"draft_head": ""}, "draft_head is ''; expected the folder"),
-    "head missing": ({"draft_head": "/missing"}, "draft_head '/missing' is no folder"),
-    "head no file can be": ({"draft_head": "a\0b"}, r"draft_head 'a\x00b' is no folder"),
-    "head missing, planned": ({"draft_head": "/missing", "profile": PROFILE, "emulate": True}, "is no folder"),
+    "head missing": ({"draft_head": "/missing"}, "draft_head '/missing' is not a folder"),
+    "head no file can be": ({"draft_head": "a\0b"}, r"draft_head 'a\x00b' is not a folder"),
+    "head missing, planned": ({"draft_head": "/missing", "profile": PROFILE, "emulate": True}, "is not a folder"),
 }
 
 
@@ -92,7 +92,7 @@ def test_arguments_of_wrong_types_and_values(name: str) -> None:
 def test_they_are_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
     missing = tmp_path / "no model"
     assert "plan is 5" in refusal(model=missing, plan=5)
-    assert "is no folder" in refusal(model=missing, draft_head=tmp_path / "no head")
+    assert "is not a folder" in refusal(model=missing, draft_head=tmp_path / "no head")
 
 
 @pytest.mark.parametrize("name", ["missing", "junk", "list", "binary", "folder"])
