@@ -172,7 +172,7 @@ class PlanRequest:
             raise UsageError("which machine is to be emulated? Give its profile with ", PROFILE, ".")
         unplanned = self.limited_by or (DRAFT_HEAD if self.draft_head is not None else None)
         if self.asked_profile == OFF and self.plan is None and unplanned is not None:
-            off = f" is {OFF}, so there is none; leave out "
+            off = f" is {OFF}; leave out "
             raise UsageError(unplanned, " needs a plan, and ", PROFILE, off, unplanned, ", or give another profile.")
 
     def _check_next_to_plan(self, made: Plan) -> None:

@@ -1,4 +1,4 @@
-"""What Tab completes values of options to. It runs at every press of the key, so nothing heavy is imported."""
+"""Completion of options' values by Tab. It runs at every press of the key, so nothing heavy is imported."""
 
 from hetero_ee.config import cache_folder
 from hetero_ee.errors import HeteroError
@@ -8,7 +8,7 @@ STORES_FOLDER, MANIFEST = "stores", "manifest.json"  # as the room weights/store
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Converted models in the cache folder."""
+    """Complete to converted models in the cache folder."""
     try:
         found = sorted(file.parent.name for file in (cache_folder() / STORES_FOLDER).glob(f"*/{MANIFEST}"))
     except (HeteroError, OSError):  # completion never complains
@@ -17,14 +17,14 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def hardware_names(incomplete: str) -> list[str]:
-    """Shipped profiles."""
+    """Complete to shipped profiles."""
     from hetero_ee_profiles.reference import reference_names
 
     return one_of(reference_names())(incomplete)
 
 
 def shape_names(incomplete: str) -> list[str]:
-    """Models whose shapes are known."""
+    """Complete to models with known shapes."""
     from hetero_ee.models.known_shapes import SHAPES
 
     return one_of(tuple(SHAPES))(incomplete)

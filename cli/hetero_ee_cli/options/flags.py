@@ -72,12 +72,10 @@ def option_names(group: Any) -> list[str]:
     return [member.name for member in _members(group)]
 
 
-def parameter_of(option: Option, completion: Completion | None = None) -> Any:
-    """Return the annotation by which typer reads the option; None if it is not given."""
-    kind = option.typed or option.kind
+def typer_option(option: Option, completion: Completion | None = None) -> Any:
+    """Return the option as typer takes it in an annotation."""
     complete = completion or (one_of(option.choices) if option.choices else None)
-    details = typer.Option(*option.flags, help=option.full_help, metavar=option.metavar, autocompletion=complete)
-    return Annotated[kind | None, details]
+    return typer.Option(*option.flags, help=option.full_help, metavar=option.metavar, autocompletion=complete)
 
 
 def _is_group(annotation: Any) -> bool:
@@ -90,7 +88,10 @@ def _members(group: Any) -> Iterator[inspect.Parameter]:
         stated = [(member.name, member.type, member.default) for member in fields(group)]
     else:
         completions = group.COMPLETIONS
-        stated = [(name, parameter_of(each, completions.get(name)), None) for name, each in group.OPTIONS.items()]
+        stated = [
+            (name, Annotated[(each.typed or each.kind) | None, typer_option(each, completions.get(name))], None)
+            for name, each in group.OPTIONS.items()
+        ]
     panel = getattr(group, "PANEL", None)
     for name, annotation, default in stated:
         kind = inspect.Parameter.KEYWORD_ONLY

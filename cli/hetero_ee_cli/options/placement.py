@@ -1,6 +1,6 @@
 """Options that say where a model runs and with which drafts, and the engine they open.
 
-A plan is made by the profile of this machine, measured where none was kept, unless the setting `profile` is off.
+A plan is made by this machine's profile, which is measured at first use, unless the setting `profile` is off.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError
-from hetero_ee.options.engine import OFF
+from hetero_ee.options.engine import OFF, PLAN, RUN_OPTIONS
 from hetero_ee_cli.options.engine import ModelOptions
+from hetero_ee_cli.options.flags import typer_option
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -25,21 +26,17 @@ if TYPE_CHECKING:
     from hetero_ee.runtime.devices.timeline import Span
 
 
+DRAFT_HEAD = RUN_OPTIONS["draft_head"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementOptions:
-    """A plan to run, a draft head, and what is recorded of the run."""
+    """A plan to run, a draft head, and records of the run."""
 
     PANEL: ClassVar[str] = "Plan and report"
 
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Run this plan, as printed by plan --json, instead of making one.")
-    ] = None
-    draft_head: Annotated[
-        str | None,
-        typer.Option(
-            help="An EAGLE draft head, 1 to 3.1: its folder, or a Hugging Face id. [default: the model's own, if any]"
-        ),
-    ] = None
+    plan_file: Annotated[Path | None, typer_option(PLAN)] = None
+    draft_head: Annotated[str | None, typer_option(DRAFT_HEAD)] = None
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of what ran where and when, for chrome://tracing or Perfetto.")
     ] = None
@@ -49,7 +46,11 @@ class PlacementOptions:
     )
 
     def checked(self, limits: LimitOptions, engine: ModelOptions) -> "Placed":
-        """Loads the plan. Raises UsageError for what is not possible, before any model is loaded."""
+        """Check the options before any model is loaded, and load the plan.
+
+        Raises:
+            UsageError: if something is not possible.
+        """
         given = limits.flags()
         if self.plan_file is not None and given:
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
@@ -66,23 +67,28 @@ class PlacementOptions:
         return Placed(asking[0] if asking else "", requested, plan, self)
 
     def write_trace(self, spans: "Sequence[Span]", title: str) -> None:
-        """Writes the file of --trace, if given. Raises UsageError and DiskFullError."""
+        """Write the file of --trace, if it was given.
+
+        Raises:
+            UsageError: if the file can't be written.
+            DiskFullError: if the disk is full.
+        """
         if self.trace is not None:
             from hetero_ee.runtime.trace import write_trace
 
             write_trace(self.trace, spans, title)
 
     def write_trace_of(self, engine: "Engine") -> None:
-        """The same, of everything that the engine ran by its plan."""
+        """Write everything that the engine ran by its plan to the file of --trace."""
         if engine.plan is not None:
             self.write_trace(engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What the options ask for."""
+    """The options of a plan, checked."""
 
-    asking: str  # the first option given that needs a plan, empty where there is none
+    asking: str  # the first given option that needs a plan, empty if there isn't one
     limits: "Limits"
     plan: "Plan | None"
     options: PlacementOptions
@@ -94,19 +100,23 @@ class Placed:
 
 
 def _check_head(head: str) -> None:
-    """Raises UsageError for what is neither the folder of a head nor an id."""
+    """Check that the text is the folder of a draft head, or an id."""
     from hetero_ee.hub.draft_head import is_head_id
 
     if not is_head_id(head) and not (Path(head) / "config.json").is_file():
-        raise UsageError(f"--draft-head {head} has no config.json; name the folder of a draft head, or an id.")
+        raise UsageError(DRAFT_HEAD, f" {head} has no config.json; name the folder of a draft head, or an id.")
 
 
 def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":
-    """The engine for these arguments of Engine.from_pretrained. A plan that nobody asked for never makes it fail."""
+    """Open the engine. If no option asks for a plan, a plan that can't be made is only a remark.
+
+    Args:
+        options: `model` and options of Engine.from_pretrained.
+    """
     profile = options.get("profile") or read_settings().value("profile")
     if placed.asking and placed.plan is None and profile == OFF:
         raise UsageError(
-            f"{placed.asking} takes a plan, and the setting profile is off; drop {placed.asking}, or set it to auto."
+            f"{placed.asking} needs a plan, and the setting profile is off; drop {placed.asking}, or set it to auto."
         )
     with ending_at_once():
         from hetero_ee.engine import Engine
@@ -120,7 +130,7 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         progress=progress,
         **options,
     )
-    if engine.quantizer != UNQUANTIZED:  # whose weights are mapped for as long as it runs
+    if engine.quantizer != UNQUANTIZED:  # weights stay mapped for as long as it runs
         from hetero_ee_cpu_ops.bus_error import report_bus_errors
 
         report_bus_errors()

@@ -1,4 +1,4 @@
-"""Options that give the text a model begins with."""
+"""Options that give the prompt."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ PromptArgument = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """One prompt, from where it is."""
+    """A prompt, as text or in a file."""
 
     PANEL: ClassVar[str] = "Prompt"
 
@@ -28,9 +28,13 @@ class PromptOptions:
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read it from a file.")] = None
 
     def given(self, argument: str | None = None) -> str | None:
-        """The prompt; None where there is none. One final newline of a file or standard input is dropped.
+        """Return the prompt, None if there is none. A final newline of a file or standard input is dropped.
 
-        argument: what stands without a flag, - for standard input. Raises UsageError for two prompts or an empty one.
+        Args:
+            argument: The prompt given without a flag; - reads standard input.
+
+        Raises:
+            UsageError: if there are two prompts, or an empty one.
         """
         prompts = [each for each in (argument, self.prompt) if each is not None]
         if len(prompts) + (self.file is not None) > 1:
@@ -45,7 +49,11 @@ class PromptOptions:
         return text
 
     def required(self, argument: str | None = None) -> str:
-        """The same. Raises UsageError where there is none, too."""
+        """Return the prompt, as `given` does.
+
+        Raises:
+            UsageError: if there is none, or as in `given`.
+        """
         text = self.given(argument)
         if text is None:
             raise UsageError("give one prompt: as an argument, with --prompt, with --file, or - for standard input.")
