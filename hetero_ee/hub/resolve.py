@@ -24,6 +24,7 @@ from hetero_ee.hub.model_files import (
 )
 from hetero_ee.hub.model_id import ModelId, is_commit, local_folder
 from hetero_ee.hub.repository import Repository
+from hetero_ee.options.engine import MODEL_OPTIONS
 
 
 def resolve_model(
@@ -52,7 +53,8 @@ def resolve_model(
         with silenced():
             return _Hub(model_id, progress, configuration_only).folder(offline)
     if revision is not None:
-        raise UsageError(f"revision is {shown(revision)}, but {folder} is a folder; only a Hugging Face id has any.")
+        option = MODEL_OPTIONS["revision"]
+        raise UsageError(option, f" is {shown(revision)}, but {folder} is a folder; only a Hugging Face id has any.")
     return folder if folder.is_dir() else gguf_folder(folder, configuration_only=configuration_only)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.flags import one_of
 from hetero_ee_cli.reports.bench_table import FORMATS
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -90,7 +91,7 @@ class BenchOptions:
         counts, most = _numbers(self.threads, "-t") if self.threads else [], processor_count()
         if not all(0 <= count <= most for count in counts):
             expected = f"expected 0 (one on each physical core) to {most}, this process's processors."
-            raise UsageError(f"-t is {self.threads}; {expected}")
+            raise UsageError(MODEL_OPTIONS["threads"], f" is {self.threads}; {expected}")
         return tuple(usable_threads(count) for count in counts or [usual])
 
     def rates(self) -> "DraftRates | None":
