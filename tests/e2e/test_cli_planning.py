@@ -244,7 +244,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "more than the card": (["plan", *PAPER, "--vram-budget", "99"], "lower --vram-budget"),
     "override": (["plan", *PAPER, "-ot", "ffn"], "has no '='"),
     "override place": (["plan", *PAPER, "-ot", "ffn=moon"], "names no place"),
-    "override pattern": (["plan", *PAPER, "-ot", "(=gpu"], "no regular expression"),
+    "override pattern": (["plan", *PAPER, "-ot", "(=gpu"], "not a regular expression"),
     "kv type": (["plan", *PAPER, "--kv-type", "int3"], "expected one of fp32"),
     "no picture": (["plan", *PAPER, "--curve-file", "curve.pdf"], "ends in .png or .svg"),
     "mode": (["plan", *PAPER, "--mode", "magic"], "expected one of full, exact"),
