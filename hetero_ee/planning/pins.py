@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
 
-from hetero_ee_profiles.units import GIB
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import PlacedPart, Plan

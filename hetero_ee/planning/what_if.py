@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee_profiles.units import GIB
 from hetero_ee.planning.candidates import bytes_for_all
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.pins import gib

@@ -18,6 +18,7 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.planning.statistics import DepthStatistics, ExitRates, Statistics, published_depths, published_statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.early_exits import Passes, early_step
@@ -25,9 +26,9 @@ from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.prediction import predicted_step, predicted_text_s
 from hetero_ee.planning.times.steps import StepTimes, exit_steps
 from hetero_ee.planning.what_if import Request, what_if
-from hetero_ee.runtime import opening
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
+from hetero_ee.runtime.replans import Replans
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
@@ -173,8 +174,8 @@ def test_a_plan_made_again_keeps_the_exit_layers_that_there_are_heads_of() -> No
     known, limits = Statistics(depths=depths), Limits(mode="certified", context_tokens=1024, gpu_layers=24)
     made = plan(SPEC, PROFILE, limits, known)
     alone = plan(SPEC, PROFILE, replace(limits, gpu_layers=0), known)
-    smaller = opening._plans_again(SPEC, opening.Placement(PROFILE, limits, None, known), made, pytest.fail).smaller
-    assert smaller is not None and alone.exit_layers != made.exit_layers == smaller(0, 1024).exit_layers
+    replans = Replans.of(SPEC, PlanRequest(PROFILE, limits, None, known), limits, made)
+    assert replans is not None and alone.exit_layers != made.exit_layers == replans.smaller(0, 1024).exit_layers
 
 
 @pytest.mark.parametrize("mode", EARLY_EXIT_MODES)

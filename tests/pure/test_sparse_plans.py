@@ -110,8 +110,8 @@ def test_neither_device_waits_for_the_other_s_neurons(placement: str) -> None:
 
 def test_only_sparse_ffns_of_enough_sections_are_divided() -> None:
     for spec, pattern, placement, problem in (
-        (SPARSE, r"layers\.0\.attention", "hot-1", "layers.0.attention, which is no sparse FFN"),
-        (replace(SPARSE, neuron_major=False), r".*\.ffn", "hot-1", "layers.0.ffn, which is no sparse FFN"),
+        (SPARSE, r"layers\.0\.attention", "hot-1", "layers.0.attention, which is not a sparse FFN"),
+        (replace(SPARSE, neuron_major=False), r".*\.ffn", "hot-1", "layers.0.ffn, which is not a sparse FFN"),
         (SPARSE, r".*\.ffn", "hot-29", "neurons of layers.0.ffn, at most hot-28 does"),
     ):
         with pytest.raises(UsageError, match=problem):

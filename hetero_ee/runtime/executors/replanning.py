@@ -11,7 +11,6 @@ from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.ops.neurons import NeuronCounts
-from hetero_ee_profiles.units import GIB
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.traffic import Traffic
