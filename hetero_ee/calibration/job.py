@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero_ee.calibration.certificate_file import MAX_PROMPTS, write_certificate
 from hetero_ee.calibration.certify import (
@@ -48,6 +48,8 @@ from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
 OWN_TEXT = "texts of its own"
 WAITING = "Another process is calibrating this model; waiting for it"
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +193,8 @@ class _Job:
 
     def _usable_certificate(self, calibration: Calibration) -> Certificate | None:
         """Return the existing certificate if it can be read and fits this engine's KV type."""
-        try:
-            found = self.place.certificate(calibration)
-            return found if found is None or found.kv_type == kv_type_of(self.executor) else None
-        except StoreError as error:
-            if self.progress:
-                self.progress(f"Certifying again: {error}", 0, 0)
-            return None
+        found = usable(lambda: self.place.certificate(calibration), self.progress, "Certifying")
+        return found if found is None or found.kv_type == kv_type_of(self.executor) else None
 
     def _prompts(self) -> tuple[PromptSource, str]:
         """Return the prompts by group, and a hash of them."""
@@ -224,13 +221,21 @@ def _usable(
     place: CalibrationPlace, request: CalibrationRequest, progress: Progress | None
 ) -> CalibrationOutcome | None:
     """Return a usable existing calibration. A checkpoint's own one doesn't count if the caller gave texts."""
+
+    def find() -> CalibrationOutcome | None:
+        is_others = request.texts is not None and place.where() != place.folder
+        return None if is_others else found_calibration(place)
+
+    return usable(find, progress)
+
+
+def usable(find: Callable[[], Found | None], progress: Progress | None, doing: str = "Calibrating") -> Found | None:
+    """Return what `find` returns. If a record can't be used, report that it is made again and return None."""
     try:
-        if request.texts is not None and place.where() != place.folder:
-            return None
-        return found_calibration(place)
+        return find()
     except StoreError as error:
         if progress:
-            progress(f"Calibrating again: {error}", 0, 0)
+            progress(f"{doing} again: {error}", 0, 0)
         return None
 
 

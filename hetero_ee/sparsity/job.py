@@ -4,9 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from hetero_ee.calibration.job import WAITING, CalibrationRequest
+from hetero_ee.calibration.job import WAITING, CalibrationRequest, usable
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.calibration.stages import SPLIT_CHUNKS, Chunk
 from hetero_ee.config import Progress
@@ -26,19 +25,11 @@ from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
 from hetero_ee.sparsity.request import ZERO_ACTIVATIONS
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.store.calibration_files import (
-    PREDICTOR_SUFFIX,
-    SPARSITY_SUFFIX,
-    order_file,
-    predictor_file,
-    sparsity_file,
-)
+from hetero_ee.weights.store.calibration_files import ORDER_SUFFIX, PREDICTOR_SUFFIX, SPARSITY_SUFFIX, neuron_file
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
 ALGORITHM_VERSION = 1  # increases when the numbers change; fits of other versions are not resumed
 PREDICTOR_TOKENS = 2 * FITTED_TOKENS  # half of the chunks are fitted to
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +54,18 @@ class PredictorOutcome:
 
 def found_sparsity(place: CalibrationPlace) -> SparsityCurves | None:
     """Return the sparsity curves of the opened store, None if it has none. Raises: StoreError."""
-    return read_sparsity(sparsity_file(place.store), place.spec, place.key)
+    return read_sparsity(neuron_file(place.store, SPARSITY_SUFFIX), place.spec, place.key)
 
 
 def found_predictor(place: CalibrationPlace) -> NeuronPredictor | None:
     """Return the predictor of the opened store's neurons, None if it has none. Raises: StoreError."""
-    return read_predictor(predictor_file(place.store), place.spec, place.key)
+    return read_predictor(neuron_file(place.store, PREDICTOR_SUFFIX), place.spec, place.key)
 
 
 def order_or_warn(place: CalibrationPlace, warn: Callable[[str], None]) -> NeuronOrder | None:
     """Return the order of the opened store's neurons, None if it has none. Warns about one that can't be read."""
     try:
-        return read_order(order_file(place.store), place.spec, place.key)
+        return read_order(neuron_file(place.store, ORDER_SUFFIX), place.spec, place.key)
     except StoreError as error:
         warn(str(error))
         return None
@@ -102,12 +93,12 @@ def calibrate_sparsity(
         ModelError: The model writes no text.
         StoreError, DiskFullError: The result can't be written.
     """
-    spec, weights, file = executor.spec, executor.weights, sparsity_file(place.store)
+    spec, weights, file = executor.spec, executor.weights, neuron_file(place.store, SPARSITY_SUFFIX)
     if not spec.neuron_major:
         raise UsageError("these FFNs are not neuron-major; open the model with sparsity='dense' to calibrate.")
     files = FileSystem()
     with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
-        found = None if request.force else _usable(found_sparsity, place, progress)
+        found = None if request.force else usable(lambda: found_sparsity(place), progress)
         if found is not None and {each.target for each in found.measured}.issuperset(targets):
             return SparsityOutcome(found, file, 0.0, is_new=False)
         start_s = clock()
@@ -142,12 +133,12 @@ def calibrate_predictor(
         ModelError: The model writes no text.
         StoreError, DiskFullError: The result can't be written.
     """
-    spec, weights, file = executor.spec, executor.weights, predictor_file(place.store)
+    spec, weights, file = executor.spec, executor.weights, neuron_file(place.store, PREDICTOR_SUFFIX)
     if not spec.first_in_rows or spec.predictor_rank or spec.hot_curve:
         raise UsageError("these FFNs can't be predicted; open the model with sparsity='unpredicted' to calibrate.")
     files, training = FileSystem(), FactorTraining()
     with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
-        found = None if request.force else _usable(found_predictor, place, progress)
+        found = None if request.force else usable(lambda: found_predictor(place), progress)
         if found is not None:
             return PredictorOutcome(found, file, 0.0, is_new=False)
         start_s = clock()
@@ -168,15 +159,4 @@ def _write_order(
     if spec.activation in ZERO_ACTIVATIONS and not spec.hot_curve:
         order = fitted_order(spec, weights, chunks)
         if order is not None:
-            write_order(order, place.key, order_file(place.store), files)
-
-
-def _usable(
-    find: Callable[[CalibrationPlace], Found], place: CalibrationPlace, progress: Progress | None
-) -> Found | None:
-    try:
-        return find(place)
-    except StoreError as error:
-        if progress:
-            progress(f"Calibrating again: {error}", 0, 0)
-        return None
+            write_order(order, place.key, neuron_file(place.store, ORDER_SUFFIX), files)

@@ -10,7 +10,7 @@ from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.errors import StoreError
 from hetero_ee.sparsity.job import SparsityOutcome
 from hetero_ee.sparsity.request import DENSE
-from hetero_ee.weights.store.calibration_files import sparsity_file
+from hetero_ee.weights.store.calibration_files import SPARSITY_SUFFIX, neuron_file
 from hetero_ee.weights.store.library import remove_stored, stored_models
 from tests.command_line import Cli
 from tests.e2e.test_calibration import text_of
@@ -70,7 +70,7 @@ def test_the_command_line_calibrates_and_generates(cli: Cli, tiny: Path, tmp_pat
     measured = next(each for each in found if each["target"] == 0.4)
     assert measured["share"] == pytest.approx(0.4, abs=0.1) and measured["kl_nats"] >= 0
     (store,) = [model.path for model in stored_models(cache)]
-    assert sparsity_file(store).is_file()
+    assert neuron_file(store, SPARSITY_SUFFIX).is_file()
     ended = cli("generate", PROMPT, "-m", tiny, "-n", 12, "-t", 1, "--sparsity", 0.4, "--json")
     assert ended.code == 0 and json.loads(ended.out)["neuron_share"] == pytest.approx(0.6, abs=0.15)
     assert "damaged" not in ended.err  # what calibrate wrote of exits, too, is of FFNs laid out so

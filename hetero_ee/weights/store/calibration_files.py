@@ -29,19 +29,9 @@ def calibration_folder(store: Path) -> Path:
     return store.with_name(store.name + FOLDER_SUFFIX)
 
 
-def sparsity_file(store: Path) -> Path:
-    """Return the file of the store's sparsity curves, which need not exist."""
-    return store.with_name(store.name + FOLDER_SUFFIX + SPARSITY_SUFFIX)
-
-
-def predictor_file(store: Path) -> Path:
-    """Return the file of the store's predictor of active neurons, which need not exist."""
-    return store.with_name(store.name + FOLDER_SUFFIX + PREDICTOR_SUFFIX)
-
-
-def order_file(store: Path) -> Path:
-    """Return the file with the order of the store's neurons, which need not exist."""
-    return store.with_name(store.name + FOLDER_SUFFIX + ORDER_SUFFIX)
+def neuron_file(store: Path, suffix: str) -> Path:
+    """Return the file of one of the store's records of neurons, which need not exist."""
+    return store.with_name(store.name + FOLDER_SUFFIX + suffix)
 
 
 def calibration_file(folder: Path) -> Path | None:

@@ -20,7 +20,7 @@ from hetero_ee.hub.regular_file import read_file
 from hetero_ee.weights.quantizers import MAX_EXPONENT, SCALE_EXPONENT
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.checksums import is_written
-from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors
+from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors, write_whole
 from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line, read_journal
 from hetero_ee.weights.store.manifest import (
     MANIFEST_FILE,
@@ -228,11 +228,7 @@ class StoreWriter:
 
     def _write_file(self, name: str, data: bytes) -> None:
         with store_errors(self._target):
-            file = self._files.create_file(self._folder / name)
-            try:
-                self._files.write(file, data)
-            finally:
-                self._files.close_durably(file)
+            write_whole(self._folder / name, data, self._files)
 
     def _append(self, tensor: Tensor) -> tuple[int, str]:
         """Write the tensor's bytes at the next page and return their offset and checksum."""
