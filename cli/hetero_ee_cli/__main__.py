@@ -1,4 +1,4 @@
-"""Where the process begins: `hetero-ee`, and `python -m hetero_ee_cli`."""
+"""Entry point of the process: `hetero-ee`, and `python -m hetero_ee_cli`."""
 
 import os
 import sys
@@ -14,8 +14,8 @@ NO_MEMORY = (
 
 
 def main() -> None:
-    """Entry point of the `hetero-ee` script."""
-    # Threads nobody needs: where none is granted, NumPy's BLAS sends SIGINT, and the tokenizer prints a traceback.
+    """Run the `hetero-ee` script."""
+    # These threads are not needed. If none is granted, NumPy's BLAS sends SIGINT, and the tokenizer prints a traceback.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -1,8 +1,8 @@
-"""The typer application, and the one place where errors become exit codes.
+"""The typer application. Only here do errors become exit codes.
 
-0 success; 2 what was typed is wrong: an option, its value or the file that it names, a model that is neither a folder
-nor an id; 1 it failed later: at what a model's folder holds, at the Hub, for want of memory; 28 disk full, 130
-interrupted (Ctrl-C), 141 broken pipe, 143 terminated.
+0: success. 2: something typed is wrong: an option, its value, the file it names, or a model that is neither a folder
+nor an id. 1: it failed later, at the content of a model's folder, at the Hub, or for lack of memory. 28: disk full.
+130: interrupted (Ctrl-C). 141: broken pipe. 143: terminated.
 """
 
 import errno
@@ -43,7 +43,7 @@ HELP = "Runs large language models on a PC whose GPU memory is too small for the
 
 
 def _answered(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with its endings turned into exit codes here: typer's own codes for Ctrl-C and pipes differ."""
+    """Return the command with its endings turned into exit codes. typer's own codes for Ctrl-C and pipes differ."""
 
     @functools.wraps(command)
     def answer(*args: Any, **kwargs: Any) -> None:
@@ -105,7 +105,7 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line and ends the process."""
+    """Run the command line and end the process."""
     raise_on_sigterm()
     make_writable()
     filter_terminals()
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def _run_app() -> Any:
-    """One sentence for a deliberate refusal; anything else is a bug and keeps its traceback."""
+    """Run the application. A refusal becomes one sentence; any other error is a bug and keeps its traceback."""
     try:
         return app(sys.argv[1:] or ["--help"], prog_name="hetero-ee", standalone_mode=False)
     except HeteroError as error:

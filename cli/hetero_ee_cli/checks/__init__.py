@@ -1,1 +1,1 @@
-"""What `hetero-ee doctor` looks at: each check is a function that returns a finding."""
+"""Checks of `hetero-ee doctor`. Each is a function that returns a finding."""

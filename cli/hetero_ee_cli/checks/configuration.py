@@ -14,7 +14,11 @@ TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def configuration(settings: Settings, problem: UsageError | None) -> Finding:
-    """problem: why the file couldn't be used, None if it could."""
+    """Check the configuration file.
+
+    Args:
+        problem: Why the file can't be used; None if it can.
+    """
     try:
         if problem:
             raise problem
@@ -22,7 +26,7 @@ def configuration(settings: Settings, problem: UsageError | None) -> Finding:
     except UsageError as error:
         return fail(str(error), "Correct it; no other command runs until then.")
     if settings.file is None:
-        return ok(f"no file, for want of a home folder; {CONFIG_VARIABLE} may name one")
+        return ok(f"no file, since there is no home folder; {CONFIG_VARIABLE} may name one")
     n_set = sum(found.setting.setting in settings.in_file for found in resolved)
     there = f"{n_set} {'setting' if n_set == 1 else 'settings'}" if is_in_sight(settings.file) else "no such file"
     return ok(f"{settings.file}: {there}")
@@ -41,7 +45,7 @@ def variables(settings: Settings) -> Finding:
 
 
 def hugging_face(settings: Settings) -> Finding:
-    """Whether there is a token, which is not read, and whether downloads are allowed."""
+    """Report whether there is a token, without reading it, and whether downloads are allowed."""
     from huggingface_hub import constants
 
     has_token = any(settings.environment.get(name) for name in TOKEN_VARIABLES)

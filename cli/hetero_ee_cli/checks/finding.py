@@ -1,4 +1,4 @@
-"""What a check found, and the runner of the checks; one that fails does not end the command."""
+"""Findings of checks, and the runner of the checks. A check that fails does not end the command."""
 
 import getpass
 import re
@@ -23,7 +23,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, and what to do about it, if anything."""
+    """Result of a check, and advice if something is wrong."""
 
     status: Status
     text: str
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A finding with its check's name, without private names."""
+    """Finding with its check's name, without private names."""
 
     name: str
     status: Status
@@ -53,7 +53,7 @@ def fail(text: str, advice: str) -> Finding:
 
 
 def examine(checks: Mapping[str, Check]) -> list[Row]:
-    """Runs all checks, several at a time, and returns their rows in order."""
+    """Run all checks, several at a time, and return their rows in order."""
     pool = ThreadPoolExecutor(N_WORKERS)
     try:
         findings = list(pool.map(_found, checks.values()))
@@ -73,7 +73,7 @@ def _found(check: Check) -> Finding:
 
 
 def once(function: Callable[[], T]) -> Callable[[], T]:
-    """The function with its result cached; it runs once even if several threads call it."""
+    """Return the function with its result cached. It runs once even if several threads call it."""
     lock, kept = Lock(), list[T]()
 
     def run() -> T:
@@ -90,7 +90,7 @@ def gib(n_bytes: int) -> str:
 
 
 def presentable(text: str) -> str:
-    """One printable line without the home folder's path and the user's name."""
+    """Return one printable line without the home folder's path and the user's name."""
     line = "".join(c if c.isprintable() else " " for c in text)
     for home in _home_folders():
         line = re.sub(re.escape(home) + r"(?![\w.-])", "~", line)
@@ -100,7 +100,7 @@ def presentable(text: str) -> str:
 
 
 def _home_folders() -> list[str]:
-    """The home folder, and what it resolves to; never a root folder."""
+    """Return the home folder and the path it resolves to, but never a root folder."""
     try:
         home = Path.home()
         return [str(folder) for folder in (home, home.resolve()) if folder != Path(folder.anchor)]

@@ -49,7 +49,7 @@ def _cores(cpu: CpuInfo) -> str:
 def instructions(
     host: Host, environment: Mapping[str, str], compiled_for: Callable[[], str] = kernel_instruction_set
 ) -> Finding:
-    """Which of the processor's instruction sets the kernels are compiled for."""
+    """Report which instruction set of the processor the kernels are compiled for."""
     has = system_instruction_set(cpu_info(host).features)
     try:
         uses = compiled_for()
@@ -88,7 +88,7 @@ def huge_pages(host: Host) -> Finding:
 
 
 def gpu(host: Host, torch: Callable[[], TorchBuild]) -> Finding:
-    """What drivers list, and what torch can use."""
+    """Report the GPUs that the drivers list and those that torch can use."""
     inventory, build = gpu_inventory(host), torch()
     known_driver = next((found.driver for found in inventory.gpus if found.driver), None)
     if build.gpus:
@@ -127,7 +127,7 @@ def _listed(found: GpuInfo) -> str:
 
 
 def clock(now_s: float, installed: Path) -> Finding:
-    """A clock that is behind makes downloads fail: certificates seem not yet valid."""
+    """Check the clock. If it is behind, downloads fail, since certificates seem not yet valid."""
     text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now_s))
     if now_s < installed.stat().st_mtime - 24 * 3600:
         return warn(f"{text}, before hetero_ee was installed", "Set the clock: downloads fail while it is wrong.")

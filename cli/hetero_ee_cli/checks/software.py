@@ -1,4 +1,4 @@
-"""Checks of the software: Python and the packages, imported only if there is no cheaper way to tell."""
+"""Checks of the software: Python and the packages. Packages are imported only if nothing cheaper will do."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ Version = Callable[[str], str | None]
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed package that can be imported, else None."""
+    """Return the version of an installed package that can be imported, else None."""
     try:
         return version(package) if find_spec(package.replace("-", "_")) else None
     except (PackageNotFoundError, ValueError):
@@ -41,7 +41,7 @@ def python() -> Finding:
 
 
 def torch(build: Callable[[], TorchBuild]) -> Finding:
-    """Imported in a process of its own."""
+    """Check torch, imported in a process of its own."""
     found = build()
     if not found.version:
         return fail(f"can't be imported ({found.problem})", "Run `python -c 'import torch'` to see why.")
@@ -79,7 +79,7 @@ def numba(version_of: Version = package_version) -> Finding:
 
 
 def openmp(host: Host) -> Finding:
-    """The kernels need none and torch ships its own; only bitsandbytes looks for the system's."""
+    """Look for the system's OpenMP. Only bitsandbytes needs it: the kernels use none, and torch ships its own."""
     if host.system != "linux":
         return ok("not checked on this system")
     found = host.run(["/sbin/ldconfig", "-p"], TIMEOUT_S)
@@ -92,7 +92,11 @@ def openmp(host: Host) -> Finding:
 def gpu_matmul(
     kind: Callable[[], str | None], version_of: Version = package_version, is_installed: IsInstalled = is_installed
 ) -> Finding:
-    """Which implementation the engine uses, and why. kind: of the GPU, as in the registry; None without one."""
+    """Report which implementation of GPU products the engine uses, and why.
+
+    Args:
+        kind: Kind of the GPU, as in the registry; None without one.
+    """
     installed = [name for name in ("triton", "bitsandbytes") if is_installed(name)]
     versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in installed)
     versions = versions or "neither triton nor bitsandbytes"

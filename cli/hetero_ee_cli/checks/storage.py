@@ -17,7 +17,7 @@ CHOOSE_ANOTHER = "Set HETERO_EE_CACHE_DIR to a folder on another disk."
 
 
 def cache_disk(host: Host, cache: Path) -> Finding:
-    """Writes, maps and locks a file there, then removes it."""
+    """Check the disk of the cache folder by writing, mapping and locking a file there."""
     try:
         disk = disk_info(host, cache)
         try_disk(cache)
@@ -41,7 +41,7 @@ def kernel_cache(cache: Path) -> Finding:
 
 
 def stores(cache: Path) -> Finding:
-    """From a listing of the folder; no store is opened."""
+    """Count the stores by listing the folder; no store is opened."""
     folders = [entry for entry in _entries(cache / STORES_FOLDER) if entry.is_dir(follow_symlinks=False)]
     folders = [folder for folder in folders if not folder.name.endswith(REMOVED_SUFFIX)]
     n_bytes = sum(entry.stat().st_size for folder in folders for entry in _entries(Path(folder.path)))

@@ -90,7 +90,7 @@ def bench(
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is measured."""
+    """The model and the machine that are measured."""
 
     spec: "ModelSpec"
     name: str
@@ -107,7 +107,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """What is run of it."""
+    """The tests to run, and with which modes and threads."""
 
     threads: tuple[int, ...]
     modes: tuple[str, ...]
@@ -115,11 +115,15 @@ class _Runs:
     repetitions: int
 
     def context_tokens(self, mode: str) -> int:
-        """That the longest test needs."""
+        """Return the context that the longest test needs."""
         return max(map(sum, self.tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
 
     def check_context(self, n_tokens: int | None) -> None:
-        """Raises UsageError where a context of so many is too short; None: as long as it has to be."""
+        """Check that a context of n_tokens is long enough; None is as long as necessary.
+
+        Raises:
+            UsageError: if it is too short.
+        """
         needed = max(map(self.context_tokens, self.modes))
         if n_tokens and n_tokens < needed:
             raise UsageError(
@@ -130,7 +134,7 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """The model ready to be measured."""
+    """A model that is ready to be measured."""
 
     executor: "Executor"
     plan: "Plan"
@@ -139,12 +143,12 @@ class _Running:
 
     @property
     def sources(self) -> "tuple[DraftSource, ...]":
-        """What reads prompts beside the model."""
+        """The draft sources that read prompts in addition to the model."""
         return () if self.drafting is None else self.drafting.sources
 
 
 def _measured(subject: _Subject, runs: _Runs) -> Iterator[Row]:
-    """The rows, as they are measured."""
+    """Yield the rows as they are measured."""
     for threads in runs.threads:
         _compare_speed(subject.profile, threads, subject.progress)
         for mode in runs.modes:
@@ -152,7 +156,7 @@ def _measured(subject: _Subject, runs: _Runs) -> Iterator[Row]:
 
 
 def _rows(subject: _Subject, mode: str, threads: int, runs: _Runs) -> Iterator[Row]:
-    """A row for each test, but for those of exact mode, where both are asked for, that full mode takes as long for."""
+    """Yield a row for each test. With both modes, exact mode leaves out tests that full mode runs alike."""
     from hetero_ee.decoding.benchmark import executor_s_per_layer
 
     with _running(subject, mode, threads, runs.context_tokens(mode)) as running:
@@ -229,7 +233,7 @@ def _of_folder(subject: _Subject, limits: "Limits", folder: Path) -> Iterator[_R
 
 
 def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress) -> None:
-    """Warns if memory is now faster or slower than when the profile was measured."""
+    """Warn if memory is now faster or slower than when the profile was measured."""
     from hetero_ee.profiling.cpu import speed_since
 
     speed = speed_since(profile, threads, time.perf_counter)
@@ -252,7 +256,7 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     made, executor, clock = running.plan, running.executor, time.perf_counter
     n_prompt, n_gen, n_depth = test
     known = subject.spec, subject.profile, made
-    found: DraftStatistics | None = None  # None where nothing was drafted or read
+    found: DraftStatistics | None = None  # None if nothing was drafted or read
     predicted_s: float | None
     reading = running.statistics.of_plan(made).reading(made.drafts)
     predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, reading)
@@ -282,7 +286,11 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
 def _synthetic_head(
     made: Path, spec: "ModelSpec", rates: "DraftRates", model_folder: Path | None, head: str | Path | None
 ) -> Path:
-    """The folder `made`, with the model's draft head in it, or one of random weights. Raises ModelError."""
+    """Write the model's draft head, or one with random weights, into the folder `made`.
+
+    Raises:
+        ModelError: if the model's own head can't be used.
+    """
     from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
     from hetero_ee.speculation.sources.synthetic import write_synthetic_head
 

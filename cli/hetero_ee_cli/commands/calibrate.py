@@ -94,7 +94,7 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
     interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
-    With --certify, 1,500 prompts are then gone on with at full depth, and every exit layer judges each of their tokens:
+    With --certify, 1,500 prompts are then continued at full depth, and every exit layer judges each of their tokens:
     mode certified keeps its promise by that.
     With --sparsity, a share or auto, it is also measured which FFN neurons the model can do without; with --sparsity
     predicted, what says which of them may be active is fitted, to 16,384 tokens where not --tokens says otherwise.
@@ -142,7 +142,11 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
 def _existing(
     options: dict[str, Any], asked: "SparsityRequest | None"
 ) -> "tuple[CalibrationOutcome, SparsityCurves | None, NeuronPredictor | None]":
-    """What is there for the model. Raises UsageError where nothing is."""
+    """Return the calibrations of the model that exist.
+
+    Raises:
+        UsageError: if there are none.
+    """
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
@@ -179,12 +183,12 @@ def _existing(
 
 
 def _together(exits: "CalibrationOutcome", neurons: "SparsityOutcome | PredictorOutcome") -> "CalibrationOutcome":
-    """New where either is, and in the seconds of both."""
+    """Return the outcome of both calibrations: new if either is new, and with the seconds of both."""
     return replace(exits, seconds=exits.seconds + neurons.seconds, is_new=exits.is_new or neurons.is_new)
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
-    """None, and a line, where this machine can't run a plan for the model."""
+    """Return the gain; None, and a remark, if this machine can't run a plan for the model."""
     from hetero_ee_cli.reports.gain import measured_gain
 
     try:
@@ -196,7 +200,7 @@ def _gain(options: dict[str, Any]) -> "Gain | None":
 
 
 def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
-    """What was calibrated on, when, and where it lies."""
+    """Return the text of the calibration, its date, and its folder."""
     text = outcome.calibration.text
     what = f"{text.n_tokens:,} tokens of {printable(text.description)}"
     if outcome.is_new:
@@ -226,7 +230,7 @@ def _row(each: "ExitLayerCalibration") -> str:
 
 
 def _certified(certificate: "Certificate") -> "dict[float, list[CertifiedExit]]":
-    """By risk, of each exit layer alone; none of a risk that so few prompts can't certify."""
+    """Return the certified exits of each exit layer, by risk. Risks that need more prompts are left out."""
     from hetero_ee.calibration.certify import RISKS
 
     found = {}

@@ -42,7 +42,7 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation begins, and how it becomes a prompt."""
+    """How a conversation starts, and how it becomes a prompt."""
 
     PANEL: ClassVar[str] = "Conversation"
 
@@ -57,7 +57,11 @@ class ChatOptions:
     ] = None
 
     def template(self) -> str | None:
-        """The text of the file. Raises UsageError."""
+        """Return the text of the template's file, None without one.
+
+        Raises:
+            UsageError: if it can't be read.
+        """
         return None if self.chat_template_file is None else read_text("chat template", self.chat_template_file)
 
 
@@ -94,7 +98,7 @@ def chat(
 
 @dataclass(frozen=True, slots=True)
 class TalkStyle:
-    """What is said of each reply, and whether another seed follows each."""
+    """How replies are reported, and whether each has a seed of its own."""
 
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     load_s: float = 0.0  # what opening the model took
@@ -104,7 +108,11 @@ class TalkStyle:
 def converse(
     engine: "Engine", conversation: "Conversation", model: str | None, style: TalkStyle, first: str | None
 ) -> None:
-    """Answers what is typed or piped until it ends. first: a message before that."""
+    """Answer what is typed or piped until it ends.
+
+    Args:
+        first: A message before that.
+    """
     if not sys.stdin.isatty():
         Talk(engine, conversation, is_interactive=False, style=style).run(piped_lines(), first)
         return
@@ -116,7 +124,7 @@ def converse(
 
 
 class Talk:
-    """Answers entries until they end. If interactive, the talk continues after an error; otherwise it ends there."""
+    """A talk that answers entries until they end. If interactive, it continues after an error."""
 
     def __init__(
         self, engine: "Engine", conversation: "Conversation", is_interactive: bool, style: TalkStyle | None = None
@@ -132,9 +140,14 @@ class Talk:
         }
 
     def run(self, read_line: ReadLine, first: str | None = None) -> None:
-        """Raises KeyboardInterrupt for a second Ctrl-C at the prompt, or for the first if not interactive.
+        """Answer messages and commands.
 
-        first: a message before those that are read.
+        Args:
+            read_line: Reads a line of input.
+            first: A message before those that are read.
+
+        Raises:
+            KeyboardInterrupt: for a second Ctrl-C at the prompt, or for the first if not interactive.
         """
         is_leaving = False  # Ctrl-C was pressed once at the prompt
         while True:
@@ -175,7 +188,7 @@ class Talk:
             )
 
     def _changes(self) -> dict[str, Any]:
-        """Of the sampling, in this turn."""
+        """Return the sampling options that change in this turn."""
         return {} if self._style.has_seed else {"seed": new_seed()}
 
     def _print(self, reply: "Reply") -> None:
@@ -192,7 +205,11 @@ class Talk:
             raise KeyboardInterrupt
 
     def _close_reply(self, reply: "Reply", result: "GenerationResult", expected: float | None, start_s: float) -> None:
-        """What is said of the reply. expected: tokens per second."""
+        """Print the closing line of a reply.
+
+        Args:
+            expected: Expected tokens per second.
+        """
         placement = self._style.placement
         closing = Closing(
             prompt=f"{reply.n_prefilled_tokens} new + {reply.n_cached_tokens} cached",

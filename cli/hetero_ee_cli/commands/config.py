@@ -41,7 +41,7 @@ def show(engine: ModelOptions, as_json: Json = False) -> None:
 
 
 def _paths(settings: Settings) -> dict[str, Path | None]:
-    """None: nowhere, for a user without a home folder."""
+    """Return the paths by name. None stands for no path, for a user without a home folder."""
     from huggingface_hub import constants
 
     from hetero_ee.runtime.kernel_cache import kernel_cache_folder

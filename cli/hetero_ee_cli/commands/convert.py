@@ -38,7 +38,7 @@ def pull(engine: ModelOptions, model: ModelArgument = None) -> None:
 
 
 def _print_made(store: Path) -> None:
-    """The path, for scripts; before it, for people, what became of a GGUF file's types."""
+    """Print the store's path for scripts and, before it, the types of a GGUF file for people."""
     from hetero_ee.weights.store.import_report import imported_types
     from hetero_ee.weights.store.manifest import parsed_manifest
 
@@ -54,7 +54,11 @@ def _cells(row: "ImportedType") -> tuple[str, ...]:
 
 
 def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:
-    """The store of the model. keeps_stores: a model that is one already is fine."""
+    """Return the store of the model.
+
+    Args:
+        keeps_stores: Whether a model that is a store already is fine.
+    """
     options = engine.arguments(model)
     if options["model"] is None:
         raise UsageError("no model is named; give a Hugging Face id, or a folder with a checkpoint.")

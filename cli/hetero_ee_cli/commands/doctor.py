@@ -47,7 +47,7 @@ def is_terminal() -> bool:
 
 
 def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
-    """All checks by name, in the order of their rows."""
+    """Return all checks by name, in the order of their rows."""
     import hetero_ee
     from hetero_ee_cli.checks import configuration, machine, software, storage
     from hetero_ee_cli.checks.finding import once
@@ -84,7 +84,7 @@ def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
 
 
 def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
-    """One line for each row, with its advice on a line below."""
+    """Return one line for each row, with its advice on a line below."""
     width = max(len(row.name) for row in rows)
     shown = []
     for row in rows:
@@ -98,7 +98,7 @@ def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
 
 
 def _settings(environment: Mapping[str, str]) -> tuple[Settings, UsageError | None]:
-    """The settings; if the file can't be used, those without it, and why."""
+    """Return the settings, or those without the file and the error, if the file can't be used."""
     try:
         return read_settings(environment), None
     except UsageError as error:
@@ -106,7 +106,7 @@ def _settings(environment: Mapping[str, str]) -> tuple[Settings, UsageError | No
 
 
 def _cache_folder(settings: Settings) -> Path:
-    """The cache folder; the default one if the setting can't be used."""
+    """Return the cache folder, or the default one if the setting can't be used."""
     try:
         return cache_folder(settings)
     except UsageError:

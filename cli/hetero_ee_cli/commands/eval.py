@@ -77,13 +77,13 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """What the modes are opened with, one after another."""
+    """Options that open the modes, one after another."""
 
     engine: ModelOptions
     model: str | None
     limits: "dict[Variant, Limits]"
     hardware: "HardwareProfile | None"
-    asking: str  # the first option that takes a plan, empty where there is none
+    asking: str  # the first option that needs a plan, empty if there isn't one
     least_context_tokens: int
     progress: Progress
 
@@ -100,7 +100,11 @@ class _Opening:
             yield EngineMode(opened, emulates=self.hardware is not None)
 
     def _options(self) -> dict[str, Any]:
-        """Arguments of Engine.from_pretrained. Raises UsageError for too small a context."""
+        """Return the options of Engine.from_pretrained.
+
+        Raises:
+            UsageError: if the context is too short.
+        """
         options = self.engine.arguments(self.model)
         asked, needed = options["context_tokens"], self.least_context_tokens
         if asked and asked < needed:
@@ -117,7 +121,7 @@ class _Opening:
 def _results(
     opening: _Opening, material: "Material", n_new_tokens: int, seed: int
 ) -> "tuple[list[ModeResult], list[Refused]]":
-    """Of the modes that could be opened, and the others."""
+    """Return the results of the modes that could be opened, and the others."""
     from hetero_ee.evaluation.run import Refused, evaluate
 
     found: list[ModeResult] = []

@@ -54,7 +54,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class Continuing:
-    """A model that goes on with texts."""
+    """A model that continues texts."""
 
     engine: "Engine"
     model: str | None  # as the user named it
@@ -63,7 +63,11 @@ class Continuing:
     load_s: float  # what opening it took
 
     def write(self, text: str, as_json: bool = False) -> None:
-        """Prints what follows `text`, and what is to be said of it. Raises KeyboardInterrupt at the end, if it came."""
+        """Print the continuation of `text`, and its report.
+
+        Raises:
+            KeyboardInterrupt: at the end, if Ctrl-C was pressed.
+        """
         with ending_at_once():
             from hetero_ee.decoding.result import collect
 

@@ -103,7 +103,7 @@ def verify(
 
 
 def _folders(stores: list[str]) -> list[Path]:
-    """The folders of these; if empty, those of all finished stores."""
+    """Return the folders of these stores; of all finished stores if there are none."""
     from hetero_ee.weights.store.library import StoreState, stored_model, stored_models
 
     cache = cache_folder()
@@ -125,7 +125,7 @@ def _agrees(chosen: "list[StoredModel]") -> bool:
 
 
 def _row(model: "StoredModel") -> tuple[str, ...]:
-    """As in COLUMNS."""
+    """Return the cells of COLUMNS."""
     calibration = "yes" if model.has_calibration else "-"
     day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
     made = printable(model.source_format or ""), printable(model.quantizer or "")

@@ -58,7 +58,7 @@ class _Subject:
 
     @property
     def name(self) -> str | None:
-        """The model's name; None for the demo model that nobody named."""
+        """The model's name; None for the demo model, if no model is named."""
         return self.wanted.random_weights or read_settings().value("model", self.model)
 
     def words(self) -> list[str]:
@@ -150,8 +150,10 @@ def _own_statistics(
     subject: _Subject,
     progress: Progress,
 ) -> "Statistics":
-    """Of the calibration and the draft head that opening this model would find; progress is told if they can't be
-    read."""
+    """Return the statistics of the calibration and the draft head that opening this model would find.
+
+    `progress` gets a remark if they can't be read.
+    """
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.options.engine import CERTIFIED
@@ -178,7 +180,7 @@ def _own_statistics(
 
 
 def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:
-    """The plan in the file; that it fits a model is checked where one is named."""
+    """Print the plan in the file, and check that it fits a model if one is named."""
     with ending_at_once():
         from hetero_ee.planning.explanation import explained
         from hetero_ee.planning.plan import Plan

@@ -67,7 +67,11 @@ def profile_for(
     refresh: bool = False,
     threads: tuple[int, ...] = (),
 ) -> "HardwareProfile":
-    """This machine's profile for the model, kept or measured now. folder: None for random weights."""
+    """Return this machine's profile for the model, kept or measured now.
+
+    Args:
+        folder: None for random weights.
+    """
     import torch
 
     from hetero_ee.profiling.automatic import profile_here
@@ -79,7 +83,7 @@ def profile_for(
 
 
 def _closing_line(spec: "ModelSpec", found: "HardwareProfile", *, is_new: bool) -> str:
-    """Whether it was measured or found, and where it is kept."""
+    """Return whether the profile was measured or found, and where it is kept."""
     from hetero_ee.config import data_folder
     from hetero_ee.profiling.kept import kept_file
 
@@ -109,9 +113,10 @@ def _shown(found: "HardwareProfile", name: str) -> str:
 
 
 def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
-    """A table in microseconds, a column for each number of tokens: products, overheads, attention.
+    """Return a table in microseconds with a column for each number of tokens: products, overheads, attention.
 
-    title: the device and what was done with its memory, at the rate that follows.
+    Args:
+        title: The device and what was done with its memory, at the rate that follows.
     """
     read, counts = times.read_bytes_per_s, sorted({row.m for row in times.matmuls})
     lines = [
@@ -136,10 +141,10 @@ def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
 
 
 def _link_shown(link: "LinkTimes") -> list[str]:
-    """Rates of copies, then the times of small steps between the devices."""
+    """Return rates of copies, then the times of small steps between the devices."""
     rates = (
         ("copy to the GPU", link.to_gpu_bytes_per_s),
-        ("the same beside a busy CPU", link.beside_cpu_bytes_per_s),
+        ("the same with a busy CPU", link.beside_cpu_bytes_per_s),
         ("copy to the CPU", link.to_cpu_bytes_per_s),
         ("both at once, together", link.both_ways_bytes_per_s),
         ("pageable memory to the GPU", link.pageable_to_gpu_bytes_per_s),

@@ -1,4 +1,4 @@
-"""`hetero-ee run`: chats where the model has a chat template, else continues a text."""
+"""`hetero-ee run`: chats if the model has a chat template, else continues a text."""
 
 import sys
 import time
@@ -31,7 +31,7 @@ def run(
     With a prompt, it is answered and the command ends; without one, the chat goes on until /exit or Ctrl-D.
     """
     if engine.given.get("model_flag") is not None and argument is None:
-        model, argument = None, model  # the one argument beside --model
+        model, argument = None, model  # the only argument, next to --model
     text, template = prompts.given(argument), conversation.template()
     placed = placement.checked(limits, engine)
     options, changes = engine.arguments(model), sampling.changes()
@@ -55,7 +55,11 @@ def run(
 
 
 def _piped_prompt(prompts: PromptOptions) -> str:
-    """Raises UsageError on a terminal: what is typed there is no text to continue."""
+    """Return the prompt from standard input.
+
+    Raises:
+        UsageError: on a terminal, where a prompt has to be given.
+    """
     if sys.stdin.isatty():
         raise UsageError("this model has no chat template, so there must be a prompt to continue; give one.")
     return prompts.required(STANDARD_INPUT)

@@ -88,7 +88,7 @@ def serve(
 
 
 def _without_prompts(progress: Progress) -> Progress:
-    """The same for everything but the prompts of requests, whose progress is nobody's here."""
+    """Return the progress without the prompts of requests, which the terminal does not show."""
 
     def tell(stage: str, n_done: int, n_all: int) -> None:
         if stage != READING:
@@ -98,7 +98,11 @@ def _without_prompts(progress: Progress) -> Progress:
 
 
 def _require_extra() -> None:
-    """Raises HeteroError where a package is missing."""
+    """Check that the packages of the extra are installed.
+
+    Raises:
+        HeteroError: if one is missing.
+    """
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         raise HeteroError(f"serve needs {missing[0]}, which is not installed; pip install 'hetero-ee[server]'.")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """A simulation, and the plan and the drafts of it."""
+    """A simulation with its plan and its drafts."""
 
     simulation: "Simulation"
     plan: "Plan"
@@ -103,7 +103,11 @@ def simulate(
 
 
 def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, counts: tuple[int, int]) -> _Simulated:
-    """counts: tokens of the prompt and of the text."""
+    """Simulate a model with random weights.
+
+    Args:
+        counts: Tokens of the prompt and of the text.
+    """
     from hetero_ee.decoding.simulation import of_shapes
     from hetero_ee.planning.context import grown
     from hetero_ee.planning.planner import check_fits
@@ -182,7 +186,7 @@ def _report(found: _Simulated) -> str:
 
 
 def _on_gpu(plan: "Plan") -> str:
-    """Whole layers, those of which one part alone lies there, and FFNs of which some neurons do."""
+    """Return the layers on the GPU in words: whole ones, single parts, and FFNs with some of their neurons there."""
 
     kinds = {
         kind: sum(part.decode_placement == "gpu" for part in plan.parts if part.name.endswith(f".{kind}"))
@@ -196,7 +200,7 @@ def _on_gpu(plan: "Plan") -> str:
 
 
 def _time_and_rate(n_tokens: int, seconds: float | None) -> tuple[str, str]:
-    """Milliseconds, and tokens per second."""
+    """Return milliseconds and tokens per second."""
     if seconds is None:
         return "-", "-"
     return f"{1e3 * seconds:.2f}", f"{n_tokens / seconds if seconds else 0.0:.1f}"

@@ -28,7 +28,7 @@ class PromptOptions:
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read it from a file.")] = None
 
     def given(self, argument: str | None = None) -> str | None:
-        """Return the prompt, None if there is none. A final newline of a file or standard input is dropped.
+        """Return the prompt, None without one. A final newline of a file or standard input is dropped.
 
         Args:
             argument: The prompt given without a flag; - reads standard input.
@@ -52,7 +52,7 @@ class PromptOptions:
         """Return the prompt, as `given` does.
 
         Raises:
-            UsageError: if there is none, or as in `given`.
+            UsageError: if it is missing, or as in `given`.
         """
         text = self.given(argument)
         if text is None:

@@ -1,1 +1,1 @@
-"""What a run did, as text, table or JSON."""
+"""Reports of runs, as text, table or JSON."""

@@ -32,7 +32,12 @@ def columns(
     predicted_s: float | None,
     found: "DraftStatistics | None",
 ) -> Row:
-    """A row. predicted_s: None if nothing is known of how good the drafts are. found: None if nothing was drafted."""
+    """Return the values of a row.
+
+    Args:
+        predicted_s: Predicted seconds; None if the quality of the drafts is unknown.
+        found: Draft statistics; None if nothing was drafted.
+    """
     import datetime
     from statistics import fmean, stdev
 
@@ -75,7 +80,7 @@ def columns(
 
 
 def print_rows(rows: Iterable[Row], style: str) -> None:
-    """A line for each as it is measured, or one document of all."""
+    """Print a line for each row as it is measured, or one document with all rows."""
     found: list[Row] = []
     for row in rows:
         found.append(row)
@@ -88,7 +93,7 @@ def print_rows(rows: Iterable[Row], style: str) -> None:
 
 
 def print_row(rows: list[Row], style: str) -> None:
-    """The last row, below the table's head if it is the first."""
+    """Print the last row, below the table's head if it is the first."""
     row, predicted = rows[-1], rows[-1]["predicted_ts"]
     if style == "jsonl":
         print(json.dumps(row), flush=True)
@@ -115,7 +120,7 @@ def _mode(row: Row) -> str:
 
 
 def footer(rows: list[Row]) -> str:
-    """For all rows: where the predictions come from, and the executor's own time."""
+    """Return a line on all rows: where the predictions come from, and the executor's own time."""
     lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures again"]
     spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
     known = [
@@ -129,7 +134,7 @@ def footer(rows: list[Row]) -> str:
 
 
 def whole_document(rows: list[Row], style: str) -> str:
-    """All rows as JSON or CSV."""
+    """Return all rows as JSON or CSV."""
     if style == "json":
         return json.dumps(rows, indent=1) + "\n"
     text = io.StringIO()
@@ -144,5 +149,5 @@ def whole_document(rows: list[Row], style: str) -> str:
 
 
 def profile_date(profile: "HardwareProfile") -> str:
-    """When it was measured."""
+    """Return the date on which the profile was measured."""
     return profile.cpu[0].read_bytes_per_s.origin.date

@@ -13,7 +13,7 @@ USED, ALL = "you are here", "all layers on the GPU"
 
 
 def curve_text(curve: "Curve", request: "Request") -> str:
-    """A bar for each budget."""
+    """Return a bar for each budget."""
     most = max(point.tokens_per_s for point in curve.points)
     lines = [*_title(request), "", f"{'VRAM GiB':>8}  {'tokens/s':>8}"]
     for point in curve.points:
@@ -25,7 +25,11 @@ def curve_text(curve: "Curve", request: "Request") -> str:
 
 
 def save_curve(curve: "Curve", request: "Request", file: Path) -> None:
-    """The curve as PNG or SVG. Raises UsageError where matplotlib is missing or the file can't be written."""
+    """Save the curve as PNG or SVG.
+
+    Raises:
+        UsageError: if matplotlib is missing, or the file can't be written.
+    """
     from hetero_ee.calibration.plot import require_matplotlib, save_picture
 
     figure = require_matplotlib().Figure(figsize=(8, 4.5), layout="constrained")
@@ -60,7 +64,7 @@ def _marks(curve: "Curve", point: "CurvePoint") -> list[str]:
 
 
 def _out_of_reach(curve: "Curve") -> list[str]:
-    """How much more it would take, where the card has too little."""
+    """Return how much more memory all layers need, if the card has too little."""
     if curve.all_bytes <= curve.points[-1].vram_budget_bytes:
         return []
     return [f"{ALL} would take {curve.all_bytes / GIB:.2f} GiB"]

@@ -1,4 +1,4 @@
-"""Modes side by side: a table, a document, and speed against quality as a picture."""
+"""Comparison of modes: a table, a document, and a picture of speed against quality."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,11 @@ INTERVALS = "\N{PLUS-MINUS SIGN}: half of the 95 % interval over the texts."
 
 
 def eval_table(results: "Sequence[ModeResult]", plus_minus: str) -> str:
-    """A row for each; columns in which nothing was counted are left out. plus_minus: as it can be printed."""
+    """Return a table with a row for each mode. Columns without any count are left out.
+
+    Args:
+        plus_minus: The sign between a value and its interval, as the output can show it.
+    """
     shown = [each for each in COLUMNS if any(getattr(result, each[1]) is not None for result in results)]
     rows = [("", *(title for title, _, _ in shown))]
     for result in results:
@@ -48,7 +52,7 @@ def _cell(estimate: "Estimate | None", style: str, plus_minus: str) -> str:
 
 
 def eval_rows(results: "Sequence[ModeResult | Refused]") -> list[dict[str, Any]]:
-    """For JSON, which has no infinity: null there."""
+    """Return the rows for JSON, where null stands for infinity."""
     return [_finite(asdict(each.variant) | {"name": each.variant.name} | _fields(each)) for each in results]
 
 
@@ -63,8 +67,13 @@ def _finite(value: Any) -> Any:
 
 
 def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> None:
-    """Speed over the divergence from full mode (perplexity's interval is that of the texts' own difficulty), a line for
-    each mode through its variants. Raises UsageError where matplotlib is missing or the file can't be written."""
+    """Plot speed over the divergence from full mode, with a line for each mode through its variants.
+
+    Perplexity is left out, since its interval mostly shows how much the texts differ in difficulty.
+
+    Raises:
+        UsageError: if matplotlib is missing, or the file can't be written.
+    """
     from hetero_ee.calibration.plot import require_matplotlib, save_picture
 
     figure = require_matplotlib().Figure(figsize=(8, 5), layout="constrained")
@@ -86,14 +95,14 @@ def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> N
 
 
 def _points(result: "ModeResult") -> "Iterator[tuple[Estimate, Estimate, str]]":
-    """Where it is drawn, and what is written there; nowhere if it is infinitely far away."""
+    """Return the position and the label of each mode; infinite positions are left out."""
     place, speed = result.kl_nats, result.emulated_tokens_per_s or result.tokens_per_s
     if place is not None and speed is not None and math.isfinite(place.value):
         yield place, speed, result.variant.detail
 
 
 def _bars(estimates: "Sequence[Estimate]") -> list[list[float]]:
-    """Lengths below and above the values; none to infinity."""
+    """Return the lengths of the error bars below and above the values; 0 towards infinity."""
     ends = [(each.value, each.low, each.high) for each in estimates]
     below = [0.0 if low is None else value - low for value, low, _ in ends]
     return [below, [0.0 if high is None or not math.isfinite(high) else high - value for value, _, high in ends]]

@@ -11,10 +11,10 @@ MIN_S, MIN_TOKENS = 1.0, 8  # of a text long enough to judge the speed by
 
 
 def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
-    """Tokens per second that the plan should reach for such a text.
+    """Return the tokens per second that the plan should reach for this text.
 
-    None where nothing was planned, or by no profile, where nothing is known of how good the drafts are, or where
-    the context grew on the way.
+    None if nothing was planned, if there is no profile, if the quality of the drafts is unknown, or if the context grew
+    meanwhile.
     """
     from hetero_ee.planning.times.prediction import predicted_text_s
 
@@ -31,7 +31,7 @@ def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
 
 
 def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool) -> list[str]:
-    """A sentence for a text that took more than twice the expected time, none for others."""
+    """Return a sentence if the text needed more than twice the expected time, else None."""
     rate = result.generated_tokens_per_s
     if expected is None or result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS:
         return []

@@ -1,4 +1,4 @@
-"""What a calibration brings: tokens per second without it and with it, expected and measured."""
+"""Gain of a calibration: tokens per second without it and with it, expected and measured."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,11 @@ ABOUT_THE_MODE = ("Exact mode", "Drafts")  # the beginnings of a plan's reasons 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one plan."""
+    """Speed of one plan."""
 
     mode: str
     drafts: str | None  # where they come from, None in full mode
-    expected_tokens_per_s: float | None  # by the planner; None where nothing is known of the drafts
+    expected_tokens_per_s: float | None  # by the planner; None if nothing is known of the drafts
     measured_tokens_per_s: float
 
     @property
@@ -36,7 +36,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """before, after: as the planner chooses, without the calibration and with it."""
+    """Speeds before and after a calibration, each in the mode that the planner chooses."""
 
     before: Speed
     after: Speed
@@ -45,7 +45,7 @@ class Gain:
 
     @property
     def line(self) -> str:
-        """In a sentence or two."""
+        """The gain in a sentence or two."""
         before, after = self.before, self.after
         changes = [
             f"{what} {old:.1f} -> {new:.1f}" + (f" ({new / old - 1:+.0%})" if old else "")
@@ -70,7 +70,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A plan that was run."""
+    """Plan that was run."""
 
     spec: "ModelSpec"
     plan: "Plan"
@@ -79,8 +79,12 @@ class _Run:
 
 
 def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
-    """Opens the model by these arguments of Engine.from_pretrained, with plans by this machine's profile, and generates
-    short texts; a machine that was never measured for the model is measured. Raises HeteroError.
+    """Open the model with plans made by this machine's profile, and generate texts with and without the calibration.
+
+    A machine that was never measured for the model is measured first.
+
+    Args:
+        options: `model` and options of Engine.from_pretrained.
     """
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.planner import plan as make_plan
@@ -121,7 +125,7 @@ def _run(options: dict[str, Any]) -> _Run:
     params = SamplingParams(temperature=0.0, max_new_tokens=MAX_TOKENS)
     n_new, seconds = 0, 0.0
     with Engine.from_pretrained(**options) as engine:
-        engine.generate(OPENINGS[0], replace(params, max_new_tokens=4))  # what is cold at first is none of the speed
+        engine.generate(OPENINGS[0], replace(params, max_new_tokens=4))  # warms up, and does not count
         for opening in OPENINGS:
             n_more, took_s = _decoded(engine, opening, params, MAX_S - seconds)
             n_new, seconds = n_new + n_more, seconds + took_s
@@ -137,7 +141,7 @@ def _run(options: dict[str, Any]) -> _Run:
 
 
 def _decoded(engine: "Engine", prompt: str, params: Any, limit_s: float) -> tuple[int, float]:
-    """Tokens after the first, and their seconds: of the whole text, or of what there is time for."""
+    """Return the number of tokens after the first and their seconds, for as much of the text as time allows."""
     first_s = last_s = None
     n_new = -1
     for token in engine.stream(prompt, params):
@@ -149,5 +153,5 @@ def _decoded(engine: "Engine", prompt: str, params: Any, limit_s: float) -> tupl
 
 
 def _decided(made: "Plan") -> tuple[object, ...]:
-    """What of a plan another calibration may change."""
+    """Return the parts of a plan that another calibration may change."""
     return made.mode, made.drafts, made.exit_layer, made.draft_length, made.decode_placements

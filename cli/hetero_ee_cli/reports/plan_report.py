@@ -1,4 +1,4 @@
-"""A plan as `hetero-ee plan` prints it: what would help, the line that runs it, and colours on a terminal."""
+"""Plan as `hetero-ee plan` prints it: advice, the command that runs it, and colours on a terminal."""
 
 import os
 import re
@@ -27,7 +27,7 @@ LETTER_STYLES = {"G": "green", "b": "blue", "C": "yellow", "s": "magenta", "d": 
 
 
 def what_if_lines(request: "Request") -> list[str]:
-    """Text and prompt with one thing changed each, the most helpful first; last what brings nothing."""
+    """Return the speed with one thing changed at a time, the most helpful first, then the useless changes."""
     from hetero_ee.planning.explanation import change
     from hetero_ee.planning.what_if import what_if
 
@@ -49,12 +49,12 @@ def what_if_lines(request: "Request") -> list[str]:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Words to be pasted into a shell."""
+    """Return the words as a line for a shell."""
     return shlex.join(words)
 
 
 def show(text: str) -> None:
-    """Prints a report, with colours where standard output is a terminal that NO_COLOR does not speak against."""
+    """Print a report, with colours on a terminal unless NO_COLOR is set."""
     text = printable_lines(text)
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         print(text)

@@ -1,4 +1,4 @@
-"""What is said of a run: its closing line, the tables of --stats, its keys in JSON."""
+"""Report of a run: its closing line, the tables of --stats, its keys in JSON."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ LEAST_SHARE = 0.005  # of a prompt's time: less is not worth a word
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """What to say of a text beside its counts and rates."""
+    """Facts for the closing line that the counts and rates of a text lack."""
 
     prompt: str  # of the prompt's tokens
     context_tokens: int
@@ -33,7 +33,7 @@ class Closing:
 
 
 def closing_lines(engine: "Engine", result: "GenerationResult", closing: Closing) -> str:
-    """Counts and rates of a text, sentences if it was cut or slow, the times of --verbose, the tables of --stats."""
+    """Return counts and rates of a text, remarks if it was cut or slow, and what --verbose and --stats ask for."""
     from hetero_ee.decoding.result import FinishReason
     from hetero_ee_profiles.host.process import peak_memory_bytes
 
@@ -61,14 +61,14 @@ def closing_lines(engine: "Engine", result: "GenerationResult", closing: Closing
 
 
 def _rate(result: "GenerationResult", expected: float | None) -> str:
-    """Nothing for a single token: the prompt's pass gave it."""
+    """Return the rate as text. It is empty for a single token, which the prompt's pass produces."""
     if result.n_generated_tokens < 2:
         return ""
     return f", {result.generated_tokens_per_s:.1f} t/s" + ("" if expected is None else f" (expected {expected:.1f})")
 
 
 def _times(result: "GenerationResult", load_s: float) -> list[str]:
-    """What --verbose shows, as ollama names it."""
+    """Return the times of --verbose, with the names that ollama uses."""
     values = {
         "load time": f"{load_s:.3f} s",
         "time to first token": f"{result.prompt_s:.3f} s",
@@ -89,8 +89,13 @@ def run_document(
     exits: "ExitStatistics | None" = None,
     traffic: "TextTraffic | None" = None,
 ) -> dict[str, Any]:
-    """The plan's keys in JSON; drafts are of exact mode, exits of early-exit modes, the hash is None if nothing was
-    planned. traffic: bytes a token, where they were counted."""
+    """Return the plan's keys in JSON. The hash is None if nothing was planned.
+
+    Args:
+        drafts: None except in exact mode.
+        exits: None except in early-exit modes.
+        traffic: Bytes per token, if they were counted.
+    """
     return {
         "mode": "full" if made is None else made.mode,
         "exit_layer": None if made is None else made.exit_layer,
@@ -105,7 +110,7 @@ def run_document(
 
 
 def drafts_document(found: "DraftStatistics | None") -> dict[str, Any] | None:
-    """The counts and what follows from them; None in full mode."""
+    """Return the counts and rates of drafts, None in full mode."""
     if found is None:
         return None
     derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth", "known_after")
@@ -117,7 +122,7 @@ def _predicted_bytes(made: "Plan") -> dict[str, float]:
 
 
 def traffic_lines(made: "Plan", traffic: "TextTraffic") -> list[str]:
-    """What a token has moved, beside what the plan expected."""
+    """Return what a token moved, next to what the plan expected."""
     from hetero_ee.planning.explanation import sized
 
     found, expected = traffic.per_token, _predicted_bytes(made)
@@ -129,7 +134,7 @@ def traffic_lines(made: "Plan", traffic: "TextTraffic") -> list[str]:
 
 
 def exits_document(found: "ExitStatistics | None") -> dict[str, Any] | None:
-    """The counts and what follows from them; None but in early-exit modes."""
+    """Return the counts and rates of exits, None except in early-exit modes."""
     if found is None:
         return None
     derived = ("n_tokens", "n_exited", "mean_depth", "judged_per_token")
@@ -137,7 +142,7 @@ def exits_document(found: "ExitStatistics | None") -> dict[str, Any] | None:
 
 
 def lane_lines(lanes: "Iterable[LaneTime]", prompt_s: float, generation_s: float) -> list[str]:
-    """How busy the devices and links were, those that were used."""
+    """Return how busy the devices and links were, without those that were not used."""
     from hetero_ee.runtime.trace import TITLES
 
     return [
@@ -149,13 +154,13 @@ def lane_lines(lanes: "Iterable[LaneTime]", prompt_s: float, generation_s: float
 
 
 def reading_words(shares: "dict[str, float]") -> str:
-    """Which draft sources took how much of a prompt's time; nothing where none took any to speak of."""
+    """Return how much of a prompt's time each draft source used; empty if it is negligible."""
     words = [f"{origin} {share:.0%}" for origin, share in shares.items() if share >= LEAST_SHARE]
     return f" ({', '.join(words)})" if words else ""
 
 
 def draft_words(found: "DraftStatistics") -> str:
-    """Tokens per pass of the later layers, acceptance and depth."""
+    """Return tokens per pass of the later layers, acceptance and depth, in words."""
     if not found.n_passes:
         return "nothing to draft"
     accepted = f"{found.acceptance:.0%} accepted, " if found.n_drafted else ""
@@ -163,7 +168,7 @@ def draft_words(found: "DraftStatistics") -> str:
 
 
 def draft_lines(found: "DraftStatistics") -> list[str]:
-    """Drafts by origin, asynchronous ones, draft-verify steps by tokens drafted and accepted, tokens by exit depth."""
+    """Return drafts by origin, asynchronous drafts, steps by tokens drafted and accepted, and tokens by exit layer."""
     lines = [
         f"{'drafts':14}by {counts.origin}: {counts.n_drafted} drafted, {counts.n_accepted} accepted, "
         f"{counts.precision:.0%} of {counts.n_checked} verified were right"
@@ -179,19 +184,19 @@ def draft_lines(found: "DraftStatistics") -> list[str]:
 
 
 def exit_words(found: "ExitStatistics") -> str:
-    """Share of tokens that skipped layers, and how many layers they passed."""
+    """Return the share of tokens that skipped layers, and how many layers they passed, in words."""
     share = found.n_exited / (found.n_tokens or 1)
     return f"{share:.0%} exited, depth {found.mean_depth:.1f} of {found.n_layers}, unverified"
 
 
 def exit_lines(found: "ExitStatistics") -> list[str]:
-    """Where tokens were judged and given out."""
+    """Return at which layers tokens were judged and left."""
     judged = f"{'exits':14}{found.judged_per_token:.1f} exit layers judged a token"
     return [judged, *_bars("given out after layer", {n: count for n, count in enumerate(found.depths) if count})]
 
 
 def _mode(engine: "Engine") -> list[str]:
-    """The mode and why, with how drafting did in the latest text; nothing if nothing was planned."""
+    """Return the mode and why, with how drafting did in the latest text; empty if nothing was planned."""
     from hetero_ee.planning.explanation import change
     from hetero_ee.planning.schedule import is_worth_it
 
@@ -220,7 +225,7 @@ def _neurons(engine: "Engine") -> list[str]:
 
 
 def _declined(engine: "Engine") -> list[str]:
-    """The planner's sentence on why it took full mode, where nobody had asked for a mode."""
+    """Return the planner's sentence on why it chose full mode, if no mode was asked for."""
     asked = None if engine.plan_request is None else engine.plan_request.limits.mode
     if engine.plan is None or asked is not None:
         return []
@@ -228,7 +233,7 @@ def _declined(engine: "Engine") -> list[str]:
 
 
 def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) -> list[str]:
-    """Where the time of one text went, device by device as far as recorded, and its drafts."""
+    """Return where the time of one text went, device by device as far as recorded, and its drafts."""
     from hetero_ee.decoding.simulation import lane_times
 
     total_s, spans, found = result.prompt_s + result.generation_s or 1.0, engine.spans, engine.draft_statistics
@@ -247,7 +252,7 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
 
 
 def _reading(found: "DraftStatistics | None") -> str:
-    """Of the prompt's seconds those that draft sources read in."""
+    """Return how much of the prompt's time the draft sources read for."""
     return "".join(f"; {origin} {seconds:.3f} s" for origin, seconds in found.prompt_s.items()) if found else ""
 
 

@@ -1,1 +1,1 @@
-"""Lines in and out of a terminal or a pipe."""
+"""Input and output on a terminal or through a pipe."""

@@ -1,4 +1,4 @@
-"""What is typed or piped into the chat: lines become messages and commands.
+"""Chat input, typed or piped: lines become messages and commands.
 
 A line is a message. One that ends in a backslash continues on the next; lines between two \"\"\" are one message. A
 line that begins with a slash is a command; a leading space makes it a message.
@@ -20,14 +20,18 @@ MAX_LINE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the chat."""
+    """Command typed in a chat."""
 
     name: str  # with its slash
     argument: str  # the rest of the line
 
 
 def read_entry(read_line: ReadLine) -> str | Command | None:
-    """The next message or command; None at the end. Raises UsageError."""
+    """Return the next message or command, None at the end.
+
+    Raises:
+        UsageError: if the input is not text.
+    """
     while (line := read_line(PROMPT)) is not None:
         if line.lstrip().startswith(FENCE):
             text = _fenced(line.lstrip(), read_line)
@@ -42,7 +46,7 @@ def read_entry(read_line: ReadLine) -> str | Command | None:
 
 
 def _fenced(line: str, read_line: ReadLine) -> str:
-    """The text between the fences, with what is on their lines."""
+    """Return the text between the fences, including what is on their lines."""
     text = line.removeprefix(FENCE)
     while not text.rstrip().endswith(FENCE):
         if (more := read_line(PROMPT_OF_MORE)) is None:
@@ -69,7 +73,11 @@ def _joined(text: str, line: str) -> str:
 
 
 def piped_lines() -> ReadLine:
-    """Reads standard input that is not a terminal. The reader raises UsageError for what is not text."""
+    """Return a reader of standard input that is not a terminal.
+
+    Raises:
+        UsageError: by the reader, if the input is not text.
+    """
     n_lines = 0
 
     def read(_prompt: str) -> str | None:

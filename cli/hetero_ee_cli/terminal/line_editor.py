@@ -1,4 +1,4 @@
-"""A line from a terminal: editing, history and completion by readline, if Python has it."""
+"""Line editor of a terminal: editing, history and completion by readline, if Python has it."""
 
 import os
 import sys
@@ -18,13 +18,18 @@ MAX_HISTORY_BYTES = 2**20
 
 
 def history_file() -> Path:
-    """Where the history is kept: in the platform's folder for state; nowhere for a user without a home folder."""
+    """Return the history's file in the platform's folder for state; None for a user without a home folder."""
     folder = own_folder(platformdirs.user_state_path)
     return Path(os.devnull) if folder is None else folder / "chat_history"
 
 
 class LineEditor:
-    """Reads lines from the terminal. commands: what Tab completes. history: the file that keeps the lines."""
+    """Reader of lines from the terminal.
+
+    Args:
+        commands: Words that Tab completes.
+        history: File that keeps the lines.
+    """
 
     def __init__(self, commands: Sequence[str], history: Path) -> None:
         self._commands, self._history = commands, history
@@ -46,7 +51,11 @@ class LineEditor:
             self._readline.set_completer(None)
 
     def read(self, prompt: str) -> str | None:
-        """A line without its end; None at Ctrl-D. Raises UsageError for bytes that are not text."""
+        """Return a line without its end, None at Ctrl-D.
+
+        Raises:
+            UsageError: if its bytes are not text.
+        """
         try:
             line = self._line(prompt)
             line.encode("utf-8")  # if the locale is not UTF-8, Python reads other bytes as surrogates
@@ -59,7 +68,12 @@ class LineEditor:
         return line
 
     def _line(self, prompt: str) -> str:
-        """Raises EOFError at the end, UnicodeError."""
+        """Read a line.
+
+        Raises:
+            EOFError: at the end.
+            UnicodeError: if its bytes are not text.
+        """
         if self._readline is not None:
             line = input(prompt)
             self._keep(line)
@@ -71,7 +85,7 @@ class LineEditor:
         return line.removesuffix("\n")
 
     def _load_history(self, readline: ModuleType) -> None:
-        """Reads the file, which only its owner may read. One that is not regular (say /dev/null) stays as it is."""
+        """Read the history. Only its owner may read the file. A file that is not regular stays as it is."""
         self._history.parent.mkdir(parents=True, exist_ok=True)
         if not self._history.exists():
             self._history.touch(mode=0o600)
@@ -81,7 +95,7 @@ class LineEditor:
                 readline.read_history_file(self._history)
 
     def _keep(self, line: str) -> None:
-        """Line by line, so that concurrent chats keep both histories, and a killed one keeps all of its own."""
+        """Append the line at once, so that concurrent chats keep both histories and a killed one its own."""
         append = getattr(self._readline, "append_history_file", None)  # libedit may have none
         if line and append is not None:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Too little memory, however Python and the libraries put it. Imports nothing that takes memory itself."""
+"""Recognition of too little memory, as Python or libraries report it. Imports nothing that needs memory itself."""
 
 import errno
 
@@ -12,7 +12,7 @@ REFUSALS = (
 
 
 def is_refusal_of_memory(error: BaseException) -> bool:
-    """Whether the error, or one that it came of, says that there was no memory."""
+    """Return whether the error, or one of its causes, reports too little memory."""
     seen = set[int]()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,6 +1,6 @@
-"""Progress on standard error: a bar for each stage on a terminal, a line elsewhere, nothing if nothing takes long.
+"""Progress on standard error: a bar for each stage on a terminal, a line elsewhere, and nothing for quick stages.
 
-Prompts, which come again and again, have a line of their own on a terminal and none elsewhere.
+Prompts come again and again. They have a line of their own on a terminal and none elsewhere.
 """
 
 import sys
@@ -23,9 +23,10 @@ LINE_EVERY_S = 10.0
 
 @contextmanager
 def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
-    """Yields what Engine.from_pretrained calls with (stage, done, in all). With 0 in all, the stage is a remark.
+    """Yield the function that an engine calls with (stage, done, in all). With 0 in all, the stage is a remark.
 
-    of_each_time: these stages come every time, so no line says that they happen only once.
+    Args:
+        of_each_time: Whether these stages run each time, so that no line says that they happen only once.
     """
     shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
     try:
@@ -35,7 +36,7 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
 
 
 class _Lines:
-    """For logs and pipes: one line for each stage, and one every ten seconds of it."""
+    """Progress in logs and pipes: one line for each stage, and one every ten seconds of it."""
 
     def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._said: set[str] = set()
@@ -60,7 +61,7 @@ class _Lines:
 
 
 class _Bars:
-    """For terminals. rich is imported only when there is something to show."""
+    """Progress on terminals. rich is imported only when there is something to show."""
 
     def __init__(self, note: str = ", once") -> None:
         self._note = note

@@ -1,4 +1,4 @@
-"""How far a long prompt is read: a line on a terminal's standard error while it takes more than a second."""
+"""Progress of a long prompt: a line on a terminal's standard error, shown once reading takes more than a second."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ USUAL_COLUMNS = 80
 
 
 class PromptProgress:
-    """One prompt after the other. A thread draws the line, over and over, and erases it when the prompt is read.
+    """Progress of one prompt after the other. A thread redraws the line, and erases it when the prompt is read.
 
     Most prompts take less than a second: rich's bars would cost them 40 ms of imports (AMD EPYC Milan, 2026-11-23).
     """
@@ -30,7 +30,7 @@ class PromptProgress:
         self._token_s = 0.0  # of the latest chunk: later ones see more, and take longer
 
     def update(self, n_done: int, n_all: int) -> None:
-        """So many tokens of so many are read; the first call of a prompt begins it."""
+        """Note that this many of the tokens are read. The first call for a prompt starts it."""
         if n_done >= n_all:
             self.close()
             return
@@ -49,14 +49,14 @@ class PromptProgress:
                 self._drawing = drawing
 
     def close(self) -> None:
-        """Takes the line away until the next update."""
+        """Remove the line until the next update."""
         self._is_over.set()
         if self._drawing is not None:
             self._drawing.join()
             self._drawing = None
 
     def line(self) -> str:
-        """What is shown now: nothing at first."""
+        """Return the line as it looks now; empty at first."""
         now_s = self._clock()
         if now_s - self._start_s < SHOWN_AFTER_S:
             return ""
@@ -86,7 +86,7 @@ def _columns() -> int:
 
 
 def _duration(seconds: float) -> str:
-    """`12 s`, `3 min 05 s`, `1 h 02 min`."""
+    """Return `12 s`, `3 min 05 s` or `1 h 02 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

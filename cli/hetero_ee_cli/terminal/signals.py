@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: exceptions, so that half-written files are removed, and then exit codes."""
+"""Ctrl-C and SIGTERM. They become exceptions, so that half-written files are removed, and then exit codes."""
 
 import os
 import signal
@@ -12,13 +12,13 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 
 def raise_on_sigterm() -> None:
-    """Makes SIGTERM end the process by SystemExit."""
+    """Make SIGTERM end the process by SystemExit."""
     signal.signal(signal.SIGTERM, _terminate)
 
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """For imports, while there is nothing to clean up.
+    """End the process at once if a signal arrives within. For imports, while there is nothing to clean up.
 
     torch's C++ aborts the process if an exception interrupts it, or forgets it and leaves numpy half imported.
     """
@@ -32,7 +32,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends at once and silently, with what can still be written flushed; everything is already unwound.
+    """End the process at once and silently, after flushing what can still be written. Everything is already unwound.
 
     sys.exit would flush again and complain. And if Ctrl-C came within an exec(), as importing torch does a lot, Python
     would end itself by the signal and not with the code.

@@ -1,7 +1,7 @@
-"""The three standard streams, made such that whatever is written or read never fails for their own sake.
+"""The three standard streams, prepared so that reading and writing never fail because of the streams themselves.
 
-What reaches a terminal has no control characters but newline and tab, whoever wrote it: a model's text and the names in
-its files could else move the cursor, ring, or write to the clipboard. Pipes and files get everything as it is.
+Text for a terminal has no control characters except newline and tab. Otherwise a model's text and the
+names in its files could move the cursor, ring, or write to the clipboard. Pipes and files get everything as it is.
 """
 
 import io
@@ -18,7 +18,7 @@ _STYLES = re.compile(r"(\x1b\[(?:[\d;]*[AKm]|\?25[hl])|\r)")  # colours, and how
 
 
 class TerminalText(io.TextIOWrapper):
-    """A terminal that control characters do not reach."""
+    """Terminal stream that drops control characters."""
 
     def write(self, text: str, /) -> int:
         super().write(text.translate(_SAFE))
@@ -30,7 +30,7 @@ class TerminalText(io.TextIOWrapper):
 
 
 class _Styled:
-    """The same terminal, which colours do reach."""
+    """Terminal stream that lets colours pass."""
 
     def __init__(self, terminal: TerminalText) -> None:
         self._terminal, self.write = terminal, terminal.write_styled
@@ -40,12 +40,12 @@ class _Styled:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """The stream for a text with colours, whose author cleans what he puts between them."""
+    """Return the stream for a text with colours. Its author has to clean what is put between them."""
     return cast(TextIO, _Styled(stream)) if isinstance(stream, TerminalText) else stream
 
 
 def filter_terminals() -> None:
-    """Makes standard output and error, where they are terminals, ones that control characters do not pass."""
+    """Make standard output and error drop control characters if they are terminals."""
     for name in NAMES[1:]:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.isatty():
@@ -54,9 +54,9 @@ def filter_terminals() -> None:
 
 
 def make_writable() -> None:
-    """Streams that were closed (`>&-`) become the null device; characters that an encoding lacks become others.
+    """Replace closed streams (`>&-`) by the null device, and characters that an encoding lacks by others.
 
-    A closed stream's number would else be given to the next file that is opened, and receive what was meant for it.
+    A closed stream's number would otherwise be given to the next file that is opened, which would receive its output.
     """
     for number, name in enumerate(NAMES):
         if getattr(sys, name) is None:
