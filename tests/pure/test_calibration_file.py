@@ -350,7 +350,7 @@ def flipped(folder: Path) -> None:
         (cut_short, "damaged"),
         (flipped, "checksum"),
     ],
-    ids=str,
+    ids=["format", "version", "weights", "field", "checksum", "json", "missing", "long", "short", "bit"],
 )
 def test_damaged_files_of_earlier_versions_are_refused(
     two_files: Path, spoil: Callable[[Path], object], words: str
