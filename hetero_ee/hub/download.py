@@ -1,4 +1,8 @@
-"""Fetches files of one commit into the cache of huggingface_hub, several at once, and checks what arrived."""
+"""Downloads files of one commit into huggingface_hub's cache, several at once, and checks them.
+
+huggingface_hub transfers, resumes and caches the files. What is added here: Ctrl-C ends a download within a second and
+leaves no half-written files, digests are compared, and progress counts all files together.
+"""
 
 import hashlib
 import threading
@@ -19,21 +23,20 @@ from hetero_ee.hub.model_id import CACHED_PREFIX
 from hetero_ee.hub.repository import RemoteFile, Repository
 from hetero_ee_profiles.opened_file import open_regular
 
-DOWNLOADING = "Downloading"  # how the stage begins whose progress is in bytes
-# Of a file that is interrupted huggingface_hub keeps nothing. Fewer files at once than its own 8 fill a line as well,
-# and less is lost.
+DOWNLOADING = "Downloading"  # start of the name of the stage whose progress is in bytes
+# huggingface_hub keeps nothing of an interrupted file. Fewer than its own 8 at once are as fast, and lose less.
 N_CONNECTIONS = 4
 N_ATTEMPTS = 3
 STOP_S = 1.0  # longest wait for running requests after Ctrl-C
 REPORT_S = 0.1
 HASHED_BYTES = 2**20  # read at once
-PAUSE_S = 1.0  # before what failed is tried again, and longer each time
+PAUSE_S = 1.0  # before the first retry; later pauses are longer
 
 T = TypeVar("T")
 
 
 class Download:
-    """The files of one repository, as far as they are not in the cache yet."""
+    """The download of one repository's files that are not in the cache yet."""
 
     def __init__(self, repository: Repository, progress: Progress | None) -> None:
         self._repository, self._progress = repository, progress
@@ -44,15 +47,18 @@ class Download:
         self._unchecked: list[str] = []
 
     def announce(self, files: Sequence[RemoteFile]) -> None:
-        """From here on progress is reported, until all of `files` are there."""
+        """Report progress from now on, until all of `files` are there."""
         self._done_bytes.clear()
         self._announced_bytes = self.missing_bytes(files)
 
     def fetch(self, files: Sequence[RemoteFile]) -> None:
-        """Returns when all of them have arrived.
+        """Download the files and return when all have arrived.
 
-        Raises what huggingface_hub raises, and CheckpointError for a file that arrives damaged again and again. After
-        an error or Ctrl-C it ends within STOP_S; a thread that hangs in a request then ends with the request.
+        After an error or Ctrl-C it ends within STOP_S; a thread that hangs in a request ends with that request.
+
+        Raises:
+            CheckpointError: A file keeps arriving damaged.
+            Exception: Whatever huggingface_hub raises.
         """
         waiting, failures = iter(files), list[BaseException]()
         threads = [
@@ -73,38 +79,40 @@ class Download:
             raise
 
     def fetch_one(self, file: RemoteFile) -> Path:
-        """The same for one file; where it lies."""
+        """Download one file like `fetch` and return its path."""
         self.fetch([file])
         path = self._cached(file)
         if path is None:
-            raise CheckpointError(f"{self._repository.model}: {file.name} has left the cache already; try again.")
+            raise CheckpointError(
+                f"{self._repository.model}: {file.name} was removed from the cache already; try again."
+            )
         return path
 
     def tell_unchecked(self) -> None:
-        """Says, in one line, which files came without a digest to compare."""
+        """Report, in one line, the files that came without a digest to compare."""
         if self._unchecked and self._progress:
             n_files, last = len(self._unchecked), self._unchecked[-1]  # weights come last
             files = last if n_files == 1 else f"{n_files} files, {last} among them,"
             self._progress(f"{self._repository.model}: {files} came without a checksum; only sizes were checked", 0, 0)
 
     def name_revision(self, revision: str) -> None:
-        """Lets the cache know that the branch or tag `revision` is this commit, for use offline, once all is there."""
-        with suppress(Exception):  # the model is there; only an offline run would miss the name
+        """Record in the cache that the branch or tag `revision` is this commit, for offline use."""
+        with suppress(Exception):  # only an offline run would miss the name
             self._ask_for(CONFIG_FILE, revision)
 
     def is_cached(self, file: RemoteFile) -> bool:
-        """Whether the file lies in the cache, as long as it should be."""
+        """Return whether the file is in the cache with the right size."""
         path = self._cached(file)
         return path is not None and path.stat().st_size == file.size_bytes
 
     def missing_bytes(self, files: Sequence[RemoteFile]) -> int:
-        """What there is to transfer; a file that another commit has too need not be."""
+        """Return the bytes to transfer. Files that another commit shares are not transferred."""
         blobs = self._blobs()
         absent = [file for file in files if not self.is_cached(file) and not (blobs / (file.digest or ".")).is_file()]
         return sum(file.size_bytes for file in absent)
 
     def _work(self, waiting: Iterator[RemoteFile], failures: list[BaseException]) -> None:
-        """One thread's part: file after file, until none waits."""
+        """Fetch waiting files one after another, in one thread."""
         try:
             while not self._stopped.is_set() and (file := next(waiting, None)):
                 retried(partial(self._fetch, file), self._stopped.wait)
@@ -114,11 +122,11 @@ class Download:
     def _fetch(self, file: RemoteFile) -> None:
         if self.is_cached(file):
             return
-        is_damaged = self._cached(file) is not None  # there, but not as long as it should be
+        is_damaged = self._cached(file) is not None  # it exists with a wrong size
         self._check(self._ask_for(file.name, self._repository.commit, again=is_damaged), file)
 
     def _ask_for(self, name: str, revision: str, again: bool = False) -> Path:
-        """Where the file lies after huggingface_hub has done what it does."""
+        """Let huggingface_hub download the file unless it is cached, and return its path."""
         from huggingface_hub import hf_hub_download
 
         bar = cast(Any, type("Bar", (_Bar,), {"download": self, "file_name": name}))
@@ -126,7 +134,7 @@ class Download:
         return Path(hf_hub_download(model, name, revision=revision, force_download=again, tqdm_class=bar))
 
     def _check(self, path: Path, file: RemoteFile) -> None:
-        """huggingface_hub checks the size that the answer names; here the listing's size and digest are checked."""
+        """Compare size and digest with the listing. huggingface_hub only checks the size in the answer's header."""
         size_bytes = path.stat().st_size
         if size_bytes == file.size_bytes and self._digest(path, file) == file.digest:
             return
@@ -134,7 +142,7 @@ class Download:
             link.unlink(missing_ok=True)
         raise CheckpointError(
             f"{self._repository.model}: {file.name} arrived damaged, with {size_bytes} bytes where {file.size_bytes} "
-            "are listed, or others than those, and was not kept; try again."
+            "are listed, or with other bytes, and was not kept; try again."
         )
 
     def _digest(self, path: Path, file: RemoteFile) -> str:
@@ -150,13 +158,13 @@ class Download:
         return digest.hexdigest()
 
     def go_on(self, name: str, n_bytes: int) -> None:
-        """Counts what has come of a file; raises where the download is to end."""
+        """Count transferred bytes of a file. Raises: _StoppedError: if the download has to end."""
         if self._stopped.is_set():
             raise _StoppedError
         self._done_bytes[name] = self._done_bytes.get(name, 0) + n_bytes
 
     def begin(self, name: str, n_bytes: int) -> None:
-        """Counts again: the file begins, or begins again, with `n_bytes` of it there."""
+        """Restart the count of a file that starts, or starts again, with `n_bytes` of it there."""
         self._done_bytes[name] = n_bytes
 
     def _report(self) -> None:
@@ -174,9 +182,10 @@ class Download:
             self._remove_partial_files()
 
     def _remove_partial_files(self) -> None:
-        """Removes what threads still write into: a process that ends now won't let them do it.
+        """Remove the files that threads are still writing, since the process may end before they do.
 
-        Only names with a random part, which no later run comes back to; releases before 1.18 have none and resume.
+        Only names with a random part are removed, which no later run resumes; releases before 1.18 have none and
+        resume.
         """
         with suppress(psutil.Error, OSError):
             for opened in psutil.Process().open_files():
@@ -189,14 +198,14 @@ class Download:
         return cached_file(self._repository.model, file.name, self._repository.commit)
 
     def _blobs(self) -> Path:
-        """The folder of the cache that holds the files' contents, each named by its digest."""
+        """Return the cache folder with the files' contents, each named by its digest."""
         from huggingface_hub import constants
 
         return Path(constants.HF_HUB_CACHE) / (CACHED_PREFIX + self._repository.model.replace("/", "--")) / "blobs"
 
 
 class _Bar:
-    """What huggingface_hub takes for a progress bar of one file, by a subclass each."""
+    """A progress bar for huggingface_hub, subclassed for each file."""
 
     download: ClassVar[Download]
     file_name: ClassVar[str]
@@ -220,11 +229,11 @@ class _Bar:
 
 
 class _StoppedError(Exception):
-    """Ends a thread's download; nobody sees it."""
+    """Ends a thread's download. It is never reported."""
 
 
 def cached_file(model: str, name: str, revision: str) -> Path | None:
-    """Where the revision's file lies in the cache; None where it does not."""
+    """Return the path of the revision's file in the cache, None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(model, name, revision=revision)
@@ -232,7 +241,13 @@ def cached_file(model: str, name: str, revision: str) -> Path | None:
 
 
 def retried(attempt: Callable[[], T], wait: Callable[[float], object], n_attempts: int = N_ATTEMPTS) -> T:
-    """What `attempt` returns, tried again after failures that may pass. `wait`: for some seconds; True gives up."""
+    """Return what `attempt` returns, and repeat it after errors that may pass.
+
+    Args:
+        attempt: Raises an exception if it fails.
+        wait: Waits some seconds. Returns True to give up.
+        n_attempts: At most.
+    """
     for number in range(1, n_attempts):
         try:
             return attempt()
@@ -243,7 +258,9 @@ def retried(attempt: Callable[[], T], wait: Callable[[float], object], n_attempt
 
 
 def _abort_xet() -> None:
-    """Xet's transfers run outside of Python; huggingface_hub ends them only where Ctrl-C reaches it itself."""
+    """Abort Xet's transfers, which run outside of Python and which huggingface_hub only ends if it gets Ctrl-C
+    itself.
+    """
     with suppress(ImportError, AttributeError):
         from huggingface_hub.utils._xet import abort_xet_session
 

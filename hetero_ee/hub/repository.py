@@ -1,4 +1,4 @@
-"""What the Hub lists of a repository: which of its files make up the model, and whether it holds one we can read."""
+"""The Hub's listing of a repository: which of its files make up the model, and whether they can be read."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -20,21 +20,21 @@ from hetero_ee.hub.model_files import (
 )
 from hetero_ee.hub.model_id import ModelId, is_commit
 
-ANSWER_S = 10.0  # the Hub's time to answer a question; what a file takes is huggingface_hub's own affair
+ANSWER_S = 10.0  # for the Hub's answer; huggingface_hub limits the time of downloads itself
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file as its repository lists it."""
+    """A file in a repository's listing."""
 
     name: str
     size_bytes: int
-    digest: str = ""  # SHA-256 of a large file, git's SHA-1 of a small one; "" where unknown
+    digest: str = ""  # SHA-256 of a large file, git's SHA-1 of a small one; "" if unknown
 
     @classmethod
     def listed(cls, file: Any) -> Self:
-        """From huggingface_hub's RepoSibling. Raises TypeError for what no Hub answers."""
+        """Convert huggingface_hub's RepoSibling. Raises: TypeError: for values that no Hub sends."""
         if not isinstance(file.size, int):
             raise TypeError(f"size {shown(file.size)}")
         digest = file.lfs.sha256 if file.lfs else file.blob_id
@@ -43,7 +43,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """One commit of a model's repository: every file in it, by name."""
+    """One commit of a model's repository, with all of its files by name."""
 
     model: str
     commit: str
@@ -51,7 +51,7 @@ class Repository:
 
     @classmethod
     def of(cls, model: ModelId) -> Self:
-        """Asks the Hub once. Raises what huggingface_hub raises, and TypeError for what no Hub answers."""
+        """Ask the Hub once. Raises: what huggingface_hub raises, and TypeError for values that no Hub sends."""
         from huggingface_hub import HfApi
 
         info = HfApi().model_info(model.name, revision=model.revision, files_metadata=True, timeout=ANSWER_S)
@@ -61,13 +61,14 @@ class Repository:
 
     @property
     def has_index(self) -> bool:
-        """Whether it is the index that names the weight files. A single file counts before it, as in a folder."""
+        """Whether an index names the weight files. A single weight file takes precedence, as in a folder."""
         return SINGLE_FILE not in self.files and INDEX_FILE in self.files
 
     def small_files(self) -> list[RemoteFile]:
-        """The configuration, the tokenizer's files, and the index where the weights are in several files.
+        """Return the configuration, the tokenizer's files, and the index if the weights are in several files.
 
-        Raises ModelError, CheckpointError where the repository can't be a model of ours.
+        Raises:
+            ModelError, CheckpointError: The repository does not hold a supported model.
         """
         self._check_kind()
         index = (INDEX_FILE,) if self.has_index else ()
@@ -79,11 +80,11 @@ class Repository:
         return chosen
 
     def weight_files(self, index: Path | None) -> list[RemoteFile]:
-        """The safetensors files; `index` is where INDEX_FILE lies by now. Raises CheckpointError."""
+        """Return the safetensors files. index: path of the downloaded INDEX_FILE. Raises: CheckpointError."""
         names = indexed_files(index) if index else [SINGLE_FILE]
         for name in names:
             if name not in self.files:
-                raise CheckpointError(f"{self.model}: {INDEX_FILE} names {shown(name)}, which is not there.")
+                raise CheckpointError(f"{self.model}: {INDEX_FILE} names {shown(name)}, which is missing.")
         return [self.files[name] for name in names]
 
     def _check_kind(self) -> None:
@@ -97,14 +98,14 @@ class Repository:
 
 
 def _instead_of_weights(names: Collection[str]) -> str:
-    """What a repository without readable weights has instead, and what to do about it."""
+    """Return what a repository has instead of readable weights, and the way out."""
     endings = {Path(name).suffix for name in names if "/" not in name}
     if ADAPTER_FILE in names:
         return "an adapter and no model; merge it into its base model and give the result."
     if ".safetensors" in endings:
         return f"neither {SINGLE_FILE} nor {INDEX_FILE}; give a copy in the format transformers saves."
     if ".gguf" in endings:
-        return "GGUF files alone; download one of them and give that file, or the original model."
+        return "only GGUF files; download one of them and give that file, or the original model."
     if endings & {".bin", ".pt", ".pth"}:
-        return "its weights as pickles alone, which can run code and are never read; give a copy in safetensors."
+        return "its weights only as pickles, which can run code and are never read; give a copy in safetensors."
     return "no weights in safetensors; give the id of a model."

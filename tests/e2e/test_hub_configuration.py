@@ -109,7 +109,7 @@ def test_what_cannot_be_run_is_not_planned_for_either(hub: Hub, tiny: Path) -> N
     hub.publish("org/gguf", {"model-Q4.gguf": b"x"})
     hub.publish("org/no-config", {SINGLE: files[SINGLE]})
     hub.publish("org/unknown", files | {CONFIG: b'{"model_type": "mamba"}'})
-    with pytest.raises(CheckpointError, match="GGUF files alone"):
+    with pytest.raises(CheckpointError, match="only GGUF files"):
         configured("org/gguf")
     with pytest.raises(ModelError, match=r"has no config\.json"):
         configured("org/no-config")

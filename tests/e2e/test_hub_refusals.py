@@ -126,9 +126,9 @@ def test_impossible_revisions_are_refused(hub: Hub, tiny: Path, revision: str) -
 
 
 WITHOUT_WEIGHTS = {
-    "pickles": ({"pytorch_model.bin": b"\x80"}, "pickles alone"),
-    "older pickles": ({"model.pth": b"\x80", "model.pt": b"\x80"}, "pickles alone"),
-    "GGUF": ({"tiny-Q4_K_M.gguf": b"GGUF"}, "GGUF files alone"),
+    "pickles": ({"pytorch_model.bin": b"\x80"}, "only as pickles"),
+    "older pickles": ({"model.pth": b"\x80", "model.pt": b"\x80"}, "only as pickles"),
+    "GGUF": ({"tiny-Q4_K_M.gguf": b"GGUF"}, "only GGUF files"),
     "an adapter": ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"0"}, "an adapter and no model"),
     "another layout": ({"consolidated.safetensors": b"0"}, f"neither {SINGLE} nor {INDEX}"),
     "parts elsewhere": ({"unet/model.safetensors": b"0"}, "no weights in safetensors"),
@@ -184,7 +184,7 @@ def test_an_index_that_names_a_file_which_is_not_there(hub: Hub, tiny: Path) -> 
     files = in_shards(files_of(tiny))
     del files["model-00002-of-00003.safetensors"]
     hub.publish(ID, files)
-    assert f"{ID}: {INDEX} names 'model-00002-of-00003.safetensors', which is not there" in str(refusal())
+    assert f"{ID}: {INDEX} names 'model-00002-of-00003.safetensors', which is missing" in str(refusal())
     assert not any(name.endswith(".safetensors") for name in hub.fetched())
 
 
