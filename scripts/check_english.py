@@ -27,9 +27,9 @@ THIS = "scripts/check_english.py"  # lists the phrases
 MIN_WORDS = 5  # of a string that counts as a message
 
 # Sentences that start with one of these words are usually fragments that only make sense next to the signature.
-FRAGMENT = re.compile(r"(?:Of|For|That|What|The same|Those|Whose|As|So|Likewise)\b")
+FRAGMENT = re.compile(r"(?:Of|For(?![^.]*, [a-z])|That|What|The same|Those|Whose|As|So|Likewise)\b")
 PHRASES = (
-    r"None where|[Rr]aises \w+ where|are told|is told|as \w+ (?:has|have) it|so many|is none",
+    r"None where|[Rr]aises \w+ where|are told|is told|as \w+ (?:has|have) it|so many|(?<![Tt]here )is none",
     r"(?<![Tt]here )is no (?!longer|more|less|slower|larger)",
     r"behind (?:\d+|the (?:marker|context|prompt))",
     r"anew|be had|beside|dearer|for want of|g(?:o|one|oes) on with|in turns?|lies?|nobody|whoever",
@@ -45,7 +45,7 @@ class Finding:
 
     path: str  # from the repository's root
     line: int
-    text: str
+    text: str  # the phrase and its beginning
 
     @property
     def room(self) -> str:
@@ -66,8 +66,8 @@ def _in_docstrings(path: str, tree: ast.Module) -> Iterator[Finding]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             continue
         docstring = ast.get_docstring(node)
-        if docstring and (FRAGMENT.match(docstring) or WORDS.search(_prose(docstring))):
-            yield Finding(path, node.body[0].lineno, " ".join(docstring.split())[:100])
+        if docstring and (match := FRAGMENT.match(docstring) or WORDS.search(_prose(docstring))):
+            yield _finding(path, node.body[0].lineno, match, docstring)
 
 
 def _in_messages(path: str, tree: ast.Module) -> Iterator[Finding]:
@@ -75,14 +75,14 @@ def _in_messages(path: str, tree: ast.Module) -> Iterator[Finding]:
     statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         is_string = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements
-        if is_string and len(node.value.split()) >= MIN_WORDS and WORDS.search(_prose(node.value)):
-            yield Finding(path, node.lineno, " ".join(node.value.split())[:100])
+        if is_string and len(node.value.split()) >= MIN_WORDS and (match := WORDS.search(_prose(node.value))):
+            yield _finding(path, node.lineno, match, node.value)
 
 
 def _in_comments(path: str, source: str) -> Iterator[Finding]:
     for token in tokenize.generate_tokens(StringIO(source).readline):
-        if token.type == tokenize.COMMENT and WORDS.search(_prose(token.string)):
-            yield Finding(path, token.start[0], token.string[:100])
+        if token.type == tokenize.COMMENT and (match := WORDS.search(_prose(token.string))):
+            yield _finding(path, token.start[0], match, token.string)
 
 
 def _in_page(path: str, source: str) -> Iterator[Finding]:
@@ -90,8 +90,12 @@ def _in_page(path: str, source: str) -> Iterator[Finding]:
     for number, line in enumerate(source.splitlines(), start=1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
-        elif not is_code and WORDS.search(_prose(line)):
-            yield Finding(path, number, line.strip()[:100])
+        elif not is_code and (match := WORDS.search(_prose(line))):
+            yield _finding(path, number, match, line)
+
+
+def _finding(path: str, line: int, match: re.Match[str], text: str) -> Finding:
+    return Finding(path, line, f"[{match[0]}] {' '.join(text.split())[:100]}")
 
 
 def _prose(text: str) -> str:

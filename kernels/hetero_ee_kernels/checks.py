@@ -13,7 +13,7 @@ def check(name: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) 
     """Check that a tensor is contiguous and aligned to 16 bytes, as torch's own allocations are.
 
     Raises:
-        ValueError: if not, or if the shape differs, or the dtype is none of `dtypes` (fp32 if none is given).
+        ValueError: if not, or if the shape differs, or the dtype is not among `dtypes` (by default fp32).
     """
     dtypes = dtypes or (torch.float32,)
     if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:

@@ -1,1 +1,1 @@
-"""What is known of a machine: asked of its system, measured, or derived from data sheets."""
+"""Facts about a machine: reported by its system, measured, or derived from data sheets."""

@@ -18,7 +18,7 @@ def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (s
     """Open `file` for reading bytes, following links. Never blocks, as opening a pipe without a writer would.
 
     Raises:
-        OSError: if it cannot be opened or is none of `kinds`.
+        OSError: if it cannot be opened or is not of one of `kinds`.
     """
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:

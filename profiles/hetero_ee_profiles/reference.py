@@ -33,7 +33,7 @@ VRAM_SHARE = 0.90
 RAM_SHARE = 0.68  # desktop and laptop CPUs read at 0.62 to 0.73 of the rated rate in published measurements
 LINK_SHARE = 0.8  # pinned copies: 22.9 of 31.5 GB/s on an RTX 4090, published; pageable memory half of that
 DISK_SHARE = 0.8  # assumed
-# A GPU's operations as a share of its fp32 rate, for up to so many rows. One row is limited by reading. From 2 to 64
+# A GPU's operations as a share of its fp32 rate, for up to that many rows. One row is limited by reading. From 2 to 64
 # rows: what llama.cpp's int8 tensor-core kernels reach for an 8B Q4_0 model on an RTX 4090 in microbatches of 16, 32
 # and 64 tokens, 1937, 3428 and 5420 tokens/s (pull request 7676); its dp4a kernels reach 0.25 to 0.28 of the rate
 # (15802). Above: 0.6 of twice the rate until it is measured here; llama.cpp's kernels reach 0.7 to 1.2 of that.

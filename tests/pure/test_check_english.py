@@ -36,6 +36,13 @@ def test_a_phrase_to_rewrite_is_found_in_docstrings_messages_and_comments(before
     assert abs(found.line - line) <= 2
 
 
+@pytest.mark.parametrize(
+    "sentence", ["For one token, list the neurons.", "A part, 0 if there is none.", "It is no longer open."]
+)
+def test_plain_sentences_pass(sentence: str) -> None:
+    assert findings("hetero_ee/planning/plan.py", CLEAN.replace("Plans placements.", sentence)) == []
+
+
 def test_pages_are_checked_line_by_line_without_code_and_quotations() -> None:
     page = 'The GPU beside it.\n\n```console\n$ beside\n```\nThe name `beside`, and "beside the CPU".\n\nAnd so many.'
     assert [found.line for found in findings("docs/page.md", page)] == [1, 8]

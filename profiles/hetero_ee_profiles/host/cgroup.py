@@ -1,4 +1,4 @@
-"""What a container or service may use of the machine: Linux control groups, versions 1 and 2."""
+"""Resource limits of a container or service: Linux control groups, versions 1 and 2."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

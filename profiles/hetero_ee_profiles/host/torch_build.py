@@ -47,7 +47,7 @@ class TorchBuild:
 
     @property
     def platform(self) -> str:
-        """What torch computes on in addition to the CPU."""
+        """GPU platform of this torch build, or "CPU only"."""
         return f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "CPU only"
 
 
