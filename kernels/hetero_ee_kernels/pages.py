@@ -68,7 +68,7 @@ def new_pages(shape: tuple[int, int, int], kind: str, n_pages: int, table_shape:
 
 
 def attention_workspace(pages: Pages, max_rows: int, n_heads: int) -> Any:
-    """Allocate the fp32 workspace of attention for up to max_rows rows. All layers share it: only one runs at a time."""
+    """Allocate the fp32 workspace of attention for up to max_rows rows. All layers share it, one at a time."""
     n_entries = min(max_rows, FEW_ROWS) * n_heads * pages.n_parts
     return torch.empty(workspace_size(n_entries, pages.head_dim), device=pages.codes.device)
 
