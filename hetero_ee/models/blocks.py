@@ -3,7 +3,6 @@
 The blocks of layers hold the parameters that their mixers declare (hetero_ee/layers).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,6 +34,11 @@ class Block:
     has_post_norm: bool = False  # whether its output passes one
 
     @property
+    def has_state(self) -> bool:
+        """Return whether the block reads and writes what a cache keeps of each sequence."""
+        return self.mixer is not None and self.mixer.has_state
+
+    @property
     def n_elements(self) -> int:
         return sum(tensor.n_elements for tensor in self.tensors.values())
 
@@ -59,11 +63,6 @@ def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache:
     norm = spec.norms.bind(parameters, "norm") if block.has_norm else None
     post_norm = spec.norms.bind(parameters, "post_norm") if block.has_post_norm else None
     return BoundBlock(block.mixer.bind(ops, parameters, block.layer, cache), norm, post_norm, spec.residual_scale)
-
-
-def attentions(blocks: Iterable[Block], layers: range) -> list[Block]:
-    """The attentions of these layers, in order."""
-    return [block for block in blocks if block.kind is BlockKind.ATTENTION and block.layer in layers]
 
 
 def all_tensors(blocks: list[Block]) -> list[TensorSpec]:

@@ -59,6 +59,7 @@ class ModelSpec:
     hot_curve: tuple[float, ...] = ()  # of neurons that a text needs, how many are among the first 1/n, 2/n, ... of all
     predicted_share: float = 1.0  # of neurons, that it is expected to let a text's tokens compute the gate of
     int8_matrices: tuple[str, ...] = ()  # names of the layers' matrices that are in 8 bits in place of 4
+    own_layers: tuple[LayerSpec | None, ...] = ()  # what defines a layer in place of the numbers above, None for them
     zero_point_matrices: tuple[str, ...] = ()  # of those whose 4-bit codes have zero points: 5 bits a weight
 
     @property
@@ -72,6 +73,8 @@ class ModelSpec:
 
     def layer(self, layer: int) -> LayerSpec:
         """Return what defines one layer."""
+        if self.own_layers and (own := self.own_layers[layer]) is not None:
+            return own
         attention = AttentionSpec(
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,

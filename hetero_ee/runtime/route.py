@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hetero_ee.models.blocks import Block, attentions
+from hetero_ee.models.blocks import Block
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import overlap
@@ -72,10 +72,9 @@ class Route:
         return self._known[key]
 
     def attention_layers(self, on_gpu: bool) -> tuple[int, ...]:
-        """Layers whose keys and values lie on the GPU, or on the CPU: where they are attended when decoding."""
+        """Return the layers whose state is on the GPU, or on the CPU: where it is read when decoding."""
         return tuple(layer for layer in range(len(self.blocks) // 2) if self.attention_on_gpu(layer) == on_gpu)
 
     def attention_on_gpu(self, layer: int) -> bool:
-        """Whether the layer's keys and values lie on the GPU."""
-        (attention,) = attentions(self.blocks, range(layer, layer + 1))
-        return self.place(attention).on_gpu
+        """Return whether the layer's state is on the GPU."""
+        return self.place(self.blocks[2 * layer]).on_gpu

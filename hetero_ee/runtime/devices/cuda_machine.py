@@ -11,7 +11,7 @@ from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.device_errors import driver_errors
 from hetero_ee.kv.gpu import GpuKvCache
-from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry, Warn
@@ -105,8 +105,8 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
     hot = [(block, place.hot_neurons(spec.ffn_size)) for block, place in blocks if place is not None and place.is_split]
     weights = with_first_neurons(weights, hot)
     kept = [block for block, place in blocks if place == GPU] + [block for block, _ in hot]
-    if places["head"] == GPU:
-        kept += [block for block, _ in blocks if block.kind is BlockKind.FINAL_NORM]
+    if places["head"] == GPU and spec.final_norm:
+        kept.append(blocks[-2][0])
     visits = any(part.prefill_placement == VISIT and part.kv_bytes for part in plan.parts)
     with driver_errors("the model", gpu.driver.free_bytes):
         cache = GpuKvCache(

@@ -11,7 +11,7 @@ from torch import Tensor
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.layers.ops import LOGITS, Norm
-from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.arena import Arena
 from hetero_ee.ops.device_weights import DeviceWeights
@@ -123,10 +123,10 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        block, x = self._model_blocks[-2], self._whole(hidden)
-        if block.kind is not BlockKind.FINAL_NORM:
+        x = self._whole(hidden)
+        if not self._spec.final_norm:
             return x
-        norm = self._spec.norms.bind(self._resident.of(block), "norm")
+        norm = self._spec.norms.bind(self._resident.of(self._model_blocks[-2]), "norm")
         return self._ops.add_norm(x, None, norm)
 
     @torch.inference_mode()

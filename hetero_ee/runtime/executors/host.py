@@ -10,7 +10,7 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers import decoder
 from hetero_ee.layers.decoder import BoundBlock
 from hetero_ee.layers.ops import LOGITS, Array, Norm, Ops
-from hetero_ee.models.blocks import Block, BlockKind, bind
+from hetero_ee.models.blocks import Block, bind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.neurons import NeuronCounts
@@ -79,10 +79,9 @@ class OpsExecutor(HostExecutor):
         return self._through([found[1]], hidden, batch)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        block = self.blocks[-2]
-        if block.kind is not BlockKind.FINAL_NORM:
+        if not self.spec.final_norm:
             return hidden
-        norm = self.spec.norms.bind(self._device_weights.of(block), "norm")
+        norm = self.spec.norms.bind(self._device_weights.of(self.blocks[-2]), "norm")
         return self._ops.tensor(self._ops.add_norm(self._ops.view(hidden), None, norm))
 
     def lm_head(self, normed: Tensor) -> Tensor:

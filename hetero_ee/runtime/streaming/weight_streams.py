@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.blocks import Block
 from hetero_ee.planning.times.traffic import KV
 from hetero_ee.runtime.devices.device import CPU, Event
 from hetero_ee.runtime.devices.machine import Machine
@@ -84,7 +84,7 @@ class WeightStreams:
         assert gpu is not None and link is not None, "only a GPU has weights streamed to it"
         number, order = self._numbers[block.name], self._order
         self._order = None  # until this is over: what fails in between needs a fresh start
-        visits = place == VISIT and block.kind is BlockKind.ATTENTION
+        visits = place == VISIT and block.has_state
         compute = self._visit if visits else self._compute
         weights, copied = self._stream.use(number)
         found, event = gpu.run([work], lambda: compute(block, weights, hidden, batch), (*ready, copied))
@@ -124,7 +124,7 @@ def visiting_bytes(blocks: Sequence[Block], route: Route, kv_bytes: Callable[[in
 
     def n_bytes(number: int) -> int:
         block = blocks[number]
-        visits = block.kind is BlockKind.ATTENTION and route.place(block, PREFILL) == VISIT
+        visits = block.has_state and route.place(block, PREFILL) == VISIT
         return kv_bytes(block.layer) if visits and block.layer is not None else 0
 
     return n_bytes
