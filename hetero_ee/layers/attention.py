@@ -17,7 +17,6 @@ class AttentionSpec(MixerSpec):
     """
 
     name: ClassVar[str] = "attention"
-    has_state: ClassVar[bool] = True
 
     n_heads: int
     n_kv_heads: int

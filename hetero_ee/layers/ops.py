@@ -82,12 +82,16 @@ class MixerSpec(ABC):
     """The numbers that define a mixer of one layer, and what follows from them."""
 
     name: ClassVar[str]  # of its block in a layer
-    has_state: ClassVar[bool] = False  # see Mixer
 
     @property
     def kv_state(self) -> KvState | None:
         """Return the keys and values that the mixer keeps, None if it keeps none."""
         return None
+
+    @property
+    def has_state(self) -> bool:
+        """Return whether a cache keeps anything of each sequence for the mixer."""
+        return self.kv_state is not None
 
     @abstractmethod
     def declare(self, tensors: Tensors, hidden_size: int) -> None:

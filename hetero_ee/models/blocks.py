@@ -49,7 +49,7 @@ def decoder_blocks(spec: ModelSpec) -> list[Block]:
     for layer in range(spec.n_layers):
         mixers = spec.layer(layer)
         for mixer in (mixers.mixer, mixers.ffn):
-            kind = BlockKind.ATTENTION if mixer.has_state else BlockKind.FFN
+            kind = BlockKind.FFN if mixer.kv_state is None else BlockKind.ATTENTION
             blocks.append(_layer_block(spec, layer, mixer, kind))
     if spec.final_norm:
         blocks.append(_final_norm_block(spec))
