@@ -3,18 +3,19 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
+from hetero_ee.layers.ops import LOGITS
+from hetero_ee.ops.cpu import CpuOps
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
-from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu
-from hetero_ee.speculation.sources.draft_head_opening import head_weights as prepared_weights
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
-from tests.draft_heads import HIDDEN, MODEL, VOCAB, BareTarget, draft_head_layer, head_source, head_weights, random_text
+from tests.draft_heads import HIDDEN, VOCAB, BareTarget, draft_head_layer, head_source, head_weights, random_text
 from tests.draft_sources import taken
 
 N_TOKENS, MAX_TOKENS = 20, 64
@@ -68,9 +69,9 @@ def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(pool: ThreadPool, 
     head = quantize(BareTarget().head, "int8")
     gathered = head.gathered(torch.tensor(ids))
     assert gathered.shape == (len(ids), HIDDEN) and torch.equal(gathered.dequantize(), head.dequantize()[ids])
-    executor = head_on_cpu(MODEL, prepared_weights(head_weights(), compiled=True), MAX_TOKENS, pool)
-    whole, some = (executor.product(STATES, weight) for weight in (head, gathered))
-    assert torch.equal(some, whole[:, ids])
+    ops = CpuOps(pool)
+    whole, some = (ops.linear(STATES.numpy(), ops.matrix("head", weight, None), LOGITS) for weight in (head, gathered))
+    assert np.array_equal(some, whole[:, ids])
 
 
 def test_after_a_rollback_it_drafts_as_a_fresh_one_does(pool: ThreadPool) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from hetero_ee.calibration.traces import PartialLogits, Trace, drafts_of, joined, n_pairs, trace
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap
@@ -22,6 +23,9 @@ def some_logits(n_exit_layers: int, m: int, seed: int = 0) -> PartialLogits:
     random = np.random.default_rng(seed)
     values = random.normal(scale=2, size=(n_pairs(n_exit_layers), m, 4)).astype(np.float32)
     return PartialLogits(values, random.integers(0, 5, (n_exit_layers, m)).astype(np.uint8))
+
+
+NORMED = DraftEnd(is_normed=True)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def test_each_exit_layer_sees_the_candidates_that_each_before_it_took(
         assert drafts.partial.rank[first - 1].tolist() == [place[0] if len(place) else 4 for place in rank]
         np.testing.assert_array_equal(drafts.is_right[first - 1], drafts.partial.is_right(first, first))
         for exit_layer in range(first, n_exit_layers + 1):
-            expected = executor.sliced_head(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
+            expected = executor.partial_logits(normed[exit_layer - 1], torch.from_numpy(taken), NORMED).numpy()
             np.testing.assert_allclose(drafts.partial.at(first, exit_layer), expected, atol=1e-5)
             best = np.take_along_axis(taken, expected.argmax(1)[:, None], 1)[:, 0]
             np.testing.assert_array_equal(drafts.partial.is_right(first, exit_layer), best == found.tokens.numpy())

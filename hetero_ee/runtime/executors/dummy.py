@@ -13,11 +13,12 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.tensors import TensorSpec, is_in_rows
 from hetero_ee.models.blocks import Block, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes
 from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, tile_grid
-from hetero_ee.weights.weight import TileWeight, Weight
+from hetero_ee.weights.weight import TileWeight
 
 DUMMY = "dummy"  # what stands for the quantizer
 
@@ -42,9 +43,6 @@ class DummyExecutor(HostExecutor):
     def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
         return torch.zeros(len(x), self.spec.hidden_size)
 
-    def product(self, x: Tensor, weight: Weight) -> Tensor:
-        return torch.zeros(len(x), weight.shape[0])
-
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         return hidden
 
@@ -60,10 +58,12 @@ class DummyExecutor(HostExecutor):
     def lm_head(self, normed: Tensor) -> Tensor:
         return torch.zeros(normed.shape[0], self.spec.vocab_size)
 
-    def finished(self, logits: Tensor) -> Tensor:
-        return logits
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        return (
+            self.lm_head(hidden) if end.vocabulary is None else torch.zeros(len(hidden), end.vocabulary.rows.shape[0])
+        )
 
-    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
         return torch.zeros(token_ids.shape)
 
 

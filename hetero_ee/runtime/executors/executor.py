@@ -3,7 +3,6 @@
 A token's bits depend on that token and its sequence alone, never on its batch.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -26,7 +25,6 @@ from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.weight import Weight
 
 if TYPE_CHECKING:
     from hetero_ee_cpu_ops.thread_pool import ThreadPool
@@ -252,35 +250,8 @@ class HostExecutor(Executor, BlockExecutor):
     def neurons(self) -> NeuronCounts:
         return self._neurons
 
-    @abstractmethod
-    def product(self, x: Tensor, weight: Weight) -> Tensor:
-        """x W^T by a matrix that is not the model's; what was made of it is kept, by identity."""
-
-    @abstractmethod
-    def finished(self, logits: Tensor) -> Tensor:
-        """Make logits of the head's product, in place."""
-
     def split(self, block: Block, n_first: int) -> SplitFfn:
         raise UsageError(f"{block.name} can't be split: its weights are not quantized; plan without hot neurons.")
-
-    @abstractmethod
-    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """The head's product for chosen tokens alone: (m, hidden), (m, k) -> (m, k)."""
-
-    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
-        x = self._mapped(hidden, end)
-        return self.lm_head(x) if end.vocabulary is None else self.finished(self.product(x, end.vocabulary.rows))
-
-    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
-        return self.sliced_head(self._mapped(hidden, end), token_ids)
-
-    def _mapped(self, hidden: Tensor, end: DraftEnd) -> Tensor:
-        """What the end's head multiplies."""
-        x, state_map = hidden if end.is_normed else self.final_norm(hidden), end.state_map
-        if state_map is None:
-            return x
-        inner = x if state_map.down is None else self.product(x, state_map.down)
-        return x + self.product(inner, state_map.up) + state_map.bias
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         logits = self.draft_logits(hidden, end)

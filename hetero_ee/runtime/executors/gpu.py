@@ -4,6 +4,7 @@ The host waits for the GPU in `attend_uploaded` and `neurons` alone.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.runtime.draft_logits import DraftLogits
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor, SplitFfn
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
@@ -123,20 +125,21 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        x = self._whole(hidden)
-        if not self._spec.final_norm:
-            return x
-        norm = self._spec.norms.bind(self._resident.of(self._model_blocks[-2]), "norm")
-        return self._ops.add_norm(x, None, norm)
+        return self._ops.add_norm(self._whole(hidden), None, self._final_norm())
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
-        return self._finished(self.linear(normed, self._model_blocks[-1].tensors["tokens"].name))
-
-    def _finished(self, logits: Tensor) -> Tensor:
-        """Make logits of the head's product, in place."""
-        found: Tensor = self._spec.logits.finish(self._ops, logits)
+        product = self._ops.linear(self._whole(normed), self._head(), LOGITS)
+        found: Tensor = self._spec.logits.finish(self._ops, product)
         return found
+
+    def _final_norm(self) -> Norm | None:
+        if not self._spec.final_norm:
+            return None
+        return self._spec.norms.bind(self._resident.of(self._model_blocks[-2]), "norm")
+
+    def _head(self) -> Any:
+        return self._resident.of(self._model_blocks[-1]).matrix("tokens")
 
     @property
     def neurons(self) -> NeuronCounts:
@@ -153,10 +156,9 @@ class GpuExecutor(BlockExecutor):
     def _end(self, end: DraftEnd) -> GpuDraftEnd:
         """Made once: its weights stay on the GPU."""
         if end not in self._ends:
-            head = self._resident.of(self._model_blocks[-1]).matrix("tokens") if end.vocabulary is None else None
-            self._ends[end] = GpuDraftEnd(
-                end, self.final_norm, head, self._finished, self._spec.hidden_size, self._ops, self._recorder
-            )
+            head, norm = self._head() if end.vocabulary is None else None, None if end.is_normed else self._final_norm()
+            logits = DraftLogits(self._ops, end, norm, head, self._spec.logits)
+            self._ends[end] = GpuDraftEnd(end, logits, self._spec.hidden_size, self._ops, self._recorder)
         return self._ends[end]
 
     def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:

@@ -9,14 +9,15 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers import decoder
 from hetero_ee.layers.decoder import BoundBlock
-from hetero_ee.layers.ops import LOGITS, Array, Norm, Ops
+from hetero_ee.layers.ops import LOGITS, Array, Matrix, Norm, Ops
 from hetero_ee.models.blocks import Block, bind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.runtime.draft_logits import DraftLogits
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.weight import Weight
 
 
 class HostOps(Ops, Protocol):
@@ -42,7 +43,7 @@ class OpsExecutor(HostExecutor):
         self._device_weights = DeviceWeights(ops, weights)
         self._bound: dict[int, tuple[Block, BoundBlock]] = {}  # by identity: blocks of one name may differ
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, BoundBlock]] = {}
-        self._foreign: dict[Weight, Any] = {}
+        self._ends: dict[DraftEnd, DraftLogits] = {}
 
     def embed(self, batch: Batch) -> Tensor:
         parameters = self._device_weights.of(self.blocks[0])
@@ -50,11 +51,6 @@ class OpsExecutor(HostExecutor):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return self._ops.tensor(self._ops.linear(self._ops.view(x), self._device_weights.matrices[name], LOGITS))
-
-    def product(self, x: Tensor, weight: Weight) -> Tensor:
-        if weight not in self._foreign:
-            self._foreign[weight] = self._ops.matrix("a matrix that is not the model's", weight, None)
-        return self._ops.tensor(self._ops.linear(self._ops.view(x), self._foreign[weight], LOGITS))
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         norm = Norm("rms", self._device_weights.vectors[name], None, self.spec.norm_eps)
@@ -79,20 +75,31 @@ class OpsExecutor(HostExecutor):
         return self._through([found[1]], hidden, batch)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        if not self.spec.final_norm:
-            return hidden
-        norm = self.spec.norms.bind(self._device_weights.of(self.blocks[-2]), "norm")
-        return self._ops.tensor(self._ops.add_norm(self._ops.view(hidden), None, norm))
+        return self._ops.tensor(self._ops.add_norm(self._ops.view(hidden), None, self._final_norm()))
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        return self.finished(self.linear(normed, self.blocks[-1].tensors["tokens"].name))
+        product = self._ops.linear(self._ops.view(normed), self._head(), LOGITS)
+        return self._ops.tensor(self.spec.logits.finish(self._ops, product))
 
-    def finished(self, logits: Tensor) -> Tensor:
-        return self._ops.tensor(self.spec.logits.finish(self._ops, self._ops.view(logits)))
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        return self._ops.tensor(self._end(end).all(self._ops, self._ops.view(hidden)))
 
-    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        head = self._device_weights.matrices[self.blocks[-1].tensors["tokens"].name]
-        return self.finished(self._ops.tensor(self._ops.sliced_head(self._ops.view(x), head, token_ids)))
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
+        return self._ops.tensor(self._end(end).some(self._ops, self._ops.view(hidden), token_ids))
+
+    def _final_norm(self) -> Norm | None:
+        if not self.spec.final_norm:
+            return None
+        return self.spec.norms.bind(self._device_weights.of(self.blocks[-2]), "norm")
+
+    def _head(self) -> Matrix:
+        return self._device_weights.of(self.blocks[-1]).matrix("tokens")
+
+    def _end(self, end: DraftEnd) -> DraftLogits:
+        if end not in self._ends:
+            head, norm = self._head() if end.vocabulary is None else None, None if end.is_normed else self._final_norm()
+            self._ends[end] = DraftLogits(self._ops, end, norm, head, self.spec.logits)
+        return self._ends[end]
 
     def _of(self, block: Block) -> BoundBlock:
         """Return the block with the executor's own weights and cache."""

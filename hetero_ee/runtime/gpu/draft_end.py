@@ -3,49 +3,27 @@
 One sequence of launches for every m rows, for a CUDA graph to replay; only ids and confidences leave the GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hetero_ee.layers.ops import LOGITS
 from hetero_ee.ops.arena import MAX_ROWS
-from hetero_ee.ops.gpu import GpuMatrix, GpuOps
+from hetero_ee.ops.gpu import GpuOps
+from hetero_ee.runtime.draft_logits import DraftLogits
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, noise_words
 from hetero_ee.runtime.gpu.segment import Recorder, Replays, entered
-from hetero_ee.weights.weight import Weight
 
 
 class GpuDraftEnd:
-    """final_norm: of states on the GPU, into new ones; head: the model's, None where the end has rows of its own;
-    finished: makes logits of a head's product, in place.
-
-    Matrices must be in tiles. recorder: None runs every launch by itself.
-    """
+    """A DraftEnd on a GPU. recorder: None runs every launch by itself."""
 
     def __init__(
-        self,
-        end: DraftEnd,
-        final_norm: Callable[[Tensor], Tensor],
-        head: GpuMatrix | None,
-        finished: Callable[[Tensor], Tensor],
-        hidden_size: int,
-        ops: GpuOps,
-        recorder: Recorder | None,
+        self, end: DraftEnd, logits: DraftLogits, hidden_size: int, ops: GpuOps, recorder: Recorder | None
     ) -> None:
-        self._ops, self._device = ops, ops.device
+        self._ops, self._device, self._end = ops, ops.device, logits
         device = ops.device
-        self._finished = finished
-        self._final_norm = None if end.is_normed else final_norm
-        self._map: list[GpuMatrix] = []
-        if end.state_map is not None:
-            self._map = [self._linear(each) for each in (end.state_map.down, end.state_map.up) if each is not None]
-            self._map_bias = end.state_map.bias.to(device)
-        self._ids = None
-        if end.vocabulary is not None:
-            head, self._ids = self._linear(end.vocabulary.rows), end.vocabulary.token_ids.int().to(device)
-        assert head is not None, "an end without rows of its own takes the model's head"
-        self._head = head
+        self._ids = None if end.vocabulary is None else end.vocabulary.token_ids.int().to(device)
         self._network = None if end.judge is None else tuple(part.to(device) for part in end.judge.network)
         self._x = torch.zeros(MAX_ROWS, hidden_size, device=device)
         self._noise = torch.zeros(noise_words([]).shape[1] * MAX_ROWS, dtype=torch.int32, device=device)
@@ -73,7 +51,9 @@ class GpuDraftEnd:
     def logits(self, hidden: Tensor) -> Tensor:
         """What drafts are chosen from: (m, hidden) -> (m, n) on the GPU."""
         with entered(self._device):
-            some = [self._logits(each.contiguous()) for each in torch.split(hidden.to(self._device), MAX_ROWS)]
+            some = [
+                self._end.all(self._ops, each.contiguous()) for each in torch.split(hidden.to(self._device), MAX_ROWS)
+            ]
         return some[0] if len(some) == 1 else torch.cat(some)
 
     @torch.inference_mode()
@@ -81,33 +61,15 @@ class GpuDraftEnd:
         """The same of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k) on the GPU."""
         ids = token_ids.to(self._device).contiguous()
         with entered(self._device):
-            x = self._mapped(hidden.to(self._device).contiguous())
-            return self._finished(self._ops.sliced_head(x, self._head, ids))
+            x = hidden.to(self._device, copy=True, memory_format=torch.contiguous_format)
+            found: Tensor = self._end.some(self._ops, x, ids)
+        return found
 
     def _compute(self, m: int) -> None:
         """Launches alone: they depend on m and nothing else."""
-        logits = self._logits(self._x[:m])
+        logits = self._end.all(self._ops, self._x[:m])
         self._ops.kernels.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return self._finished(self._ops.linear(self._mapped(x), self._head, LOGITS))
-
-    def _mapped(self, x: Tensor) -> Tensor:
-        """What the head multiplies."""
-        if self._final_norm is not None:
-            x = self._final_norm(x)
-        if self._map:
-            inner = x
-            for linear in self._map:
-                inner = self._ops.linear(inner, linear, LOGITS)
-            self._ops.add(inner, x)
-            self._ops.add(inner, self._map_bias)
-            x = inner
-        return x
 
     def _words(self, m: int) -> Tensor:
         """The noise of m rows, in one piece."""
         return self._noise[: m * len(self._noise) // MAX_ROWS].view(m, -1)
-
-    def _linear(self, weight: Weight) -> GpuMatrix:
-        return self._ops.matrix("a matrix for drafts", weight, None)

@@ -10,10 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee.layers.decoder import LogitsSpec
+from hetero_ee.layers.ops import Norm
 from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.ops.gpu_operations import gpu_operations
 from hetero_ee.ops.registry import Registry
 from hetero_ee.runtime.choice import gumbel_noise
+from hetero_ee.runtime.draft_logits import DraftLogits
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, StateMap, noise_words
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.weights.quantizers import quantize
@@ -185,14 +188,10 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def end_on(operations: Any, end: DraftEnd, head: Any, recorder: Any = None) -> GpuDraftEnd:
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = operations.rms_norm(x.clone(), None, 1e-5)
-        return found
-
     ops = GpuOps(operations, torch.device(DEVICE))
-    return GpuDraftEnd(
-        end, normed, ops.matrix("head", head, None), lambda logits: logits, head.n_columns, ops, recorder
-    )
+    norm = None if end.is_normed else Norm("rms", None, None, 1e-5)
+    logits = DraftLogits(ops, end, norm, ops.matrix("head", head, None), LogitsSpec(1.0, 0.0))
+    return GpuDraftEnd(end, logits, head.n_columns, ops, recorder)
 
 
 def test_an_end_by_these_kernels_is_that_of_plain_torch() -> None:
