@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-FIRST_SPARSE = 4  # position; attention sinks lie before (arXiv 2309.17453)
+FIRST_SPARSE = 4  # position; the ones before it are attention sinks (arXiv 2309.17453)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""KvCache: what executors ask of keys and values, wherever they lie; and what caches of one device have in common.
+"""The KV cache that executors use, on any device, and the base of those on one device.
 
-Every layer has a length of its own for each sequence, so that tokens may wait after any layer: they have passed the
-layers up to there and none after it. Rolling back is exact: what is forgotten is written again before it is read.
+Each layer has a length of its own for each sequence, so that tokens may be pending after any layer: they have passed
+the layers up to it and none after it. Rollback is exact: a forgotten position is written again before it is read.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class KvCache(ABC):
 
     @abstractmethod
     def open(self, sequence: int) -> None:
-        """Starts an empty sequence. Raises ValueError where it is open."""
+        """Start an empty sequence. Raises ValueError if it is open."""
 
     @abstractmethod
     def close(self, sequence: int) -> None:
@@ -60,7 +60,7 @@ class KvCache(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises HeteroError where lengths and storage contradict each other."""
+        """Check lengths against storage. Raises HeteroError if they contradict each other."""
 
     def open_new(self) -> int:
         """Starts an empty sequence under the lowest free number, which it returns."""
@@ -74,7 +74,7 @@ class KvCache(ABC):
         return min(self.lengths(sequence), default=0)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets every position from `length` on, in each layer. Raises ValueError where no layer holds so many."""
+        """Forget every position from `length` on, in each layer. Raises ValueError if no layer holds that many."""
         longest = max(self.lengths(sequence), default=length)
         if not 0 <= length <= longest:
             raise ValueError(f"sequence {sequence} holds {longest} tokens, it can't be cut to {length}.")
@@ -91,10 +91,10 @@ S = TypeVar("S", bound=OpenSequence)
 
 
 class LayeredCache(KvCache, Generic[S]):
-    """Keeps some of a model's layers side by side under 0, 1, 2, ...
+    """Base of caches that hold some of a model's layers, numbered 0, 1, 2, ... inside.
 
-    layers: their numbers in the model, the first n_layers where None. Raises ValueError where they don't ascend or
-    aren't n_layers.
+    Args:
+        layers: their numbers in the model, ascending; None for the first n_layers.
     """
 
     def __init__(self, n_layers: int, max_tokens: int, layers: Sequence[int] | None = None) -> None:
@@ -113,7 +113,7 @@ class LayeredCache(KvCache, Generic[S]):
 
     @abstractmethod
     def _make_room(self, lengths: Mapping[int, int]) -> None:
-        """For so many tokens of these sequences, or for none of them where that raises an error."""
+        """Allocate memory for these lengths of sequences, or for none of them if that raises an error."""
 
     @property
     def held_layers(self) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class LayeredCache(KvCache, Generic[S]):
         return tuple(self._sequences)
 
     def index(self, layer: int) -> int:
-        """Where the layer's keys and values lie among those of the storage. Raises KeyError for one not held."""
+        """Return the number of the layer inside the storage. Raises KeyError if it is not held."""
         return self._indices[layer]
 
     def open(self, sequence: int) -> None:
@@ -155,7 +155,7 @@ class LayeredCache(KvCache, Generic[S]):
             self._sequences[number].lengths[part] = [length] * (part.stop - part.start)
 
     def _slice(self, layers: range | None) -> slice:
-        """Of the held layers those in a range of the model's, None for all. Raises ValueError for one with gaps."""
+        """Return which held layers are in a range of the model's, None for all. Raises ValueError if it has gaps."""
         if layers is None:
             return slice(0, self.n_layers)
         if layers.step != 1:

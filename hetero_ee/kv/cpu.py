@@ -116,7 +116,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return _Sequence(self._room(0), [0] * self.n_layers)
 
     def _make_room(self, lengths: Mapping[int, int]) -> None:
-        """MemoryError where there is none."""
+        """See LayeredCache. Raises MemoryError if there is not enough."""
         for sequence, length in lengths.items():
             self._grow(sequence, length)
 

@@ -1,4 +1,4 @@
-"""The KV caches of several devices as one: each layer's keys and values lie where the layer is computed."""
+"""The KV caches of several devices as one: each layer's keys and values are where the layer is computed."""
 
 from collections.abc import Iterable
 

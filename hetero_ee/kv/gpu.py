@@ -27,12 +27,17 @@ class _Sequence:
 
 
 class GpuKvCache(LayeredCache[_Sequence]):
-    """What the kernels read is `pages` (hetero_ee_kernels.pages).
+    """The KV cache of a GPU: a pool of pages (hetero_ee_kernels.pages), which the kernels read.
 
-    shape: (n_layers, n_kv_heads, head_dim); max_tokens, layers: see LayeredCache; pool_tokens: of all sequences
-    together, max_tokens where None; n_slots: sequences that may be open at once, UsageError for one more; kind:
-    "fp16", "fp32" or "int8". Which pages and slots are free is never kept, only what sequences have: whatever ends a
-    change halfway, none is lost and none has two owners.
+    Only the pages and slots of sequences are recorded, not the free ones. So none is lost or has two owners if a change
+    ends halfway.
+
+    Args:
+        shape: (n_layers, n_kv_heads, head_dim).
+        max_tokens, layers: see LayeredCache.
+        pool_tokens: of all sequences together; None for max_tokens.
+        n_slots: sequences that may be open at once; one more raises UsageError.
+        kind: "fp16", "fp32" or "int8".
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
 
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        """See KvCache.cut; frees pages nothing lies in."""
+        """See KvCache.cut. Pages without tokens become free."""
         super().cut(sequence, length, layers)
         held = self._sequences[sequence]
         del held.pages[_n_pages(max(held.lengths, default=0)) :]
@@ -74,7 +79,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
 
     @property
     def n_bytes(self) -> int:
-        """Of the whole pool and its table, however much of it is in use."""
+        """Bytes of the whole pool and its table, used or not."""
         parts = (self.pages.codes, self.pages.scales, self.pages.table)
         return sum(part.nbytes for part in parts if part is not None)
 

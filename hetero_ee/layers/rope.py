@@ -39,9 +39,12 @@ class RopeSpec:
     interleaved: bool = False  # a checkpoint's pairs are neighbours; read, they are a half of n_features apart
 
     def inverse_frequencies(self, context_tokens: int = 0) -> list[float]:
-        """Radians per position for each of the n_features / 2 pairs, in a context of so many tokens; 0: the original's.
+        """Return radians per position for each of the n_features / 2 pairs.
 
-        The context is the longest text there is room for, not the text so far: a position's angles never change.
+        A position's angles never change while a sequence grows.
+
+        Args:
+            context_tokens: the longest sequence that fits, not its length so far; 0 for the original context.
         """
         scaling, plain = self.scaling, _plain(self.theta, self.n_features)
         if scaling.kind == "dynamic":
@@ -58,7 +61,7 @@ class RopeSpec:
         return plain
 
     def for_context(self, context_tokens: int) -> "RopeSpec":
-        """What turns in every context as this does in one of so many tokens."""
+        """Return what rotates in every context as this does in one of context_tokens."""
         scaling, is_long = self.scaling, context_tokens > self.scaling.original_context_tokens
         if scaling.kind == "dynamic":
             theta = self._stretched_theta(context_tokens) if is_long else self.theta
@@ -88,7 +91,7 @@ class RopeSpec:
         return found
 
     def _pair_of_turns(self, n_turns: float) -> float:
-        """Which pair makes so many full turns over the original context; fractional."""
+        """Return which pair, as a fraction, makes n_turns full turns over the original context."""
         longest = self.scaling.original_context_tokens / (n_turns * 2 * math.pi)
         return self.n_features * math.log(longest) / (2 * math.log(self.theta))
 

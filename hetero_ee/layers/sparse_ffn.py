@@ -19,8 +19,8 @@ SCORES_LOW = "scores_low"  # a predictor's inner values
 class SparseFfnSpec(FfnSpec):
     """The numbers that define the sparse FFN of one layer, whose weights are stored neuron by neuron.
 
-    What is skipped with an inactive neuron has a row for each neuron: up beside a gate, and down, whose rows are its
-    columns.
+    Matrices that are not read for inactive neurons have a row for each neuron: up if there is a gate, and down, whose
+    rows are the columns of the dense matrix.
     """
 
     first_in_rows: bool  # of the first matrix too, so that a predictor may spare its rows

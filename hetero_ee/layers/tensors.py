@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class TensorRole(Enum):
-    """What a tensor is for, which decides how it may be stored."""
+    """The use of a tensor, which decides how it may be stored."""
 
     MATRIX = "matrix"  # multiplies hidden states; quantized
     MATRIX_8 = "8-bit matrix"  # the same, of which the model's file says that 4 bits would be too few

@@ -76,7 +76,7 @@ def first_matrix(spec: ModelSpec) -> str:
 
 
 def least_activations(block: Block) -> str:
-    """Name of a vector that a neuron-major FFN may have beside its tensors: below it, a neuron counts as inactive."""
+    """Return the name of an FFN's optional vector of activations below which its neurons count as inactive."""
     return f"{block.name}.least"
 
 

@@ -52,7 +52,7 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]  # for each layer the positions a token sees, itself included; None is all
     tied_head: bool
     context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
-    neuron_major: bool = False  # FFN weights lie neuron by neuron, so that inactive ones need not be read
+    neuron_major: bool = False  # FFN weights are stored neuron by neuron, so that inactive ones need not be read
     active_shares: tuple[float, float] = (1.0, 1.0)  # of their neurons, that a text's and a prompt's tokens should need
     first_in_rows: bool = False  # in neuron-major FFNs the gate too (without one, up): a predictor may spare its rows
     predictor_rank: int = 0  # of what says which neurons to compute the gate of; 0 for none
@@ -64,11 +64,11 @@ class ModelSpec:
 
     @property
     def in_plain_int4(self) -> Self:
-        """The same model with all of its layers' matrices in 4 bits, without zero points."""
+        """Return the model with all of its layers' matrices in 4 bits, without zero points."""
         return replace(self, int8_matrices=(), zero_point_matrices=())
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """Which turns the queries and keys of that layer."""
+        """Return what rotates the queries and keys of that layer."""
         return self.rope if self.layer_ropes is None else self.layer_ropes[layer]
 
     def layer(self, layer: int) -> LayerSpec:

@@ -31,7 +31,7 @@ class BitsandbytesMatrix:
 
 
 def bitsandbytes_matrix(weight: TileWeight, device: Any) -> BitsandbytesMatrix:
-    """The weight in bitsandbytes' layout on a device. Raises UsageError where its tiles are not plain int4."""
+    """The weight in bitsandbytes' layout on a device. Raises UsageError if its tiles are not plain int4."""
     if weight.layout != "int4":
         raise UsageError(
             f"bitsandbytes multiplies 4-bit weights only, and without zero points, not {weight.layout}; "

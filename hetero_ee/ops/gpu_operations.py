@@ -55,7 +55,7 @@ class GpuOperations:
 
 
 def gpu_operations(registry: Registry, kind: str) -> GpuOperations:
-    """What the registry chooses for this kind of GPU. Raises UsageError, see Registry.choose."""
+    """Choose each operation for this kind of GPU. Raises UsageError, see Registry.choose."""
     chosen = {operation: registry.choose(operation, kind) for operation in NAMES}
     return GpuOperations(
         **{operation: implementation.load() for operation, implementation in chosen.items()},

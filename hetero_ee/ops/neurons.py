@@ -10,8 +10,8 @@ from hetero_ee.kv.batch import Batch
 
 @dataclass(slots=True)
 class NeuronCounts:
-    """Of the tokens that may skip neurons, all layers together: neurons used and neurons there were; with a predictor,
-    those it let be computed."""
+    """Counts over all layers and all tokens that may skip neurons: the neurons used, the neurons there were and, with a
+    predictor, the neurons that it let be computed."""
 
     n_used: int = 0
     n_neurons: int = 0
@@ -30,7 +30,7 @@ class NeuronCounts:
         return NeuronCounts(self.n_used + other.n_used, self.n_neurons + other.n_neurons, n_predicted)
 
     def since(self, before: "NeuronCounts") -> tuple[float, float] | None:
-        """The shares used and predicted since then, the latter 0 without a predictor; None where no token passed."""
+        """Return the shares used and predicted since `before`; None if no token passed."""
         n_neurons = self.n_neurons - before.n_neurons
         if not n_neurons:
             return None

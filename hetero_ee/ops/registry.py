@@ -12,7 +12,7 @@ from typing import Any
 
 from hetero_ee.errors import UsageError
 
-Warn = Callable[[str], None]  # is told, once, what an automatic choice had to do without
+Warn = Callable[[str], None]  # reports, once, what an automatic choice had to do without
 IsInstalled = Callable[[str], bool]
 KINDS = ("cuda", "rocm")
 WAYS_OUT = {
@@ -43,7 +43,7 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is taken on a kind of GPU."""
+    """The implementation chosen for a kind of GPU."""
 
     implementation: Implementation
     kind: str
@@ -73,7 +73,7 @@ class Registry:
         self._told: set[str] = set()
 
     def explain(self, operation: str, kind: str) -> Choice:
-        """What choose() takes. Raises UsageError where there is no such operation, or nothing to compute it."""
+        """Return what choose() takes. Raises UsageError if nothing computes the operation, or it does not exist."""
         candidates = [one for one in IMPLEMENTATIONS if one.operation == operation and kind in one.kinds]
         if not candidates:
             known = ", ".join(sorted({one.operation for one in IMPLEMENTATIONS if kind in one.kinds})) or "none"

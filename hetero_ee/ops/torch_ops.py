@@ -249,8 +249,8 @@ class TorchOps(Ops):
 
 
 class BatchedTorchOps(TorchOps):
-    """The same mathematics with whole batches to torch's matmul: several times faster for long inputs, but a token's
-    last bits depend on its batch. For measuring quality, never for generating."""
+    """Pass whole batches to torch's matmul. This is several times faster for long inputs, but a token's last bits
+    depend on its batch: it is for measuring quality, never for generating."""
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.dequantize(), bias)
@@ -293,7 +293,7 @@ class BatchedTorchOps(TorchOps):
 def _capped_attention(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float | None, cap: float
 ) -> Tensor:
-    """Of one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n) -> as queries."""
+    """Attend one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n) -> as queries."""
     m, n_heads, head_dim = queries.shape
     grouped = queries.transpose(0, 1).reshape(keys.shape[0], -1, head_dim)  # a key head's queries, head by head
     scores = torch.bmm(grouped, keys.transpose(1, 2)) * (1 / math.sqrt(head_dim) if scale is None else scale)

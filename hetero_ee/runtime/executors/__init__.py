@@ -1,1 +1,1 @@
-"""What runs the decoder's blocks: the Executor protocol and its implementations."""
+"""The Executor protocol, which runs a decoder's blocks, and its implementations."""

@@ -1,6 +1,6 @@
-"""Executor: runs a model's blocks, tokens in, logits out. Pre-norm, a residual around each block.
+"""The Executor protocol: what runs a model's blocks, from tokens to logits.
 
-A token's bits depend on that token and its sequence alone, never on its batch.
+A token's bits depend only on that token and its sequence, never on its batch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Observe(Protocol):
-    """Is told a batch, its final normed states (m, hidden) and those captured, each where it was computed."""
+    """Receive a batch, its final normed states (m, hidden) and the captured ones, each on the device that computed it."""
 
     def __call__(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None: ...
 
@@ -45,7 +45,7 @@ class HeadExecutor(Protocol):
     cache: KvCache
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """What the head multiplies: (m, hidden) after the last layer, or where a token exits, -> (m, hidden)."""
+        """Return the head's input from states (m, hidden) after the last layer, or after the layer where a token exits."""
         ...
 
     def lm_head(self, normed: Tensor) -> Tensor:
@@ -61,12 +61,14 @@ class HeadExecutor(Protocol):
         ...
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
-        """What drafts are chosen from: (m, hidden) after any layer -> fp32 logits (m, vocab), or of the end's rows."""
+        """Return the logits that drafts are chosen from, after states (m, hidden): (m, vocab), or (m, rows of the end)."""
         ...
 
     def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
-        """draft_logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k). Of an end without rows
-        of its own."""
+        """Return draft_logits of chosen tokens, each row its own: (m, hidden), (m, k) -> (m, k).
+
+        The end must not have rows of its own.
+        """
         ...
 
     def close(self) -> None:
@@ -83,7 +85,7 @@ class Executor(HeadExecutor, Protocol):
     prompt_chunk_tokens: int = PROMPT_CHUNK_TOKENS  # tokens of a prompt that are best run at a time
     progress: Progress | None = None  # told how far a prompt of several chunks is, by those who cut it up
     overlap: Overlap | None = None  # what runs by itself while the host computes
-    growth: Growth | None = None  # of a context that nobody asked for
+    growth: Growth | None = None  # of a context whose length was not requested
     capturing: tuple[int, ...] = ()  # see capture
     captured: tuple[Tensor, ...] = ()  # by the last run, before those of these layers that it passed
 
@@ -105,19 +107,16 @@ class Executor(HeadExecutor, Protocol):
         ...
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
-        """Hidden states in the CPU's memory, waited for: what is run after this no longer stands in their way.
-
-        Valid until the second call after.
-        """
+        """Return hidden states in the CPU's memory, waiting for them. They are valid until the second call after this."""
         ...
 
     @property
     def head_on_gpu(self) -> bool:
-        """Whether drafts are best chosen and judged by draft(), where the head lies."""
+        """Whether the head is on a GPU, where draft() chooses and judges drafts with fewer transfers."""
         return False
 
     def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
-        """A draft after each of the states (m, hidden), chosen and judged where the head lies."""
+        """Return a draft after each of the states (m, hidden), chosen and judged on the head's device."""
         return drafted_of(self.draft_rows(hidden, noise, end))
 
     @property
@@ -127,25 +126,25 @@ class Executor(HeadExecutor, Protocol):
 
     @property
     def traffic(self) -> Traffic | None:
-        """What was moved so far; None where nothing counts it: on the CPU alone, without traces."""
+        """Bytes moved so far; None if nothing counts them: on the CPU alone, without traces."""
         return None
 
     @property
     def neurons(self) -> NeuronCounts:
-        """How many neurons were used so far; of dense FFNs none is counted."""
+        """Neurons used so far. Those of dense FFNs are not counted."""
         return NeuronCounts()
 
     @property
     def pool(self) -> "ThreadPool | None":
-        """The CPU kernels' threads, for others that compute while it does not; None where it has none."""
+        """The CPU kernels' threads, which others may use while the executor does not; None if it has none."""
         return None
 
     def grow(self, n_tokens: int) -> int:
-        """Asks for a context of n_tokens: how many it holds now, fewer where it may not grow or nothing larger fits."""
+        """Ask for a context of n_tokens. Returns its new length, which is shorter if it may not grow or does not fit."""
         return self.cache.max_tokens
 
     def make_room(self, ends: Mapping[int, int]) -> None:
-        """Before a prompt: the tokens that these sequences, beside all others, will hold after it."""
+        """Prepare memory for a prompt, after which these sequences hold this many tokens."""
         return
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -158,9 +157,9 @@ class Executor(HeadExecutor, Protocol):
 
 
 class SplitFfn(Protocol):
-    """A sparse FFN of a batch on two devices, of which one has its first neurons, and calls all but `rest`.
+    """A sparse FFN on two devices. The one with its first neurons calls everything but `rest`.
 
-    x: (m, hidden), the FFN's input, and a predictor's scores of the other neurons beside it, (m, hidden + others).
+    x is the FFN's input (m, hidden), followed by a predictor's scores of the other neurons: (m, hidden + others).
     """
 
     def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -168,7 +167,7 @@ class SplitFfn(Protocol):
         ...
 
     def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
-        """What end() takes of the first neurons: begun at once, as it needs nothing from the other device."""
+        """Begin the sum of the first neurons, which needs nothing from the other device: what end() takes."""
         ...
 
     def rest(self, x: Tensor, batch: Batch) -> Tensor:
@@ -181,25 +180,25 @@ class SplitFfn(Protocol):
 
 
 class BlockExecutor(HeadExecutor, Protocol):
-    """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
+    """Computes any blocks of a model on one device. `cache` holds the layers that are attended there."""
 
     cache: LayeredCache[Any]
 
     @property
     def neurons(self) -> NeuronCounts:
-        """Of the FFNs that it computed, see Executor.neurons."""
+        """Neurons used by the FFNs that it computed, see Executor.neurons."""
         ...
 
     def embed(self, batch: Batch) -> Tensor:
-        """(m, hidden) before the first layer. Raises ValueError for tokens that are none."""
+        """Return the states (m, hidden) before the first layer. Raises ValueError for ids outside the vocabulary."""
         ...
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
+        """Return x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
         ...
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm by the vector of that name: (m, K) -> (m, K)."""
+        """Return the RMSNorm by the vector of that name: (m, K) -> (m, K)."""
         ...
 
     def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
@@ -210,28 +209,29 @@ class BlockExecutor(HeadExecutor, Protocol):
         ...
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """(m, hidden) through attentions and FFNs that follow each other; the batch is admitted already."""
+        """Run states (m, hidden) through blocks that follow each other. The batch is admitted already."""
         ...
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """The same through one block with borrowed weights in place of the executor's own of the same names."""
+        """Run one block with borrowed weights in place of the executor's own of the same names."""
         ...
 
     def split(self, block: Block, n_first: int) -> SplitFfn:
-        """This device's part in an FFN of whose neurons the first are elsewhere, or the others, up to 16 tokens."""
+        """Return this device's part of an FFN whose other neurons are on another device. Up to 16 tokens."""
         ...
 
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
     ) -> Tensor:
-        """forward_with through an attention whose keys and values are in the cache of the CPU's executor."""
+        """Run forward_with through an attention whose keys and values are in the cache of the CPU's executor."""
         ...
 
 
 class HostExecutor(Executor, BlockExecutor):
-    """Runs a whole model, or some of its blocks, in the CPU's memory.
+    """Base of executors that run a whole model, or some of its blocks, in the CPU's memory.
 
-    cache: of some layers alone where others compute the rest; of all, in kv_type, where None.
+    Args:
+        cache: of some layers, if others compute the rest; None for one of all layers in kv_type.
     """
 
     kv_type: ClassVar[str] = KV_TYPE
@@ -296,4 +296,4 @@ class HostExecutor(Executor, BlockExecutor):
         return self.cache.max_tokens
 
     def close(self) -> None:
-        """Here nothing runs."""
+        """There is nothing to end."""

@@ -1,4 +1,4 @@
-"""What a plan runs on a GPU: blocks whose weights stay there, blocks with borrowed weights, and the head.
+"""The executor of a GPU: blocks whose weights stay there, blocks with borrowed weights, and the head.
 
 The host waits for the GPU in `attend_uploaded` and `neurons` alone.
 """
@@ -29,10 +29,13 @@ from hetero_ee.weights.model_weights import ModelWeights
 
 
 class GpuExecutor(BlockExecutor):
-    """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
+    """Runs blocks on a GPU. Matrices must be in tiles, or rows of neurons.
 
-    n_rows: of one pass, see Arena. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
-    for none. Matrices must be in tiles, or rows of neurons.
+    Args:
+        blocks: those whose weights stay on the GPU.
+        cache: of the layers attended there.
+        n_rows: of one pass, see Arena.
+        visits: the type of keys and values that are uploaded from a CpuKvCache; None if none are.
     """
 
     cache: GpuKvCache
@@ -60,7 +63,7 @@ class GpuExecutor(BlockExecutor):
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, GpuSegment]] = {}
 
     def close(self) -> None:
-        """Gives the memory back, whoever still holds this."""
+        """Free the memory, even if this object is still referenced."""
         self._segments.clear()
         self._splits.clear()
         self._ends.clear()
@@ -98,7 +101,7 @@ class GpuExecutor(BlockExecutor):
         return self._segment([block]).mix(x, batch)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See BlockExecutor.forward_with. A weights object holds the same block each time, wherever its bytes lie."""
+        """See BlockExecutor.forward_with. A weights object must hold the same block each time."""
         return self._borrowed_segment(block, weights, self.cache).run(hidden, batch)
 
     @torch.inference_mode()
@@ -173,9 +176,11 @@ class GpuExecutor(BlockExecutor):
         return self._segments[names]
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
-        """Made once of tiles, which are taken where they lie; again of weights that are repacked, as those would stay.
+        """Return the segment of one block with borrowed weights.
 
-        Not recorded: copying a block takes longer than launching it, and recordings take memory.
+        Tiles are used where they are, so the segment is kept. Repacked weights would stay in memory, so it is not.
+
+        It is not recorded: copying a block takes longer than launching it, and recordings need memory.
         """
         key = block.name, id(weights)
         found = self._borrowed.get(key)

@@ -160,7 +160,7 @@ class PlannedExecutor(Executor):
         """See Executor.final_norm. On the head's device; its time is counted with the head's."""
         flow, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
         found, _ = device.run([], lambda: self._marked(executor.final_norm(flow.hidden)), flow.ready)
-        return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
+        return found.clone() if found is flow.hidden else found  # transfers arrive in a buffer that is used again
 
     def lm_head(self, normed: Tensor) -> Tensor:
         return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self._head_works(len(normed)))
@@ -289,7 +289,7 @@ class PlannedExecutor(Executor):
         return self._works.head(self.blocks[-1]).logits(m)
 
     def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], works: Sequence[Work]) -> Tensor:
-        """compute(executor, hidden) with the head, where it lies; what comes out on the CPU."""
+        """Call compute(executor, hidden) on the head's device, and bring the result to the CPU."""
         moved, (executor, device) = self._moved(flow, self.head_on_gpu), self._executor(self.head_on_gpu)
         found, event = self._ran(device, works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
         logits = self._moved(_Flow(found, (event,)), False, "logits").hidden

@@ -201,7 +201,7 @@ class ReplanningExecutor(Executor):
         return action(self.inner, *self._within_reach(tensors))
 
     def _lengths(self) -> dict[int, list[int]]:
-        """Of each open sequence, tokens that each layer holds."""
+        """Return the tokens that each layer holds, by open sequence."""
         return {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
 
     def _remember(self, batch: Batch) -> None:
@@ -313,7 +313,7 @@ def _other_plan_helps(plan: Plan, error: DeviceMemoryError) -> bool:
 
 
 def _fewer_bytes(plan: Plan) -> int:
-    """Of VRAM, for a plan in the place of this one, which may not use all that it may."""
+    """Return the VRAM budget of a plan that replaces this one, which may not use all of its own."""
     return int(SMALLER * min(plan.vram_budget_bytes, plan.n_bytes(GPU)))
 
 

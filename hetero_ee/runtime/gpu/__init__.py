@@ -1,1 +1,1 @@
-"""What a GPU runs: segments of layers, their operations, weights and buffers."""
+"""Segments of layers on a GPU, and the choice of drafts there."""

@@ -49,7 +49,7 @@ class GpuDraftEnd:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """What drafts are chosen from: (m, hidden) -> (m, n) on the GPU."""
+        """Return the logits that drafts are chosen from: (m, hidden) -> (m, n) on the GPU."""
         with entered(self._device):
             some = [
                 self._end.all(self._ops, each.contiguous()) for each in torch.split(hidden.to(self._device), MAX_ROWS)
@@ -58,7 +58,7 @@ class GpuDraftEnd:
 
     @torch.inference_mode()
     def partial_logits(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """The same of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k) on the GPU."""
+        """Return the logits of chosen tokens, each row its own: (m, hidden), (m, k) -> (m, k) on the GPU."""
         ids = token_ids.to(self._device).contiguous()
         with entered(self._device):
             x = hidden.to(self._device, copy=True, memory_format=torch.contiguous_format)

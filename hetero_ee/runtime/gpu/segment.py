@@ -28,9 +28,9 @@ Recorder = Callable[[Work], Work]  # records the launches without computing anyt
 
 
 class CudaGraphRecorder:
-    """Records work in CUDA graphs that share their memory, as they never run at the same time.
+    """Record work in CUDA graphs that share their memory, as they never run at the same time.
 
-    On a stream of its own device: torch's for recording lies on the device that recorded first in this process.
+    Recording uses a stream of this device: torch's own belongs to the device that recorded first in this process.
     """
 
     def __init__(self, device: Any) -> None:
@@ -47,15 +47,22 @@ class CudaGraphRecorder:
 
 
 class Replays:
-    """Recorded launches, by numbers of rows. record: None records nothing. Holds no owner: what runs out of memory must
-    go without waiting for cycles to be found."""
+    """Recorded launches, by numbers of rows.
+
+    It does not reference its owner: out of memory, that must be freed without a search for cycles.
+
+    Args:
+        record: None records nothing.
+    """
 
     def __init__(self, record: Recorder | None) -> None:
         self._record = record
         self._known: dict[int, Work] = {}
 
     def run(self, m: int, compute: Callable[[int], None]) -> None:
-        """compute: launches for so many rows, in buffers that stay where they are, always the same.
+        """Launch `compute` for m rows, or replay what it launched before for as many.
+
+        The launches must be the same each time, in buffers that stay where they are.
 
         The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
 
@@ -103,7 +110,7 @@ class GpuSegment:
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Hidden states (m, hidden) before the first block -> after the last, fp32 on the device.
+        """Run hidden states (m, hidden) through the blocks: fp32 on the device.
 
         The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes.
         """
@@ -151,10 +158,10 @@ class GpuSegment:
 
 
 def recorder_for(device: Any, operations: GpuOperations) -> Recorder | None:
-    """A recorder of CUDA graphs where the device has them and every operation allows it."""
+    """Return a recorder of CUDA graphs if the device has them and every operation allows it, else None."""
     return CudaGraphRecorder(device) if device.type == "cuda" and operations.is_capturable else None
 
 
 def entered(device: Any) -> AbstractContextManager[Any]:
-    """Inside, launches go to this GPU: Triton and graphs take the current one, wherever the tensors lie."""
+    """Inside, launches go to this GPU: Triton and graphs use the current one, whatever the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
