@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Observe(Protocol):
-    """Receive a batch, its final normed states (m, hidden) and the captured ones, each on the device that computed it."""
+    """Receive a batch, its final normed states (m, hidden) and the captured ones, where they were computed."""
 
     def __call__(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None: ...
 
@@ -45,7 +45,7 @@ class HeadExecutor(Protocol):
     cache: KvCache
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the head's input from states (m, hidden) after the last layer, or after the layer where a token exits."""
+        """Return the head's input from states (m, hidden) after the last layer, or where a token exits."""
         ...
 
     def lm_head(self, normed: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class HeadExecutor(Protocol):
         ...
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
-        """Return the logits that drafts are chosen from, after states (m, hidden): (m, vocab), or (m, rows of the end)."""
+        """Return the logits that drafts are chosen from: (m, hidden) -> (m, vocab), or (m, rows of the end)."""
         ...
 
     def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
@@ -107,7 +107,7 @@ class Executor(HeadExecutor, Protocol):
         ...
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
-        """Return hidden states in the CPU's memory, waiting for them. They are valid until the second call after this."""
+        """Wait for hidden states and return them in the CPU's memory, valid until the second call after this."""
         ...
 
     @property
@@ -140,7 +140,7 @@ class Executor(HeadExecutor, Protocol):
         return None
 
     def grow(self, n_tokens: int) -> int:
-        """Ask for a context of n_tokens. Returns its new length, which is shorter if it may not grow or does not fit."""
+        """Ask for a context of n_tokens. Returns its new length, less if it may not grow or does not fit."""
         return self.cache.max_tokens
 
     def make_room(self, ends: Mapping[int, int]) -> None:
