@@ -21,7 +21,8 @@ class NeuronShares:
     @classmethod
     def of(cls, spec: ModelSpec, *, is_prompt: bool) -> Self:
         """Return what the model's calibration expects. Prefill does not use the predictor."""
-        return cls(spec.active_shares[is_prompt], 1.0 if is_prompt else spec.predicted_share)
+        decode_share, prefill_share = spec.active_shares
+        return cls(prefill_share) if is_prompt else cls(decode_share, spec.predicted_share)
 
     def among(self, n_neurons: int, of: int, activations: float) -> Self:
         """Return the shares within a group of n_neurons out of `of`, which has this share of all activations."""

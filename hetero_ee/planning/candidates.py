@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def reading(self) -> PromptReading | None:
-        """What its drafts cost while a prompt is read."""
+        """Cost of a draft source that reads prompts, None without one."""
         return self.problem.statistics.reading(self.schedule.drafts)
 
 

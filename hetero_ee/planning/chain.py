@@ -1,7 +1,7 @@
-"""Placements of a chain of parts with which one pass through it takes least time within the GPU's memory.
+"""Finds the placements of a chain of parts that make one pass fastest within the GPU's memory.
 
-A dynamic programme over the chain, the device that computed the part before, and the memory used so far, in units of a
-fraction of the budget; sizes are rounded up to whole units, and what that leaves unused is filled at the end.
+It is a dynamic programme over the parts, the device of the part before, and the memory used so far. Memory is counted
+in units, a fraction of the budget. Sizes are rounded up to whole units, and what remains unused is filled at the end.
 """
 
 import itertools
@@ -15,14 +15,14 @@ import numpy as np
 
 from hetero_ee.planning.placement import Placement
 
-GRID_UNITS = 2**13  # 80 layers are 160 parts: rounding up wastes a fiftieth of the budget at most, before the filling
-SAME = 1.001  # plans closer than this are alike, and the one with early layers on the GPU is wanted: drafts exit early
+GRID_UNITS = 2**13  # rounding up wastes at most a fiftieth of the budget for 80 layers, before filling
+SAME = 1.001  # of plans this close the one with early layers on the GPU is better, as drafts exit early
 CPU, GPU = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What one placement of a part costs."""
+    """Costs of one placement of a part."""
 
     seconds: float
     gpu_bytes: int
@@ -36,7 +36,7 @@ Chain = tuple[Placement, ...]  # of consecutive parts
 def place_chain(
     parts: Sequence[PartOptions], budget_bytes: int, transfer_s: float, *, ends_on_gpu: bool
 ) -> Chain | None:
-    """The placements of least total time, beginning on the CPU; None where no choice fits the budget."""
+    """Return the fastest placements, beginning on the CPU; None if nothing fits the budget."""
     unit_bytes = max(1, -(-budget_bytes // GRID_UNITS))
     units = [[-(-option.gpu_bytes // unit_bytes) for option in part.values()] for part in parts]
     n_units = budget_bytes // unit_bytes
@@ -55,7 +55,7 @@ def place_chain(
 def chain_s(
     parts: Sequence[PartOptions], placements: Sequence[Placement], transfer_s: float, *, ends_on_gpu: bool
 ) -> float:
-    """Seconds of the chain with these placements."""
+    """Return the seconds of the chain with these placements."""
     options = [part[placement] for part, placement in zip(parts, placements, strict=True)]
     devices = [False, *[option.on_gpu for option in options], ends_on_gpu]
     n_transfers: int = sum(map(operator.ne, devices, devices[1:]))
@@ -63,12 +63,12 @@ def chain_s(
 
 
 def chain_bytes(parts: Sequence[PartOptions], placements: Sequence[Placement]) -> int:
-    """GPU memory of the chain with these placements."""
+    """Return the VRAM of the chain with these placements."""
     return sum([part[placement].gpu_bytes for part, placement in zip(parts, placements, strict=True)])
 
 
 def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool) -> Chain | None:
-    """The placements of least time where memory does not matter."""
+    """Return the fastest placements if memory does not matter."""
     best = [0.0, math.inf]
     chosen: list[list[tuple[Placement, int]]] = []
     for part in parts:
@@ -96,9 +96,9 @@ def _last_device(best: Sequence[float], transfer_s: float, ends_on_gpu: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What was chosen for one part."""
+    """Choices for one part."""
 
-    first: int  # units that codes begin at
+    first: int  # units of the first column of codes
     codes: Any  # codes[device][u]: the option's number
     first_before: int
     last_before: int
@@ -106,20 +106,24 @@ class _Step:
 
 
 class _Grid:
-    """The dynamic programme over units of memory. units: of each part's options, in their order."""
+    """The dynamic programme over units of memory.
+
+    Args:
+        units: of each part's options, in order.
+    """
 
     def __init__(
         self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, transfer_s: float
     ) -> None:
         self._parts, self._units, self._transfer_s = parts, units, transfer_s
         most = [max(each) for each in units]
-        # Beyond what the parts so far can take nothing changes, and less than what the others can't use up is no use.
+        # More units than the parts so far can use change nothing; fewer than the others leave over are useless.
         self._lasts = [min(n_units, taken) for taken in itertools.accumulate(most, initial=0)]
         left = [*itertools.accumulate(reversed(most), initial=0)][::-1]
         self._firsts = [min(last, max(0, n_units - rest)) for last, rest in zip(self._lasts, left, strict=True)]
 
     def fewest_seconds(self, ends_on_gpu: bool) -> Chain | None:
-        """best[device][u]: least seconds with at most u units."""
+        """Return the fastest placements. Inside, best[device][u] is the least seconds with at most u units."""
         best = np.array([[0.0], [np.inf]])
         steps = []
         for index in range(len(self._parts)):
@@ -131,7 +135,7 @@ class _Grid:
         return self._traced(steps, _last_device(totals, self._transfer_s, ends_on_gpu))
 
     def _after(self, index: int, best: Any) -> tuple[Any, _Step]:
-        """Offers the part's options to every state."""
+        """Try the part's options in every state."""
         options = list(self._parts[index].values())
         arrived = [*np.minimum(best, best[::-1] + self._transfer_s)]
         first, last = self._firsts[index + 1], self._lasts[index + 1]
@@ -147,7 +151,7 @@ class _Grid:
         return after, _Step(first, codes, self._firsts[index], self._lasts[index], best)
 
     def _seen_from(self, index: int, values: Any, taken: int) -> Any:
-        """The values of the states from which those after the part are reached by taking so many units."""
+        """Return the values of the states from which those after the part are reached with `taken` units."""
         first, last = self._firsts[index], self._lasts[index]
         start, end = max(0, self._firsts[index + 1] - taken), self._lasts[index + 1] - taken
         kept, n_beyond = values[start - first : end - first + 1], end - max(last, start - 1)
@@ -166,14 +170,14 @@ class _Grid:
 
 
 def _take_better(seconds: Any, codes: Any, offered: Any, code: Any) -> None:
-    """Where what is offered takes less time it is taken."""
+    """Take what is offered where it is faster."""
     better = offered < seconds
     np.copyto(seconds, offered, where=better)
     np.copyto(codes, code, where=better)
 
 
 def _early_first(parts: Sequence[PartOptions], placements: Chain) -> Chain:
-    """The same placements dealt out again among parts with the same options, the GPU's to the first of them."""
+    """Distribute the placements again among parts with the same options, those on the GPU first."""
     alike: dict[tuple[tuple[Placement, Option], ...], list[int]] = {}
     for index, part in enumerate(parts):
         alike.setdefault(tuple(part.items()), []).append(index)
@@ -190,7 +194,7 @@ def _early_first(parts: Sequence[PartOptions], placements: Chain) -> Chain:
 def _filled(
     parts: Sequence[PartOptions], placements: Chain, budget_bytes: int, transfer_s: float, ends_on_gpu: bool
 ) -> Chain:
-    """Changes one part's placement at a time while that saves time and fits."""
+    """Change one part's placement at a time while that saves time and fits."""
     current, seconds = placements, chain_s(parts, placements, transfer_s, ends_on_gpu=ends_on_gpu)
     while True:
         free_bytes = budget_bytes - chain_bytes(parts, current)

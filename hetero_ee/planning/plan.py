@@ -1,4 +1,4 @@
-"""Plan: a placement for every part of a model, and what is expected of it. Readable JSON, reusable, hashed."""
+"""Plan: a placement for every part of a model, and the expected speed. Readable JSON, reusable, hashed."""
 
 import hashlib
 import json
@@ -24,18 +24,18 @@ from hetero_ee_profiles.records import read_record, write_record
 
 PLAN_VERSION = 7
 LAZY = "lazy"  # how skipped layers get their keys and values; part of what files and hashes of plans say
-EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
+EXIT, SEQUENCE = "exit", "sequence"  # source of drafts: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
 DECIDED = (
     *("shapes_sha256", "threads", "context_tokens", "kv_type", "mode", "drafts", "exit_layer", "draft_length"),
     *("prefill_chunk_tokens", "ram_budget_bytes"),
-)  # with placements and the VRAM budget, where the GPU is used: what makes two plans the same
+)  # two plans are the same if these are, and the placements and, with a GPU, the VRAM budget
 OUTER_PLACEMENTS = (Placement.GPU, Placement.CPU, Placement.DISK)  # of embedding and head
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """A part, its placements and what it takes there."""
+    """A part with its placements, bytes and seconds."""
 
     name: str
     layer: int | None
@@ -55,7 +55,7 @@ class PlacedPart:
 
 @dataclass(frozen=True, slots=True)
 class TimeTerm:
-    """Seconds that one thing takes of a pass."""
+    """Seconds of a pass for one purpose."""
 
     name: str
     seconds: float
@@ -71,31 +71,35 @@ class BytesTerm:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan is expected to do."""
+    """Expected speed of a plan."""
 
-    context_tokens: int  # that the rates hold for
+    context_tokens: int  # for which the rates hold
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
-    ceiling_tokens_per_s: float  # if reading the weights were all
-    batch_per_pass: float  # tokens that a verification, or a pass of the last layers, takes, 1 in full mode
-    tokens_per_pass: float  # tokens that it brings, 1 in full mode
-    cpu_tokens_per_s: float | None  # of the CPU alone in full mode, None where its memory is too small
-    other_mode_tokens_per_s: float | None  # of this split: full mode, or beside it the best of exact mode
+    ceiling_tokens_per_s: float  # if reading weights were the only cost
+    batch_per_pass: float  # tokens in a verification, or in a pass of the last layers; 1 in full mode
+    tokens_per_pass: float  # tokens that it yields; 1 in full mode
+    cpu_tokens_per_s: float | None  # of the CPU in full mode; None if its memory is too small
+    other_mode_tokens_per_s: float | None  # of this split in full mode, or for a full-mode plan in the best exact mode
     first_token_s: float  # of a typical prompt
     request_s: float  # of a typical request: what the planner minimizes
     decode_terms: tuple[TimeTerm, ...]
     prefill_terms: tuple[TimeTerm, ...]
-    layer_terms: tuple[TimeTerm, ...]  # a layer's seconds for one token, by where it is, be it there or not
-    mean_depth: float | None = None  # layers run for a token of an early-exit mode, None where that is not known
+    layer_terms: tuple[TimeTerm, ...]  # seconds of an average layer for one token, by device
+    mean_depth: float | None = None  # layers run per token of an early-exit mode; None if unknown
 
-    moved_terms: tuple[BytesTerm, ...] = ()  # of a text token: over the link, and out of the CPU's memory
+    moved_terms: tuple[BytesTerm, ...] = ()  # of a token: over the link, and out of the CPU's memory
 
-    ADDED_FIELDS: ClassVar = ("mean_depth", "moved_terms")  # that a file of the plan's version may lack
+    ADDED_FIELDS: ClassVar = ("mean_depth", "moved_terms")  # may be missing in files of this version
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a model runs on a machine. Raises UsageError for values that contradict each other."""
+    """How a model runs on a machine.
+
+    Raises:
+        UsageError: if values contradict each other.
+    """
 
     version: int
     model: str  # its architecture
@@ -106,9 +110,9 @@ class Plan:
     context_tokens: int
     kv_type: str
     mode: str
-    drafts: str | None  # EXIT or SEQUENCE, None but in exact mode
-    exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None but in exact mode
-    draft_length: int  # most tokens of a verification; in an early-exit mode of a catch-up
+    drafts: str | None  # EXIT or SEQUENCE; None except in exact mode
+    exit_layer: int | None  # layers before the exit, 0 for a draft sequence; None except in exact mode
+    draft_length: int  # maximum tokens of a verification, or of a catch-up in an early-exit mode
     prefill_chunk_tokens: int
     vram_budget_bytes: int
     ram_budget_bytes: int
@@ -116,11 +120,11 @@ class Plan:
     memory: tuple[MemoryTerm, ...]
     prediction: Prediction
     reasons: tuple[str, ...]  # a sentence for each decision, for people
-    name: str | None = None  # of the model, as the user typed it; None where nobody said
-    exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, ascending; (): where its policy says
+    name: str | None = None  # of the model, as the user typed it
+    exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, ascending; (): chosen by its policy
     risk: float | None = None  # of mode certified
 
-    ADDED_FIELDS: ClassVar = ("exit_layers", "risk")  # that a file of this version may lack
+    ADDED_FIELDS: ClassVar = ("exit_layers", "risk")  # may be missing in files of this version
     # Fields of older files, with the values that mean what plans mean now.
     REMOVED_FIELDS: ClassVar = {"exit_kv": (None, LAZY)}
 
@@ -166,7 +170,7 @@ class Plan:
 
     @property
     def draft_device(self) -> str | None:
-        """The device that computes draft sequences, None where no memory is planned for that."""
+        """Device that computes draft sequences, None if no memory is planned for them."""
         return next((term.device for term in self.memory if term.name == DRAFT_HEAD), None)
 
     @property
@@ -176,7 +180,7 @@ class Plan:
 
     @property
     def gpu_layers(self) -> int:
-        """Layers that lie on the GPU whole."""
+        """Number of layers that are on the GPU as a whole."""
         on_gpu = [part.layer for part in self.parts if part.layer is not None and part.decode_placement == "gpu"]
         return sum(on_gpu.count(layer) == 2 for layer in set(on_gpu))
 

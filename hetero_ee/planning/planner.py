@@ -1,4 +1,4 @@
-"""plan(): decides where every part goes and how to decode, from measured or derived times. A pure function."""
+"""plan(): decides where every part goes and how to decode, from measured or derived times. It is a pure function."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import placed_parts, predict
 from hetero_ee_profiles.hardware import HardwareProfile
 
-# Of a model, those with defaults that plans of this version have named from the first on.
+# Fields of ModelSpec with defaults that are in the hash of every plan, as in the first ones of this version.
 FIRST_FIELDS = frozenset(
     {"norm_affine", "final_norm", "qk_norm", "rope", "learned_position_offset", "context_is_fixed", "neuron_major"}
 )
@@ -34,11 +34,15 @@ def plan(
     *,
     predict_at_tokens: int = 0,
 ) -> Plan:
-    """The plan of least expected time within the limits. predict_at_tokens: the context its rates hold for, 0 for half.
+    """Return the fastest plan within the limits.
 
-    Where the limits name no context, it is one that costs no speed, see best_context.
+    By default the context is one that costs no speed, see best_context.
 
-    Raises UsageError where a request can't be met, with the numbers and the knob to turn.
+    Args:
+        predict_at_tokens: the context for which rates are predicted; 0 for half of the plan's.
+
+    Raises:
+        UsageError: if a request can't be met, with the numbers and the option to change.
     """
     problem = resolve(spec, profile, limits or Limits(), statistics or Statistics())
     choose = best_in_context if problem.limits.context_tokens else best_context
@@ -71,7 +75,11 @@ def plan(
 
 
 def check_fits(made: Plan, spec: ModelSpec) -> None:
-    """Raises UsageError where the plan was made for a model of other shapes, or names other parts than this one's."""
+    """Check that the plan was made for a model of these shapes and parts.
+
+    Raises:
+        UsageError: if not.
+    """
     if made.shapes_sha256 != shapes_sha256(spec):
         raise UsageError(f"the plan is of a {shown(made.model)} with other shapes; make one for this model.")
     last = made.exit_layers[-1] if made.exit_layers else made.exit_layer
@@ -89,12 +97,12 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
 
 
 def shapes_sha256(spec: ModelSpec) -> str:
-    """Identifies what a plan was made for: a model of other numbers can't use it.
+    """Return a hash of the model's shapes: a plan is of no use to a model of other shapes.
 
-    Later fields count where they are not as in models of before there were any, whose plans stay theirs.
+    Fields added later are included only if they differ from their defaults, so that older plans stay valid.
     """
     values, rope = asdict(spec), spec.rope
-    for expected in ("active_shares", "predicted_share", "hot_curve"):  # no shapes
+    for expected in ("active_shares", "predicted_share", "hot_curve"):  # these are not shapes
         del values[expected]
     for field in fields(spec):
         if field.name not in FIRST_FIELDS and values.get(field.name) == field.default and field.name in values:

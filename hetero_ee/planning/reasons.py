@@ -1,4 +1,4 @@
-"""Why a plan is as it is: a sentence or two for each decision, with the numbers that decided."""
+"""Explains the decisions of a plan in one or two sentences each, with the numbers that decided."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,12 +16,12 @@ from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
 from hetero_ee.planning.times.memory import part_gpu_bytes, stream_buffer_bytes
 
-LEAST_SHARE = 0.01  # of a time, that is worth a word
-PROMPT_CLIFF = 0.7  # fewer layers on the GPU are named where a prompt takes less than this share of its time with them
+LEAST_SHARE = 0.01  # of a time that is worth mentioning
+PROMPT_CLIFF = 0.7  # fewer layers on the GPU are suggested if a prompt needs less than this share of its time with them
 
 
 def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
-    """Of the split, then of the mode."""
+    """Yield the reasons for the split, then for the mode."""
     problem = best.problem
     measured, asked = problem.costs.cpu.threads, problem.limits.threads
     if asked and asked != measured:
@@ -30,7 +30,7 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     if n_on_disk:
         yield f"{n_on_disk} parts exceed the RAM budget and are read from the disk at every token."
     yield f"{_split_reason(best)} {_largest_term(prediction)}"
-    yield from _crossing_reasons(best, prediction)
+    yield from _transfer_reasons(best, prediction)
     yield from _prompt_reasons(best)
     yield from _sparse_reasons(best)
     yield from _hot_reasons(best)
@@ -38,7 +38,7 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
 
 
 def _split_reason(best: Candidate) -> str:
-    """What keeps more of the model from the GPU."""
+    """Return what keeps more of the model off the GPU."""
     problem, pairs = best.problem, list(zip(best.problem.parts, best.decode, strict=True))
     if not problem.has_gpu:
         why = "-ngl 0 says so" if problem.limits.gpu_layers == 0 else "it has no budget here"
@@ -67,22 +67,22 @@ def _largest_term(prediction: Prediction) -> str:
     return f"What takes longest of a token is {largest.name}: {largest.seconds / total_s:.0%}."
 
 
-def _crossing_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
-    """What a split between the devices hangs on."""
+def _transfer_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
+    """Yield how much of the time the transfers of a split need."""
     terms = {term.name: term.seconds for term in prediction.decode_terms}
     link, seconds = best.problem.costs.profile.link, terms.get("transfers", 0.0)
     share = seconds / sum(terms.values())
     if link is None or share < LEAST_SHARE or len({placement.on_gpu for placement in best.decode[1:-1]}) < 2:
         return
-    crossing, how = link.transfer, "measured" if link.transfer.count else "assumed"
+    transfer, how = link.transfer, "measured" if link.transfer.count else "assumed"
     yield (
-        f"The split hangs on what a crossing between CPU and GPU takes, {crossing.value * 1e6:.0f} us ({how}): "
-        f"{seconds / crossing.value:.0f} a token are {share:.0%} of its time."
+        f"The split depends on the time of a transfer between CPU and GPU, {transfer.value * 1e6:.0f} us ({how}): "
+        f"{seconds / transfer.value:.0f} per token are {share:.0%} of its time."
     )
 
 
 def _prompt_reasons(best: Candidate) -> Iterator[str]:
-    """What the layers that were asked for cost prompts: others' weights find no room on a GPU that these fill."""
+    """Yield what the requested layers on the GPU cost prompts if no VRAM is left to stream the others' weights."""
     problem, asked = best.problem, best.problem.limits.gpu_layers
     if asked is None or problem.costs.profile.gpu is None or not {"cpu", "disk"} & set(best.prefill[1:-1]):
         return
@@ -103,7 +103,7 @@ def _prompt_reasons(best: Candidate) -> Iterator[str]:
 
 
 def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, Candidate]]:
-    """The same request with so many layers on the GPU, where that is possible."""
+    """Yield the request with other numbers of layers on the GPU, as far as that is possible."""
     problem = best.problem
     for n_layers in counts:
         limits = replace(problem.limits, gpu_layers=n_layers, context_tokens=problem.context_tokens)
@@ -113,7 +113,7 @@ def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, 
 
 
 def _sparse_reasons(best: Candidate) -> Iterator[str]:
-    """What leaving neurons out is expected to bring, and from where on it does."""
+    """Yield the expected gain of skipping neurons, and up to which share of active ones it pays."""
     costs, spec = best.problem.costs, best.problem.spec
     known = {
         "GPU" if placement.on_gpu else "CPU": (part, placement)
@@ -133,7 +133,7 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
 
 
 def _hot_reasons(best: Candidate) -> Iterator[str]:
-    """How many neurons of the split FFNs are on the GPU."""
+    """Yield how many neurons of the split FFNs are on the GPU."""
     spec, found = best.problem.spec, [placement for placement in best.decode if placement.is_split]
     if not found:
         return
@@ -170,12 +170,12 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
 
 
 def _exit_reason(best: Candidate, prediction: Prediction) -> str:
-    """What the times of an early-exit mode hang on."""
+    """Return what the times of an early-exit mode depend on."""
     schedule, n_layers = best.schedule, best.problem.spec.n_layers
     if schedule.depths is None or prediction.mean_depth is None:
         return (
-            f"How deep tokens go in mode {schedule.mode} is not known for this model: parts lie as for full mode, and "
-            "no speed is promised beside its own."
+            f"How deep tokens go in mode {schedule.mode} is not known for this model: parts are placed as for full "
+            "mode, and no speed is promised except full mode's."
         )
     exits = schedule.depths
     return (
@@ -195,7 +195,7 @@ def _why_declined(exact_per_s: float, full_per_s: float) -> str:
 
 
 def _gain(best: Candidate) -> str:
-    """What a step is expected to bring, and what other steps would."""
+    """Return the expected gain of a step, and of neighbouring schedules."""
     schedule, context_tokens = best.schedule, best.context_tokens
     step, others = schedule.step, neighbours(best.problem, best.decode, context_tokens, schedule)
     rates = ", ".join(f"{words} {1 / other.token_s:.2f}" for words, other in others.items())

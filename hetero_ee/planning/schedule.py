@@ -1,5 +1,8 @@
-"""How to decode with given placements: every token through all layers, drafts that exit at the best exit layer, draft
-sequences from elsewhere, or tokens given out at their exits."""
+"""How to decode with given placements.
+
+Every token passes all layers, or drafts exit at the best exit layer, or draft sequences come from elsewhere, or tokens
+are emitted at their exits.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +19,8 @@ from hetero_ee.planning.times.early_exits import early_step
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
 
-WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time: predictions err by a few percent
-BEST_OF_DRAFTS = 8  # longer drafts, and longer catch-ups, are tried only where the user asks for them
+WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time, as predictions err by a few percent
+BEST_OF_DRAFTS = 8  # longer drafts and catch-ups are tried only on request
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +28,13 @@ class Schedule:
     """How a plan decodes."""
 
     mode: str
-    drafts: str | None  # EXIT or SEQUENCE, None but in exact mode
-    exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None but in exact mode
-    draft_length: int  # most tokens of a verification, or of a catch-up
+    drafts: str | None  # EXIT or SEQUENCE; None except in exact mode
+    exit_layer: int | None  # layers before the exit, 0 for a draft sequence; None except in exact mode
+    draft_length: int  # maximum tokens of a verification, or of a catch-up
     step: Step
-    other_mode_s: float | None = None  # seconds of a token in the other mode, where that was considered
-    exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, see Plan
-    depths: DepthStatistics | None = None  # of an early-exit mode, what the step was expected with
+    other_mode_s: float | None = None  # seconds of a token in the other mode, if that was considered
+    exit_layers: tuple[int, ...] = ()  # of an early-exit mode, see Plan
+    depths: DepthStatistics | None = None  # of an early-exit mode, that the step is derived from
 
     @property
     def token_s(self) -> float:
@@ -39,12 +42,12 @@ class Schedule:
 
 
 def is_worth_it(exact_per_s: float, full_per_s: float) -> bool:
-    """Whether exact mode's rate of a text is enough above full mode's."""
+    """Check whether exact mode is enough faster than full mode."""
     return WORTH_IT * exact_per_s > full_per_s
 
 
 def best_schedule(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule:
-    """The schedule of least expected time per token; full mode unless exact mode is worth it, or as the user says."""
+    """Return the fastest schedule: full mode unless exact mode is worth it, or the mode that the user chose."""
     full = full_schedule(problem, placements, context_tokens)
     asked = problem.limits.mode
     if asked in EARLY_EXIT_MODES:
@@ -62,14 +65,16 @@ def best_schedule(problem: Problem, placements: Sequence[Placement], context_tok
 
 
 def full_schedule(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule:
-    """Every token through every layer."""
+    """Return the schedule in which every token passes every layer."""
     seconds = pass_time(problem.costs, problem.parts, placements, 1, context_tokens).seconds
     return Schedule("full", None, None, 1, Step(seconds, 1.0, 1.0))
 
 
 def _best_early(problem: Problem, placements: Sequence[Placement], context_tokens: int, full: Schedule) -> Schedule:
-    """The asked early-exit mode with the depths and the longest catch-up of least expected time; where no depths are
-    known, full mode's time."""
+    """Return the requested early-exit mode with the fastest depths and catch-up length.
+
+    Without known depths, its times are those of full mode.
+    """
     mode, asked = problem.limits.mode or "", problem.limits.draft_length
     unknown = replace(full, mode=mode, draft_length=asked or BEST_OF_DRAFTS)
     lengths = _draft_lengths(problem)
@@ -102,9 +107,9 @@ def _times_maker(
 
 
 def _best_exact(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule | None:
-    """Exact mode of least expected time, of all exit layers and draft lengths; None without drafts.
+    """Return the fastest exact mode over all exit layers and draft lengths; None without drafts.
 
-    Where weights are streamed, drafts and exit layer are chosen as if each part took the longer of copy and computing.
+    With streamed weights, drafts and exit layer are chosen as if each part cost the longer of copy and computing.
     """
     exits, drafts = problem.statistics.exits, problem.statistics.drafts
     if exits is None and drafts is None:
@@ -123,7 +128,7 @@ def _best_exact(problem: Problem, placements: Sequence[Placement], context_token
 def neighbours(
     problem: Problem, placements: Sequence[Placement], context_tokens: int, chosen: Schedule
 ) -> dict[str, Schedule]:
-    """The chosen schedule of exact mode with the exit a layer earlier and later, and a token a step fewer and more."""
+    """Return exact mode with the exit one layer earlier and later, and with one token per step fewer and more."""
     exits, drafts, length = problem.statistics.exits, problem.statistics.drafts, chosen.draft_length
     times = _times_maker(problem, placements, context_tokens, length + 1)()
     lengths = {f"with at most {n} tokens a step": n for n in (length - 1, length + 1) if 1 < n <= MAX_DRAFT_LENGTH}
@@ -151,7 +156,7 @@ def _exit_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 
 def _exit_schedule(times: StepTimes, exit_layer: int, rates: ExitRates, lengths: Sequence[int]) -> Schedule:
-    """With the best draft length."""
+    """Return the schedule with the best draft length."""
     draft_s, verify_s = times.draft_s(exit_layer), partial(times.verify_s, exit_layer)
     steps = exit_steps(rates, max(lengths), draft_s, verify_s, times.ahead_s(exit_layer))
     length = min(lengths, key=lambda n: steps[n - 1].seconds_per_token)
@@ -159,7 +164,7 @@ def _exit_schedule(times: StepTimes, exit_layer: int, rates: ExitRates, lengths:
 
 
 def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
-    """For each draft length one: no token of a sequence exits, so that its time is the same at every exit layer."""
+    """Return a schedule per draft length. No token of a sequence exits, so that the exit layer does not matter."""
     drafts = problem.statistics.drafts
     if drafts is None:
         return []

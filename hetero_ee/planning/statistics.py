@@ -1,4 +1,4 @@
-"""What calibration knows of a model: how often tokens exit and are right then, how good drafts are."""
+"""Statistics of a model from calibration: how often tokens exit and are right, and how good drafts are."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ MAX_ACCEPTANCE_POSITIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class ExitRates:
-    """Of tokens judged at one exit layer."""
+    """Rates of tokens judged at one exit layer."""
 
     exit_rate: float  # chance that a token exits
     precision: float  # chance that an exited token's draft is the full model's token
-    refused_precision: float = 0.0  # the same of a token that does not exit; 0 where it is not known
-    map_rank: int = 0  # of the exit map, 0 for none
+    refused_precision: float = 0.0  # the same for a token that does not exit; 0 if unknown
+    map_rank: int = 0  # of the exit map, 0 without one
 
     def __post_init__(self) -> None:
         for name in ("exit_rate", "precision", "refused_precision"):
@@ -31,9 +31,9 @@ class ExitRates:
 
 @dataclass(frozen=True, slots=True)
 class ExitStatistics:
-    """Exits at every exit layer that is known: an exit layer of n is in front of layer n, after n layers have run."""
+    """Exit rates by exit layer. Exit layer n is before layer n: n layers have run."""
 
-    source: str  # where it comes from, for people
+    source: str  # of the statistics, for people
     n_layers: int
     rates: Mapping[int, ExitRates]  # by exit layer, ascending
 
@@ -48,11 +48,11 @@ class ExitStatistics:
 
     @property
     def map_ranks(self) -> Mapping[int, int]:
-        """Ranks of exit maps by exit layer, of those that have one."""
+        """Ranks of exit maps by exit layer."""
         return {exit_layer: each.map_rank for exit_layer, each in self.rates.items() if each.map_rank}
 
     def rates_at(self, exit_layer: int) -> ExitRates:
-        """Linear between the exit layers that are known; no exits before the first, the last one's rates after it."""
+        """Interpolate between known exit layers: no exits before the first, constant rates after the last."""
         if exit_layer in self.rates:
             return self.rates[exit_layer]
         known = list(self.rates)
@@ -65,17 +65,17 @@ class ExitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DepthStatistics:
-    """How deep tokens go where they are judged at these exit layers and given out at the first that lets them."""
+    """How deep tokens go if they are judged at these exit layers and emitted at the first one that allows it."""
 
     mode: str  # of EARLY_EXIT_MODES
-    source: str  # where it comes from, for people
+    source: str  # of the statistics, for people
     exit_layers: tuple[int, ...]  # ascending
     shares: tuple[float, ...]  # of all tokens, those that exit at each; the rest pass all layers
-    is_partial: bool = False  # behind the first, by candidates' logits alone; the whole head where they are believed
-    is_drafted: bool = False  # at the first too: candidates come from the draft head
-    judged: tuple[float, ...] = ()  # the chance that a token which gets there is judged at each; (): all are
-    schedule: tuple[int, ...] = ()  # what a plan names of these exit layers; (): all
-    threshold: float | None = None  # of the confidence, where one holds at all exit layers
+    is_partial: bool = False  # after the first exit layer, candidates' logits judge first
+    is_drafted: bool = False  # at the first one too, with candidates from the draft head
+    judged: tuple[float, ...] = ()  # the chance that a token reaching each is judged there; (): all are
+    schedule: tuple[int, ...] = ()  # those that a plan names; (): all
+    threshold: float | None = None  # of the confidence, if one holds at all exit layers
 
     def __post_init__(self) -> None:
         ascend = all(before < each for before, each in zip((0, *self.exit_layers), self.exit_layers, strict=False))
@@ -86,44 +86,46 @@ class DepthStatistics:
 
     @property
     def planned(self) -> tuple[int, ...]:
-        """The exit layers that a plan names."""
+        """Exit layers that a plan names."""
         return self.schedule or self.exit_layers
 
     def looks(self, number: int) -> bool:
-        """Whether tokens are judged at an exit layer, by its number, by the logits of candidates alone."""
+        """Check whether exit layer number `number` judges by the logits of candidates."""
         return self.is_partial and (self.is_drafted or number > 0)
 
     def judging(self, number: int) -> float:
-        """The chance that a token is judged at an exit layer, by its number, that it gets to."""
+        """Return the chance that a token reaching exit layer number `number` is judged there."""
         return self.judged[number] if self.judged else 1.0
 
     @property
     def deeper(self) -> tuple[float, ...]:
-        """The share of tokens that pass the layers behind 0, 1, ... exit layers."""
+        """Shares of tokens that pass the layers after 0, 1, ... exit layers."""
         return tuple(max(0.0, 1 - exited) for exited in accumulate(self.shares, initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReading:
-    """What drafts take of a prompt's time, since their source reads it too."""
+    """Cost of a draft source that reads prompts too."""
 
-    chunk_s: Callable[[int, int], float]  # seconds of a chunk of m tokens, with so many in the context then
-    on_gpu: bool = False  # where that is computed
-    own_embedding: bool = False  # on the CPU; else the model's is read
+    chunk_s: Callable[[int, int], float]  # (m, context_tokens) -> seconds of a chunk of m tokens
+    on_gpu: bool = False  # the GPU computes it
+    own_embedding: bool = False  # on the CPU, in place of the model's
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRates:
-    """Of drafts that need none of the model's layers."""
+    """Rates of drafts that need none of the model's layers."""
 
-    source: str  # where it comes from, for people
-    acceptance: tuple[float, ...]  # by position: draft right where all before it are; the last holds for later ones
-    draft_s: float  # seconds to draft a token, the model's head and embedding on the CPU
-    reading: PromptReading | None = None  # None: it reads no prompts
-    memory_bytes: Callable[[int], int] | None = None  # that its source takes, by tokens of context
-    head_rows_bytes: int = 0  # likewise on the GPU, beside the model's head there, where its source is not
-    by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
-    placed_draft_s: Callable[[bool, bool], float] | None = None  # with head, embedding on the GPU; None: the same
+    source: str  # of the statistics, for people
+    acceptance: tuple[float, ...]  # by position: the chance that a draft is right if all before it are
+    draft_s: float  # seconds per draft, with the model's head and embedding on the CPU
+    reading: PromptReading | None = None  # None if the source reads no prompts
+    memory_bytes: Callable[[int], int] | None = None  # context_tokens -> bytes of the source
+    head_rows_bytes: int = 0  # on the GPU with the model's head, if the source is on the CPU
+    by_gpu: "DraftRates | None" = None  # the same drafts computed by the GPU
+    placed_draft_s: Callable[[bool, bool], float] | None = (
+        None  # (head, embedding on the GPU) -> seconds; None: always draft_s
+    )
     verified_s: Callable[[Sequence[Placement], int], float] | None = None  # see after_verification_s
 
     def __post_init__(self) -> None:
@@ -135,46 +137,46 @@ class DraftRates:
             raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
 
     def seconds(self, placements: Sequence[Placement]) -> float:
-        """To draft a token with the model's parts there."""
+        """Return the seconds per draft with these placements of the model's parts."""
         if self.placed_draft_s is None:
             return self.draft_s
         return self.placed_draft_s(placements[-1].on_gpu, placements[0].on_gpu)
 
     def after_verification_s(self, placements: Sequence[Placement], m: int) -> float:
-        """What the states of m verified tokens take before drafts follow, with the model's parts there."""
+        """Return the seconds from the verification of m tokens to the next draft, with these placements."""
         return 0.0 if self.verified_s is None else self.verified_s(placements, m)
 
     def acceptance_at(self, position: int) -> float:
-        """Of the draft at this position of a sequence, counted from 0."""
+        """Return the acceptance of the draft at this position (counted from 0)."""
         return self.acceptance[min(position, len(self.acceptance) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """All that may be known of a model."""
+    """All statistics of a model."""
 
     exits: ExitStatistics | None = None
     drafts: DraftRates | None = None
-    depths: tuple[DepthStatistics, ...] = ()  # of early-exit modes; the planner takes the fastest of a mode's
+    depths: tuple[DepthStatistics, ...] = ()  # of early-exit modes; the planner chooses the fastest of a mode
 
     def depths_of(self, made: Plan) -> DepthStatistics | None:
-        """Those of a plan in an early-exit mode, None where they are not known."""
+        """Return the depths of a plan in an early-exit mode, None if unknown."""
         found = (each for each in self.depths if each.mode == made.mode and each.planned == made.exit_layers)
         return next(found, None)
 
     def of_plan(self, made: Plan) -> "Statistics":
-        """With drafts where this plan computes them."""
+        """Return the statistics with drafts on the device that this plan chose."""
         if self.drafts is None or self.drafts.by_gpu is None or made.draft_device != "gpu":
             return self
         return replace(self, drafts=self.drafts.by_gpu)
 
     def reading(self, drafts: str | None) -> PromptReading | None:
-        """What a plan with these drafts takes of a prompt's time."""
+        """Return the cost of a draft source that reads prompts, None without one."""
         return self.drafts.reading if drafts == SEQUENCE and self.drafts is not None else None
 
 
-# Llama-2-7B-chat, 25 K tokens a layer: layer after which the exit is taken, the share of tokens whose argmax there is
-# the final token and among the draft's four (percent), precision and recall of a trained predictor at threshold 0.5.
+# Llama-2-7B-chat, 25 K tokens per layer: the layer before the exit, the share of tokens (percent) whose argmax there is
+# the final token and among the draft's four, and precision and recall of a trained predictor at threshold 0.5.
 # Source: the independent replication of SpecEE in w28ahmad/EarlyExitLLM.
 PUBLISHED_LAYERS = 32
 PUBLISHED_RATES = (
@@ -194,8 +196,14 @@ SPECEE_LAYERS = (15, 16, 17, 19, 21, 24, 26, 28)  # after which SpecEE judges Ll
 
 
 def published_depths(n_layers: int, risk: float) -> tuple[DepthStatistics, ...]:
-    """Early-exit modes on paper, from published_statistics: SpecEE's schedule, where a token that exits at one layer
-    would at all later ones; certified, each exit layer whose wrong exits are within the risk. Raises UsageError."""
+    """Return depths of early-exit modes, derived from published_statistics.
+
+    For SpecEE's schedule, a token that exits at one layer is assumed to exit at all later ones. For mode certified,
+    there is one for each exit layer whose wrong exits are within the risk.
+
+    Raises:
+        UsageError: as published_statistics.
+    """
     known = published_statistics(n_layers)
     places = sorted({round((layer + 1) * n_layers / PUBLISHED_LAYERS) for layer in SPECEE_LAYERS})
     exit_layers = tuple(place for place in places if 0 < place < n_layers)
@@ -210,9 +218,10 @@ def published_depths(n_layers: int, risk: float) -> tuple[DepthStatistics, ...]:
 
 
 def published_statistics(n_layers: int) -> ExitStatistics:
-    """The published rates of Llama-2-7B-chat, at the same relative depth of a model with n_layers layers.
+    """Return the published rates of Llama-2-7B-chat, scaled to the depth of a model with n_layers layers.
 
-    Raises UsageError for a model with too few.
+    Raises:
+        UsageError: if the model has too few layers.
     """
     rates: dict[int, ExitRates] = {}
     for layer, oracle_percent, precision, recall in PUBLISHED_RATES:

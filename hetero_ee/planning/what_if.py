@@ -1,4 +1,4 @@
-"""The same request with one thing changed: what each knob would bring, and rates along the VRAM budget."""
+"""Plans for a request with one option changed: the gain of each option, and rates along the VRAM budget."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ from hetero_ee.planning.statistics import Statistics
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.units import GIB
 
-MIN_CONTEXT_TOKENS = 512  # nobody is advised to go below
+MIN_CONTEXT_TOKENS = 512  # the shortest context that is suggested
 N_CURVE_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan was made from, and the plan."""
+    """A plan and its inputs."""
 
     spec: ModelSpec
     profile: HardwareProfile
@@ -31,8 +31,13 @@ class Request:
     made: Plan
 
     def plan_with(self, **changes: object) -> Plan:
-        """With these limits changed, on a card that has the VRAM; its rates hold for the made plan's context, or for
-        all there is of a shorter one. Raises UsageError."""
+        """Return the plan with these limits changed, on a card that has the VRAM.
+
+        Its rates hold for the context of the original plan, or for a whole shorter one.
+
+        Raises:
+            UsageError: if that is impossible.
+        """
         limits: Limits = replace(self.limits, **{"context_tokens": self.made.context_tokens} | changes)  # type: ignore[arg-type]
         profile, budget = self.profile, limits.vram_budget_bytes
         if profile.gpu is not None and budget is not None:
@@ -42,18 +47,18 @@ class Request:
 
 
 def what_if(request: Request) -> dict[str, Plan]:
-    """Other plans by what would have to be asked for; what is not possible is not there."""
+    """Return other plans by the options that would request them, without impossible ones."""
     found = {}
     for words, limits in _changes(request):
         try:
             found[words] = request.plan_with(**limits)
-        except UsageError:  # what is pinned does not fit any more, or the RAM is too small
+        except UsageError:  # pinned parts no longer fit, or the RAM is too small
             continue
     return found
 
 
 def _changes(request: Request) -> Iterator[tuple[str, dict[str, object]]]:
-    """In words, and as limits."""
+    """Yield changes as options and as limits."""
     made, known, gpu = request.made, request.statistics, request.profile.gpu
     for kv_type in KV_BYTES:
         if kv_type != made.kv_type:
@@ -75,7 +80,7 @@ def _changes(request: Request) -> Iterator[tuple[str, dict[str, object]]]:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One budget and the rate expected with it."""
+    """A VRAM budget and the expected rate."""
 
     vram_budget_bytes: int
     tokens_per_s: float
@@ -83,15 +88,19 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Rates from no VRAM to all that the card has free."""
+    """Rates from no VRAM to all that is free on the card."""
 
     points: tuple[CurvePoint, ...]
-    used_bytes: int  # the budget of the plan that was made: one of the points
-    all_bytes: int  # with which every layer is on the GPU: one of the points where the card has as much
+    used_bytes: int  # the budget of the original plan, which is one of the points
+    all_bytes: int  # needed for every layer on the GPU; one of the points if the card has as much
 
 
 def vram_curve(request: Request) -> Curve:
-    """Raises UsageError where there is no GPU, or where no budget will do."""
+    """Return the curve.
+
+    Raises:
+        UsageError: if there is no GPU, or if no budget is enough.
+    """
     spec, profile, made = request.spec, request.profile, request.made
     if profile.gpu is None:
         raise UsageError(f"{profile.name} has no GPU, so there is no curve; choose another machine with --hardware.")

@@ -68,10 +68,10 @@ def test_prompts_visit_the_gpu_whatever_the_head_lies_on() -> None:
 
 
 def test_what_a_split_hangs_on_is_said() -> None:
-    [reason] = [reason for reason in asked_for(None).reasons if reason.startswith("The split hangs on ")]
+    [reason] = [reason for reason in asked_for(None).reasons if reason.startswith("The split depends on ")]
     assert "between CPU and GPU takes, 60 us (assumed): " in reason
     limits, spec = Limits(mode="full", context_tokens=2048), known_spec("llama-2-7b")
-    assert not any("hangs on" in each for each in plan(spec, reference_profile("rtx-4090-24gb"), limits).reasons)
+    assert not any("split depends" in each for each in plan(spec, reference_profile("rtx-4090-24gb"), limits).reasons)
 
 
 def test_the_ceiling_is_the_rated_bandwidth() -> None:

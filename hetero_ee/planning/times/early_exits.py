@@ -1,4 +1,4 @@
-"""Expected time of an early-exit mode: how often a token passes each layer, and how many wait and pass with it.
+"""Expected time of an early-exit mode: how often a token passes each layer, and how many pending tokens join it.
 
 Tokens exit independently of each other, at the shares that were measured. A token that exits waits for the next one
 that goes deeper, and of a number that wait the next one passes all layers. So texts are rounds, which end with a token
@@ -17,14 +17,14 @@ from hetero_ee.planning.times.steps import Step, StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A text token's passes through the layers between exit layers: before the first one, ..., after the last one."""
+    """How often a token passes the layers before the first exit layer, between exit layers, and after the last one."""
 
     exit_layers: tuple[int, ...]
-    batches: tuple[tuple[float, ...], ...]  # [i][m - 1]: passes of m tokens behind i exit layers, on average
+    batches: tuple[tuple[float, ...], ...]  # [i][m - 1]: average number of passes of m tokens after i exit layers
 
     @classmethod
     def of(cls, known: DepthStatistics, most: int) -> "Passes":
-        """most: tokens of a catch-up."""
+        """Return the average passes, if at most `most` tokens catch up together."""
         deeper = known.deeper
         rounds = _round_lengths(deeper[-1], most)
         n_tokens = sum(m * chance for m, chance in enumerate(rounds, 1))
@@ -32,24 +32,27 @@ class Passes:
         return cls(known.exit_layers, tuple(tuple(n / n_tokens for n in _in_a_round(rounds, a)) for a in others))
 
     def behind(self, layer: int) -> tuple[float, ...]:
-        """Passes of this layer, counted from 0, with 1, 2, ... tokens."""
+        """Return the passes of this layer (counted from 0) with 1, 2, ... tokens."""
         return self.batches[bisect_right(self.exit_layers, layer)]
 
     @property
     def chances(self) -> list[float]:
-        """That a token goes on so far itself: it is judged at each exit layer that it reaches."""
+        """Chances that a token reaches these layers before it is emitted."""
         return [sum(batch) for batch in self.batches]
 
     def mean_depth(self, n_layers: int) -> float:
-        """Layers that are run for a token, those it catches up with later not counted."""
+        """Return the layers run for a token, without those that it catches up with later."""
         ends = (0, *self.exit_layers, n_layers)
         return sum(chance * (end - start) for chance, (start, end) in zip(self.chances, pairwise(ends), strict=True))
 
 
 def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: float = 0.0) -> Step:
-    """The average round of an early-exit mode: tokens until one passes all layers.
+    """Return the average round of an early-exit mode: tokens until one passes all layers.
 
-    times: of `most` tokens at least. draft_s: of a draft head, where candidates come from one.
+    Args:
+        times: of at least `most` tokens.
+        most: tokens that may catch up together.
+        draft_s: seconds of a draft head, if candidates come from one.
     """
     passes = Passes.of(known, most)
     chances, exit_layers = passes.chances, known.exit_layers
@@ -69,27 +72,32 @@ def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: flo
 
 
 def _judging_s(times: StepTimes, known: DepthStatistics, number: int) -> float:
-    """A token that gets to an exit layer; by the candidates alone where they are known."""
+    """Return the seconds of judging a token that reaches an exit layer, by candidates only if there are some."""
     return known.judging(number) * times.exit_head_s(known.exit_layers[number], is_partial=known.looks(number))
 
 
 def _round_lengths(all_layers: float, most: int) -> list[float]:
-    """The chance of 1, 2, ... tokens until one passes all layers, by itself or since no more may wait."""
+    """Return the chance of 1, 2, ... tokens until one passes all layers, by itself or because no more may wait."""
     lengths = [(1 - all_layers) ** (m - 1) * all_layers for m in range(1, most)]
     return [*lengths, (1 - all_layers) ** (most - 1)]
 
 
 def _in_a_round(rounds: Sequence[float], goes: float) -> list[float]:
-    """Passes of 1, 2, ... tokens in a round, through layers that its last token passes and each other with the chance
-    `goes`: a token takes along those before it that did not."""
+    """Return the passes of 1, 2, ... tokens in a round, through layers that each token but the last may skip.
+
+    A token that passes takes along those before it that did not.
+
+    Args:
+        goes: the chance that a token other than the last one passes.
+    """
     found = [0.0] * len(rounds)
-    still = [*rounds]  # the chance that a round has more than so many tokens
+    still = [*rounds]  # [n]: the chance that a round has more than n tokens
     for m in range(len(rounds) - 1, 0, -1):
         still[m - 1] += still[m]
-    for place, reached in enumerate(still, 1):  # a token is in its place with the chance that the round is so long
+    for place, reached in enumerate(still, 1):  # there is a token at this place if the round is long enough
         ends = rounds[place - 1]
         passes = ends + (reached - ends) * goes
         for m in range(1, place + 1):
-            began = goes if m < place else 1.0  # the one before those passed too, or there is none
+            began = goes if m < place else 1.0  # the one before those passed too, or does not exist
             found[m - 1] += passes * (1 - goes) ** (m - 1) * began
     return found

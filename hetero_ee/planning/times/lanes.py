@@ -1,6 +1,6 @@
-"""When the CPU, the GPU and the link are free, pass after pass: what overlaps and what waits, by expected times alone.
+"""Simulates when the CPU, the GPU and the link are busy, pass after pass, by expected times.
 
-The host begins the GPU's work and waits for what comes back. Hidden states never wait for weights on the link.
+The host launches the GPU's work and waits for its results. Hidden states never wait for weights on the link.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ class PassTime:
 
     seconds: float = 0.0
     transfer_s: float = 0.0  # hidden states and logits between the devices
-    waited_s: float = 0.0  # computing that had to wait for a copy
+    waited_s: float = 0.0  # computing that waited for a copy
 
     def since(self, before: "PassTime") -> "PassTime":
-        """What came after `before`, both counted from one moment on."""
+        """Return the difference to an earlier state."""
         return PassTime(
             self.seconds - before.seconds, self.transfer_s - before.transfer_s, self.waited_s - before.waited_s
         )
@@ -31,33 +31,36 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Tokens on their way through the parts."""
+    """Tokens between two parts."""
 
     ready_s: float
-    on_gpu: bool | None = False  # where they are; None after a part that both devices compute
+    on_gpu: bool | None = False  # their device; None after a part that both compute
 
 
 class Lanes:
-    """A simulation that begins at 0, nothing copied yet. Copies of streamed weights run ahead as far as there are
-    buffers, also into the next pass, if it streams the same parts; if not, they begin again.
+    """A simulation that begins at 0 with nothing copied.
 
-    beside_cpu: see Costs.copy_s.
+    Copies of streamed weights run ahead as far as there are buffers, also into the next pass if it streams the same
+    parts. Otherwise they begin again.
+
+    Args:
+        beside_cpu: see Costs.copy_s.
     """
 
     def __init__(self, costs: Costs, *, beside_cpu: bool) -> None:
         self._costs, self._beside_cpu = costs, beside_cpu
         self._cpu_s = self._gpu_s = self._link_s = 0.0
-        self._buffers_s = [0.0] * N_STREAM_BUFFERS  # when each is free, the next one first
-        self._order: list[tuple[Part, Placement]] = []  # what is streamed, pass after pass
+        self._buffers_s = [0.0] * N_STREAM_BUFFERS  # when each is free, in order of use
+        self._order: list[tuple[Part, Placement]] = []  # streamed parts, pass after pass
         self._context_tokens = 0
-        self.spent = PassTime()  # everything so far; seconds: where the host is
+        self.spent = PassTime()  # so far; its seconds are the host's clock
 
     def entered(self, on_gpu: bool = False) -> Flow:
-        """Tokens that begin now, on the CPU or where the embedding lies."""
+        """Return tokens that begin now, on the embedding's device."""
         return Flow(self._cpu_s, on_gpu)
 
     def begin(self, parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> None:
-        """A pass through these parts follows, so that their copies may begin."""
+        """Announce a pass through these parts, so that their copies may begin."""
         order = [(part, placement) for part, placement in zip(parts, placements, strict=True) if placement.is_streamed]
         if order and [part.name for part, _ in order] != [part.name for part, _ in self._order]:
             self._drop_copies()
@@ -67,9 +70,9 @@ class Lanes:
     def through(
         self, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int, flow: Flow
     ) -> Flow:
-        """m tokens through these parts in order, as soon as the devices are free.
+        """Move m tokens through these parts in order, as soon as the devices are free.
 
-        A streamed part's buffer is free once the part has been computed.
+        The buffer of a streamed part is free once the part is computed.
         """
         costs, transfer_s = self._costs, self._costs.transfer_s(m)
         part_s = costs.part_s
@@ -81,7 +84,7 @@ class Lanes:
             seconds = part_s(part, placement, m, context_tokens)
             computes_on_gpu = placement.on_gpu
             if part.kind is BlockKind.EMBEDDING:
-                on_gpu = computes_on_gpu  # ids come with the launches
+                on_gpu = computes_on_gpu  # ids arrive with the launches
             if on_gpu is not None and on_gpu != computes_on_gpu:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
@@ -108,11 +111,11 @@ class Lanes:
         return Flow(ready, on_gpu)
 
     def finish_logits(self, flow: Flow, m: int) -> None:
-        """The host waits for these logits of m tokens, which come over the link where the GPU has computed them."""
+        """Wait for the logits of m tokens, which cross the link if the GPU computed them."""
         self.wait(flow, self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0)
 
     def finish_draft(self, flow: Flow, end_s: float, *, on_gpu: bool) -> None:
-        """The host waits for a token that is judged on that device, in end_s."""
+        """Wait for a token that is judged in end_s on that device."""
         transfer_s, cpu, gpu, ready = self._costs.transfer_s(1), self._cpu_s, self._gpu_s, flow.ready_s
         crosses = flow.on_gpu is not None and flow.on_gpu != on_gpu
         if crosses:
@@ -126,7 +129,7 @@ class Lanes:
             self._spend()
 
     def wait(self, flow: Flow, transfer_s: float = 0.0) -> None:
-        """The host waits for the hidden states where they are, or for what is transferred of them."""
+        """Let the host wait for hidden states, or for what is transferred of them."""
         self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s
         self._spend(transfer_s)
 
@@ -140,8 +143,10 @@ class Lanes:
         normed_on_gpu: bool,
         embedded_on_gpu: bool,
     ) -> None:
-        """m tokens' states are normed on that device, and drafts read them, and the tokens' embeddings, on theirs. The
-        host goes on where the GPU does that."""
+        """Norm the states of m tokens on one device and let the draft source read them on its own.
+
+        The source also reads the tokens' embeddings. The host continues while the GPU works.
+        """
         transfer_s, seconds = self._costs.transfer_s(m), reading.chunk_s(m, context_tokens)
         start = normed_on_gpu if flow.on_gpu is None else flow.on_gpu
         states = pairwise((start, normed_on_gpu, reading.on_gpu))
@@ -157,7 +162,7 @@ class Lanes:
         self._spend()
 
     def _to_gpu(self, transfer_s: float) -> None:
-        """What comes there after all that the GPU was given."""
+        """Transfer to the GPU, after all its work so far."""
         self._gpu_s = max(self._gpu_s, self._cpu_s) + transfer_s
         self._spend(transfer_s)
 
@@ -166,7 +171,7 @@ class Lanes:
         self.spent = PassTime(self._cpu_s, spent.transfer_s + transfer_s, spent.waited_s + waited_s)
 
     def whole_pass(self, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int) -> None:
-        """m tokens through all these parts; the host waits for the end, and for logits where the head is the last."""
+        """Move m tokens through all these parts, and wait for their end, or for logits if the head is the last."""
         self.begin(parts, placements, context_tokens)
         flow = self.through(parts, placements, m, context_tokens, self.entered())
         if parts[-1].kind is BlockKind.HEAD:
@@ -175,7 +180,7 @@ class Lanes:
             self.wait(flow)
 
     def _drop_copies(self) -> None:
-        """Those that ran ahead still take their time on the link, for nothing; buffers are free when the GPU is."""
+        """Finish copies that ran ahead in vain; buffers are free when the GPU is."""
         for (part, placement), free_s in zip(cycle(self._order), self._buffers_s):
             copy_s = self._costs.copy_s(part, placement, self._context_tokens, beside_cpu=self._beside_cpu)
             self._link_s = max(self._link_s, free_s) + copy_s
@@ -185,9 +190,9 @@ class Lanes:
 def pass_time(
     costs: Costs, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int
 ) -> PassTime:
-    """One of many alike: m tokens through these parts, beginning on the CPU.
+    """Return the time of one of many equal passes of m tokens, beginning on the CPU.
 
-    Where weights are streamed it is the third, whose first copies ran under the end of the second.
+    With streamed weights it is the third pass, whose first copies ran during the end of the second.
     """
     lanes = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements))
     for _ in range(2 if any(placement.is_streamed for placement in placements) else 0):

@@ -1,4 +1,4 @@
-"""Every byte a plan takes, term by term: the planner's sums and what is shown to the user come from here."""
+"""Every byte that a plan takes, term by term, for the planner's sums and for the user."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.costs import N_STREAM_BUFFERS
 from hetero_ee.weights.sections import MAX_SECTIONS
 
-ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
-ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
-N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one copied from, and one keeps the two apart
-GRAPH_BYTES = 64 * 2**20  # kernels and library workspaces: an allowance, not measured
-GRAPH_LAYER_BYTES = 2**14  # one layer's CUDA graph for one number of rows, some ten launches: likewise
-N_STATES = 7  # of a pass beside its buffers: 4 on their way over the link, a segment's result, the final norm's two
-CODE_BYTES = 1.125  # an activation as a product takes it: int8, and of 32 an fp32 scale
-DRAFT_HEAD = "draft head"  # the term that says where it is computed
-DRAFT_ROWS = "draft vocabulary"  # of a head that the CPU computes, beside the model's head on the GPU
+ALLOCATOR_BYTES = 2 * 2**20  # granularity of torch's CUDA allocator for large tensors
+ATTENTION_PART_TOKENS = 256  # positions per program of the attention kernel
+N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one is copied, and one keeps them apart
+GRAPH_BYTES = 64 * 2**20  # for kernels and library workspaces: an allowance, not measured
+GRAPH_LAYER_BYTES = 2**14  # for one layer's CUDA graph with about ten launches: likewise
+N_STATES = 7  # hidden states outside of buffers: 4 on the link, a segment's result, two of the final norm
+CODE_BYTES = 1.125  # an activation as products read it: int8, and an fp32 scale per 32
+DRAFT_HEAD = "draft head"  # the term whose device computes it
+DRAFT_ROWS = "draft vocabulary"  # of a draft head that the CPU computes, for the model's head on the GPU
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """Bytes that one thing takes on one device."""
+    """Bytes for one purpose on one device."""
 
     device: str  # "gpu", "cpu" or "disk"
     name: str
@@ -32,12 +32,12 @@ class MemoryTerm:
 
 
 def rounded(n_bytes: int) -> int:
-    """What the allocator takes for a tensor of this size."""
+    """Round up to the allocator's granularity."""
     return -(-n_bytes // ALLOCATOR_BYTES) * ALLOCATOR_BYTES if n_bytes else 0
 
 
 def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int:
-    """GPU memory of the part itself: weights where they stay there, keys and values wherever the GPU attends."""
+    """Return the VRAM of the part itself: weights that stay there, and the KV cache if the GPU attends."""
     if placement == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
     if placement.is_split:
@@ -48,14 +48,13 @@ def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int
 
 
 def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """Activations of a pass of this many tokens: hidden states, qkv, attention's output, and the FFN's inner values."""
+    """Return the bytes of activations of a pass: hidden states, qkv, attention output and the FFN's inner values."""
     width = 3 * spec.hidden_size + 2 * spec.query_size + 2 * spec.kv_size + (3 if spec.gated else 2) * spec.ffn_size
     return chunk_tokens * width * FLOAT_BYTES
 
 
 def gpu_working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """The same on a GPU, where a chunk passes at once: buffers that stay, hidden states that come and go, and what the
-    widest product reads."""
+    """Return the bytes of activations on a GPU, with hidden states in transfer and the input of the widest product."""
     widest = max(spec.hidden_size, spec.query_size, spec.ffn_size)
     passing_bytes = N_STATES * spec.hidden_size * FLOAT_BYTES + int(CODE_BYTES * widest)
     return working_bytes(spec, chunk_tokens) + chunk_tokens * passing_bytes
@@ -69,8 +68,12 @@ def gpu_reserve_terms(
     draft_length: int,
     map_rank: int = 0,
 ) -> list[MemoryTerm]:
-    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU. map_rank:
-    of the largest exit map."""
+    """Return what a GPU that computes any layer needs in addition to those layers.
+
+    Args:
+        draft_length: 0 for a head on the CPU.
+        map_rank: of the largest exit map.
+    """
     head = [
         MemoryTerm("gpu", "head", rounded(parts[-1].cost.product_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
@@ -87,7 +90,7 @@ def gpu_reserve_terms(
 
 
 def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> list[MemoryTerm]:
-    """What all layers of a model that a GPU computes work in together."""
+    """Return the workspace that all layers on a GPU share."""
     n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
     terms = [
         MemoryTerm("gpu", "activations", rounded(gpu_working_bytes(spec, chunk_tokens))),
@@ -103,7 +106,7 @@ def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -
 
 
 def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> int:
-    """The device buffers that streamed parts take turns in; keys and values of visiting ones come along."""
+    """Return the bytes of device buffers that streamed parts use alternately, with the KV cache of visiting ones."""
     streamed = [
         part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         for part, placement in zip(parts, placements, strict=True)
@@ -113,7 +116,7 @@ def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], 
 
 
 def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement]) -> int:
-    """The buffers in RAM that streamed weights pass, alternately."""
+    """Return the bytes of pinned buffers in RAM that streamed weights pass through."""
     streamed = [
         part.weight_bytes
         for part, placement in zip(parts, placements, strict=True)

@@ -1,11 +1,11 @@
-"""Which layers can run ahead on the GPU while the CPU computes others: what asynchronous drafting takes."""
+"""Layers that can run ahead on the GPU while the CPU computes others, as asynchronous drafting needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.planning.placement import Placement
 
-RESIDENT = Placement.GPU  # weights stay on the GPU: no copy stands in the way
+RESIDENT = Placement.GPU  # without copies to wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +16,20 @@ class Overlap:
     behind: int  # the first layer from which on the CPU computes all, less than the model has
 
     def layers_ahead(self, exit_layer: int) -> int:
-        """How many layers a token passes ahead of a step whose tokens wait at this exit layer."""
+        """Return how many layers a token passes ahead of a step whose tokens wait at this exit layer."""
         return min(self.ahead, exit_layer)
 
     def layers_behind(self, exit_layer: int) -> int:
-        """The first layer of the waiting tokens that the CPU computes meanwhile."""
+        """Return the first layer that the CPU computes meanwhile for the pending tokens."""
         return max(self.behind, exit_layer)
 
 
 def overlap(placements: Sequence[Placement]) -> Overlap | None:
-    """Of a plan's placements when decoding, part by part: embedding, attention and FFN of each layer, head. None
-    without layers of both kinds."""
+    """Return the overlap that a plan's placements when decoding allow, None without layers of both kinds.
+
+    Args:
+        placements: of the embedding, the attention and FFN of each layer, and the head.
+    """
     layers = [set(placements[first : first + 2]) for first in range(1, len(placements) - 1, 2)]
     ahead = next((layer for layer, found in enumerate(layers) if found != {RESIDENT}), len(layers))
     behind = max((layer + 1 for layer, found in enumerate(layers) if any(each.on_gpu for each in found)), default=0)

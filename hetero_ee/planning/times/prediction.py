@@ -1,4 +1,4 @@
-"""What a plan is expected to do: rates, where the time goes, and the steps by which it drafts."""
+"""Expected speed of a plan: rates, seconds by purpose, and draft-verify steps."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,12 +16,16 @@ from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
-from hetero_ee.planning.times.traffic import Way, token_bytes
+from hetero_ee.planning.times.traffic import Traversal, token_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
 def predict(made: Candidate, cpu_s: float | None) -> Prediction:
-    """Rates at its context: prompts of that length, and decoding after it. cpu_s: of a token on the CPU alone."""
+    """Return the expected speed at the candidate's context: prompts of that length, and decoding after it.
+
+    Args:
+        cpu_s: seconds of a token on the CPU only, None if that is impossible.
+    """
     context_tokens, costs, parts, step = made.context_tokens, made.problem.costs, made.problem.parts, made.schedule.step
     decode = pass_time(costs, parts, made.decode, 1, context_tokens)
     reading, placements = made.reading, Placements(made.prefill, made.decode)
@@ -59,13 +63,13 @@ def _mean_depth(made: Candidate) -> float | None:
 
 def _moved_terms(made: Candidate) -> tuple[BytesTerm, ...]:
     schedule, problem, exits = made.schedule, made.problem, made.problem.statistics.exits
-    way = Way()
+    traversal = Traversal()
     if schedule.depths is not None:
-        way = Way.of_exits(schedule.depths, schedule.draft_length)
+        traversal = Traversal.of_exits(schedule.depths, schedule.draft_length)
     elif schedule.exit_layer is not None:
-        way = Way.of_step(schedule.exit_layer, schedule.step)
+        traversal = Traversal.of_step(schedule.exit_layer, schedule.step)
     ranks = {} if exits is None else exits.map_ranks
-    found = token_bytes(problem.spec, problem.parts, made.decode, way, ranks)
+    found = token_bytes(problem.spec, problem.parts, made.decode, traversal, ranks)
     return tuple(BytesTerm(name, n_bytes) for name, n_bytes in found.items())
 
 
@@ -78,8 +82,10 @@ def predicted_run_s(
     n_depth: int,
     reading: PromptReading | None = None,
 ) -> float:
-    """Seconds of a run with this plan: n_prompt tokens, which drafts read too, then n_gen in full mode, after n_depth
-    others."""
+    """Return the seconds of a run with this plan, after a context of n_depth tokens.
+
+    It reads n_prompt tokens, which a draft source may read too, and generates n_gen in full mode.
+    """
     costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
     placements = Placements([part.prefill_placement for part in made.parts], made.decode_placements)
     lanes, first = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode)), n_depth + n_prompt
@@ -97,9 +103,11 @@ def step_times(
     context_tokens: int | None = None,
     map_ranks: Mapping[int, int] | None = None,
 ) -> StepTimes:
-    """Of this plan's drafts and verifications, of up to MAX_DRAFT_LENGTH tokens; None: at half the plan's context.
+    """Return the times of this plan's drafts and verifications, of up to MAX_DRAFT_LENGTH tokens.
 
-    map_ranks: see StepTimes.
+    Args:
+        context_tokens: None for half the plan's context.
+        map_ranks: see StepTimes.
     """
     context = max(1, made.context_tokens // 2) if context_tokens is None else context_tokens
     costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
@@ -109,8 +117,10 @@ def step_times(
 def predicted_step(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, context_tokens: int
 ) -> Step | None:
-    """The average step of a plan in exact or an early-exit mode after so many tokens; None where nothing is known of
-    its drafts or depths."""
+    """Return the average step of a plan in exact or an early-exit mode after context_tokens.
+
+    It is None if the statistics of its drafts or depths are unknown.
+    """
     n, exits, exit_layer = made.draft_length, statistics.exits, made.exit_layer
     times = step_times(spec, profile, made, context_tokens, None if exits is None else exits.map_ranks)
     drafts = statistics.of_plan(made).drafts
@@ -133,7 +143,7 @@ def predicted_step(
 def predicted_text_s(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, n_new: int, n_depth: int
 ) -> float | None:
-    """Seconds of n_new tokens after n_depth others with this plan; None where its drafts or depths are not known."""
+    """Return the seconds of n_new tokens after n_depth others with this plan; None if drafts or depths are unknown."""
     if made.mode == "full":
         return predicted_run_s(spec, profile, made, 0, n_new, n_depth)
     step = predicted_step(spec, profile, made, statistics, n_depth + max(1, n_new // 2))
@@ -141,7 +151,7 @@ def predicted_text_s(
 
 
 def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
-    """Every part with its placements and what it takes there."""
+    """Return every part with its placements, bytes and seconds."""
     problem, chunk = made.problem, made.chunk_tokens
     return tuple(
         PlacedPart(
@@ -161,7 +171,7 @@ def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
 def _terms(
     costs: Costs, parts: Sequence[Part], placements: Sequence[Placement], whole: PassTime, m: int, context_tokens: int
 ) -> tuple[TimeTerm, ...]:
-    """The pass's seconds by what is computed where; transfers and waiting are the rest."""
+    """Return the seconds of a pass by part and device, with transfers and waiting."""
     seconds: dict[str, float] = {}
     for part, placement in zip(parts, placements, strict=True):
         if part.kind is BlockKind.EMBEDDING:
@@ -177,7 +187,7 @@ def _terms(
 def _layer_terms(
     costs: Costs, layers: Sequence[Part], context_tokens: int, *, beside_cpu: bool
 ) -> tuple[TimeTerm, ...]:
-    """One token through a layer of average cost, by where it might be. beside_cpu: see Costs.copy_s."""
+    """Return the seconds of one token in an average layer, by possible placement. See Costs.copy_s for beside_cpu."""
     seconds = {"CPU": sum(costs.part_s(part, Placement.CPU, 1, context_tokens) for part in layers)}
     if costs.profile.gpu is not None:
         on_gpu = [costs.part_s(part, Placement.GPU, 1, context_tokens) for part in layers]
@@ -189,7 +199,7 @@ def _layer_terms(
 
 
 def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[Placement]) -> float:
-    """Seconds to read every weight once from where it lies, caches aside: what full mode can't beat."""
+    """Return the seconds to read every weight once from its place, a lower bound of full mode without caches."""
     profile, cpu, gpu = costs.profile, costs.cpu, costs.profile.gpu
     seconds = 0.0
     for part, placement in zip(parts, placements, strict=True):

@@ -1,5 +1,7 @@
-"""A prompt in chunks: the parts that the GPU computes before any of the CPU's begin a chunk early, while the chunk
-before it is in its later parts."""
+"""Expected time of a prompt in chunks.
+
+The GPU's first parts begin a chunk early, while the chunk before it is in later parts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +16,10 @@ from hetero_ee.planning.times.lanes import Flow, Lanes
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Of all parts."""
+    """Placements of all parts."""
 
     prefill: Sequence[Placement]  # for a chunk of a prompt
-    decode: Sequence[Placement]  # for few tokens: when decoding, and for a short last chunk
+    decode: Sequence[Placement]  # when decoding, and for a short last chunk
 
     def of(self, m: int) -> Sequence[Placement]:
         return self.decode if m <= MAX_DECODE_TOKENS else self.prefill
@@ -31,7 +33,11 @@ def prompt_s(
     chunk_tokens: int,
     reading: PromptReading | None = None,
 ) -> float:
-    """Seconds of a prompt of a text of its own, the head for its last token alone. reading: drafts that read it."""
+    """Return the seconds of a prompt, with the head for its last token.
+
+    Args:
+        reading: the cost of a draft source that reads the prompt too.
+    """
     lanes = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode))
     read_prompt(lanes, parts, placements, range(0, n_tokens, chunk_tokens), n_tokens, reading)
     return lanes.spent.seconds
@@ -45,7 +51,7 @@ def read_prompt(
     n_tokens: int,
     reading: PromptReading | None = None,
 ) -> None:
-    """Chunks that begin at these tokens, the last one up to n_tokens; then the head. reading: drafts that read each."""
+    """Read chunks that begin at `firsts`, up to n_tokens, then apply the head. See prompt_s for `reading`."""
     flow, begun = lanes.entered(), None
     for first in firsts:
         m = min(firsts.step, n_tokens - first)
@@ -64,37 +70,37 @@ def read_prompt(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """m tokens of a prompt on their way through the layers; context_tokens: with those before them."""
+    """m tokens of a prompt between layers; context_tokens includes them and those before."""
 
     lanes: Lanes
     m: int
     context_tokens: int
     layers: Sequence[Part]
-    every: Sequence[Placement]  # placement of all parts
-    reading: PromptReading | None  # of drafts
+    every: Sequence[Placement]  # placements of all parts
+    reading: PromptReading | None  # by a draft source
 
     @property
     def placements(self) -> Sequence[Placement]:
-        """Of the layers."""
+        """Placements of the layers."""
         return self.every[1:-1]
 
     @property
     def n_early(self) -> int:
-        """Parts before the first of the CPU."""
+        """Number of parts before the first one of the CPU."""
         return next((i for i, each in enumerate(self.placements) if not each.on_gpu), len(self.placements))
 
     @property
     def streams_late(self) -> bool:
-        """Whether later parts wait for copies: those come in the order of a pass, so that no chunk begins early."""
+        """Whether later parts wait for copies. These come in the order of a pass, so that no chunk begins early."""
         return any(placement.is_streamed for placement in self.placements[self.n_early :])
 
     def begin(self) -> Flow:
-        """Through the early parts."""
+        """Move the chunk through the early parts."""
         self.lanes.begin(self.layers, self.placements, self.context_tokens)
         return self._through(slice(self.n_early), self.lanes.entered(self.every[0].on_gpu))
 
     def finish(self, flow: Flow) -> Flow:
-        """Through the others; then drafts read it."""
+        """Move the chunk through the other parts, then let the draft source read it."""
         found = self._through(slice(self.n_early, None), flow)
         if self.reading is not None:
             embedded, normed = (each.on_gpu for each in (self.every[0], self.every[-1]))

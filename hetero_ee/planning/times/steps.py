@@ -1,9 +1,9 @@
 """Expected time of exact decoding: draft-verify steps, with drafts that exit early or come from elsewhere.
 
-A step by early exit: tokens 1, 2, ... run through the layers before the exit layer; each but the last exits there, and
-its draft is the next token; the last does not exit, or the queue is full. Then one pass takes all of them through the
-later layers and the head, which keeps the drafts up to the first wrong one and gives one token more. Drafts from
-elsewhere, an n-gram source or a draft head, make a sequence of a fixed length, which takes every layer in one pass.
+A step by early exit: tokens 1, 2, ... run through the layers before the exit layer. Each but the last exits there, and
+its draft is the next token. The last does not exit, or the step is full. Then one pass takes all of them through the
+later layers and the head. It keeps the drafts up to the first wrong one and yields one token more. Drafts from an
+n-gram source or a draft head form a sequence of a fixed length, which passes every layer at once.
 Source: derived; the gated form of Leviathan-style self-speculation with the batch cost measured (docs/planning.md).
 """
 
@@ -22,7 +22,7 @@ from hetero_ee.planning.times.overlap import overlap
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one draft-verify step costs and brings, on average."""
+    """Averages of a draft-verify step."""
 
     seconds: float
     tokens: float  # that it generates
@@ -36,30 +36,33 @@ class Step:
 def exit_steps(
     rates: ExitRates, max_length: int, draft_s: float, verify_s: Callable[[int], float], ahead_s: float = 0.0
 ) -> list[Step]:
-    """The average steps with at most 1, 2, ... max_length tokens in their verification.
+    """Return the average steps with at most 1, 2, ... max_length tokens in their verification.
 
-    draft_s: one token through the layers before the exit layer, its exit head included. verify_s(m): m tokens through
-    the rest and the full head. ahead_s: what a step is shorter by where its first token was drafted while the step
-    before was verified, and was right.
+    Args:
+        draft_s: seconds of one token through the layers before the exit layer, including the exit head.
+        verify_s: verify_s(m) is the seconds of m tokens through the rest and the full head.
+        ahead_s: seconds saved if the first token was drafted while the step before was verified, and was right.
     """
     p, q = rates.exit_rate, rates.precision
     seconds = tokens = batch = kept = 0.0
     found = []
     for m in range(1, max_length + 1):
-        reached = p ** (m - 1)  # chance to get this far; without another exit the step ends here
+        reached = p ** (m - 1)  # chance to get here; without another exit the step ends
         kept += q ** (m - 1)  # j drafts right in a row give j + 1 tokens
         step_s = m * draft_s + verify_s(m)
-        full_s, ended_s = (step_s - ahead_s * hit_chance(rates, m, is_full) for is_full in (True, False))
+        full_s = step_s - ahead_s * hit_chance(rates, m, is_full=True)
+        ended_s = step_s - ahead_s * hit_chance(rates, m, is_full=False)
         found.append(Step(seconds + reached * full_s, tokens + reached * kept, batch + reached * m))
         ends = reached * (1 - p)
         seconds, tokens, batch = seconds + ends * ended_s, tokens + ends * kept, batch + ends * m
     return found
 
 
-def hit_chance(rates: ExitRates, m: int, is_full: bool) -> float:
-    """P(hit): all drafts of a step of m tokens are right and so is its last token's; 0 where that is not known.
+def hit_chance(rates: ExitRates, m: int, *, is_full: bool) -> float:
+    """Return the chance that all drafts of a step of m tokens are right and so is its last token's; 0 if unknown.
 
-    is_full: there was no room after the last token, so that it was not asked whether it exits.
+    Args:
+        is_full: the step had as many tokens as allowed, so that the last one was not judged.
     """
     p, q, refused = rates.exit_rate, rates.precision, rates.refused_precision
     if not refused:
@@ -71,10 +74,13 @@ def hit_chance(rates: ExitRates, m: int, is_full: bool) -> float:
 def sequence_step(
     m: int, acceptance_at: Callable[[int], float], draft_s: float, pass_s: Callable[[int], float]
 ) -> Step:
-    """The average step of m - 1 drafts and the token they follow. Sequences that end where a draft is doubtful, and
-    n-grams around them, are faster: it promises the least.
+    """Return the average step of m - 1 drafts and the token they follow.
 
-    acceptance_at(j): the chance that draft j is right where all before it are. pass_s(m): m tokens through all layers.
+    It is a lower bound: sequences that end at a doubtful draft, and n-grams around them, are faster.
+
+    Args:
+        acceptance_at: acceptance_at(j) is the chance that draft j is right if all before it are.
+        pass_s: pass_s(m) is the seconds of m tokens through all layers.
     """
     tokens = right = 1.0
     for position in range(m - 1):
@@ -84,11 +90,13 @@ def sequence_step(
 
 
 class StepTimes:
-    """Seconds of drafts and of their verification for parts placed like this, at one context length.
+    """Seconds of drafts and of their verification with given placements, at one context length.
 
-    max_tokens: of one verification. copies_ahead: copies of streamed weights run ahead from pass to pass, as they do;
-    False takes the longer of copy and computing for each part, much faster to work out for many exit layers.
-    map_ranks: of exit maps, by exit layer.
+    Args:
+        max_tokens: of one verification.
+        copies_ahead: simulate that copies of streamed weights run ahead from pass to pass. Otherwise each part costs
+            the longer of copy and computing, which is much faster to compute for many exit layers.
+        map_ranks: of exit maps, by exit layer.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class StepTimes:
         self.has_streams = any(placement.is_streamed for placement in placements)
         self._is_simulated = self.has_streams and copies_ahead
         on_gpu = [placement.on_gpu for placement in placements]
-        self._on_gpu = [on_gpu[0], *on_gpu]  # before each part, and at the end: tokens enter where the embedding lies
+        self._on_gpu = [on_gpu[0], *on_gpu]  # before each part, and at the end: tokens enter on the embedding's device
         self._overlap, self._beside_cpu = overlap(placements), reads_on_cpu(parts, placements)
         alone_s = (
             0.0 if placement.on_gpu else costs.part_s(part, placement, 1, context_tokens)
@@ -119,19 +127,20 @@ class StepTimes:
         self._simulated: dict[int, tuple[float, list[float]]] = {}
 
     def draft_s(self, exit_layer: int) -> float:
-        """One token through the layers before the exit layer and the exit head."""
+        """Return the seconds of one token through the layers before the exit layer and the exit head."""
         if self._is_simulated:
             return self._simulation(exit_layer)[0]
         return self.layers_s(exit_layer) + self.exit_head_s(exit_layer)
 
     def before_s(self, exit_layer: int) -> float:
-        """The same without the exit head."""
+        """Return the seconds of one token through the layers before the exit layer, without the exit head."""
         return self.draft_s(exit_layer) - self.exit_head_s(exit_layer)
 
     def verify_s(self, exit_layer: int, m: int) -> float:
-        """m tokens through the layers after the exit layer, 0 for all, the head and the way back included.
+        """Return the seconds of m tokens through the layers after the exit layer, the head and the transfer back.
 
-        Beyond max_tokens, as texts that share a pass may have, each costs what the last half of those did.
+        An exit layer of 0 means all layers. Beyond max_tokens, as in shared passes, each token costs as
+        much as the last half of those on average.
         """
         most, half = self._max_tokens, self._max_tokens // 2
         if m > most:
@@ -144,12 +153,18 @@ class StepTimes:
         return sums[-1] - sums[_n_parts(exit_layer)]
 
     def layers_s(self, exit_layer: int) -> float:
-        """One token through the layers before the exit layer."""
+        """Return the seconds of one token through the layers before the exit layer."""
         return self._sums(1)[_n_parts(exit_layer)]
 
     def exit_head_s(self, exit_layer: int, *, is_partial: bool = False) -> float:
-        """Map, head and judging of one token; from the exit layer's device to the head's, and the draft's id and
-        confidence back to the CPU, which wait as one hidden state does. is_partial: of a few rows of the head."""
+        """Return the seconds of exit map, head and judging of one token, including transfers.
+
+        The hidden state moves to the head's device. The draft's id and confidence come back to the CPU, which costs as
+        much as one hidden state.
+
+        Args:
+            is_partial: judge by a few rows of the head.
+        """
         head_on_gpu = self._on_gpu[-1]
         n_transfers = (self._on_gpu[_n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
         return self._end_s(exit_layer, is_partial=is_partial) + n_transfers * self._costs.transfer_s(1)
@@ -159,20 +174,22 @@ class StepTimes:
         return self._costs.exit_end_s(self._parts[-1], self.placements[-1], rank, is_partial=is_partial)
 
     def layers_ahead(self, exit_layer: int) -> int:
-        """How many layers the GPU computes for one token while the CPU verifies those before it: what took longer would
-        be waited for, whether the token is right or not."""
+        """Return how many layers the GPU computes for one token while the CPU verifies those before it.
+
+        Layers that took longer than the verification would delay it, whether the token is right or not.
+        """
         if self._overlap is None or self.has_streams:
             return 0
         cpu_s = self._cpu_s[_n_parts(self._overlap.layers_behind(exit_layer))]
         return sum(self.layers_s(n) <= cpu_s for n in range(1, self._overlap.layers_ahead(exit_layer) + 1))
 
     def ahead_s(self, exit_layer: int) -> float:
-        """One token through the layers ahead, 0 for none."""
+        """Return the seconds of one token through the layers ahead, 0 for none."""
         n_layers = self.layers_ahead(exit_layer)
         return self.layers_s(n_layers) if n_layers else 0.0
 
     def _sums(self, m: int) -> list[float]:
-        """m tokens through the first 0, 1, ... parts, transfers included; last with the way back of the logits."""
+        """Return the seconds of m tokens through the first 0, 1, ... parts, at last with the transfer of logits."""
         if m not in self._known_sums:
             costs, transfer_s, seconds = self._costs, self._costs.transfer_s(m), []
             for part, placement, devices in zip(self._parts, self.placements, pairwise(self._on_gpu), strict=True):
@@ -185,9 +202,9 @@ class StepTimes:
         return self._known_sums[m]
 
     def _simulation(self, exit_layer: int) -> tuple[float, list[float]]:
-        """Seconds of a draft, and of steps of 1, 2, ... tokens, each after one of as many as there may be.
+        """Return the seconds of a draft, and of steps of 1, 2, ... tokens, each after a step of max_tokens.
 
-        A draft takes what the last of several takes, a verification what is left of its step's time.
+        A draft costs what the last of several costs, a verification the rest of its step.
         """
         if exit_layer not in self._simulated:
             n_parts, lanes = _n_parts(exit_layer), Lanes(self._costs, beside_cpu=self._beside_cpu)
@@ -205,7 +222,7 @@ class StepTimes:
         return self._simulated[exit_layer]
 
     def _draft(self, lanes: Lanes, exit_layer: int) -> Flow:
-        """One token to the exit layer, where it waits, and through the exit head."""
+        """Move one token to the exit layer, where it waits, and through the exit head."""
         n_parts = _n_parts(exit_layer)
         flow = self._through(lanes, slice(n_parts), 1, lanes.entered())
         if n_parts:
@@ -223,5 +240,5 @@ class StepTimes:
 
 
 def _n_parts(exit_layer: int) -> int:
-    """Embedding, attention and FFN of the layers before the exit layer; none where drafts need no layers."""
+    """Return the number of parts before the exit layer, with the embedding; 0 if drafts need no layers."""
     return 1 + 2 * exit_layer if exit_layer else 0

@@ -1,6 +1,6 @@
-"""Bytes that a text token is expected to move: over the link, and of weights out of the CPU's memory.
+"""Bytes that a token is expected to move over the link, and weights that the CPU is expected to read for it.
 
-By the placements and by how often layers are passed alone, so that what a run has moved can be held against it.
+They follow from the placements and from how often layers are passed, to be compared with what a run has moved.
 """
 
 from bisect import bisect_right
@@ -24,34 +24,34 @@ DRAFT_BYTES = 2 * FLOAT_BYTES  # id and confidence
 
 
 def over_link(kind: str, *, to_gpu: bool) -> str:
-    """What such bytes are counted as."""
+    """Return the name under which such bytes are counted."""
     return f"{kind} to the {'GPU' if to_gpu else 'CPU'}"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How often a text token has layers passed: of those before the first exit layer, ..., behind the last one."""
+class Traversal:
+    """How often a token passes the layers before the first exit layer, between exit layers, and after the last one."""
 
     exit_layers: tuple[int, ...] = ()
-    passes: tuple[float, ...] = (1.0,)  # whose weights are read once each
-    rows: tuple[float, ...] = (1.0,)  # tokens in all these
-    logits: float = 1.0  # rows that the head makes at the end
+    passes: tuple[float, ...] = (1.0,)  # each reads the weights once
+    rows: tuple[float, ...] = (1.0,)  # tokens in all these passes
+    logits: float = 1.0  # rows of logits at the end
     known: DepthStatistics | None = None  # of an early-exit mode
 
     def behind(self, layer: int) -> int:
-        """How many exit layers are before this layer, counted from 0."""
+        """Return how many exit layers are before this layer (counted from 0)."""
         return bisect_right(self.exit_layers, layer)
 
     @classmethod
-    def of_exits(cls, known: DepthStatistics, most: int) -> "Way":
-        """In an early-exit mode. most: tokens of a catch-up."""
+    def of_exits(cls, known: DepthStatistics, most: int) -> "Traversal":
+        """Return the passes of an early-exit mode, if at most `most` tokens catch up together."""
         found = Passes.of(known, most)
         rows = tuple(sum(m * n for m, n in enumerate(batch, 1)) for batch in found.batches)
         return cls(known.exit_layers, tuple(found.chances), rows, found.chances[-1], known)
 
     @classmethod
-    def of_step(cls, exit_layer: int, step: Step) -> "Way":
-        """In exact mode: drafts one by one to the exit layer, 0 for none, and one verification."""
+    def of_step(cls, exit_layer: int, step: Step) -> "Traversal":
+        """Return the passes of exact mode: drafts one by one to the exit layer (0 for none), and one verification."""
         rows = step.batch / step.tokens
         if not exit_layer:
             return cls((), (1 / step.tokens,), (rows,), rows)
@@ -69,44 +69,51 @@ class _Moved(Counter[str]):
 
 
 def token_bytes(
-    spec: ModelSpec, parts: Sequence[Part], placements: Sequence[Placement], way: Way, map_ranks: Mapping[int, int]
+    spec: ModelSpec,
+    parts: Sequence[Part],
+    placements: Sequence[Placement],
+    traversal: Traversal,
+    map_ranks: Mapping[int, int],
 ) -> dict[str, float]:
-    """By kind and direction; what drafts from elsewhere move is not in it."""
+    """Return the bytes by kind and direction, without those of draft sources that need none of the layers."""
     found, on_gpu = _Moved(), [placement.on_gpu for placement in placements]
     row_bytes = FLOAT_BYTES * spec.hidden_size
     for place, (part, placement) in enumerate(zip(parts, placements, strict=True)):
-        behind = way.behind((place - 1) // 2 if part.layer is None else part.layer)
+        behind = traversal.behind((place - 1) // 2 if part.layer is None else part.layer)
         if placement.is_streamed:
-            found.over_link(WEIGHTS, way.passes[behind] * part.weight_bytes, to_gpu=True)
+            found.over_link(WEIGHTS, traversal.passes[behind] * part.weight_bytes, to_gpu=True)
         elif placement.is_split:
             work = split_work(spec, part, placement, 1)
-            found.add(CPU_WEIGHTS, way.passes[behind] * work.cold.read_bytes)
-            found.over_link(HIDDEN, way.rows[behind] * FLOAT_BYTES * work.input_values, to_gpu=False)
-            found.over_link(HIDDEN, way.rows[behind] * row_bytes, to_gpu=True)
+            found.add(CPU_WEIGHTS, traversal.passes[behind] * work.cold.read_bytes)
+            found.over_link(HIDDEN, traversal.rows[behind] * FLOAT_BYTES * work.input_values, to_gpu=False)
+            found.over_link(HIDDEN, traversal.rows[behind] * row_bytes, to_gpu=True)
         elif not placement.on_gpu:
-            found.add(CPU_WEIGHTS, way.passes[behind] * part_work(spec, part, 1).read_bytes)
+            found.add(CPU_WEIGHTS, traversal.passes[behind] * part_work(spec, part, 1).read_bytes)
         if place and on_gpu[place - 1] != on_gpu[place]:
-            rows = way.logits if part.kind is BlockKind.HEAD else way.rows[behind]
+            rows = traversal.logits if part.kind is BlockKind.HEAD else traversal.rows[behind]
             found.over_link(HIDDEN, rows * row_bytes, to_gpu=on_gpu[place])
     if on_gpu[-1]:
-        found.over_link(LOGITS, way.logits * FLOAT_BYTES * spec.vocab_size, to_gpu=False)
-    for number, exit_layer in enumerate(way.exit_layers):
-        _add_judging(found, spec, parts[-1], way, number, map_ranks.get(exit_layer, 0), on_gpu)
+        found.over_link(LOGITS, traversal.logits * FLOAT_BYTES * spec.vocab_size, to_gpu=False)
+    for number, exit_layer in enumerate(traversal.exit_layers):
+        _add_judging(found, spec, parts[-1], traversal, number, map_ranks.get(exit_layer, 0), on_gpu)
     return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
 
 def _add_judging(
-    found: _Moved, spec: ModelSpec, head: Part, way: Way, number: int, map_rank: int, on_gpu: Sequence[bool]
+    found: _Moved, spec: ModelSpec, head: Part, traversal: Traversal, number: int, map_rank: int, on_gpu: Sequence[bool]
 ) -> None:
-    """At one exit layer. Candidates are taken from logits that come to the CPU; the others' logits do too, and those
-    that are believed are judged again, by the whole head."""
-    known, judged, head_on_gpu = way.known, way.passes[number], on_gpu[-1]
-    exits, takes, looks = judged - way.passes[number + 1], False, False
+    """Add the bytes of judging at one exit layer.
+
+    Candidates are chosen from logits on the CPU. Later exit layers send the logits of candidates. Tokens that would
+    exit there are judged again by the whole head.
+    """
+    known, judged, head_on_gpu = traversal.known, traversal.passes[number], on_gpu[-1]
+    exits, takes, looks = judged - traversal.passes[number + 1], False, False
     if known is not None:
         judged, looks = judged * known.judging(number), known.looks(number)
         takes = known.is_partial and not looks
     whole = exits if looks else judged
-    if on_gpu[2 * way.exit_layers[number]] != head_on_gpu:
+    if on_gpu[2 * traversal.exit_layers[number]] != head_on_gpu:
         rows = judged + whole if looks else judged
         found.over_link(HIDDEN, rows * FLOAT_BYTES * spec.hidden_size, to_gpu=head_on_gpu)
     if head_on_gpu:
