@@ -69,7 +69,7 @@ def test_prompts_visit_the_gpu_whatever_the_head_lies_on() -> None:
 
 def test_what_a_split_hangs_on_is_said() -> None:
     [reason] = [reason for reason in asked_for(None).reasons if reason.startswith("The split depends on ")]
-    assert "between CPU and GPU takes, 60 us (assumed): " in reason
+    assert "between CPU and GPU, 60 us (assumed): " in reason
     limits, spec = Limits(mode="full", context_tokens=2048), known_spec("llama-2-7b")
     assert not any("split depends" in each for each in plan(spec, reference_profile("rtx-4090-24gb"), limits).reasons)
 
