@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hetero_ee.options.sampling import SamplingChanges as SamplingChanges
     from hetero_ee.options.sampling import SamplingParams as SamplingParams
     from hetero_ee.planning.limits import Limits as Limits
+    from hetero_ee.planning.placement import Placement as Placement
     from hetero_ee.planning.plan import Plan as Plan
     from hetero_ee.planning.request import EngineOptions as EngineOptions
     from hetero_ee.planning.request import FindProfile as FindProfile
@@ -75,6 +76,7 @@ _NAMES = {
     ),
     "hetero_ee.models.spec": ("ModelSpec",),
     "hetero_ee.planning.limits": ("Limits",),
+    "hetero_ee.planning.placement": ("Placement",),
     "hetero_ee.planning.plan": ("Plan",),
     "hetero_ee.profiling.profile": ("HardwareProfile",),
     "hetero_ee.runtime.devices.timeline": ("Span",),

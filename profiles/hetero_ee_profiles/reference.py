@@ -163,11 +163,7 @@ def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
     cycles_per_s = sheet.n_cores * sheet.ghz * 1e9
     operations_per_s = CPU_SHARE * per_cycle * sheet.vector_bytes / 64 * cycles_per_s
     attention_per_s = ATTENTION_SHARE * 4 * sheet.vector_bytes / 4 * cycles_per_s
-    return _times(
-        origin,
-        threads=sheet.n_cores,
-        free_bytes=int(sheet.ram_gib * GIB * RAM_FREE_SHARE),
-        rated=_rate(sheet.ram_gb_s, origin),
+    speed = _Speed(
         share=RAM_SHARE,
         operations_per_s=dict.fromkeys(ROWS, operations_per_s),
         attention_per_s=dict.fromkeys(ROWS, attention_per_s),
@@ -175,16 +171,14 @@ def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
         layer_s=CPU_LAYER_OVERHEAD_S,
         pass_s=2 * CPU_LAYER_OVERHEAD_S,
     )
+    free_bytes = int(sheet.ram_gib * GIB * RAM_FREE_SHARE)
+    return _times(origin, sheet.n_cores, free_bytes, _rate(sheet.ram_gb_s, origin), speed)
 
 
 def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
     fp32 = sheet.fp32_tflops * 1e12
     operations_per_s = {m: fp32 * FP32_SHARES[min(most for most in FP32_SHARES if most >= m)] for m in ROWS}
-    return _times(
-        origin,
-        threads=0,
-        free_bytes=int(sheet.vram_gib * GIB * GPU_FREE_SHARE),
-        rated=_rate(sheet.vram_gb_s, origin),
+    speed = _Speed(
         share=VRAM_SHARE,
         operations_per_s=operations_per_s,
         attention_per_s=operations_per_s,
@@ -192,53 +186,60 @@ def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
         layer_s=GPU_LAYER_OVERHEAD_S,
         pass_s=GPU_PASS_OVERHEAD_S,
     )
+    return _times(origin, 0, int(sheet.vram_gib * GIB * GPU_FREE_SHARE), _rate(sheet.vram_gb_s, origin), speed)
 
 
-def _times(
-    origin: Origin,
-    *,
-    threads: int,
-    free_bytes: int,
-    rated: Measurement,
-    share: float,
-    operations_per_s: dict[int, float],
-    attention_per_s: dict[int, float],
-    call_s: float,
-    layer_s: float,
-    pass_s: float,
-) -> DeviceTimes:
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """Speed of a device: operations by rows of a pass, and overheads."""
+
+    share: float  # of the rated bytes per second, which products and attention reach
+    operations_per_s: dict[int, float]
+    attention_per_s: dict[int, float]
+    call_s: float
+    layer_s: float
+    pass_s: float
+
+    def product_s(self, n_weights: int, weight_bytes: float, m: int, read_bytes_per_s: float) -> float:
+        """Return the seconds of a product with m tokens."""
+        read_s = n_weights * weight_bytes / read_bytes_per_s
+        return self.call_s + max(read_s, 2 * n_weights * m / self.operations_per_s[m])
+
+
+def _times(origin: Origin, threads: int, free_bytes: int, rated: Measurement, speed: _Speed) -> DeviceTimes:
     """Derive a device's times. One shape is enough, as time beyond a call is proportional to weights.
 
-    rated: bytes per second, of which products and attention reach `share`. Overhead grows by 5 % per token.
+    Overhead grows by 5 % per token.
+
+    Args:
+        rated: Bytes per second.
     """
 
     def seconds(value: float) -> Measurement:
         return derived(value, "s", origin)
 
-    side, n_heads, head_dim, rate = 4096, 32, 128, rated.value * share
+    side, n_heads, head_dim, rate = 4096, 32, 128, rated.value * speed.share
     matmuls = tuple(
-        MatmulTime(
-            layout, MANY_ROWS, side, m, GIB,
-            seconds(call_s + max(MANY_ROWS * side * n_bytes / rate, 2 * MANY_ROWS * side * m / operations_per_s[m])),
-        )
+        MatmulTime(layout, MANY_ROWS, side, m, GIB, seconds(speed.product_s(MANY_ROWS * side, n_bytes, m, rate)))
         for layout, n_bytes in LAYOUT_BYTES.items()
         for m in ROWS
-    )  # fmt: skip
+    )
     attentions = tuple(
         AttentionTime(
             n_heads, n_heads, head_dim, m, context, "fp32",
             seconds(
-                call_s
-                + max(2 * side * 4 * context / rate, 4 * m * context * side / attention_per_s[m])
+                speed.call_s
+                + max(2 * side * 4 * context / rate, 4 * m * context * side / speed.attention_per_s[m])
             ),
         )
         for m in (1, 4, 16, 512)
         for context in CONTEXTS
     )  # fmt: skip
     overheads = tuple(
-        OverheadTime(side, 11008, m, seconds(layer_s * (1 + m / 20)), seconds(pass_s * (1 + m / 20))) for m in ROWS
+        OverheadTime(side, 11008, m, seconds(speed.layer_s * (1 + m / 20)), seconds(speed.pass_s * (1 + m / 20)))
+        for m in ROWS
     )
-    return DeviceTimes(threads, free_bytes, rated, seconds(call_s), matmuls, attentions, overheads)
+    return DeviceTimes(threads, free_bytes, rated, seconds(speed.call_s), matmuls, attentions, overheads)
 
 
 def _link_times(sheet: DataSheet, origin: Origin) -> LinkTimes:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hetero_ee.errors import StoreError
-from hetero_ee.weights.store.manifest import CHECKSUM_FIELD, MANIFEST_FILE, parsed_manifest
+from hetero_ee.weights.store.manifest import CHECKSUM_FIELD, parsed_manifest
+from hetero_ee.weights.store.names import MANIFEST_FILE
 from tests.fuzz.mutation import change_text, mutated
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "manifest.json"

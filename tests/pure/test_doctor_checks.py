@@ -13,7 +13,7 @@ import pytest
 from hetero_ee.config.settings import Settings, read_settings
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.kernel_cache import KernelCache, kernel_cache_folder
-from hetero_ee.weights.store.manifest import MANIFEST_FILE
+from hetero_ee.weights.store.names import MANIFEST_FILE
 from hetero_ee_cli.checks import configuration, finding, machine, software, storage
 from hetero_ee_cli.checks.finding import Finding, Row, Status, examine, ok, once, presentable
 from hetero_ee_profiles.host.disk import DiskInfo

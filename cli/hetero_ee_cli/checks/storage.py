@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_ee.runtime.kernel_cache import KernelCache, kernel_cache_folder
+from hetero_ee.weights.store.names import MANIFEST_FILE, PARTIAL_SUFFIX, REMOVED_SUFFIX, STORES_FOLDER
 from hetero_ee_cli.checks.finding import Finding, fail, gib, ok, warn
 from hetero_ee_profiles.host.disk import disk_info, try_disk
 from hetero_ee_profiles.host.host import Host
 
-# As in hetero_ee.weights, whose import brings torch.
-MANIFEST_FILE = "manifest.json"
-STORES_FOLDER, PARTIAL_SUFFIX, REMOVED_SUFFIX = "stores", ".partial", ".removed"
 LOW_DISK_BYTES = 2**31
 CHOOSE_ANOTHER = "Set HETERO_EE_CACHE_DIR to a folder on another disk."
 

@@ -38,8 +38,8 @@ def list_models(as_json: Json = False) -> None:
     """List the converted models in the cache folder."""
     cache = cache_folder()
     with ending_at_once():
-        from hetero_ee.weights.store.conversion import STORES_FOLDER
         from hetero_ee.weights.store.library import stored_models
+        from hetero_ee.weights.store.names import STORES_FOLDER
     found = stored_models(cache)
     n_bytes = sum(model.n_bytes for model in found)
     folder = str(cache / STORES_FOLDER)

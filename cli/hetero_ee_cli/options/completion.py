@@ -2,15 +2,14 @@
 
 from hetero_ee.config import cache_folder
 from hetero_ee.errors import HeteroError
+from hetero_ee.weights.store.names import MANIFEST_FILE, STORES_FOLDER
 from hetero_ee_cli.options.flags import one_of
-
-STORES_FOLDER, MANIFEST = "stores", "manifest.json"  # as the room weights/store names them
 
 
 def model_names(incomplete: str) -> list[str]:
     """Complete to converted models in the cache folder."""
     try:
-        found = sorted(file.parent.name for file in (cache_folder() / STORES_FOLDER).glob(f"*/{MANIFEST}"))
+        found = sorted(file.parent.name for file in (cache_folder() / STORES_FOLDER).glob(f"*/{MANIFEST_FILE}"))
     except (HeteroError, OSError):  # completion never complains
         return []
     return one_of(found)(incomplete)

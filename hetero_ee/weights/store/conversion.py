@@ -24,13 +24,13 @@ from hetero_ee.weights.rows import in_rows
 from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
 from hetero_ee.weights.store.import_report import ImportReport
 from hetero_ee.weights.store.manifest import ROWS, aligned, region_sizes
+from hetero_ee.weights.store.names import STORES_FOLDER
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import StoreWriter, partial_folder
 
 SPARE_BYTES = 2**20  # free disk space required for the manifest and folder entries
 SPACE_RESERVE = 1.05  # free disk space required, relative to the known sizes
-STORES_FOLDER = "stores"
 CONVERTING = "Converting to int4"
 WAITING = "Another process is converting this model; waiting for it"
 

@@ -22,7 +22,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
-from hetero_ee.weights.store.conversion import STORES_FOLDER, WAITING, cached_store, convert
+from hetero_ee.weights.store.conversion import WAITING, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.store.import_report import exact_share, imported_types
 from hetero_ee.weights.store.manifest import (
@@ -35,11 +35,11 @@ from hetero_ee.weights.store.manifest import (
     read_manifest,
     stored_version,
 )
+from hetero_ee.weights.store.names import PARTIAL_SUFFIX, REMOVED_SUFFIX, STORES_FOLDER
 from hetero_ee.weights.store.reader import check_copies, is_store, open_store
 from hetero_ee.weights.store.source import Source
-from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
+from hetero_ee.weights.store.writer import holds_only_store_files, lacks_manifest
 
-REMOVED_SUFFIX = ".removed"
 MADE_FIELDS = ("sha256", "format", "types")  # of a manifest's source that are known only when the store is complete
 MAX_NAMED = 3  # stores named in one error
 

@@ -16,10 +16,10 @@ from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT
 from hetero_ee.weights.rows import LARGEST_ENTRY, row_sizes
+from hetero_ee.weights.store.names import MANIFEST_FILE
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 from hetero_ee_profiles.records import STRICT, from_values
 
-MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 FORMAT_NAME = "hetero_ee store"
 FORMAT_VERSION = 2

@@ -21,16 +21,8 @@ from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, check_complete
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.checksums import first_damaged
-from hetero_ee.weights.store.manifest import (
-    MANIFEST_FILE,
-    ROWS,
-    WEIGHTS_FILE,
-    CopiedFile,
-    Entry,
-    Manifest,
-    check_size,
-    read_manifest,
-)
+from hetero_ee.weights.store.manifest import ROWS, WEIGHTS_FILE, CopiedFile, Entry, Manifest, check_size, read_manifest
+from hetero_ee.weights.store.names import MANIFEST_FILE
 from hetero_ee.weights.tiles import TILE_BYTES, tile_grid
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.opened_file import open_regular

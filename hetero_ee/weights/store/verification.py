@@ -13,15 +13,8 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.model_files import SMALL_FILES
 from hetero_ee.hub.regular_file import reason_of
 from hetero_ee.weights.store.checksums import first_set_byte, sha256_of
-from hetero_ee.weights.store.manifest import (
-    MANIFEST_FILE,
-    WEIGHTS_FILE,
-    Entry,
-    Manifest,
-    Region,
-    check_size,
-    parsed_manifest,
-)
+from hetero_ee.weights.store.manifest import WEIGHTS_FILE, Entry, Manifest, Region, check_size, parsed_manifest
+from hetero_ee.weights.store.names import MANIFEST_FILE
 from hetero_ee.weights.store.reader import copy_problem, mapped_weights
 from hetero_ee_profiles.opened_file import open_regular
 

@@ -22,20 +22,11 @@ from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.checksums import is_written
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors, write_whole
 from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line, read_journal
-from hetero_ee.weights.store.manifest import (
-    MANIFEST_FILE,
-    ROWS,
-    WEIGHTS_FILE,
-    CopiedFile,
-    Entry,
-    Manifest,
-    aligned,
-    version_of,
-)
+from hetero_ee.weights.store.manifest import ROWS, WEIGHTS_FILE, CopiedFile, Entry, Manifest, aligned, version_of
+from hetero_ee.weights.store.names import MANIFEST_FILE, PARTIAL_SUFFIX
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.weight import TileWeight
 
-PARTIAL_SUFFIX = ".partial"
 STORE_FILES = {MANIFEST_FILE, WEIGHTS_FILE, JOURNAL_FILE, *SMALL_FILES}
 
 
