@@ -3,12 +3,11 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Self, Unpack, overload
 
-from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
-from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.calibrating import CalibratingEngine
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
@@ -25,7 +24,6 @@ from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.opening import OpenModel, open_model, read_model, running_threads
-from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.options.sampling import Sampling, SamplingChanges, SamplingParams
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
@@ -33,13 +31,6 @@ from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.devices.traffic import TextTraffic
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.text_meter import TextMeter
-from hetero_ee.sparsity.job import (
-    PREDICTOR_TOKENS,
-    PredictorOutcome,
-    SparsityOutcome,
-    calibrate_predictor,
-    calibrate_sparsity,
-)
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import generate_early
@@ -49,11 +40,10 @@ from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.library import model_folder
 
 
-class Engine:
+class Engine(CalibratingEngine):
     """A loaded model. Use as a context manager, or call close().
 
     Texts that several threads or tasks generate take turns, token by token; all else is for one thread at a time.
@@ -313,57 +303,6 @@ class Engine:
 
         return self._turns.taking(watched())
 
-    def calibrate(
-        self,
-        request: CalibrationRequest | None = None,
-        progress: Progress | None = None,
-        *,
-        texts: Sequence[str] | None = None,
-        tokens: int | None = None,
-        force: bool | None = None,
-        certify: bool | None = None,
-    ) -> CalibrationOutcome:
-        """Measures and fits this model's early exits and writes the calibration beside its store.
-
-        One that is there already is returned as it is. Else takes minutes; interrupted, it is gone on with at the next
-        call. This engine goes on as it was opened; the next one drafts with it where that is faster.
-        texts: to calibrate on, None for the model's own. tokens: of them. force: True calibrates whatever is there.
-        certify: True certifies the exits too, for mode "certified", unless that was done already.
-        These are fields of a request, and change one that is given.
-
-        Raises UsageError for what can't be asked for, for too little text and for fp32 weights, ModelError for a model
-        that writes no text of its own, StoreError and DiskFullError.
-        """
-        request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force, certify=certify)
-        if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
-        place, executor = self._place("a calibration"), self.executor
-        return calibrate(executor, self._tokenizer, self._ending(executor), place, request, progress=progress)
-
-    def calibrate_sparsity(
-        self, request: CalibrationRequest | None = None, progress: Progress | None = None, target: float | None = None
-    ) -> SparsityOutcome:
-        """Measures which FFN neurons this model can do without and keeps that beside its store, for `sparsity`.
-
-        Of a model opened with sparsity="dense". request: as in `calibrate`. target: a share to measure beside those
-        that "auto" is chosen from. What is there already is returned as it is. Raises as `calibrate` does.
-        """
-        place, executor, request = self._place("sparsity"), self.executor, CalibrationRequest.of(request)
-        targets = () if target is None else (target,)
-        return calibrate_sparsity(executor, self._tokenizer, self._ending(executor), place, request, targets, progress)
-
-    def calibrate_predictor(
-        self, request: CalibrationRequest | None = None, progress: Progress | None = None
-    ) -> PredictorOutcome:
-        """Fits what predicts this model's active neurons and keeps it beside its store, for sparsity="predicted".
-
-        Of a model with ReLU opened with sparsity="unpredicted". request: as in `calibrate`, None for 16,384 tokens of
-        the model's own. What is there already is returned as it is. Raises as `calibrate` does.
-        """
-        place, executor = self._place("sparsity"), self.executor
-        request = CalibrationRequest(n_tokens=PREDICTOR_TOKENS) if request is None else CalibrationRequest.of(request)
-        return calibrate_predictor(executor, self._tokenizer, self._ending(executor), place, request, progress)
-
     def require_grammar(self, params: SamplingParams) -> None:
         """Compiles what the texts are to keep to; for servers, from any thread. Raises UsageError."""
         self._grammars.constraint(params)
@@ -418,13 +357,6 @@ class Engine:
     @property
     def _clock(self) -> Callable[[], float]:
         return time.perf_counter if self._opened is None else self._opened.clock
-
-    def _place(self, what: str) -> CalibrationPlace:
-        """Where it is kept. Raises UsageError where there is no store."""
-        if self.calibrations is None:
-            quantizer = MODEL_OPTIONS["quantizer"]
-            raise UsageError(f"{what} belongs to a store, and ", quantizer, f" {UNQUANTIZED} has none; leave that out.")
-        return self.calibrations
 
     def _ending(self, executor: Executor) -> Ending:
         return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow, self._grammars.constraint)

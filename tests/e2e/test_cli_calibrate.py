@@ -141,7 +141,7 @@ def test_a_text_too_short_says_how_much_is_needed(cli: Cli, tiny: Path, tmp_path
     ("arguments", "says"),
     [
         (("--text", "nothing.txt"), "nothing.txt can't be read"),
-        (("--tokens", "5"), "expected 512 to"),
+        (("--tokens", "5"), "expected a whole number from 512 to"),
         (("--tokens", "many"), "--tokens"),
         (("--plot", "exits.jpg"), "expected a name that ends in .png or .svg"),
         (("--show",), "make one with hetero-ee calibrate -m /"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee.config.settings import SETTINGS
+from hetero_ee.options.engine import SETTINGS
 from hetero_ee_cli.commands.doctor import lines
 from tests.command_line import Cli, refused
 from tests.recorded_hosts import recorded
@@ -152,7 +152,7 @@ def test_every_setting_is_shown_with_its_source(cli: Cli, cache: Path, monkeypat
     assert Path(paths["kernels"]).parent == cache / "kernels"
     assert paths["profiles"] == str(Path(os.environ["HETERO_EE_DATA_DIR"], "profiles"))
     table = cli("config", "show", "-t", 9).out.splitlines()
-    assert [line.split()[0] for line in table[1 : 1 + len(SETTINGS)]] == [setting.name for setting in SETTINGS]
+    assert [line.split()[0] for line in table[1 : 1 + len(SETTINGS)]] == list(SETTINGS)
     assert table[1].split("  ")[0] == "model" and "demo model" in table[1] and table[1].endswith("default")
     assert re.fullmatch(r"threads +9 +flag", table[2]) and re.fullmatch(r"offline +false +default", table[6])
 

@@ -1,0 +1,118 @@
+"""CalibratingEngine: the calibrations of a model, which its store keeps for the next time the model is opened."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
+from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.config import Progress
+from hetero_ee.decoding.texts import Ending
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.options.engine import MODEL_OPTIONS
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.sparsity.job import (
+    PREDICTOR_TOKENS,
+    PredictorOutcome,
+    SparsityOutcome,
+    calibrate_predictor,
+    calibrate_sparsity,
+)
+from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.weights.model_weights import UNQUANTIZED
+
+
+class CalibratingEngine(ABC):
+    """An engine that can calibrate its model."""
+
+    calibrations: CalibrationPlace | None  # where they are kept; None for fp32 weights, which have no store
+
+    @property
+    @abstractmethod
+    def executor(self) -> Executor:
+        """What runs the model."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """Text to token ids and back."""
+
+    @abstractmethod
+    def _ending(self, executor: Executor) -> Ending:
+        """Return when texts end."""
+
+    def calibrate(
+        self,
+        request: CalibrationRequest | None = None,
+        progress: Progress | None = None,
+        *,
+        texts: Sequence[str] | None = None,
+        tokens: int | None = None,
+        force: bool | None = None,
+        certify: bool | None = None,
+    ) -> CalibrationOutcome:
+        """Measure and fit this model's early exits, and write the calibration next to its store.
+
+        A calibration that exists already is returned as it is. A new one takes minutes; if interrupted, the next call
+        resumes it. This engine keeps running as it was opened. The next one drafts by the calibration if that is
+        faster.
+
+        Args:
+            request: What to calibrate. The keywords below change its fields.
+            texts: Texts to calibrate on; None for the model's own.
+            tokens: Tokens of them to use.
+            force: True calibrates even if there is a calibration.
+            certify: True also certifies the exits, for mode "certified", unless that was done already.
+
+        Raises:
+            UsageError: if a value is impossible, there is too little text, or the weights are fp32.
+            ModelError: if the model writes no text of its own.
+            StoreError: if the calibration can't be written.
+            DiskFullError: if the disk is full.
+        """
+        request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force, certify=certify)
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
+        place, executor = self._place("a calibration"), self.executor
+        return calibrate(executor, self.tokenizer, self._ending(executor), place, request, progress=progress)
+
+    def calibrate_sparsity(
+        self, request: CalibrationRequest | None = None, progress: Progress | None = None, target: float | None = None
+    ) -> SparsityOutcome:
+        """Measure which FFN neurons this model can do without, and keep that next to its store, for `sparsity`.
+
+        The model has to be opened with sparsity="dense". Results that exist already are returned as they are.
+
+        Args:
+            request: As in `calibrate`.
+            target: A share of neurons to measure in addition to those that "auto" is chosen from.
+
+        Raises:
+            HeteroError: as `calibrate` does.
+        """
+        place, executor, request = self._place("sparsity"), self.executor, CalibrationRequest.of(request)
+        targets = () if target is None else (target,)
+        return calibrate_sparsity(executor, self.tokenizer, self._ending(executor), place, request, targets, progress)
+
+    def calibrate_predictor(
+        self, request: CalibrationRequest | None = None, progress: Progress | None = None
+    ) -> PredictorOutcome:
+        """Fit the predictor of this model's active neurons, and keep it next to its store, for sparsity="predicted".
+
+        The model needs ReLU and has to be opened with sparsity="unpredicted". A predictor that exists already is
+        returned as it is.
+
+        Args:
+            request: As in `calibrate`; None for 16,384 tokens of the model's own.
+
+        Raises:
+            HeteroError: as `calibrate` does.
+        """
+        place, executor = self._place("sparsity"), self.executor
+        request = CalibrationRequest(n_tokens=PREDICTOR_TOKENS) if request is None else CalibrationRequest.of(request)
+        return calibrate_predictor(executor, self.tokenizer, self._ending(executor), place, request, progress)
+
+    def _place(self, what: str) -> CalibrationPlace:
+        if self.calibrations is None:
+            quantizer = MODEL_OPTIONS["quantizer"]
+            raise UsageError(f"{what} belongs to a store, and ", quantizer, f" {UNQUANTIZED} has none; leave that out.")
+        return self.calibrations
