@@ -32,16 +32,53 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first. Of tests that say how few of their cases are to run, all others are marked as slow."""
+    """Put long tests first, and mark the cases that do not run by default.
+
+    Of a test with the marker `few`, all but that many cases are `slow`. Of the cases left, `representatives` run by
+    default and the others are `full`.
+    """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    grids: dict[tuple[str, int], list[pytest.Item]] = {}
+    grids: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if few := item.get_closest_marker("few"):
-            grids.setdefault((item.nodeid.partition("[")[0], *few.args), []).append(item)
-    for (_, n), cases in grids.items():
-        for number, case in enumerate(cases):
-            if number * n % len(cases) >= n:
-                case.add_marker(pytest.mark.slow)
+        grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        if few := cases[0].get_closest_marker("few"):
+            for number, case in enumerate(cases):
+                if number * few.args[0] % len(cases) >= few.args[0]:
+                    case.add_marker(pytest.mark.slow)
+        in_ci = [case for case in cases if not case.get_closest_marker("slow") and not case.get_closest_marker("full")]
+        chosen = representatives(in_ci)
+        for case in in_ci:
+            if case not in chosen:
+                case.add_marker(pytest.mark.full)
+
+
+def representatives(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Return cases of a test that together have every value of every parameter; if marked `sample(n)`, at most n.
+
+    The next case is always the first one with the most values that no chosen case has.
+    """
+    limit = cases[0].get_closest_marker("sample") if cases else None
+    n_cases = limit.args[0] if limit else len(cases)
+    values = {case: parameters(case) for case in cases}
+    chosen: list[pytest.Item] = []
+    while len(chosen) < n_cases:
+        best = max(values, key=lambda case: len(values[case]), default=None)
+        if best is None or (chosen and not values[best]):
+            break
+        chosen.append(best)
+        covered = values.pop(best)
+        values = {case: left - covered for case, left in values.items()}
+    return chosen
+
+
+def parameters(case: pytest.Item) -> set[tuple[str, tuple[int, ...]]]:
+    """Return an identity of each parameter's value. What one `parametrize` sets together counts as one parameter."""
+    values = dict(case.callspec.params) if isinstance(case, pytest.Function) and hasattr(case, "callspec") else {}
+    names = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    groups = [name.replace(" ", "").split(",") if isinstance(name, str) else name for name in names]
+    groups += [[name] for name in values.keys() - {name for group in groups for name in group}]
+    return {(",".join(group), tuple(id(values[name]) for name in group)) for group in groups}
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ def used_once(pool: ThreadPool) -> None:
 
 
 @pytest.mark.skipif(not MAPPINGS.exists(), reason="needs /proc")
+@pytest.mark.sample(0)
 def test_more_executors_take_no_more_mappings() -> None:
     def n_mappings() -> int:
         return len(MAPPINGS.read_text().splitlines())

@@ -120,6 +120,7 @@ def drafts_of(executor: Executor, source: DraftHeadSource, params: SamplingParam
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, repeat_penalty=1.3), BIASED], ids=str)
 @pytest.mark.parametrize("trimmed", [True, False])
 @pytest.mark.parametrize("places", sorted(PLACES))
+@pytest.mark.sample(3)
 def test_the_cpus_drafts(model: Model, cpu: Executor, places: str, trimmed: bool, params: SamplingParams) -> None:
     executor = on_stand_in(*model, plan_of(model, places), wrap=watched)
     for seed in range(4):
@@ -144,6 +145,7 @@ def exact_text(executor: Executor, source: DraftHeadSource, params: SamplingPara
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=str)
 @pytest.mark.parametrize("places", sorted(PLACES))
+@pytest.mark.sample(1)
 def test_what_crosses_for_a_draft_is_an_id_and_how_sure_it_is(
     model: Model, places: str, params: SamplingParams
 ) -> None:
@@ -223,6 +225,7 @@ def test_another_plan_takes_the_head_along(model: Model) -> None:
     ("seam", "at", "replaces"),
     [("draft_rows", 1, True), ("draft_rows", 3, True), ("run", 1, True), ("run", 2, False), ("run", 8, True)],
 )
+@pytest.mark.sample(2)
 def test_the_plan_may_be_replaced_inside_a_draft(model: Model, seam: str, at: int, replaces: bool) -> None:
     """Where the model chooses a draft, and where it embeds a token for the head; not while it reads a prompt."""
     plan, warnings = plan_of(model), list[str]()
@@ -247,6 +250,7 @@ def test_the_plan_may_be_replaced_inside_a_draft(model: Model, seam: str, at: in
 
 
 @pytest.mark.parametrize("part", ["opening", "warm-up"])
+@pytest.mark.sample(1)
 def test_a_head_that_finds_no_memory_costs_its_drafts_alone(model: Model, part: str) -> None:
     """It is tried once, and what was opened of it is given back."""
     opened, warnings = list[Any](), list[str]()

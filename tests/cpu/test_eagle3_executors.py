@@ -59,6 +59,7 @@ def arguments() -> tuple[Any, ...]:
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("place", KINDS)
+@pytest.mark.sample(1)
 def test_texts_are_the_full_models(model: Model, kernels: Any, tmp_path: Path, name: str, place: str) -> None:
     folder, counts = save_eagle3(tmp_path, DIALECTS[name], model=model[0]), DraftCounts()
     executor: Any
@@ -79,6 +80,7 @@ def test_texts_are_the_full_models(model: Model, kernels: Any, tmp_path: Path, n
     executor.close()
 
 
+@pytest.mark.sample(0)
 def test_low_states_stay_on_the_gpu_and_the_others_cross_together(model: Model, kernels: Any, tmp_path: Path) -> None:
     """Layers 0 and 1 are on the GPU, so that of the states before layers 1 and 2 none is far from a head there; with
     the head on the CPU both cross in one transfer a pass."""

@@ -52,6 +52,7 @@ def counts(target: str, cache: Path, kinds: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "generic"])
+@pytest.mark.sample(1)
 def test_the_instructions_are_those_of_the_target(target: str, tmp_path: Path) -> None:
     kernels = counts(target, tmp_path, "LINEAR, CODEBOOK, BYTES, ZEROS" + (", NARROW" if target == "AVX2" else ""))
     linear, codebook, int8, zeros, *narrow = kernels
@@ -73,6 +74,7 @@ def test_the_instructions_are_those_of_the_target(target: str, tmp_path: Path) -
 
 @pytest.mark.few(1)  # half a minute together
 @pytest.mark.parametrize("kind", ["CODEBOOK", "LINEAR", "BYTES", "ZEROS"])
+@pytest.mark.sample(0)
 def test_generic_code_has_none_of_them(kind: str, tmp_path: Path) -> None:
     (kernel,) = counts("generic", tmp_path, kind)
     assert kernel["lines"] > 100
@@ -83,6 +85,7 @@ def test_generic_code_has_none_of_them(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "target", [pytest.param(t, marks=[pytest.mark.slow] if t == "generic" else []) for t in TARGETS]
 )
+@pytest.mark.sample(0)
 def test_the_sparse_ffn_has_its_targets_instructions(target: str, tmp_path: Path) -> None:
     (kernel,) = counts(target, tmp_path, "SPARSE")
     assert kernel["lines"] > 500 and not kernel["missing"]

@@ -87,6 +87,7 @@ def check_damaged(filled: tuple[Path, str], seed: int) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(200))
+@pytest.mark.sample(1)
 def test_a_damaged_file_is_made_again(filled: tuple[Path, str], seed: int) -> None:
     check_damaged(filled, seed)
 
@@ -116,6 +117,7 @@ class Canary:
         return Path.touch, (self.file,)
 
 
+@pytest.mark.sample(0)
 def test_poison_never_runs(filled: tuple[Path, str], tmp_path: Path) -> None:
     """Neither in a kernel's file nor in an index as Numba's own cache would read it."""
     cache, expected = filled
@@ -131,6 +133,7 @@ def test_poison_never_runs(filled: tuple[Path, str], tmp_path: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("wait_s", [0.1 * number for number in range(50)])
+@pytest.mark.sample(0)
 def test_killed_while_compiling(filled: tuple[Path, str], tmp_path: Path, wait_s: float) -> None:
     running = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.DEVNULL)
     time.sleep(wait_s)
@@ -140,6 +143,7 @@ def test_killed_while_compiling(filled: tuple[Path, str], tmp_path: Path, wait_s
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, filled[1], "")
 
 
+@pytest.mark.sample(0)
 def test_two_processes_that_compile_at_once(filled: tuple[Path, str], tmp_path: Path) -> None:
     """Numba's own cache could give one number to kernels of two."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]

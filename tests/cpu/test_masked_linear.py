@@ -45,6 +45,7 @@ def operations() -> Iterator[list[MaskedLinear]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sample(1)
 def test_bits_are_those_of_the_definition(operation: MaskedLinear, shape: tuple[int, int]) -> None:
     for m in COUNTS:
         case = Case(shape, m, m, (1, 0.5, 0.1)[m % 3])

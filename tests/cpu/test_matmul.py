@@ -73,6 +73,7 @@ def matmul() -> Matmul:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sample(3)
 def test_products_equal_float64_on_the_quantized_activations(matmul: Matmul, kind: str, shape: tuple[int, int]) -> None:
     for m in range(1, 18):
         case = Case.random(kind, shape, m, seed=m)

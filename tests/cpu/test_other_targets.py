@@ -64,6 +64,7 @@ def skip_where_it_is_native(target):
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["avx2", "generic"])  # AVX-VNNI multiplies integers alone
+@pytest.mark.sample(0)
 def test_core(target):
     """Of generic code without the sparse FFN and attention over int8, which take LLVM longer than all others together:
     they are slow, below."""
@@ -75,6 +76,7 @@ def test_core(target):
 
 
 @pytest.mark.long
+@pytest.mark.sample(0)
 def test_products_on_avx2():
     """Of the other kinds of byte products, one is native here; test_instruction_sets.py reads the code of all."""
     skip_where_it_is_native("avx2")

@@ -21,6 +21,7 @@ TORCH = Registry(lambda package: package == "torch")
 
 
 @pytest.mark.parametrize(("family", "n_matrices"), [("llama-relu", 2), ("opt", 1)])
+@pytest.mark.sample(0)
 def test_every_number_of_tokens_and_share_is_timed(family: str, n_matrices: int, kernels: Path) -> None:
     spec, _ = sparse_model(family)
     found = cpu_rows(spec, 1, PRESET, ORIGIN, time.perf_counter), gpu_rows(spec, StandInGpu(), TORCH, PRESET, ORIGIN)

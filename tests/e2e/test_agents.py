@@ -161,6 +161,7 @@ def test_its_tools_can_be_wanted(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("body", [AIDER, CLINE], ids=["aider", "cline"])
+@pytest.mark.sample(1)
 def test_agents_with_openais_client_are_answered(server: RunningServer, body: dict[str, Any]) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="dummy", max_retries=0)
     chunks = list(client.chat.completions.create(**body))

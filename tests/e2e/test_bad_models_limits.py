@@ -148,6 +148,7 @@ def outcomes(good: Path, folders: dict[str, Path], *options: str) -> tuple[int, 
     return found["growth"], {name: found["errors"][str(folder)][0] for name, folder in folders.items()}
 
 
+@pytest.mark.sample(0)
 def test_the_worst_take_less_than_a_gigabyte(
     tiny: Path, spoiled: Callable[[dict[str, tuple[Spoil, str]]], dict[str, Path]]
 ) -> None:
@@ -156,6 +157,7 @@ def test_the_worst_take_less_than_a_gigabyte(
     assert growth < GIGABYTE, f"{growth / 2**20:.0f} MiB"
 
 
+@pytest.mark.sample(0)
 def test_no_check_is_an_assert(tiny: Path, spoiled: Callable[[dict[str, tuple[Spoil, str]]], dict[str, Path]]) -> None:
     """python -O leaves asserts out."""
     _, errors = outcomes(tiny, spoiled(OPTIMIZED), "-O")

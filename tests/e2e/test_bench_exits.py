@@ -14,6 +14,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee_profiles.reference import reference_profile
 
+pytestmark = pytest.mark.sample(0)
 FOLDER = Path(__file__).parents[1] / "bench"
 N_LAYERS, BOUNDARY, N_TEXTS, N_TOKENS = 4, 2, 3, 256
 SPEC = replace(known_spec("tinyllama-1.1b"), n_layers=N_LAYERS, sliding_windows=(None,) * N_LAYERS, vocab_size=500)

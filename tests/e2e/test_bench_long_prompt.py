@@ -19,6 +19,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, kernels: Path) -> Any:
     return importlib.import_module("bench_long_prompt")
 
 
+@pytest.mark.sample(0)
 def test_rows_of_both_modes(bench: Any, demo: Path) -> None:
     stories = bench.Stories.opened(1, 8)
     full, exact = bench.LongPrompts(stories, reference_profile("rtx-4060-laptop-8gb"), 1).rows(N_PROMPT)

@@ -94,6 +94,7 @@ def squared_error(found: Tensor, expected: Tensor) -> tuple[float, float]:
     return float((found.double() - expected.double()).square().sum()), float(expected.double().square().sum())
 
 
+@pytest.mark.sample(1)
 def test_weights_are_those_that_bitsandbytes_computes(
     four_bit: Path, spec: ModelSpec, theirs: dict[str, Tensor]
 ) -> None:
@@ -105,6 +106,7 @@ def test_weights_are_those_that_bitsandbytes_computes(
         assert torch.equal(checkpoint.tensor(f"layers.{layer}.attention.qkv"), torch.cat(parts))
 
 
+@pytest.mark.sample(1)
 def test_the_store_has_their_codes(four_bit: Path, spec: ModelSpec, store: Path, kind: str) -> None:
     """What is lost is what the table and the scales lose, rounded to int8 and fp16."""
     checkpoint, weights = Checkpoint(four_bit, spec), open_store(store, spec)
@@ -135,6 +137,7 @@ def test_the_store_predicts_what_bitsandbytes_predicts(four_bit: Path, spec: Mod
     assert float((expected.argmax(-1) == found.argmax(-1)).double().mean()) > 0.97
 
 
+@pytest.mark.sample(0)
 def test_unquantized_it_says_what_transformers_says(demo: Path, four_bit: Path, theirs: dict[str, Tensor]) -> None:
     import transformers
 
@@ -148,6 +151,7 @@ def test_unquantized_it_says_what_transformers_says(demo: Path, four_bit: Path, 
         assert engine.quantizer == "none"
 
 
+@pytest.mark.sample(1)
 def test_an_engine_keeps_the_checkpoints_own_bits_unless_told_otherwise(four_bit: Path, kind: str, cache: Path) -> None:
     said = {}
     for quantizer in (None, "rtn"):

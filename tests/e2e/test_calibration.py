@@ -117,6 +117,7 @@ def test_it_is_found_beside_its_store_and_holds_every_exit_layer(engine: Engine)
 
 
 @pytest.mark.parametrize("call", [0, 1, 8, 13, 25])
+@pytest.mark.sample(1)
 def test_an_interrupted_run_resumed_gives_the_same_bytes(
     engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], call: int
 ) -> None:
@@ -130,6 +131,7 @@ def test_an_interrupted_run_resumed_gives_the_same_bytes(
     assert not partial_file(engine).exists()
 
 
+@pytest.mark.sample(1)
 def test_what_was_done_is_not_done_again(
     engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ def test_what_was_done_is_not_done_again(
 
 
 @pytest.mark.parametrize("damage", ["another run's", "changed", "cut short", "empty"])
+@pytest.mark.sample(1)
 def test_a_partial_file_that_is_not_this_runs_is_left_out(
     engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], damage: str
 ) -> None:

@@ -47,6 +47,7 @@ class Measured:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.sample(1)
 def test_a_failing_call_leaves_a_whole_calibration(
     engine: Engine, measured: list[Calibration], monkeypatch: pytest.MonkeyPatch, code: int, lasting: bool
 ) -> None:

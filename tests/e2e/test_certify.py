@@ -125,6 +125,7 @@ def test_too_little_text_says_how_much_is_needed(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("request_", [REQUEST, OWN], ids=["text", "own"])
+@pytest.mark.sample(0)
 def test_an_interrupted_run_resumed_gives_the_same_bytes(engine: Engine, request_: CalibrationRequest) -> None:
     file_of(engine).unlink(missing_ok=True)
     job(engine, request_)
@@ -227,6 +228,7 @@ MORE_DAMAGES = ("half a number", "another version", "layers", "a name", "layers 
 
 
 @pytest.mark.parametrize("damage", DAMAGES + MORE_DAMAGES)
+@pytest.mark.sample(2)
 def test_a_damaged_file_is_one_sentence_and_made_again(engine: Engine, damage: str) -> None:
     found = certificate_of(engine)
     assert engine.calibrations is not None
@@ -263,6 +265,7 @@ def test_a_wrong_request_is_refused(bad: dict[str, object]) -> None:
         CalibrationRequest(**bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(0)
 def test_the_command_shows_what_may_exit_and_removing_the_model_takes_it_along(
     cli: Cli, tiny: Path, tmp_path: Path, cache: Path
 ) -> None:

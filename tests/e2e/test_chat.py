@@ -62,6 +62,7 @@ def said(chat: Conversation) -> list[str]:
     ("model", "quantizer"),
     [("tiny", "none"), ("tiny", "rtn"), ("demo", "none"), ("demo", "codebook"), ("stories260k", "none")],
 )
+@pytest.mark.sample(1)
 def test_a_turn_computes_its_new_tokens_alone_and_says_what_a_fresh_run_says(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,

@@ -32,6 +32,7 @@ def layer_by_layer(executor: Executor, failing_range: int) -> Any:
 
 
 @pytest.mark.parametrize("quantizer", ["none", "rtn"])
+@pytest.mark.sample(1)
 def test_a_pass_that_ends_between_layers(tiny: Path, quantizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.from_pretrained(tiny, quantizer=quantizer, threads=1) as engine:
         executor: Any = engine.executor

@@ -118,6 +118,7 @@ def renderers(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("end", ["/exit\r", "/quit\r", CTRL_D], ids=["exit", "quit", "ctrl-d"])
+@pytest.mark.sample(1)
 def test_a_chat_and_its_ends(terminal: Terminal, end: str) -> None:
     assert "/help lists the commands" in terminal.shown
     terminal.enter("Hi")
@@ -131,6 +132,7 @@ def test_a_chat_and_its_ends(terminal: Terminal, end: str) -> None:
     assert "Traceback" not in terminal.shown and not renderer.is_running()
 
 
+@pytest.mark.sample(0)
 def test_a_first_message_is_shown_as_if_typed(arguments: list[str], environment: dict[str, str]) -> None:
     opened = Terminal([*arguments, "-n", "8", "-p", "Hi there"], environment)
     opened.wait_for("> Hi there\r\n")
@@ -163,6 +165,7 @@ def test_ctrl_c_stops_the_reply_alone(endless: Terminal) -> None:
     assert "Traceback" not in endless.shown
 
 
+@pytest.mark.sample(0)
 def test_ctrl_c_at_the_prompt_leaves_the_second_time(terminal: Terminal) -> None:
     terminal.press("half a mess")
     terminal.wait_for("half a mess")
@@ -182,6 +185,7 @@ def test_ctrl_c_at_the_prompt_leaves_the_second_time(terminal: Terminal) -> None
     assert terminal.shown.count("Ctrl-C again") == 2 and "Traceback" not in terminal.shown
 
 
+@pytest.mark.sample(0)
 def test_sigterm_ends_a_chat_that_waits(terminal: Terminal) -> None:
     (renderer,) = renderers(terminal.pid)
     time.sleep(0.5)  # as for Ctrl-C
@@ -190,12 +194,14 @@ def test_sigterm_ends_a_chat_that_waits(terminal: Terminal) -> None:
     renderer.wait(timeout=10)
 
 
+@pytest.mark.sample(0)
 def test_a_killed_chat_leaves_no_process(terminal: Terminal) -> None:
     (renderer,) = renderers(terminal.pid)
     os.kill(terminal.pid, signal.SIGKILL)
     renderer.wait(timeout=10)
 
 
+@pytest.mark.sample(0)
 def test_what_is_wrong_is_a_line_and_the_chat_goes_on(terminal: Terminal) -> None:
     for keys, sentence in (
         ("/rgen", "there is no command '/rgen'; /help lists them"),
@@ -215,6 +221,7 @@ def test_what_is_wrong_is_a_line_and_the_chat_goes_on(terminal: Terminal) -> Non
     assert "Traceback" not in terminal.shown
 
 
+@pytest.mark.sample(0)
 def test_messages_of_several_lines(terminal: Terminal) -> None:
     for text in ('"""\rHi\rthere\r"""\r', "Hi\\\rthere\r"):
         terminal.press(text)
@@ -225,6 +232,7 @@ def test_messages_of_several_lines(terminal: Terminal) -> None:
     assert "4 messages" in terminal.wait_for("tokens in the context")
 
 
+@pytest.mark.sample(0)
 def test_history_and_completion(arguments: list[str], environment: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("readline", reason="this Python has no readline")
     for number in range(2):
@@ -246,6 +254,7 @@ def test_history_and_completion(arguments: list[str], environment: dict[str, str
     assert history.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.sample(0)
 def test_the_history_is_bounded_and_no_condition(
     arguments: list[str], environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -277,6 +286,7 @@ def test_the_history_is_bounded_and_no_condition(
     assert file.stat().st_mode & 0o777 == 0o755  # what is no file is left alone
 
 
+@pytest.mark.sample(0)
 def test_standard_output_is_the_replies_even_where_a_terminal_types(
     arguments: list[str], environment: dict[str, str]
 ) -> None:

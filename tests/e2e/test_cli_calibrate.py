@@ -95,6 +95,7 @@ def test_the_table_the_cost_and_where_it_lies(cli: Cli, tiny: Path, text: Path, 
     assert listed.code == 0 and ".calibration" not in listed.out
 
 
+@pytest.mark.sample(0)
 def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: Path, tmp_path: Path) -> None:
     other = tmp_path / "more.txt"
     other.write_text(text_of(400, seed=3))
@@ -110,6 +111,7 @@ def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: 
     assert header["depths"] == found["depths"]
 
 
+@pytest.mark.sample(0)
 def test_the_picture_shows_agreement_and_acceptance(
     cli: Cli, tiny: Path, text: Path, tmp_path: Path, matplotlib: None
 ) -> None:
@@ -158,6 +160,7 @@ def test_fp32_weights_are_refused(cli: Cli, tiny: Path, text: Path) -> None:
     assert "belongs to a store" in complaint(calibrated(cli, tiny, text, "--quantizer", "none"), 2)
 
 
+@pytest.mark.sample(0)
 def test_the_text_may_come_from_standard_input(cli: Cli, tiny: Path) -> None:
     ended = cli("calibrate", tiny, "--text", "-", "--tokens", 600, "-t", 1, stdin=text_of(700).encode())
     assert ended.code == 0 and "exit layer" in ended.out
@@ -183,6 +186,7 @@ def headless(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return folder
 
 
+@pytest.mark.sample(0)
 def test_what_was_declined_is_said_with_its_reason_and_numbers(cli: Cli, tiny: Path, text: Path) -> None:
     """The random model's exits are worth nothing."""
     ended = calibrated(cli, tiny, text)
@@ -193,6 +197,7 @@ def test_what_was_declined_is_said_with_its_reason_and_numbers(cli: Cli, tiny: P
     assert line.endswith(" It can't be forced: nothing exits at any exit layer of this model.")
 
 
+@pytest.mark.sample(0)
 def test_exact_mode_that_was_declined_is_measured_too(cli: Cli, headless: Path, tmp_path: Path) -> None:
     """On a machine where a product with two tokens takes far more than twice the time of one."""
     (file,) = (tmp_path / "data" / "profiles").iterdir()
@@ -207,6 +212,7 @@ def test_exact_mode_that_was_declined_is_measured_too(cli: Cli, headless: Path, 
     assert re.search(r" Forced, exact mode has [\d.]+ tokens/s expected, [\d.]+ measured\.$", line)
 
 
+@pytest.mark.sample(0)
 def test_a_gain_is_said_as_expected_and_as_measured(cli: Cli, headless: Path) -> None:
     ended = cli("calibrate", headless, "-t", 1)
     assert ended.code == 0 and "Calibrating" not in ended.err  # it ships with the model
@@ -229,6 +235,7 @@ def test_a_gain_of_2_percent_is_called_2_percent(ratio: float, percent: str) -> 
     assert line == f"{speeds}; full mode became exact mode, drafts by n-grams."
 
 
+@pytest.mark.sample(0)
 def test_a_second_run_shows_what_is_there(cli: Cli, tiny: Path, text: Path, cache: Path, tmp_path: Path) -> None:
     first = calibrated(cli, tiny, text)
     (folder,) = calibrations(cache)

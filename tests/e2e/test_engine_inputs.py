@@ -138,6 +138,7 @@ def test_limits_have_keywords_of_their_own(demo: Path) -> None:
     assert plans[0] == plans[1] is not None
 
 
+@pytest.mark.sample(0)
 def test_a_profile_may_be_named_or_in_a_file(tmp_path: Path, demo: Path) -> None:
     write_record(PROFILE, tmp_path / "laptop.json")
     for profile in (LAPTOP, tmp_path / "laptop.json", str(tmp_path / "laptop.json"), lambda spec, folder: PROFILE):

@@ -134,6 +134,7 @@ def executor(
     return kind(spec, engine.executor.weights, n_tokens, ops, cache=held)
 
 
+@pytest.mark.sample(0)
 def test_without_a_defect_the_check_passes(engine: Engine, run: Run) -> None:
     counts = DraftCounts()
     for sound in (executor(engine), executor(engine, Later)):
@@ -143,12 +144,14 @@ def test_without_a_defect_the_check_passes(engine: Engine, run: Run) -> None:
 
 
 @pytest.mark.parametrize("defect", [SwappedKv, StaleState, OffByOnePosition])
+@pytest.mark.sample(1)
 def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[ReferenceExecutor]) -> None:
     said = run.exact(DRAFTING, executor(engine, defect))
     with pytest.raises(AssertionError):
         check_identity(run.full(), said)
 
 
+@pytest.mark.sample(0)
 def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
     said = run.exact(DRAFTING, executor(engine, cache=WrittenOnce))
     with pytest.raises(AssertionError):
@@ -163,6 +166,7 @@ def of_the_next_position(
     return choose_token(logits, history, params, sequence, position + 1)
 
 
+@pytest.mark.sample(0)
 def test_noise_of_the_wrong_position_is_found(engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run.full()
     with monkeypatch.context() as patch:

@@ -90,6 +90,7 @@ def check_run(run: Run, case: Case, models: Models) -> DraftCounts:
 
 
 @pytest.mark.parametrize("case", drawn_cases(N_CASES), ids=lambda case: f"{case.seed}-{case.model}-{case.drafts}")
+@pytest.mark.sample(4)
 def test_exact_says_what_full_says(case: Case, models: Models) -> None:
     check_case(case, models, TOKENS)
 
@@ -111,6 +112,7 @@ def test_asynchronous_drafting_changes_nothing(
 
 
 @pytest.mark.parametrize("ending", DIMENSIONS["ending"])
+@pytest.mark.sample(1)
 def test_guesses_end_with_the_text(models: Models, ending: str) -> None:
     n_ahead = 0
     for seed in range(4):

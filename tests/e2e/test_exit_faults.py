@@ -31,6 +31,7 @@ def run(executor: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("where", "split"), [("gpu", "split"), ("copy", "streamed"), ("transfer", "split")])
+@pytest.mark.sample(1)
 def test_out_of_memory_while_tokens_exit(model: Model, where: str, split: str) -> None:
     expected = run(open_on_cpu(*model, CONTEXT_TOKENS, 1))
     clean = Points(KernelError, 0, True, armed=True)

@@ -116,6 +116,7 @@ def test_a_risk_of_another_mode_is_refused(cli: Cli, mode: str) -> None:
     assert "--risk is of mode certified" in complaint(cli(*SIMULATED, "--mode", mode, "--risk", 0.05), 2)
 
 
+@pytest.mark.sample(0)
 def test_predictors_that_say_nothing_let_nothing_exit(
     cli: Cli, converted_demo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

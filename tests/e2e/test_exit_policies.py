@@ -65,6 +65,7 @@ def test_a_text_is_scored_as_it_was_made(engine: Engine, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", NEIGHBOURS)
+@pytest.mark.sample(1)
 def test_sampled_texts_come_again(engine: Engine, mode: str) -> None:
     ours, theirs = (texts_of(engine, mode, PROMPTS, **FILTERED) for _ in range(2))
     assert ours == theirs

@@ -9,6 +9,7 @@ from scripts.generate_first_evening import PAGE, STEPS, transcript, without_figu
 
 @pytest.mark.long
 @pytest.mark.usefixtures("converted_demo")
+@pytest.mark.sample(0)
 def test_the_first_evening_is_as_its_page_says(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "home" / ".cache" / "hetero_ee"
     folder.parent.mkdir(parents=True)

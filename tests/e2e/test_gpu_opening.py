@@ -202,12 +202,14 @@ class Faulty:
 
 
 @pytest.mark.parametrize("overrides", [HALF, STREAMED, (("layers.*|head", "gpu"),)])
+@pytest.mark.sample(1)
 def test_memory_that_runs_out_at_any_allocation(model: Model, text: list[int], overrides: Any) -> None:
     assert_survives(model, text, overrides, lambda fault: {"allocation": fault}, at_least=5)
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow, id="every"), pytest.param(9, id="some")])
 @pytest.mark.parametrize("overrides", [HALF, STREAMED])
+@pytest.mark.sample(1)
 def test_memory_that_runs_out_in_any_step(model: Model, text: list[int], overrides: Any, stride: int) -> None:
     assert_survives(model, text, overrides, lambda fault: {"run": fault}, 20, stride)
 
@@ -235,6 +237,7 @@ def assert_survives(
     assert n > at_least
 
 
+@pytest.mark.sample(0)
 def test_what_ran_out_is_let_go_before_the_next_plan_is_opened(model: Model) -> None:
     """By the error too, whose frames had it: else there would be no room for the next one."""
     alive: list[int] = []

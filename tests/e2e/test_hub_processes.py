@@ -51,6 +51,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sample(0)
 def test_the_first_run_downloads_and_the_second_needs_no_network(
     start: Start, hub_server: Hub, tiny: Path, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_signal_ends_a_download_and_the_next_run_goes_on(
     assert hub.fetched() == {name for name in files if name.endswith(".safetensors")} - {whole}
 
 
+@pytest.mark.sample(0)
 def test_two_at_once_download_it_once(start: Start, hub_server: Hub, hub_cache: Path, tiny: Path, said: str) -> None:
     hub_server.publish(ID, tiny)
     hub_server.faults.append(Fault("/large/", pause_s=0.03))

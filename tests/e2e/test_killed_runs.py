@@ -74,6 +74,7 @@ def said(kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("seed", "n_kills"), SEEDS_AND_KILLS)
+@pytest.mark.sample(0)
 def test_a_first_generate_killed_at_any_moment(said: str, tmp_path: Path, seed: int, n_kills: int) -> None:
     """Conversion, measurement, plan and compilation, wherever the kills before have left them."""
     chance = random.Random(seed)

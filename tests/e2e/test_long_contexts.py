@@ -111,6 +111,7 @@ def test_logits_are_those_of_transformers_at_every_depth(model: tuple[Any, Path]
 
 @pytest.mark.parametrize("n_tokens", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_the_cpus_logits_are_the_references_at_every_depth(
     model: tuple[Any, Path], n_tokens: int, kind: str, kernels: Path
 ) -> None:

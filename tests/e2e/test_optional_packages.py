@@ -59,6 +59,7 @@ def test_a_plain_installation_holds_no_package_for_gpus_alone() -> None:
 
 
 @pytest.mark.usefixtures("converted_demo")
+@pytest.mark.sample(0)
 def test_text_needs_no_package_for_gpus_and_is_the_same_without(tmp_path: Path) -> None:
     command = ("generate", "Once upon a time", "-n", "12", "--temp", "0.8", "-s", "7")
     text, imported = run(*command, data=tmp_path / "data")
@@ -67,6 +68,7 @@ def test_text_needs_no_package_for_gpus_and_is_the_same_without(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("cache")
+@pytest.mark.sample(0)
 def test_a_plan_from_a_configuration_needs_no_tokenizer_either(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     command = ("plan", str(tmp_path), "--hardware", "rtx-4060-laptop-8gb", "--json")
@@ -76,11 +78,13 @@ def test_a_plan_from_a_configuration_needs_no_tokenizer_either(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("converted_demo")
+@pytest.mark.sample(0)
 def test_a_machine_is_measured_without_packages_for_gpus(tmp_path: Path) -> None:
     said, imported = run("profile", "--quick", "--json", absent=",".join(GPU_ONLY), data=tmp_path / "data")
     assert not imported and json.loads(said)["cpu"]
 
 
 @pytest.mark.parametrize("command", [["--help"], ["generate", "--help"], ["doctor"], ["models"], ["config", "show"]])
+@pytest.mark.sample(1)
 def test_what_runs_no_model_imports_none_of_them(command: list[str], cache: Path, tmp_path: Path) -> None:
     assert run(*command, data=tmp_path / "data")[1] == []

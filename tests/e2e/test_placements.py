@@ -85,6 +85,7 @@ def of_family(name: str, folder: Path, kind: str) -> Model:
 
 @pytest.mark.parametrize("kind", ["fp32", "int4"])
 @pytest.mark.parametrize("name", PLACED)
+@pytest.mark.sample(4)
 def test_every_placement_of_every_family(tmp_path: Path, name: str, kind: str) -> None:
     """Every third placement and one type of keys and values, others for the next family."""
     number = 2 * PLACED.index(name) + (kind == "int4")
@@ -193,6 +194,7 @@ def test_rows_may_wait_at_any_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantizer", ["none", "codebook"])
 @pytest.mark.parametrize("name", ["demo", "stories260k"])
+@pytest.mark.sample(1)
 def test_trained_models_at_two_splits(request: pytest.FixtureRequest, name: str, quantizer: str) -> None:
     assert_trained(request.getfixturevalue(name), quantizer, [split_at(2), PLACEMENTS["streamed"]], 24)
 

@@ -62,6 +62,7 @@ def test_models_on_cards(cli: Cli, model: str, card: str) -> None:
 
 
 @pytest.mark.parametrize("card", reference_names())
+@pytest.mark.sample(1)
 def test_a_model_that_is_not_there_yet(cli: Cli, tmp_path: Path, card: str) -> None:
     """By its config.json alone, in a folder whose name a shell would take apart."""
     folder = tmp_path / "it's a model"
@@ -78,6 +79,7 @@ def test_a_model_that_is_not_there_yet(cli: Cli, tmp_path: Path, card: str) -> N
 
 @pytest.mark.usefixtures("converted_demo")
 @pytest.mark.parametrize("limits", [[], ["--vram-budget", "0.14", "-c", "128"], ["--mode", "full", "-ngl", "2"]])
+@pytest.mark.sample(1)
 def test_the_demo_model_on_an_emulated_card(cli: Cli, limits: list[Any]) -> None:
     words, pins, made = told(cli, *CARD, *limits)
     assert words[1:3] == ["generate", PROMPT]
@@ -89,6 +91,7 @@ def test_the_demo_model_on_an_emulated_card(cli: Cli, limits: list[Any]) -> None
 @pytest.mark.parametrize(
     "limits", [[], ["-c", 200, "--kv-type", "fp16"], ["--mode", "exact", "--draft-tokens", 3, "--ram-budget", 0.7]]
 )
+@pytest.mark.sample(1)
 def test_the_demo_model_on_this_cpu(cli: Cli, data: Path, demo: Path, limits: list[Any]) -> None:
     profile = reference_profile("rtx-4060-laptop-8gb")
     machine = this_machine(this_host(), versions())

@@ -60,6 +60,7 @@ def said(sparsity: str) -> tuple[object, float | None, float | None]:
         return (found.token_ids, found.logprobs), engine.neuron_share, engine.predicted_share
 
 
+@pytest.mark.sample(0)
 def test_calibrated_once_it_is_used_by_engines_to_come(outcome: PredictorOutcome) -> None:
     again, chosen = calibrated(), outcome.predictor.chosen()
     assert not again.is_new and again.predictor.measured == outcome.predictor.measured
@@ -86,6 +87,7 @@ def with_bias(predictor: NeuronPredictor, bias: float) -> NeuronPredictor:
     return replace(predictor, layers=tuple(replace(e, bias=torch.full_like(e.bias, bias)) for e in predictor.layers))
 
 
+@pytest.mark.sample(0)
 def test_where_every_neuron_is_predicted_the_text_is_that_of_all_to_the_bit(outcome: PredictorOutcome) -> None:
     with opened(UNPREDICTED) as engine:
         assert engine.calibrations is not None
@@ -98,6 +100,7 @@ def test_where_every_neuron_is_predicted_the_text_is_that_of_all_to_the_bit(outc
     assert everything == dense and used == active and predicted == 1.0 and nothing == 0.0 and none is None
 
 
+@pytest.mark.sample(0)
 def test_what_was_broken_off_goes_on_to_the_same_bytes(outcome: PredictorOutcome) -> None:
     before, stages = outcome.file.read_bytes(), 0
 

@@ -45,6 +45,7 @@ def executor(case: tuple[Model, str, str]) -> Iterator[Executor]:
     made.close()
 
 
+@pytest.mark.sample(1)
 def test_a_row_has_the_same_bits_in_every_batch_and_chunk(executor: Executor, case: tuple[Model, str, str]) -> None:
     prompts = [PROMPT, PROMPT[:1], PROMPT[3:9]]
     together, batched_steps = greedy(executor, prompts, 8)
@@ -78,6 +79,7 @@ def test_truncating_rolls_back_exactly(executor: Executor) -> None:
     assert torch.equal(executor.hidden(Batch.of_sequence(sequence, 6, [*PROMPT[6:], 9])), expected[6:])
 
 
+@pytest.mark.sample(1)
 def test_logits_differ_by_the_rounding_alone(case: tuple[Model, str, str]) -> None:
     """From the same executor over an fp32 cache; and the kernels from the reference over the same kind of cache."""
     model, weights, kind = case

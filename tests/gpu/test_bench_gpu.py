@@ -18,7 +18,7 @@ from tests.gpu_support import IS_INTERPRETED
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "bench" / "bench_gpu.py"
 
-pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="runs a process of its own")
+pytestmark = [pytest.mark.sample(0), pytest.mark.skipif(IS_INTERPRETED, reason="runs a process of its own")]
 
 
 def run(*flags: object) -> subprocess.CompletedProcess[str]:

@@ -29,6 +29,7 @@ def test_without_a_gpu_it_says_so(flags: tuple[str, ...]) -> None:
     assert done.stderr == "There is no GPU that torch can use: nothing was measured.\n"
 
 
+@pytest.mark.sample(0)
 @pytest.mark.skipif(IS_INTERPRETED, reason="runs a process of its own")
 def test_it_compares_small_products() -> None:
     done = run("--small")

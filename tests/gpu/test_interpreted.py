@@ -41,10 +41,15 @@ def outcome(case: ElementTree.Element) -> str:
 
 
 @pytest.mark.long
-def test_in_the_interpreter(tmp_path: Path) -> None:
-    assert set(run(tmp_path / "report.xml")) == {file.name for file in FILES}
-
-
-@pytest.mark.slow
-def test_whole_grids_in_the_interpreter(tmp_path: Path) -> None:
-    assert run(tmp_path / "report.xml", "-m", "slow")
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "not slow and not full",
+        pytest.param("full", marks=pytest.mark.full),
+        pytest.param("slow", marks=pytest.mark.slow),
+    ],
+)
+def test_in_the_interpreter(cases: str, tmp_path: Path) -> None:
+    found = run(tmp_path / "report.xml", "-m", cases)
+    assert set(found) == {file.name for file in FILES} or cases != "not slow and not full"
+    assert found

@@ -31,6 +31,7 @@ def weight_of(shape: tuple[int, int], quantizer: str = "codebook") -> TileWeight
 
 @pytest.mark.parametrize("quantizer", ["rtn", "codebook"])
 @pytest.mark.parametrize("shape", [(16, 32), (40, 70), (17, 96), (3, 160)])  # K an odd number of groups, too
+@pytest.mark.sample(0)
 def test_bitsandbytes_reads_our_weights(functional: Any, shape: tuple[int, int], quantizer: str) -> None:
     weight = weight_of(shape, quantizer)
     matrix = bitsandbytes_matrix(weight, torch.device("cpu"))

@@ -235,6 +235,7 @@ def is_forgotten(how: Drafting) -> bool:
 
 @every_way
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.sample(1)
 def test_an_interruption_anywhere_frees_everything(after: bool, way: str) -> None:
     expected = sorted(map(str, decoding(ScriptedModel(successor, successor), None, PROMPTS)))
     for at in itertools.count(1):
@@ -271,6 +272,7 @@ def talked(model: ScriptedModel, how: Drafting) -> Iterator[bool]:
 
 @every_way
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.sample(1)
 def test_an_interruption_of_any_call_leaves_what_was_said_to_be_resumed(after: bool, way: str) -> None:
     for at in itertools.count(1):
         model, how = interrupted(at, after, way)
@@ -280,6 +282,7 @@ def test_an_interruption_of_any_call_leaves_what_was_said_to_be_resumed(after: b
 
 
 @every_way
+@pytest.mark.sample(1)
 def test_an_interruption_of_any_line_leaves_what_was_said_to_be_resumed(way: str) -> None:
     for at in itertools.count(1, 5):
         lines = itertools.count(1)

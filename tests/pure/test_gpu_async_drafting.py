@@ -73,6 +73,7 @@ def test_a_guess_takes_nothing_from_tokens_that_wait(model: Model, n_tokens: int
 @pytest.mark.parametrize("places", sorted(PLACES))
 @pytest.mark.parametrize("exit_layer", [1, 2])
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
+@pytest.mark.sample(2)
 def test_texts_are_those_of_full_mode(model: Model, places: str, exit_layer: int, threshold: float) -> None:
     executor, counts = opened(model, places), DraftCounts()
     how = Drafting(exit_layer, 2, FixedThreshold(threshold), DraftEnd(), async_layers=exit_layer)

@@ -133,6 +133,7 @@ def unmeasured_head(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sample(0)
 def test_an_unmeasured_head_is_checked_when_it_is_first_opened(tmp_path: Path, cache: Path, kernels: Any) -> None:
     head, said = unmeasured_head(tmp_path), list[str]()
 
@@ -157,6 +158,7 @@ def test_an_unmeasured_head_is_checked_when_it_is_first_opened(tmp_path: Path, c
         assert any("Checked" in each for each in said)  # what is damaged is made again
 
 
+@pytest.mark.sample(0)
 def test_a_mode_that_exits_refuses_a_head_of_three_layers(tmp_path: Path, cache: Path, kernels: Any) -> None:
     config = json.loads((demo_model_folder() / "draft_head" / "config.json").read_text())
     del config["draft_token_ids"]

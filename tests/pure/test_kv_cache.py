@@ -37,6 +37,7 @@ class KvCacheMachine(CacheMachine):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_what_is_written_is_read_back(kind: str) -> None:
     machine = type("Machine", (KvCacheMachine,), {"kind": kind})
     run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=25))

@@ -88,6 +88,7 @@ def n_parts(kind: str) -> int:
 @errors
 @before_and_after
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_any_allocation_of_a_growing_pass_fails(kind: str, error: BaseException, after: bool) -> None:
     """Each sequence's lower layers outgrow their room; the n-th of their arrays can't be had."""
     for n_calls in range(N_SEQUENCES * n_parts(kind)):

@@ -45,6 +45,7 @@ def test_without_bitsandbytes_one_sentence_tells_what_to_install(monkeypatch: py
         quantize(gaussian(1, 32), "nf4")
 
 
+@pytest.mark.sample(0)
 def test_bitsandbytes_is_imported_in_silence() -> None:
     """It would speak of a kernel for multiplications that it could not load. Its logger is left as it was."""
     code = QUIET + "import logging; print(logging.getLogger('bitsandbytes').level)"

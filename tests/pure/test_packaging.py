@@ -51,6 +51,7 @@ def test_a_tested_version_is_stated_of_every_requirement() -> None:
     assert all(requirement.specifier.contains(TESTED_VERSIONS[requirement.name]) for requirement in needed)
 
 
+@pytest.mark.sample(0)
 def test_an_installed_wheel_works_away_from_the_repository(tmp_path: Path) -> None:
     """Builds the wheel, installs it in an empty folder and imports all five packages from there."""
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

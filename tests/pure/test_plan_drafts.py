@@ -61,6 +61,7 @@ def test_the_best_of_exits_sequences_and_neither(statistics: Statistics, drafts:
     assert found.prediction.generated_tokens_per_s == max(rates)
 
 
+@pytest.mark.sample(0)
 def test_a_gain_of_less_than_the_predictions_err_by_is_declined() -> None:
     """Along falling acceptance there is a last sequence that is planned, and it is worth it."""
     full = planned(Statistics()).prediction.generated_tokens_per_s

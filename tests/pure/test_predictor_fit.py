@@ -108,6 +108,7 @@ def test_ranks_are_an_eighth_in_whole_tiles() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sample(1)
 def test_a_fit_is_the_same_each_time_and_better_than_chance(family: str) -> None:
     found = fit(family).predictor()
     assert bits(found) == bits(fit(family).predictor())
@@ -167,6 +168,7 @@ def interrupting(call: int) -> Callable[[str, int, int], None]:
 
 
 @pytest.mark.parametrize("call", [0, 1, 3, 6, 14])
+@pytest.mark.sample(1)
 def test_a_fit_that_was_broken_off_goes_on_to_the_same_bytes(
     tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def test_states_of_layers_that_are_done_with_are_forgotten(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("call", [0, 9, 17, 30])
+@pytest.mark.sample(1)
 def test_curves_that_were_broken_off_go_on_to_the_same_bytes(tmp_path: Path, call: int) -> None:
     spec, weights = sparse_model("llama")
     chunks = random_chunks(spec)

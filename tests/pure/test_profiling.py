@@ -466,6 +466,7 @@ def test_what_killed_processes_left_is_removed_under_the_lock_alone(
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("rates", [[1e9, 1e9, 1e9], [1e9, 1.2e9, 1.5e9]], ids=["quiet", "disturbed"])
+@pytest.mark.sample(1)
 def test_a_disk_that_fails_at_any_call_leaves_whole_profiles(
     ask: Asking, probes: Probes, watchful: None, monkeypatch: pytest.MonkeyPatch, code: int, lasting: bool, rates: Any
 ) -> None:

@@ -82,6 +82,7 @@ def test_the_ceiling_is_the_rated_bandwidth() -> None:
 
 @pytest.mark.parametrize("hardware", reference_names())
 @pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.sample(2)
 def test_no_choice_is_below_full_mode(model: str, hardware: str) -> None:
     """Of published exits and heads, for a card that holds all, half or a quarter of what it could."""
     spec, profile = known_spec(model), reference_profile(hardware)

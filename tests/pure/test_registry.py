@@ -118,6 +118,7 @@ print(chosen.name, [name for name in sys.modules if name.startswith("triton.")])
 """
 
 
+@pytest.mark.sample(0)
 def test_without_triton_bitsandbytes_is_chosen_and_the_references_compute() -> None:
     """As on Windows, where Triton can't be imported; its int8 activations leave products within 0.3 of the exact."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)

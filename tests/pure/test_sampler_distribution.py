@@ -72,6 +72,7 @@ def pair_fit(draw: Draw, params: SamplingParams, n_kept: int = 4) -> float:
 
 @pytest.mark.few(7)
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda subset: "+".join(subset) or "none")
+@pytest.mark.sample(1)
 def test_every_combination_of_filters_draws_the_exact_distribution(subset: tuple[str, ...]) -> None:
     params = params_of(subset, seed=SUBSETS.index(subset))
     assert fit(params) > FALSE_FAIL_RATE
@@ -79,11 +80,13 @@ def test_every_combination_of_filters_draws_the_exact_distribution(subset: tuple
 
 
 @pytest.mark.parametrize("temperature", [0.1, 2.0, 50.0])
+@pytest.mark.sample(1)
 def test_every_temperature_draws_the_exact_distribution(temperature: float) -> None:
     for subset in ((), tuple(FILTERS)):
         assert fit(params_of(subset, 77, temperature)) > FALSE_FAIL_RATE
 
 
+@pytest.mark.sample(0)
 def test_neighbouring_positions_are_independent() -> None:
     for seed, subset in enumerate(((), ("top_k",), tuple(FILTERS))):
         assert pair_fit(ours, params_of(subset, seed)) > FALSE_FAIL_RATE
@@ -145,6 +148,7 @@ FILTER_DEFECTS: dict[str, tuple[str, Draw, Draw]] = {  # the filter, a sampler t
 
 
 @pytest.mark.parametrize("name", FILTER_DEFECTS)
+@pytest.mark.sample(1)
 def test_a_filter_that_is_off_by_one_is_caught(name: str) -> None:
     filter_name, right, wrong = FILTER_DEFECTS[name]
     params = params_of((filter_name,), seed=5)

@@ -83,6 +83,7 @@ def test_the_emulated_machine_takes_what_was_predicted(place: str, profile: Hard
 
 @pytest.mark.parametrize("profile", [PROFILE, measured()], ids=["derived", "measured"])
 @pytest.mark.parametrize("spec", [HOT, PREDICTED], ids=["exact", "predicted"])
+@pytest.mark.sample(1)
 def test_hot_neurons_on_the_gpu_beat_whole_ffns_there(spec: ModelSpec, profile: HardwareProfile) -> None:
     """As predicted, and as emulated; the plan says what it does, and its pins make it again."""
     limits = Limits(vram_budget_bytes=int(2.4 * 2**30), context_tokens=1024, mode="full")

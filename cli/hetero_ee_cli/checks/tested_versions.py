@@ -7,6 +7,7 @@ TESTED_VERSIONS = {
     "huggingface_hub": "2.4.0",
     "jinja2": "3.1.6",
     "llguidance": "1.9.1",
+    "msgspec": "0.22.0",
     "numba": "0.68.1",
     "numpy": "2.4.6",
     "platformdirs": "4.14.8",

@@ -130,6 +130,7 @@ MIXED = [(0, 69), (1, 0), (2, 32), (0, 63), (0, 64)]
 @pytest.mark.few(9)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.sample(3)
 def test_accurate_for_every_shape(heads: tuple[int, int, int], window: int | None) -> None:
     kind = list(KINDS)[SHAPES.index(heads) % 3]
     mixed = case(1, kind, heads, window, [70, 1, 33], MIXED)
@@ -179,6 +180,7 @@ def test_contexts_of_several_parts(window: int | None) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_bits_depend_on_the_row_alone(kind: str) -> None:
     """Neither on m nor on the other rows, the order of pages, the longest context or what the workspace held."""
     rows = [(row % 3, [60, 300, 20][row % 3] - row) for row in range(16)]
@@ -283,6 +285,7 @@ SHARING = [("fp32", (1, 1, 8)), ("fp16", (1, 2, 12)), ("int8", (1, 1, 12)), ("in
 @pytest.mark.few(5)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("kind", "heads"), SHARING)
+@pytest.mark.sample(1)
 def test_rows_that_share_a_program_have_the_bits_of_one_row(
     kind: str, heads: tuple[int, int, int], window: int | None
 ) -> None:
@@ -330,6 +333,7 @@ def test_a_page_beyond_32_bits_of_elements() -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("heads", [(2, 1, 16), (1, 2, 8), (1, 4, 16), (1, 3, 8)])
+@pytest.mark.sample(1)
 def test_a_prompts_rows_have_the_bits_of_one_row(heads: tuple[int, int, int], window: int | None) -> None:
     """More rows than FEW_ROWS are one launch, without a workspace, that adds up the parts itself."""
     rows = [(0, position) for position in range(290, 310)] + [(1, 0), (1, 1), (0, 5), (1, 2)]
