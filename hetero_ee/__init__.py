@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.async_tokens import AsyncTokens as AsyncTokens
     from hetero_ee.decoding.conversation import Conversation as Conversation
     from hetero_ee.decoding.logprobs import TokenLogprobs as TokenLogprobs
+    from hetero_ee.decoding.loop import DecodingLoop as DecodingLoop
+    from hetero_ee.decoding.loop import Stepped as Stepped
     from hetero_ee.decoding.reply import Reply as Reply
     from hetero_ee.decoding.result import FinishReason as FinishReason
     from hetero_ee.decoding.result import GeneratedToken as GeneratedToken
     from hetero_ee.decoding.result import GenerationResult as GenerationResult
     from hetero_ee.decoding.result import TokenOrigin as TokenOrigin
-    from hetero_ee.decoding.steps import Stepped as Stepped
-    from hetero_ee.decoding.steps import Steps as Steps
     from hetero_ee.engine import Engine as Engine
     from hetero_ee.errors import CheckpointError as CheckpointError
     from hetero_ee.errors import DamagedStoreError as DamagedStoreError
@@ -68,7 +68,7 @@ _NAMES = {
     "hetero_ee.decoding.reply": ("Reply",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult", "TokenOrigin"),
     "hetero_ee.options.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
-    "hetero_ee.decoding.steps": ("Stepped", "Steps"),
+    "hetero_ee.decoding.loop": ("DecodingLoop", "Stepped"),
     "hetero_ee.engine": ("Engine",),
     "hetero_ee.errors": (
         *("CheckpointError", "DamagedStoreError", "DeviceLostError", "DeviceMemoryError", "DiskFullError"),

@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Self, Unpack, overload
 
@@ -13,12 +13,10 @@ from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.constrained.grammars import Grammars
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
+from hetero_ee.decoding.loop import Decoding, DecodingLoop, FullMode, Mode, SeparateModes
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.scoring import prompt_logprobs
-from hetero_ee.decoding.shared_steps import FullPasses, SharedSteps
-from hetero_ee.decoding.steps import AlternatingSteps, SharedPasses, Steps
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
@@ -33,8 +31,8 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.text_meter import TextMeter
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.early_exit import generate_early
-from hetero_ee.speculation.exact import ExactPasses, generate_exact
+from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
+from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
@@ -273,21 +271,27 @@ class Engine(CalibratingEngine):
         if source is None:
             raise ModelError("this model has no chat template; give one with chat_template, or use generate.")
         template = ChatTemplate(source, self._tokenizer.special_tokens)
-        closing = [source.close for source in (self.drafting.sources if self.drafting else ())]
-        conversation = Conversation(executor, self._tokenizer, template, self._tokens, params, system, closing)
+        way = self._tokens, self.close_sequence
+        conversation = Conversation(executor, self._tokenizer, template, *way, params, system)
         self._conversations.add(conversation)
         return conversation
 
-    def steps(self) -> Steps:
-        """Of texts that join and leave while others run, for servers; in full and exact mode they share passes."""
-        if self.exits is not None:
-            return AlternatingSteps(self._tokens)
-        executor, others = self.executor, (self._tokenizer.decode, self._clock, self._turns, self._look)
-        passes: SharedPasses = FullPasses(executor, self._clock)
-        if self._drafting is not None:
-            self._draft_counts = DraftCounts()
-            passes = ExactPasses(executor, self._drafting.drafting, self._draft_counts, self._clock)
-        return SharedSteps(executor, passes, lambda: self._ending(executor), *others)
+    def loop(self) -> DecodingLoop:
+        """Start a decoding loop, for servers: sequences join and leave while others run.
+
+        In full and exact mode they share passes. In an early-exit mode each advances by itself, since some policies
+        decide by what all sequences of a pass are.
+        """
+        exits = self.exits
+        mode = self._new_mode() if exits is None else SeparateModes(lambda: self._early_exit_mode(exits))
+        return DecodingLoop(self._decoding(), mode, chunked_prefill=True)
+
+    def close_sequence(self, sequence: int) -> None:
+        """Free a sequence of the KV cache, and what drafting keeps of it."""
+        self.executor.cache.close(sequence)
+        for drafting in (self.drafting, self.exits):
+            if drafting is not None:
+                drafting.close(sequence)
 
     def prompt_logprobs(self, cached_as: int, token_ids: list[int], n_top: int) -> Generator[list[TokenLogprobs]]:
         """Of a prompt's tokens but the first, by the full model, some a pass; for servers. Raises UsageError.
@@ -331,28 +335,30 @@ class Engine(CalibratingEngine):
     def _tokens(
         self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER
     ) -> Generator[GeneratedToken]:
-        """In the plan's mode. stop: ends the text while its prompt is read.
+        """Generate in the plan's mode. stop: ends the sequences, even while a prompt is read.
 
-        Raises HeteroError, before the text and behind it, where the weights' file was written to.
+        Raises HeteroError if the weights' file was written to, before the sequences or at their ends.
         """
+        loop = DecodingLoop(self._decoding(), self._new_mode())
+        return self._turns.taking(loop.generate(prompts, params, stop, self._meter), stop)
+
+    def _decoding(self) -> Decoding:
         executor = self.executor
-        common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
+        others = self._tokenizer.decode, self._clock, self._turns, self._look
+        return Decoding(executor, lambda: self._ending(executor), *others)
+
+    def _new_mode(self) -> Mode:
+        """Make the plan's mode, with statistics that start at zero."""
         if self.exits is not None:
             self._exit_counts = ExitCounts()
-            tokens = generate_early(*common, self.exits, self._exit_counts)
-        elif self._drafting is None:
-            tokens = generate(*common)
-        else:
+            return self._early_exit_mode(self.exits)
+        if self._drafting is not None:
             self._draft_counts = DraftCounts()
-            tokens = generate_exact(*common, self._drafting.drafting, self._draft_counts)
-        n_texts = 1 if isinstance(prompts, Continuation) else len(prompts)
-        return self._turns.taking(self._watched(tokens, n_texts), stop)
+            return ExactMode(self.executor, self._drafting.drafting, self._draft_counts, self._clock)
+        return FullMode(self.executor, self._clock)
 
-    def _watched(self, tokens: Iterator[GeneratedToken], n_texts: int) -> Generator[GeneratedToken]:
-        """The same tokens, of a file that nobody writes to."""
-        self._look()
-        yield from self._meter.metered(self.executor, tokens, n_texts)
-        self._look()
+    def _early_exit_mode(self, exits: EarlyExits) -> EarlyExitMode:
+        return EarlyExitMode(self.executor, exits, self._exit_counts, self._clock)
 
     @property
     def _clock(self) -> Callable[[], float]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.kv.batch import Batch

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -18,9 +19,9 @@ from hetero_ee.calibration.following import followed
 from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.config import Progress
-from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.loop import FullMode, Take, generate
 from hetero_ee.decoding.scoring import n_changed
-from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step, texts_of
+from hetero_ee.decoding.texts import Ending, Text, step
 from hetero_ee.errors import UsageError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import Drafted
@@ -29,7 +30,7 @@ from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit, OnPolicy, levels_of
 from hetero_ee.speculation.policies.certified import Certified
-from hetero_ee.speculation.policies.exit_head import exit_heads
+from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.record import Arrays
@@ -78,7 +79,6 @@ class CertificateRun:
         progress: Progress | None = None,
     ) -> None:
         self._executor, self._ending, self._calibration = executor, ending, calibration
-        self._sampler = DraftSampler()
         compiled = executor.weights.quantizer != UNQUANTIZED
         self._heads = exit_heads(calibration, range(1, calibration.n_layers), compiled=compiled)
         self._partial, self._clock, self._progress = partial, clock, progress
@@ -137,38 +137,12 @@ class CertificateRun:
 
     def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
         """Judge a group's tokens. Sequences that end early have fewer."""
-        texts = texts_of([list(prompt) for prompt in prompts], PARAMS, lambda ids: "", self._ending)
-        rows: list[list[NDArray[np.uint8]]] = [[] for _ in texts]
-        for _ in in_own_sequences(self._executor, texts, self._tokens(texts, rows, n_before)):
+        mode = _JudgingMode(self._executor, self._heads, lambda n_steps: self._tell(n_before, len(prompts), n_steps))
+        asked = [list(prompt) for prompt in prompts]
+        for _ in generate(self._executor, asked, PARAMS, self._ending, lambda ids: "", lambda: 0.0, mode):
             pass
+        rows = [mode.rows.get(number, []) for number in range(len(prompts))]
         return _arrays_of(prompts, rows, len(self._heads))
-
-    def _tokens(
-        self, texts: list[Text], rows: list[list[NDArray[np.uint8]]], n_before: int
-    ) -> Iterator[GeneratedToken]:
-        """Yield the full model's greedy tokens and add to `rows`, by sequence, how the exit layers judged each."""
-        executor, n_steps = self._executor, 0
-        for text, logits in [(text, prefill(executor, text)) for text in texts]:
-            yield step(text, logits, 0.0)
-        while active := [text for text in texts if not text.finished]:
-            tokens = [WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1) for text in active]
-            drafts = np.array([self._drafted(tokens, active, exit_layer) for exit_layer in self._heads])
-            final = advance(executor, tokens, executor.spec.n_layers)
-            assert final is not None, "a model has a layer"
-            levels = levels_of(drafts[:, :, 1])
-            for row, (text, logits) in enumerate(zip(active, executor.to_logits(final), strict=True)):
-                token = step(text, logits, 0.0)
-                rows[text.sequence].append(2 * levels[:, row] + (drafts[:, row, 0] == token.token_id))
-                yield token
-            n_steps += 1
-            self._tell(n_before, len(texts), n_steps)
-
-    def _drafted(self, tokens: list[WaitingToken], texts: list[Text], exit_layer: int) -> list[Drafted]:
-        """Return what each sequence's last token would give at an exit layer."""
-        hidden = advance(self._executor, tokens, exit_layer)
-        assert hidden is not None, "an exit layer is after the embedding"
-        rows = [(text, text.token_ids) for text in texts]
-        return self._sampler.drafted(self._executor, hidden, self._heads[exit_layer].end, rows, is_verified=False)
 
     def _tell(self, n_before: int, n_together: int, n_steps: int) -> None:
         """Report the progress and, once the first steps were timed, the expected time."""
@@ -184,6 +158,44 @@ class CertificateRun:
             )
         n_done = n_before * TOKENS_A_PROMPT + n_steps * n_together
         self._progress(CERTIFYING, n_done, self._n_prompts * TOKENS_A_PROMPT)
+
+
+class _JudgingMode(FullMode):
+    """Full mode that records how each exit layer judges every token.
+
+    rows: of each prompt, by its index, a row for each token: twice the confidence's level, plus 1 if the exit is right.
+    """
+
+    def __init__(self, executor: Executor, heads: ExitHeads, tell: Callable[[int], None]) -> None:
+        """tell: called after each step with the number of steps so far."""
+        super().__init__(executor, lambda: 0.0)
+        self._heads, self._tell, self._n_steps = heads, tell, 0
+        self._sampler = DraftSampler()
+        self.rows: dict[int, list[NDArray[np.uint8]]] = {}
+
+    def advance(self, texts: Sequence[Text]) -> list[Take]:
+        """See Mode."""
+        tokens = [WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1) for text in texts]
+        drafts = np.array([self._drafted(tokens, texts, exit_layer) for exit_layer in self._heads])
+        final = advance(self._executor, tokens, self._executor.spec.n_layers)
+        assert final is not None, "a model has a layer"
+        levels = levels_of(drafts[:, :, 1])
+        takes: list[Take] = []
+        for row, (text, logits) in enumerate(zip(texts, self._executor.to_logits(final), strict=True)):
+            token = step(text, logits, 0.0)
+            judged = 2 * levels[:, row] + (drafts[:, row, 0] == token.token_id)
+            self.rows.setdefault(text.sequence, []).append(judged)
+            takes.append(partial(list, [token]))
+        self._n_steps += 1
+        self._tell(self._n_steps)
+        return takes
+
+    def _drafted(self, tokens: list[WaitingToken], texts: Sequence[Text], exit_layer: int) -> list[Drafted]:
+        """Return what each sequence's last token would give at an exit layer."""
+        hidden = advance(self._executor, tokens, exit_layer)
+        assert hidden is not None, "an exit layer is after the embedding"
+        rows = [(text, text.token_ids) for text in texts]
+        return self._sampler.drafted(self._executor, hidden, self._heads[exit_layer].end, rows, is_verified=False)
 
 
 def _arrays_of(prompts: Sequence[Chunk], rows: Sequence[Sequence[NDArray[np.uint8]]], n_exit_layers: int) -> Arrays:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 import numpy as np
 
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
 from hetero_ee.options.evaluation import CALIBRATION_TOKENS, MIN_CALIBRATION_TOKENS

@@ -1,10 +1,10 @@
 """Timed runs as llama-bench makes them: a prompt of n tokens, or n tokens one after another, after a given depth."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.kv.batch import Batch
@@ -79,11 +79,11 @@ def bench_run(
 
 @dataclass(frozen=True, slots=True)
 class DraftedWay:
-    """A speculative mode: warm_up and timed take what full.generate does, and only the second counts its drafts."""
+    """A speculative mode: warm_up and timed take what loop.generate does, and only the second counts its drafts."""
 
     warm_up: Callable[..., Iterator[GeneratedToken]]
     timed: Callable[..., Iterator[GeneratedToken]]
-    closing: Sequence[Callable[[int], None]]  # told of each sequence that is closed
+    close: Callable[[int], None]  # frees what drafting keeps of a sequence of the KV cache
 
 
 def bench_reading_run(
@@ -112,8 +112,8 @@ def bench_reading_run(
             _make_room(executor, sequence, n_depth, n_prompt)
             samples.append(read(way.timed if repetition else way.warm_up, n_depth + n_prompt))
         finally:
-            for close in (executor.cache.close, *way.closing):
-                close(sequence)
+            executor.cache.close(sequence)
+            way.close(sequence)
     return BenchRun(n_prompt, 0, n_depth, tuple(samples[1:]))
 
 

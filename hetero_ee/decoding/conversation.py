@@ -6,7 +6,7 @@ before; and so are its tokens, since a row's bits depend on its own sequence alo
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Self, Unpack
 
 from hetero_ee.decoding.reply import Reply
@@ -39,11 +39,11 @@ class Conversation:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         generate: Generate,
+        close_sequence: Callable[[int], None],
         sampling: SamplingParams,
         system: str | None = None,
-        closing: Sequence[Callable[[int], None]] = (),
     ) -> None:
-        """generate: the way to decode. closing: told the sequence of the KV cache when it is freed."""
+        """generate: the way to decode. close_sequence: frees a sequence of the KV cache."""
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._generate, self._sampling = generate, sampling
         self._system: tuple[Message, ...] = ()
@@ -52,7 +52,7 @@ class Conversation:
         self._n_regenerated = 0
         self._sequence = executor.cache.open_new()
         self._cached_ids: list[int] = []  # what the sequence holds for certain; it may hold more
-        self._finalizer = weakref.finalize(self, _free, executor, self._sequence, template, closing)
+        self._finalizer = weakref.finalize(self, _free, close_sequence, self._sequence, template)
         try:
             self.system = system
         except BaseException:
@@ -210,8 +210,7 @@ def _message(role: str, text: str) -> Message:
     return Message(role, text)
 
 
-def _free(executor: Executor, sequence: int, template: ChatTemplate, closing: Sequence[Callable[[int], None]]) -> None:
+def _free(close_sequence: Callable[[int], None], sequence: int, template: ChatTemplate) -> None:
     """What a conversation holds beside itself; called once, at the latest when it is collected."""
-    for close in (executor.cache.close, *closing):
-        close(sequence)
+    close_sequence(sequence)
     template.close()

@@ -145,32 +145,6 @@ def common_length(first: list[int], second: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def in_own_sequences(
-    executor: Executor, texts: list[Text], tokens: Iterator[GeneratedToken], *closing: Callable[[int], None]
-) -> Iterator[GeneratedToken]:
-    """Yields the tokens; each text without a sequence in the KV cache has its own there until it ends.
-
-    closing: told the number of each sequence that is closed.
-    """
-    owned = [text for text in texts if text.cached_as == UNCACHED]
-
-    def free(text: Text) -> None:
-        for close in (executor.cache.close, *closing) if text.cached_as != UNCACHED else ():
-            close(text.cached_as)
-        text.cached_as = UNCACHED
-
-    try:
-        for text in owned:
-            text.cached_as = executor.cache.open_new()
-        for token in tokens:
-            if owned and token.finish_reason is not None:  # its memory is free for others
-                free(texts[token.sequence])
-            yield token
-    finally:
-        for text in owned:
-            free(text)
-
-
 def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> Tensor:
     """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token.
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from hetero_ee.decoding.logprobs import TokenLogprobs
+from hetero_ee.decoding.loop import Stepped
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.steps import Stepped
 from hetero_ee.decoding.texts import Continuation, room_for_reply
 from hetero_ee.engine import Engine
 from hetero_ee.errors import DeviceMemoryError, HeteroError, UsageError
@@ -76,11 +76,8 @@ class Scheduler:
 
     def __init__(self, engine: Engine, n_slots: int, queue_size: int) -> None:
         """n_slots: texts at a time. queue_size: requests that may wait beside them."""
-        closing = [source.close for source in (engine.drafting.sources if engine.drafting else ())]
-        if engine.exits is not None and engine.exits.candidates is not None:
-            closing.append(engine.exits.candidates.close)
-        self._engine, self._steps, self.n_slots = engine, engine.steps(), n_slots
-        self._slots = Slots(engine.executor, n_slots, closing)
+        self._engine, self._loop, self.n_slots = engine, engine.loop(), n_slots
+        self._slots = Slots(engine.executor, n_slots, engine.close_sequence)
         self._queue, self._queue_size = deque[Job](), queue_size
         self._running: dict[int, _Running] = {}  # by the texts' numbers, prompts that are scored by negative ones
         self._scoring_numbers = count(-1, -1)
@@ -208,7 +205,7 @@ class Scheduler:
     def _join(self, job: Job, slot: Slot, n_cached: int) -> None:
         """Its text begins; n_cached tokens of its prompt are read."""
         try:
-            number = self._steps.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
+            (number,) = self._loop.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
         except BaseException:
             self._slots.give_back(slot, job.prompt_ids[:n_cached])
             raise
@@ -243,7 +240,7 @@ class Scheduler:
             if running.scoring is not None:
                 self._score(number, running, running.scoring)
         try:
-            stepped = self._steps.step()
+            stepped = self._loop.step()
         except Exception as error:
             failure = _failure(error)
             for number in list(self._running):
@@ -288,7 +285,7 @@ class Scheduler:
         was not read to its end."""
         running = self._running.pop(number)
         try:
-            self._steps.leave(number)
+            self._loop.leave(number)
             if running.scoring is not None:
                 running.scoring.close()
             kept: list[int] = []

@@ -4,7 +4,7 @@ A conversation's next request begins with all that was said, so that the sequenc
 again. Keys and values of a token depend on the tokens before it alone, so the text is the same either way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hetero_ee.decoding.texts import common_length
@@ -22,10 +22,10 @@ class Slot:
 
 
 class Slots:
-    """At most n_slots at a time. closing: told the number of each sequence that is closed."""
+    """At most n_slots at a time. close_sequence: frees a sequence of the KV cache."""
 
-    def __init__(self, executor: Executor, n_slots: int, closing: Sequence[Callable[[int], None]]) -> None:
-        self._executor, self._closing = executor, closing
+    def __init__(self, executor: Executor, n_slots: int, close_sequence: Callable[[int], None]) -> None:
+        self._executor, self._close_sequence = executor, close_sequence
         self._idle = [Slot() for _ in range(n_slots)]  # the one used last at the end
 
     @property
@@ -87,6 +87,5 @@ class Slots:
 
     def _free(self, slot: Slot) -> None:
         if slot.sequence != CLOSED:
-            for close in (self._executor.cache.close, *self._closing):
-                close(slot.sequence)
+            self._close_sequence(slot.sequence)
         slot.sequence, slot.token_ids = CLOSED, []

@@ -42,6 +42,11 @@ class Drafting:
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise UsageError(f"draft length is {self.draft_length}; expected 1 to {MAX_DRAFT_LENGTH}.")
 
+    def close(self, sequence: int) -> None:
+        """Free what the sources keep of a sequence of the KV cache."""
+        for source in self.sources:
+            source.close(sequence)
+
     def drafter(self, executor: Executor, sampler: DraftSampler, warn: Callable[[str], None]) -> Drafter:
         """What makes the drafts of one call's texts. Raises UsageError where no layer is left after the exit layer."""
         spec, end = executor.spec, self.exit_end

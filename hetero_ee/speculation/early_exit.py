@@ -8,15 +8,17 @@ full.py would choose. Source: SpecEE (arXiv 2504.08850) for the exits, EE-LLM (a
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
+from hetero_ee.decoding.loop import Take, generate
 from hetero_ee.decoding.result import EXIT, GeneratedToken, TokenOrigin
-from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, taken, texts_of
-from hetero_ee.errors import UsageError
+from hetero_ee.decoding.texts import Ending, Prompts, Text, prefill, step, taken
+from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.speculation.audit import ExitAudit, is_audited
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exit_statistics import ExitCounts
@@ -36,9 +38,14 @@ class EarlyExits:
     audit: ExitAudit | None = None  # compares some exits with the full model; once it is breached nothing exits
     warn: Callable[[str], None] | None = None  # told of a breach
 
+    def close(self, sequence: int) -> None:
+        """Free what the draft head keeps of a sequence of the KV cache."""
+        if self.candidates is not None:
+            self.candidates.close(sequence)
+
 
 class Passed(NamedTuple):
-    """A text's last token, at the end of its way."""
+    """A sequence's last token, after the layers that it passed in a step."""
 
     text: Text
     depth: int  # layers passed
@@ -57,88 +64,96 @@ def generate_early(
     exits: EarlyExits,
     counts: ExitCounts | None = None,
 ) -> Iterator[GeneratedToken]:
-    """Yields the tokens of all prompts as they come; counts: counts them. Closing the iterator frees the memory.
+    """Yield the tokens of all prompts as they come, and count them in `counts`.
 
     Raises UsageError for sampling that the policy can't judge.
     """
-    texts = texts_of(prompts, params, decode, ending, clock())
-    steps = ExitSteps(executor, DraftSampler(), exits, counts or ExitCounts())
-    tokens = _tokens(steps, texts, clock)
-    closing = [] if exits.candidates is None else [exits.candidates.close]
-    yield from in_own_sequences(executor, texts, tokens, *closing)
-
-
-def _tokens(steps: "ExitSteps", texts: list[Text], clock: Callable[[], float]) -> Iterator[GeneratedToken]:
-    """The rest of each prompt and a token of each, by all layers, then steps."""
-    try:
-        logits_of = [steps.read_prompt(text) for text in texts]
-        for text, logits in zip(texts, logits_of, strict=True):
-            yield step(text, logits, clock())
-        while active := [text for text in texts if not text.finished]:
-            for passed in steps.run(active):
-                if passed.logits is not None:
-                    yield step(passed.text, passed.logits, clock())
-                elif passed.token_id is not None:
-                    token = taken(passed.text, passed.token_id, clock())
-                    yield replace(token, origin=TokenOrigin(EXIT, passed.depth))
-    finally:
-        steps.end(texts)
+    mode = EarlyExitMode(executor, exits, counts or ExitCounts(), clock)
+    return generate(executor, prompts, params, ending, decode, clock, mode)
 
 
 def score_early(
     executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int, exits: EarlyExits, counts: ExitCounts
 ) -> Iterator[tuple[Tensor, int]]:
-    """What this text's tokens after its prompt would have been chosen from, with the keys and values that the mode
-    leaves behind: logits (vocab,) and the layers passed, for each. Raises UsageError for a text without a prompt."""
+    """Yield what each token after the prompt would have been chosen from: logits (vocab,), and the layers passed.
+
+    The keys and values are those that the mode leaves behind. Raises UsageError for a sequence without a prompt.
+    """
     if not 0 < n_prompt_tokens < len(token_ids):
         raise UsageError(f"a text of {len(token_ids)} tokens has no {n_prompt_tokens} of prompt and some to score.")
     params = SamplingParams(max_new_tokens=len(token_ids) - n_prompt_tokens)  # policies go by how far a text is
     ending = Ending(frozenset(), executor.cache.max_tokens)
     prompt_ids, sequence = list(token_ids[:n_prompt_tokens]), executor.cache.open_new()
     text = Text.of_prompt(0, prompt_ids, params, ending, lambda ids: "", sequence)
-    steps = ExitSteps(executor, DraftSampler(), exits, counts)
+    mode = EarlyExitMode(executor, exits, counts, lambda: 0.0)
     try:
-        yield steps.read_prompt(text), executor.spec.n_layers
+        mode.begin(text)
+        yield prefill(executor, text, mode.observe), executor.spec.n_layers
         for token_id in token_ids[n_prompt_tokens:-1]:
             text.token_ids.append(token_id)
-            for passed in steps.run([text]):
-                logits = (
-                    steps.judge.logits(passed.depth, passed.hidden[None])[0] if passed.logits is None else passed.logits
-                )
-                yield logits, passed.depth
+            for passed in mode.passed([text]):
+                yield mode.logits(passed), passed.depth
     finally:
-        executor.cache.close(text.cached_as)
-        if exits.candidates is not None:
-            exits.candidates.close(text.cached_as)
+        executor.cache.close(sequence)
+        mode.close(sequence)
 
 
-class ExitSteps:
-    """One call's texts, step by step."""
+class EarlyExitMode:
+    """Sequences whose tokens are emitted at their exits. See Mode.
 
-    def __init__(self, executor: Executor, sampler: DraftSampler, exits: EarlyExits, counts: ExitCounts) -> None:
-        self._executor, self._exits, self._counts = executor, exits, counts
-        self.judge = exits.policy.judging(executor, sampler)
-        self._sampler = sampler
-        self._waiting: dict[int, list[WaitingToken]] = {}  # by Text.sequence: its last token and those before that wait
-        self._audited: dict[int, list[tuple[WaitingToken, int]]] = {}  # of these, with what was given out after them
+    The last tokens of all sequences take each step together. What a policy decides may depend on that: see SkipDecode.
+    """
 
-    def read_prompt(self, text: Text) -> Tensor:
-        """By all layers: logits (vocab,) of its last token. Raises UsageError for sampling that can't be judged."""
-        self.judge.begin(text)
-        candidates = self._exits.candidates
-        return prefill(self._executor, text, None if candidates is None else candidates.read_prompt)
+    def __init__(self, executor: Executor, exits: EarlyExits, counts: ExitCounts, clock: Callable[[], float]) -> None:
+        self._executor, self._exits, self._counts, self._clock = executor, exits, counts, clock
+        self._sampler = DraftSampler()
+        self._judge = exits.policy.judging(executor, self._sampler)
+        self._pending: dict[int, list[WaitingToken]] = {}  # by sequence: its last token and those before it that exited
+        self._audited: dict[int, list[tuple[WaitingToken, int]]] = {}  # of these, with the token emitted after each
+        self.observe: Observe | None = None if exits.candidates is None else exits.candidates.read_prompt
 
-    def run(self, texts: Sequence[Text]) -> Iterator[Passed]:
-        """The last token of every text on its way out, each as soon as it is there; what follows it is the caller's to
-        add. A text that ends meanwhile may lose its sequence of the cache."""
-        layers_of = {text.sequence: self._exit_layers(text) for text in texts}
+    def begin(self, text: Text) -> None:
+        """See Mode."""
+        self._judge.begin(text)
+
+    def advance(self, texts: Sequence[Text]) -> list[Take]:
+        """See Mode. A token counts as emitted when it exits, before other sequences pass deeper layers."""
+        takes: dict[int, Take] = {}
+        try:
+            for passed in self.passed(texts):
+                takes[passed.text.cached_as] = partial(list, [self._emitted(passed)])
+        except HeteroError as error:
+            if not takes:
+                raise
+            return [takes.get(text.cached_as, partial(_fail, error)) for text in texts]
+        return [takes[text.cached_as] for text in texts]
+
+    def leave(self, texts: Sequence[Text]) -> None:
+        """Cut the cache to the tokens that have passed every layer. A later step catches up with the others."""
+        cache = self._executor.cache
+        for text in texts:
+            self._pending.pop(text.cached_as, None)
+            self._audited.pop(text.cached_as, None)
+            if text.cached_as in cache.sequences:
+                cache.cut(text.cached_as, cache.length(text.cached_as))
+
+    def close(self, sequence: int) -> None:
+        """See Mode."""
+        self._exits.close(sequence)
+
+    def logits(self, passed: Passed) -> Tensor:
+        """Return what the token's successor is chosen from, (vocab,)."""
+        return self._judge.logits(passed.depth, passed.hidden[None])[0] if passed.logits is None else passed.logits
+
+    def passed(self, texts: Sequence[Text]) -> Iterator[Passed]:
+        """Run the last token of every sequence until it exits, and yield each as soon as it has."""
+        layers_of = {text.cached_as: self._exit_layers(text) for text in texts}
         going = list(texts)
         for text in texts:
-            last = WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1)
-            self._waiting.setdefault(text.sequence, []).append(last)
+            self._pending[text.cached_as] = [*self._pending_of(text), _token(text, len(text.token_ids) - 1)]
         depth = 0
         for exit_layer in sorted({layer for layers in layers_of.values() for layer in layers}):
-            asked = [text for text in going if exit_layer in layers_of[text.sequence]]
+            asked = [text for text in going if exit_layer in layers_of[text.cached_as]]
             if asked:
                 depth = exit_layer
                 self._advance(going, exit_layer)
@@ -148,40 +163,38 @@ class ExitSteps:
         self._counts.add_step(self._executor.spec.n_layers if going else depth)
         yield from map(self._ended, self._all_layers(going))
 
-    def end(self, texts: Sequence[Text]) -> None:
-        """No token of these texts follows: nothing waits any more, and what the cache holds of them is whole."""
-        cache = self._executor.cache
-        for text in texts:
-            self._waiting.pop(text.sequence, None)
-            self._audited.pop(text.sequence, None)
-            if text.cached_as in cache.sequences:
-                cache.cut(text.cached_as, cache.length(text.cached_as))
+    def _pending_of(self, text: Text) -> list[WaitingToken]:
+        """The tokens before the last one that some layers lack."""
+        if text.cached_as not in self._pending:
+            n_whole = self._executor.cache.length(text.cached_as)
+            self._pending[text.cached_as] = [_token(text, at) for at in range(n_whole, len(text.token_ids) - 1)]
+        return self._pending[text.cached_as]
 
     def _exit_layers(self, text: Text) -> Sequence[int]:
-        """None for a token that many others wait for."""
+        """Return no layer for a token that many others wait for."""
         is_breached = self._exits.audit is not None and self._exits.audit.is_breached
-        if is_breached or len(self._waiting.get(text.sequence, ())) >= self._exits.max_waiting:
+        if is_breached or len(self._pending_of(text)) >= self._exits.max_waiting:
             return ()
-        return self.judge.exit_layers(text)
+        return self._judge.exit_layers(text)
 
     def _advance(self, texts: Sequence[Text], to_layer: int) -> None:
-        advance(self._executor, [token for text in texts for token in self._waiting[text.sequence]], to_layer)
+        advance(self._executor, [token for text in texts for token in self._pending[text.cached_as]], to_layer)
 
     def _judged(self, exit_layer: int, texts: Sequence[Text]) -> list[Passed]:
-        hidden = _states([self._waiting[text.sequence][-1] for text in texts])
+        hidden = _states([self._pending[text.cached_as][-1] for text in texts])
         self._counts.n_judged[exit_layer] += len(texts)
-        chosen = self.judge.judge(exit_layer, hidden, texts)
+        chosen = self._judge.judge(exit_layer, hidden, texts)
         rows = zip(texts, hidden.unbind(), chosen, strict=True)
         return [Passed(text, exit_layer, state, token_id, None) for text, state, token_id in rows]
 
     def _all_layers(self, texts: Sequence[Text]) -> list[Passed]:
-        """These texts' tokens, and all that wait for them, through the rest of the layers."""
+        """Run these sequences' tokens, and all that are pending before them, through the remaining layers."""
         if not texts:
             return []
         n_layers = self._executor.spec.n_layers
         self._advance(texts, n_layers)
-        audited = [(text, *each) for text in texts for each in self._audited.pop(text.sequence, ())]
-        last = [self._waiting[text.sequence][-1] for text in texts]
+        audited = [(text, *each) for text in texts for each in self._audited.pop(text.cached_as, ())]
+        last = [self._pending[text.cached_as][-1] for text in texts]
         hidden = _states([*last, *(token for _, token, _ in audited)])
         logits = self._executor.to_logits(hidden)
         self._audit(audited, logits[len(texts) :])
@@ -202,17 +215,32 @@ class ExitSteps:
                 )
 
     def _ended(self, passed: Passed) -> Passed:
-        """Count the token. One that exited waits for a later one that goes deeper."""
-        text, waiting = passed.text, self._waiting[passed.text.sequence]
+        """Count the token. One that exited stays pending until a later one goes deeper."""
+        text, pending = passed.text, self._pending[passed.text.cached_as]
         if passed.token_id is not None and self._exits.audit is not None:
-            token = waiting[-1]
+            token = pending[-1]
             if is_audited(text.params.seed, text.sequence, token.position):
-                self._audited.setdefault(text.sequence, []).append((token, passed.token_id))
+                self._audited.setdefault(text.cached_as, []).append((token, passed.token_id))
         if passed.logits is not None:
-            waiting.clear()
+            pending.clear()
         self._counts.add_token(passed.depth)
-        self.judge.given_out(text, passed.depth, passed.hidden)
+        self._judge.given_out(text, passed.depth, passed.hidden)
         return passed
+
+    def _emitted(self, passed: Passed) -> GeneratedToken:
+        if passed.token_id is None:
+            assert passed.logits is not None, "it passed all layers"
+            return step(passed.text, passed.logits, self._clock())
+        token = taken(passed.text, passed.token_id, self._clock())
+        return replace(token, origin=TokenOrigin(EXIT, passed.depth))
+
+
+def _fail(error: HeteroError) -> list[GeneratedToken]:
+    raise error
+
+
+def _token(text: Text, position: int) -> WaitingToken:
+    return WaitingToken(text.token_ids[position], text.cached_as, position)
 
 
 def _states(tokens: Sequence[WaitingToken]) -> Tensor:

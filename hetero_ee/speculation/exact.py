@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
+from hetero_ee.decoding.loop import Take, generate
 from hetero_ee.decoding.result import EXIT, FULL_MODEL, GeneratedToken, TokenOrigin
-from hetero_ee.decoding.steps import Take
-from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
+from hetero_ee.decoding.texts import Ending, Prompts, Text, step
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
@@ -43,19 +43,17 @@ def generate_exact(
     drafting: Drafting,
     counts: DraftCounts | None = None,
 ) -> Iterator[GeneratedToken]:
-    """Yields the tokens that full.generate yields, each text's in the same order; texts take turns by steps.
+    """Yield the tokens that full mode yields, and count the drafts in `counts`.
 
-    counts: counts them. Of a Continuation the draft sources have observed what the cache holds. Closing the iterator
-    frees the sequences' memory. Raises UsageError for an exit layer that the model does not have.
+    For a Continuation, the draft sources must already have observed the cached prefix. Raises UsageError for an exit
+    layer that the model does not have.
     """
-    texts = texts_of(prompts, params, decode, ending, clock())
-    passes = ExactPasses(executor, drafting, counts or DraftCounts(), clock)
-    closing = [source.close for source in drafting.sources]
-    yield from in_own_sequences(executor, texts, passes.tokens(texts), *closing)
+    mode = ExactMode(executor, drafting, counts or DraftCounts(), clock)
+    return generate(executor, prompts, params, ending, decode, clock, mode)
 
 
-class ExactPasses:
-    """What brings texts their tokens; see SharedPasses. Texts may come and go between two of its passes."""
+class ExactMode:
+    """Draft-verify steps of several sequences, which share every pass. See Mode."""
 
     def __init__(self, executor: Executor, drafting: Drafting, counts: DraftCounts, clock: Callable[[], float]) -> None:
         self._executor, self._drafting, self._counts, self._clock = executor, drafting, counts, clock
@@ -65,33 +63,21 @@ class ExactPasses:
         self.observe: Observe | None = self._read if drafting.sources else None
         self._has_warned = False
 
-    def tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
-        """The rest of each prompt, a token of each, then draft-verify steps. In the end no guess is left in the
-        cache."""
-        try:
-            logits_of = []
-            for text in texts:
-                self.begin(text)
-                logits_of.append(prefill(self._executor, text, self.observe))
-            for text, logits in zip(texts, logits_of, strict=True):
-                yield step(text, logits, self._clock())
-            while active := [text for text in texts if not text.finished]:
-                for take in self.run(active):
-                    yield from take()
-        finally:
-            self.leave(texts)
-
     def begin(self, text: Text) -> None:
-        """Of its prompt only what the cache holds was read."""
+        """Make the draft sources forget what the cache does not hold."""
         for source in self._drafting.sources:
             with self._surviving(source, "forget what was rolled back"):
                 source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
 
     def leave(self, texts: Sequence[Text]) -> None:
-        """No guess of theirs is left in the cache."""
+        """Roll back the next-token guesses of these sequences."""
         self._guesses.drop(texts)
 
-    def run(self, texts: Sequence[Text]) -> list[Take]:
+    def close(self, sequence: int) -> None:
+        """Free what the draft sources keep of the sequence."""
+        self._drafting.close(sequence)
+
+    def advance(self, texts: Sequence[Text]) -> list[Take]:
         """Drafts of every text and one pass that verifies them all; timed without whoever takes the tokens."""
         switch, start_s = self._drafting.switch, self._clock()
         steps = self._drafted(texts) if switch is None or switch.drafts else self._undrafted(texts)

@@ -342,7 +342,7 @@ def exact_figures(
     way = partial(generate_exact, drafting=drafting(knowledge, opened, profile, text, spec), counts=counts)
     params, ending = SamplingParams(max_new_tokens=n_text + 1), Ending(frozenset(), executor.cache.max_tokens)
     tokens = list(way(executor, [text[:1]], params, ending, lambda _: "", clock))
-    run = bench_text_run(executor, DraftedWay(way, way, ()), n_text, 0, repetitions=2, clock=clock)
+    run = bench_text_run(executor, DraftedWay(way, way, lambda sequence: None), n_text, 0, repetitions=2, clock=clock)
     expected_s = predicted_text_s(spec, profile, opened.plan, known, n_text, 0)
     return {
         "exact": achieved(n_text, expected_s, run.samples_s),

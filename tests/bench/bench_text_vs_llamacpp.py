@@ -23,7 +23,7 @@ from bench_vs_llamacpp import CONTEXT, llama_spec, random_weights
 from llamacpp import LlamaCpp, write_gguf
 
 from hetero_ee.decoding.benchmark import DraftedWay, bench_text, bench_text_run
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.request import PlanRequest
@@ -101,7 +101,7 @@ def our_texts(
             return generate_exact(*arguments, drafting=drawn, counts=counts)  # type: ignore[arg-type]
 
         def run(way: Callable[..., Iterator[object]]) -> float:
-            drafted = DraftedWay(way, way, ())  # type: ignore[arg-type]
+            drafted = DraftedWay(way, way, lambda sequence: None)  # type: ignore[arg-type]
             return bench_text_run(executor, drafted, tokens, CONTEXT, repetitions=1, clock=clock).samples_s[0]
 
         yield {"full": lambda: run(generate), "exact": lambda: run(exact)}

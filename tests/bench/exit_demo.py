@@ -7,7 +7,7 @@ from exit_rows import EMULATED, Row, StepCounts, Timed, described_row, full_row,
 
 from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.options.sampling import SamplingParams

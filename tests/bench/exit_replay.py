@@ -12,7 +12,7 @@ import torch
 from exit_rows import REPLAYED, Row, StepCounts, Timed, described_row, full_row, planned_costs, row, timed
 from torch import Tensor
 
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hetero_ee.costs.product import FLOAT_BYTES
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.options.sampling import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm

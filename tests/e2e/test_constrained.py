@@ -11,7 +11,6 @@ import pytest
 
 from hetero_ee import Engine, UsageError
 from hetero_ee.decoding.texts import Continuation
-from hetero_ee.decoding.turns import NEVER
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT
 from hetero_ee_profiles.reference import reference_profile
@@ -85,11 +84,11 @@ def test_log_probabilities_are_the_models_own(engines: dict[str, Engine]) -> Non
 @pytest.mark.parametrize("way", ["full", "head", "exits"])
 def test_texts_of_their_own_grammars_share_passes(engines: dict[str, Engine], way: str) -> None:
     engine, found = engines[way], dict[int, list[int]]()
-    steps, ids = engine.steps(), engine.tokenizer.encode(PROMPT)
+    loop, ids = engine.loop(), engine.tokenizer.encode(PROMPT)
     asked = [engine.default_sampling.changed(json_schema=SCHEMAS[name], **SAMPLED) for name in SOME[:3]]
     asked.append(engine.default_sampling.changed(max_new_tokens=10))
-    numbers = [steps.join(Continuation(engine.executor.cache.open_new(), ids), each, NEVER) for each in asked]
-    while stepped := steps.step():
+    numbers = [loop.join(Continuation(engine.executor.cache.open_new(), ids), each)[0] for each in asked]
+    while stepped := loop.step():
         for each in stepped:
             assert not isinstance(each.outcome, Exception)
             found.setdefault(each.number, []).append(each.outcome.token_id)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from torch import Tensor
 
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts, Text
 from hetero_ee.errors import UsageError

@@ -13,7 +13,7 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.decoding.benchmark import bench_run
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.hub.config_file import read_spec

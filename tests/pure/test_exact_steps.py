@@ -148,11 +148,13 @@ def test_a_source_observes_verified_tokens_alone(wrong: tuple[int, ...]) -> None
     model, how = drafted("sequences", wrong_at(*wrong))
     (source,), model.prompt_chunk_tokens = how.sources, 2
     assert isinstance(source, ScriptedSource)
-    for token in decoding(model, how, [PROMPT], 17):
+    sequence = model.cache.open_new()  # it stays open when the text ends
+    for token in decoding(model, how, Continuation(sequence, list(PROMPT)), 17):
         if token.finish_reason is None:
             seen = source.observed[0]
             assert (PROMPT + COUNTING)[: len(seen)] == seen and len(seen) >= token.position
-    assert source.closed == [0] and source.observed == {}
+    list(decoding(model, how, [PROMPT], 17))  # in a sequence of its own
+    assert source.closed == [1] and source.observed.keys() == {sequence}
 
 
 # Endings.

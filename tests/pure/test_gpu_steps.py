@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import all_tensors, decoder_blocks

@@ -127,12 +127,12 @@ def test_a_source_that_cannot_read_costs_no_token(error: Exception) -> None:
 def test_a_warm_up_is_not_counted() -> None:
     model, how = drafted("sequences", sources=(NgramSource(), source := SlowReader()))
     counts, exact = DraftCounts(), partial(generate_exact, drafting=how)
-    way = DraftedWay(exact, partial(exact, counts=counts), (source.close,))
+    way = DraftedWay(exact, partial(exact, counts=counts), source.close)
     clock = lambda: source.now_s  # noqa: E731
     bench_text_run(model, way, 5, 0, repetitions=2, clock=clock)  # type: ignore[arg-type]
     assert counts.n_tokens == 2 * 5
     counts = DraftCounts()
-    way = DraftedWay(exact, partial(exact, counts=counts), (source.close,))
+    way = DraftedWay(exact, partial(exact, counts=counts), source.close)
     found = bench_reading_run(model, way, 6, 4, repetitions=2, clock=clock)  # type: ignore[arg-type]
     assert found.name == "pp6 @ d4" and found.samples_s == (6 * TOKEN_S, 6 * TOKEN_S)
     statistics = counts.statistics(N_LAYERS, 0)

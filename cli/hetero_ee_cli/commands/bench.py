@@ -266,8 +266,7 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
             text = bench_text(executor, n_depth + n_gen + 1 if n_gen else 0, clock)
             drafting = synthetic(drafting, text, subject.synthetic, subject.spec.vocab_size)
         counts, drafted = DraftCounts(), partial(generate_exact, drafting=drafting)
-        closing = [source.close for source in running.sources]
-        way = DraftedWay(drafted, partial(drafted, counts=counts), closing)
+        way = DraftedWay(drafted, partial(drafted, counts=counts), drafting.close)
         if n_gen:
             run = bench_text_run(executor, way, n_gen, n_depth, repetitions=repetitions, clock=clock)
             predicted_s = predicted_text_s(*known, running.statistics, n_gen, n_depth)

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from hetero_ee import Engine, HeteroError, Steps
-from hetero_ee.decoding.shared_steps import FullPasses, SharedSteps
-from hetero_ee.decoding.steps import AlternatingSteps, SharedPasses
+from hetero_ee import DecodingLoop, Engine, HeteroError
+from hetero_ee.decoding.loop import Decoding, FullMode, Mode, SeparateModes
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.decoding.turns import NEVER, Turns
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import ExactPasses
+from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.statistics import DraftCounts
 from tests.emulation import LAPTOP
-from tests.scripted_model import KINDS, PROMPT, ScriptedModel, decoding, drafted, numbers, successor, wrong_at
+from tests.scripted_model import KINDS, PROMPT, ScriptedModel, drafted, numbers, successor, wrong_at
 
 TEXTS = ("Once upon a time", "Tom had a dog.", "The sun", "Lily and Ben went to the park. " * 12)
 
@@ -37,24 +36,30 @@ def params(number: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=8 + 5 * number) if number % 2 else sampled.changed(max_new_tokens=20)
 
 
-def joined(engine: Engine, steps: Steps, text: str, chosen: SamplingParams, stop: threading.Event = NEVER) -> int:
+def joined(
+    engine: Engine, steps: DecodingLoop, text: str, chosen: SamplingParams, stop: threading.Event = NEVER
+) -> int:
     sequence = engine.executor.cache.open_new()
-    return steps.join(Continuation(sequence, engine.tokenizer.encode(text)), chosen, stop)
+    (number,) = steps.join(Continuation(sequence, engine.tokenizer.encode(text)), chosen, stop)
+    return number
 
 
-def scripted(model: ScriptedModel, how: Drafting | None = None) -> SharedSteps:
+def loop_of(model: ScriptedModel, mode: Mode) -> DecodingLoop:
+    others: Any = (lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None))
+    return DecodingLoop(Decoding(model, *others), mode, chunked_prefill=True)  # type: ignore[arg-type]
+
+
+def scripted(model: ScriptedModel, how: Drafting | None = None) -> DecodingLoop:
     """In full mode, or in exact mode with this drafting."""
     executor: Any = model
-    passes: SharedPasses = FullPasses(executor, lambda: 0.0)
-    if how is not None:
-        passes = ExactPasses(executor, how, DraftCounts(), lambda: 0.0)
-    others: Any = (lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None), lambda: None)
-    return SharedSteps(executor, passes, *others)
+    if how is None:
+        return loop_of(model, FullMode(executor, lambda: 0.0))
+    return loop_of(model, ExactMode(executor, how, DraftCounts(), lambda: 0.0))
 
 
 def test_each_text_is_the_one_that_it_is_alone(engine: Engine) -> None:
     """They join at steps 0, 3, 6 and 9, the last with a prompt of several chunks."""
-    steps, found = engine.steps(), dict[int, list[int]]()
+    steps, found = engine.loop(), dict[int, list[int]]()
     engine.executor.prompt_chunk_tokens = 16
     numbers_of: dict[int, int] = {}
     for step in range(60):
@@ -76,7 +81,7 @@ def test_eight_texts_at_once_are_those_that_generate_gives(
     """Greedy and sampled ones, in exact mode with the demo model's draft head; half of them join later."""
     how: Any = {"profile": LAPTOP, "emulate": True, "mode": mode, "gpu_layers": gpu_layers}
     with Engine.from_pretrained(demo, threads=1, **how) as engine:
-        steps, found = engine.steps(), dict[int, list[int]]()
+        steps, found = engine.loop(), dict[int, list[int]]()
         asked = [(f"{TEXTS[which % 4]} And {which}", params(which)) for which in range(8)]
         numbers_of = {joined(engine, steps, *asked[which]): which for which in range(4)}
         for step in range(60):
@@ -148,7 +153,7 @@ def test_a_pass_that_fails_is_repeated_with_each_text_alone(monkeypatch: pytest.
 
 def test_a_prompt_is_stopped_between_chunks(engine: Engine) -> None:
     engine.executor.prompt_chunk_tokens = 16
-    steps, stop = engine.steps(), threading.Event()
+    steps, stop = engine.loop(), threading.Event()
     number = joined(engine, steps, TEXTS[3], params(1), stop)
     stop.set()
     (ended,) = steps.step()
@@ -165,7 +170,8 @@ def test_texts_of_exact_mode_share_passes(kind: str, n_async: int) -> None:
     steps, found = scripted(model, drafting), dict[int, list[int]]()
 
     def join(first: int, n_tokens: int) -> int:
-        return steps.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=n_tokens), NEVER)
+        chosen = SamplingParams(max_new_tokens=n_tokens)
+        return steps.join(Continuation(model.cache.open_new(), [first]), chosen, NEVER)[0]
 
     join(1, 12), join(5, 40)
     for step in range(40):
@@ -218,36 +224,45 @@ def test_an_exact_pass_that_fails_is_repeated_with_each_text_alone(kind: str, mo
     assert found == {0: [*range(2, 11)], 1: [*range(6, 15)]}
 
 
-def test_texts_that_alternate_free_what_they_drafted() -> None:
-    """Each as it is in full mode, a token of each in turn."""
+def test_sequences_with_modes_of_their_own_share_no_pass() -> None:
+    """Each as it is in full mode, a step of each in turn; what one drafted goes when it leaves."""
     model, how = drafted("exits", wrong_at(7, 12))
-
-    def generated(prompt: Continuation, chosen: SamplingParams, stop: threading.Event) -> Any:
-        return decoding(model, how, prompt, chosen.max_new_tokens)
-
-    steps, found, order = AlternatingSteps(generated), dict[int, list[int]](), list[int]()
+    executor: Any = model
+    loop = loop_of(model, SeparateModes(lambda: ExactMode(executor, how, DraftCounts(), lambda: 0.0)))
+    found, order = dict[int, list[int]](), list[int]()
     for first in (1, 5, 9):
-        steps.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=12), NEVER)
-    for step in range(12):
-        for each in steps.step():
+        loop.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=12))
+    for step in range(14):
+        for each in loop.step():
             assert not isinstance(each.outcome, HeteroError)
             found.setdefault(each.number, []).append(each.outcome.token_id)
             order.append(each.number)
-        if step == 5:
-            steps.leave(2)
-    assert found == {0: [*range(2, 14)], 1: [*range(6, 18)], 2: [*range(10, 16)]}
-    assert order[:6] == [0, 1, 2, 0, 1, 2] and steps.step() == []
+        if step == 4:
+            loop.leave(2)
+            assert set(model.cache.lengths(2)) == {model.cache.length(2)}
+    n_left = len(found[2])
+    assert found == {0: [*range(2, 14)], 1: [*range(6, 18)], 2: [*range(10, 10 + n_left)]} and n_left < 12
+    assert loop.step() == [] and all(len(set(each.batch.sequences)) == 1 for each in model.passes)
 
 
-def test_an_error_of_an_alternating_text_is_its_own() -> None:
+def test_an_error_of_a_sequence_with_its_own_mode_is_its_own() -> None:
     model = ScriptedModel(successor, successor, spoiled=frozenset({4}))
-
-    def generated(prompt: Continuation, chosen: SamplingParams, stop: threading.Event) -> Any:
-        return decoding(model, None, prompt, 6)
-
-    steps = AlternatingSteps(generated)
+    executor: Any = model
+    loop = loop_of(model, SeparateModes(lambda: FullMode(executor, lambda: 0.0)))
     for prompt in ([1], [1, 2, 3, 4, 5, 6]):
-        steps.join(Continuation(model.cache.open_new(), prompt), SamplingParams(), NEVER)
-    outcomes = [each for _ in range(8) for each in steps.step()]
+        loop.join(Continuation(model.cache.open_new(), prompt), SamplingParams(max_new_tokens=6))
+    outcomes = [each for _ in range(8) for each in loop.step()]
     assert [each.number for each in outcomes if isinstance(each.outcome, HeteroError)] == [0]
     assert [each.number for each in outcomes].count(1) == 6
+
+
+def test_prompts_of_one_call_are_read_before_any_of_them_goes_on() -> None:
+    model = ScriptedModel(successor, successor)
+    executor: Any = model
+    loop = DecodingLoop(
+        Decoding(executor, lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None)),
+        FullMode(executor, lambda: 0.0),
+    )
+    assert loop.join([[1, 2], [5]], SamplingParams(max_new_tokens=3)) == [0, 1]
+    assert [[each.number for each in loop.step()] for _ in range(4)] == [[0, 1], [0, 1], [0, 1], []]
+    assert model.cache.sequences == () and [len(each.batch) for each in model.verifications] == [2, 2]

@@ -1,0 +1,332 @@
+"""The decoding loop: sequences join and leave between two steps, and every step advances all of them.
+
+Each token's bits depend only on its own sequence, so a sequence gets the tokens that it gets when decoded alone. Source
+of letting sequences join and leave between passes (continuous batching): Orca (OSDI 2022).
+"""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.texts import (
+    UNCACHED,
+    Continuation,
+    Ending,
+    Prompts,
+    Text,
+    last_tokens,
+    prefill,
+    prompt_chunks,
+    step,
+    texts_of,
+)
+from hetero_ee.decoding.turns import NEVER, Turns
+from hetero_ee.errors import HeteroError
+from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.runtime.executors.executor import Executor, Observe
+from hetero_ee.runtime.text_meter import TextMeter
+from hetero_ee.text.text_stream import Decode
+
+Take = Callable[[], Sequence[GeneratedToken]]  # a sequence's tokens of one step; raises the HeteroError that ends it
+
+
+class Mode(Protocol):
+    """How sequences get their tokens once their prompts are read. One for the sequences of one loop.
+
+    observe: called with each chunk of a prompt, None if nothing needs that.
+    """
+
+    observe: Observe | None
+
+    def begin(self, text: Text) -> None:
+        """Prepare for a sequence whose prompt is about to be read. The cache holds the part that was read before.
+
+        Raises:
+            UsageError: if the mode does not support its sampling.
+        """
+        ...
+
+    def advance(self, texts: Sequence[Text]) -> Sequence[Take]:
+        """Run one step with all these sequences and return what each takes of it, in the same order."""
+        ...
+
+    def leave(self, texts: Sequence[Text]) -> None:
+        """Forget everything about the next step of these sequences, so that the cache holds no unverified token."""
+        ...
+
+    def close(self, sequence: int) -> None:
+        """Free what belongs to a sequence of the KV cache that is being closed."""
+        ...
+
+
+class FullMode:
+    """One token per sequence and step, by a pass through all layers."""
+
+    observe: Observe | None = None
+
+    def __init__(self, executor: Executor, clock: Callable[[], float]) -> None:
+        self._executor, self._clock = executor, clock
+
+    def begin(self, text: Text) -> None:
+        pass
+
+    def advance(self, texts: Sequence[Text]) -> list[Take]:
+        logits = self._executor.logits(last_tokens(texts), range(len(texts)))
+        return [partial(self._taken, text, row) for text, row in zip(texts, logits, strict=True)]
+
+    def leave(self, texts: Sequence[Text]) -> None:
+        pass
+
+    def close(self, sequence: int) -> None:
+        pass
+
+    def _taken(self, text: Text, logits: Tensor) -> list[GeneratedToken]:
+        return [step(text, logits, self._clock())]
+
+
+class SeparateModes:
+    """A mode of its own for each sequence: they share no pass, and no policy sees more than one of them."""
+
+    def __init__(self, make: Callable[[], Mode]) -> None:
+        self._make, self._shared = make, make()
+        self._modes: dict[int, Mode] = {}  # by sequence of the KV cache
+        self.observe: Observe | None = self._shared.observe
+
+    def begin(self, text: Text) -> None:
+        """See Mode."""
+        mode = self._modes[text.cached_as] = self._make()
+        mode.begin(text)
+
+    def advance(self, texts: Sequence[Text]) -> list[Take]:
+        """See Mode."""
+        return [partial(self._advanced, text) for text in texts]
+
+    def leave(self, texts: Sequence[Text]) -> None:
+        """See Mode."""
+        for text in texts:
+            mode = self._modes.pop(text.cached_as, None)
+            if mode is not None:
+                mode.leave([text])
+
+    def close(self, sequence: int) -> None:
+        """See Mode."""
+        self._shared.close(sequence)
+
+    def _advanced(self, text: Text) -> Sequence[GeneratedToken]:
+        (take,) = self._modes[text.cached_as].advance([text])
+        return take()
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a step yielded for one sequence: a token, or the error that ended it."""
+
+    number: int  # of the sequence, as join() returned it
+    outcome: GeneratedToken | HeteroError
+
+    @property
+    def is_last(self) -> bool:
+        return isinstance(self.outcome, HeteroError) or self.outcome.finish_reason is not None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A sequence in the loop. owns_cache: the loop opened its sequence of the KV cache, and closes it."""
+
+    number: int
+    text: Text
+    stop: threading.Event
+    owns_cache: bool
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the prompt is read: the first token exists then."""
+        return len(self.text.token_ids) > self.text.n_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What all sequences of a model share.
+
+    ending: makes what ends sequences that join now. look: called before and after each sequence; raises HeteroError if
+    the weights changed meanwhile.
+    """
+
+    executor: Executor
+    ending: Callable[[], Ending]
+    decode: Decode
+    clock: Callable[[], float]
+    turns: Turns
+    look: Callable[[], None] = lambda: None
+
+
+class DecodingLoop:
+    """Decodes sequences that join and leave between two steps. For one thread.
+
+    A sequence that ended, with its last token or an error, has left. If it joined as a Continuation, its sequence of
+    the KV cache stays open.
+    """
+
+    def __init__(self, shared: Decoding, mode: Mode, *, chunked_prefill: bool = False) -> None:
+        """chunked_prefill: read a prompt chunk by chunk, and advance the other sequences between two chunks. Otherwise
+        all prompts are read before any sequence advances."""
+        self._shared, self._mode, self._is_chunked = shared, mode, chunked_prefill
+        self._running: dict[int, _Running] = {}
+        self._next_number = 0
+
+    def join(self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER) -> list[int]:
+        """Add a sequence for each prompt and return their numbers. Their first tokens come from a later step.
+
+        Args:
+            stop: ends them when it is set, even while a prompt is read.
+
+        Raises:
+            UsageError: if the context cannot hold the longest prompt, or the mode does not support the sampling.
+        """
+        shared = self._shared
+        shared.look()
+        common = params, shared.decode, shared.ending(), shared.clock()
+        texts = shared.turns.alone(lambda: texts_of(prompts, *common))  # the context may grow
+        joined: list[int] = []
+        try:
+            for text in texts:
+                owns_cache = text.cached_as == UNCACHED
+                if owns_cache:
+                    text.cached_as = shared.executor.cache.open_new()
+                number, self._next_number = self._next_number, self._next_number + 1
+                self._running[number] = _Running(number, text, stop, owns_cache)
+                joined.append(number)
+                self._mode.begin(text)
+        except BaseException:
+            self.leave(*joined)
+            raise
+        return joined
+
+    def leave(self, *numbers: int) -> None:
+        """End these sequences where they are."""
+        left = [self._running.pop(number) for number in numbers if number in self._running]
+        self._mode.leave([each.text for each in left])
+        for each in left:
+            if each.owns_cache:
+                for close in (self._shared.executor.cache.close, self._mode.close):
+                    close(each.text.cached_as)
+
+    def step(self) -> list[Stepped]:
+        """Read prompts or a chunk of one, and advance the sequences whose prompts were read before.
+
+        Raises:
+            Exception: anything but a HeteroError of a single sequence.
+        """
+        alone = self._shared.turns.alone
+        reading = [each for each in self._running.values() if not each.is_read]
+        decoding = [each for each in self._running.values() if each.is_read]
+        stepped: list[Stepped] = []
+        if reading and self._is_chunked and len(self._running) > 1:
+            stepped += alone(lambda: self._read_chunk(reading[0]), reading[0].stop)
+        elif reading:
+            stepped += self._read(reading)
+            decoding = []
+        if decoding:
+            stepped += alone(lambda: self._advanced(decoding))
+        self.leave(*(each.number for each in stepped if each.is_last))
+        return stepped
+
+    def generate(
+        self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER, meter: TextMeter | None = None
+    ) -> Generator[GeneratedToken]:
+        """Yield the tokens of all prompts as they come, and count in `meter` what they move.
+
+        Closing the iterator ends the sequences. Raises the HeteroError of the first sequence that fails.
+        """
+        executor = self._shared.executor
+        try:
+            if meter is not None:
+                meter.begin(executor, 1 if isinstance(prompts, Continuation) else len(prompts))
+            self.join(prompts, params, stop)
+            while self._running:
+                for each in self.step():
+                    if isinstance(each.outcome, HeteroError):
+                        raise each.outcome
+                    if meter is not None:
+                        meter.count(executor)
+                    yield each.outcome
+        finally:
+            self.leave(*self._running)
+
+    def _read(self, reading: Sequence[_Running]) -> list[Stepped]:
+        """Read these prompts whole: the executor overlaps their chunks."""
+        executor, observe, takes = self._shared.executor, self._mode.observe, list[Take]()
+        stepped: list[Stepped] = []
+        for each in reading:
+
+            def read(text: Text = each.text) -> Tensor:
+                return prefill(executor, text, observe)
+
+            try:
+                logits = self._shared.turns.alone(read, each.stop)
+            except HeteroError as error:
+                return [Stepped(each.number, error)]
+            takes.append(partial(self._first_token, each.text, logits))
+        for each, take in zip(reading, takes, strict=True):
+            stepped += self._taken(each, take)
+        return stepped
+
+    def _read_chunk(self, running: _Running) -> list[Stepped]:
+        """Read one chunk of the prompt, so that other sequences wait for no more than that."""
+        text, executor = running.text, self._shared.executor
+        try:
+            n_read = executor.cache.length(text.cached_as)
+            executor.make_room({text.cached_as: text.n_prompt_tokens})
+            chunk = next(prompt_chunks(executor, text, n_read))
+            logits = executor.prompt([chunk], self._mode.observe)
+        except HeteroError as error:
+            return [Stepped(running.number, error)]
+        if n_read + len(chunk) < text.n_prompt_tokens:
+            return []
+        return self._taken(running, partial(self._first_token, text, logits))
+
+    def _first_token(self, text: Text, logits: Tensor) -> list[GeneratedToken]:
+        return [step(text, logits, self._shared.clock())]
+
+    def _advanced(self, decoding: Sequence[_Running]) -> list[Stepped]:
+        """Advance these sequences. If that fails, advance each alone, so that one sequence's error ends no other."""
+        texts = [each.text for each in decoding]
+        try:
+            takes = self._mode.advance(texts)
+        except HeteroError as error:
+            if len(decoding) == 1:
+                return [Stepped(decoding[0].number, error)]
+            self._mode.leave(texts)
+            for text in texts:
+                self._shared.executor.cache.cut(text.cached_as, len(text.token_ids) - 1)
+            return [stepped for each in decoding for stepped in self._advanced([each])]
+        return [stepped for each, take in zip(decoding, takes, strict=True) for stepped in self._taken(each, take)]
+
+    def _taken(self, running: _Running, take: Take) -> list[Stepped]:
+        """Take one sequence's tokens of a step."""
+        try:
+            tokens = take()
+            if tokens[-1].finish_reason is not None:
+                self._shared.look()
+        except HeteroError as error:
+            return [Stepped(running.number, error)]
+        return [Stepped(running.number, token) for token in tokens]
+
+
+def generate(
+    executor: Executor,
+    prompts: Prompts,
+    params: SamplingParams,
+    ending: Ending,
+    decode: Decode,
+    clock: Callable[[], float],
+    mode: Mode | None = None,
+) -> Generator[GeneratedToken]:
+    """Yield the tokens of all prompts from a loop of their own, in full mode by default."""
+    shared = Decoding(executor, lambda: ending, decode, clock, Turns(None))
+    return DecodingLoop(shared, mode or FullMode(executor, clock)).generate(prompts, params)
