@@ -1,1 +1,1 @@
-"""Early exits: at which layers a token may exit, and what it would be there."""
+"""Early exits: where a token may exit, and its estimated final state there."""

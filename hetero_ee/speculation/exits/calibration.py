@@ -1,4 +1,4 @@
-"""Calibration: what was measured of a model's early exits, and what was fitted to it."""
+"""Calibration: measurements of a model's early exits and what was fitted to them."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,14 +19,15 @@ FREQUENCY = "active_share"  # ends the names of activations that say how often F
 
 @dataclass(frozen=True, slots=True)
 class ExitLayerMetrics:
-    """One exit layer alone, on held-out tokens.
+    """Metrics of one exit layer, on held-out tokens.
 
-    Acceptance is that of simulated draft-verify steps, which draft until the gate says no, or MAX_DRAFTS times, and
-    keep drafts up to the first wrong one.
+    Acceptance is that of simulated draft-verify steps, which draft until the gate refuses, or MAX_DRAFTS times, and
+    keep drafts
+    up to the first wrong one.
     """
 
     agreement: float  # share of tokens whose likeliest token here, without a map, is the full model's
-    mapped_agreement: float | None  # the same with the exit map, None where there is none
+    mapped_agreement: float | None  # with the exit map, if there is one
     exit_rate: float  # share of tokens at which the gate opens
     precision: float  # of these, share whose draft is right
     recall: float  # of the tokens with a right draft, share that exits
@@ -42,13 +43,13 @@ class ExitLayerMetrics:
 
     @property
     def drafted_agreement(self) -> float:
-        """Agreement of the drafts as they are made: with the map where there is one."""
+        """Agreement of the actual drafts: with the map if there is one."""
         return self.agreement if self.mapped_agreement is None else self.mapped_agreement
 
 
 @dataclass(frozen=True, slots=True)
 class DepthMetrics:
-    """Exits at the first exit layer whose gate opens. Depth: layers run, all of them where a token never exits."""
+    """Exits at the first exit layer whose gate opens. Depth: layers run; all of them if a token never exits."""
 
     histogram: tuple[int, ...]  # tokens by depth 1..n_layers
     mean_depth: float
@@ -61,30 +62,30 @@ class DepthMetrics:
         if min(self.histogram, default=0) < 0 or not sum(self.histogram):
             raise ValueError("the histogram has to hold counts, some above 0")
         if not all(1 <= depth <= n_layers for depth in (self.mean_depth, self.oracle_mean_depth)):
-            raise ValueError(f"mean depths lie between 1 and {n_layers}")
+            raise ValueError(f"mean depths must be between 1 and {n_layers}")
         _check_shares(self.locality, self.near_share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedExitLayer:
-    """An exit after `exit_layer` layers. A token may exit where a predictor's probability reaches its threshold.
+    """An exit after `exit_layer` layers. A token may exit if a predictor's probability reaches its threshold.
 
-    The partial predictor is for tokens whose candidates an earlier exit layer has taken: only their logits are computed
-    here, and the features count the change since the exit layer evaluated last.
+    The partial predictor is for tokens whose candidates an earlier exit layer has chosen: only their logits are
+    computed here,
+    and the features include the change since the exit layer evaluated last.
     """
 
     exit_layer: int
-    exit_map: ExitMap | None  # None where none agrees with the full model more often than no map does
+    exit_map: ExitMap | None  # None if no map agrees with the full model more often than without one
     predictor: ExitPredictor
     threshold: float
-    partial_predictor: ExitPredictor | None = None  # None where too few tokens tell
+    partial_predictor: ExitPredictor | None = None  # None if there are too few tokens
     partial_threshold: float = NO_EXIT
-    gate: ExitPredictor | None = (
-        None  # of the joint gate; None where the schedule has no exit layer, and in older files
-    )
+    gate: ExitPredictor | None = None  # of the joint gate; None if the schedule has no exit layer, and in older files
 
     def opens(self, features: NDArray[np.float32], *, is_partial: bool) -> NDArray[np.bool_]:
-        """(m, 12) -> (m,): which tokens may exit. is_partial: an earlier exit layer has taken their candidates."""
+        """Return (m,) which tokens may exit, from features (m, 12). is_partial: an earlier exit layer has chosen their
+        candidates."""
         if not is_partial:
             return np.asarray(self.predictor.probability(features) >= self.threshold)
         if self.partial_predictor is None:
@@ -101,7 +102,7 @@ class ExitLayerCalibration(FittedExitLayer):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """What it was measured on. Tokens are those that count, without position 0 of a chunk."""
+    """The calibration text. Tokens exclude position 0 of each chunk."""
 
     description: str  # for people
     n_train_tokens: int
@@ -116,7 +117,7 @@ class CalibrationText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """All metrics are of held-out tokens."""
+    """A model's calibration. All metrics are of held-out tokens."""
 
     n_layers: int
     hidden_size: int
@@ -128,12 +129,12 @@ class Calibration:
     specee_depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
 
     def at(self, exit_layer: int) -> ExitLayerCalibration:
-        """exit_layer: 1 to n_layers - 1."""
+        """Return an exit layer, 1 to n_layers - 1."""
         return self.exit_layers[exit_layer - 1]
 
     @property
     def exits_digest(self) -> str:
-        """Of the maps and predictors: tells exits apart that choose or judge otherwise."""
+        """Return a digest of the maps and predictors, which distinguishes exits that choose or judge differently."""
         found = hashlib.sha256()
         for each in self.exit_layers:
             exit_map, predictor = each.exit_map, each.predictor
@@ -144,7 +145,7 @@ class Calibration:
         return found.hexdigest()
 
     def statistics(self) -> ExitStatistics:
-        """What the planner needs. Every token passes every layer in the end, so that no layer is saved."""
+        """Return the planner's statistics for exact mode, where every token passes every layer in the end."""
         rates = {}
         for each in self.exit_layers:
             known, rank = each.metrics, 0 if each.exit_map is None else each.exit_map.rank
@@ -152,10 +153,10 @@ class Calibration:
         return ExitStatistics(self._source, self.n_layers, rates)
 
     def depth_statistics(self, *, is_drafted: bool) -> tuple[DepthStatistics, ...]:
-        """Of mode specee: tokens exit as they did without a draft head, and are judged at the schedule's exit layers
-        and near the text's last exits. Nothing where that was not measured.
+        """Return the statistics of mode specee: tokens exit as measured without a draft head, and are judged at the
+        schedule's exit layers and near the last exits. None if that was not measured.
 
-        is_drafted: a draft head gives candidates, so that any exit layer may judge.
+        is_drafted: a draft head provides candidates, so that any exit layer may judge.
         """
         if not self.specee_depths:
             return ()
@@ -166,7 +167,7 @@ class Calibration:
         return (replace(made, schedule=self.schedule),)
 
     def _chance_near(self, exit_layer: int) -> float:
-        """That one of a text's last exits was near this exit layer."""
+        """Return the chance that one of a sequence's last exits was near this exit layer."""
         near = sum(self.specee_depths[max(0, exit_layer - RADIUS - 1) : exit_layer + RADIUS])
         return float(1 - (1 - near / sum(self.specee_depths)) ** N_LAST)
 

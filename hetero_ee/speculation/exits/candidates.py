@@ -1,4 +1,4 @@
-"""The few tokens that may follow, by the lm_head at an exit layer."""
+"""The few likeliest next tokens, by the lm_head at an exit layer."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from hetero_ee.planning.times.costs import N_CANDIDATES as N_CANDIDATES
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """token_ids (m, k) int64, best first; logits (m, k) fp32, theirs; is_finite (m,): False where logits are NaN or
-    infinite, and the row's tokens mean nothing."""
+    """token_ids (m, k) int64, best first; logits (m, k) fp32; is_finite (m,): False if logits are NaN or infinite, in
+    which case the row's tokens are meaningless."""
 
     token_ids: NDArray[np.int64]
     logits: NDArray[np.float32]
@@ -21,12 +21,12 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class HeadCandidates:
-    """The likeliest tokens by the head's logits at one layer."""
+    """Chooses the likeliest tokens by the head's logits at one layer."""
 
     n_candidates: int = N_CANDIDATES
 
     def of(self, logits: Tensor) -> Candidates:
-        """logits (m, vocab) fp32 -> the n_candidates largest of each row, the lowest id first among equals."""
+        """Return the n_candidates largest logits of each row of (m, vocab) fp32, the lowest id first among equals."""
         rest = logits.numpy(force=True).copy()
         m, k = len(rest), min(self.n_candidates, rest.shape[1])
         token_ids, values = np.empty((m, k), np.int64), np.empty((m, k), np.float32)

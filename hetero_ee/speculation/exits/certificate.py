@@ -1,4 +1,4 @@
-"""Certificate: what exits of prompts never fitted to would have given out, and which thresholds that allows.
+"""Certificate: measured exits on prompts that nothing was fitted to, and the thresholds that they allow.
 
 Unit: the prompt, as tokens of one text depend on each other. A prompt's loss is the share of its judged tokens that
 exit and are not the full model's choice, along the full model's own text. `certified_exit` finds the least confidence
@@ -8,7 +8,7 @@ drawn alike is at most `risk`.
 Why that holds (learn then test, Angelopoulos et al., arXiv 2110.01052): for one set of exit layers the thresholds are
 tested in an order fixed beforehand, strict to loose, each by a valid test of level delta_S (risk_bound.py), up to the
 first that is not rejected. The first threshold on this way whose mean loss is above the risk is passed with chance
-delta_S at most, and none behind it is reached otherwise. Any set may be asked for, and the choice among them may depend
+delta_S at most, and none after it is reached otherwise. Any set may be asked for, and the choice among them may depend
 on all that the certificate says: the levels delta_S = delta / 2^|S| / C(n_exit_layers, |S|) add up to less than delta
 over all sets, so that the chance that any of them fails is below delta (Bonferroni). A single exit layer thus pays
 log(2 n_exit_layers) nats, whatever else could have been asked for. One risk is promised at a time.
@@ -35,12 +35,12 @@ WAY_OUT = "run hetero-ee calibrate --certify"
 
 
 def level_confidence(level: int) -> float:
-    """The least confidence of a level; of 0, where nothing exits, 0."""
+    """Return the least confidence of a level; 0 for level 0, where nothing exits."""
     return float(1 - 2.0 ** (-level / LEVELS_A_HALVING))
 
 
 def levels_of(confidences: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Of each confidence the last level that it reaches; 0 for NaN."""
+    """Return the last level that each confidence reaches; 0 for NaN."""
     least = [level_confidence(level) for level in range(N_LEVELS)]
     found = np.searchsorted(least, confidences, side="right") - 1
     return np.where(np.isnan(confidences), 0, np.maximum(found, 0)).astype(np.uint8)
@@ -48,7 +48,7 @@ def levels_of(confidences: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class CertifiedExit:
-    """Tokens exit at the first of the exit layers where their confidence reaches the threshold."""
+    """Certified exits: tokens exit at the first of the exit layers where their confidence reaches the threshold."""
 
     exit_layers: tuple[int, ...]
     risk: float
@@ -61,7 +61,7 @@ class CertifiedExit:
 
 @dataclass(frozen=True, slots=True)
 class OnPolicy:
-    """What a certificate does not promise, measured: tokens along texts that exit after one exit layer."""
+    """Measured, not certified: tokens along texts that exit after one exit layer."""
 
     risk: float
     exit_layer: int
@@ -75,14 +75,14 @@ class OnPolicy:
 
     @property
     def changed(self) -> float:
-        """The share of all tokens."""
+        """Share of all tokens that the full model would not have chosen."""
         return self.n_changed / self.n_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Certificate:
-    """Of each token judged, at each exit layer: how sure the exit was, and whether it was right. Tokens lie prompt by
-    prompt."""
+    """Judgements of each token at each exit layer: the exit's confidence and whether it was right. Tokens are ordered
+    by prompt."""
 
     key: str  # of the weights
     exits_digest: str  # of maps and predictors, see Calibration.exits_digest
@@ -106,7 +106,11 @@ class Certificate:
         return len(self.n_tokens)
 
     def require_kv_type(self, kv_type: str) -> None:
-        """Raises UsageError where keys and values of another type are asked for."""
+        """Check the type of keys and values.
+
+        Raises:
+            UsageError: if it is not the certificate's.
+        """
         if kv_type != self.kv_type:
             raise UsageError(
                 f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave out ",
@@ -115,7 +119,11 @@ class Certificate:
             )
 
     def depth_statistics(self, risk: float) -> tuple[DepthStatistics, ...]:
-        """Of each exit layer alone at which tokens may exit. Raises UsageError."""
+        """Return the statistics of each single exit layer where tokens may exit.
+
+        Raises:
+            UsageError: if the risk can't be certified.
+        """
         source = f"the certificate on {self.n_prompts:,} prompts of {self.text}"
         found = [self.certified_exit([exit_layer], risk) for exit_layer in self.exit_layers]
         return tuple(
@@ -125,7 +133,11 @@ class Certificate:
         )
 
     def certified_exit(self, exit_layers: Sequence[int], risk: float, delta: float = DELTA) -> CertifiedExit:
-        """The loosest threshold for exits at the first of these exit layers that is sure enough. Raises UsageError."""
+        """Return the loosest certified threshold for exits at the first of these exit layers.
+
+        Raises:
+            UsageError: if the risk can't be certified.
+        """
         chosen = self._checked(exit_layers)
         level_delta = delta / 2 ** len(chosen) / math.comb(len(self.exit_layers), len(chosen))
         self._check_risk(risk, level_delta)
@@ -142,7 +154,7 @@ class Certificate:
         return CertifiedExit(tuple(exit_layers), risk, delta, level_confidence(level), shares, realised, bound)
 
     def _checked(self, exit_layers: Sequence[int]) -> list[int]:
-        """Their columns."""
+        """Return the columns of these exit layers."""
         asked = list(exit_layers)
         if not asked or asked != sorted(set(asked)) or not set(asked) <= set(self.exit_layers):
             raise UsageError(
@@ -162,8 +174,9 @@ class Certificate:
             )
 
     def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Were the threshold at each level: wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at each
-        exit layer (n_columns, N_LEVELS).
+        """Return, for a threshold at each level, the wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at
+        each exit
+        layer (n_columns, N_LEVELS).
 
         A token exits at an exit layer for the levels above all that it has reached before, up to the one it has there.
         """
@@ -183,13 +196,21 @@ class Certificate:
 
 
 def check_risk(risk: object) -> None:
-    """Raises UsageError."""
+    """Check a risk.
+
+    Raises:
+        UsageError: if it is not a share between 0 and 1.
+    """
     if isinstance(risk, bool) or not isinstance(risk, int | float) or not 0 < risk < 1:  # false for NaN too
         raise UsageError(PLAN_OPTIONS["risk"], f" is {shown(risk)}; expected a number between 0 and 1, as 0.05.")
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raises UsageError for texts that are not the full model's likeliest tokens: such were certified alone."""
+    """Check that sampling is greedy, the only kind that was certified.
+
+    Raises:
+        UsageError: if it is not.
+    """
     if params.temperature != 0 or params.changes_logits or params.is_constrained:
         raise UsageError(
             f"the certificate is of greedy texts, and temperature is {params.temperature:g}, repeat penalty "

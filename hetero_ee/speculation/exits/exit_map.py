@@ -1,10 +1,10 @@
-"""ExitMap: what a hidden state in the middle of the model would be at its end, by one linear map.
+"""ExitMap: estimates a hidden state's final value in the middle of the model by one linear map.
 
     y = x + x W + b
 
-x: normed hidden state after some layer, y: estimate of the normed state after the last. W is (hidden, hidden), or of
-low rank in two factors. The map is a correction: without evidence it is the identity. calibration/map_fitting.py fits
-it.
+x: normed hidden state after some layer, y: estimate of the normed state after the last. W is (hidden, hidden), or
+low-rank in
+two factors. The map is a correction: without evidence it is the identity. calibration/map_fitting.py fits it.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class ExitMap:
 
     @torch.inference_mode()
     def apply(self, normed: Tensor) -> Tensor:
-        """(m, hidden) -> (m, hidden). Bits of a token do not depend on the batch: each is multiplied alone."""
+        """Map (m, hidden) to (m, hidden). A token's bits don't depend on the batch: each is multiplied separately."""
         mapped = torch.empty_like(normed)
         for token, state in enumerate(normed):
             own = state.clone()  # a clone is aligned, a view need not be
@@ -49,7 +49,7 @@ class ExitMap:
         return mapped
 
     def packed(self, *, compiled: bool) -> StateMap:
-        """As executors take it: int8 tiles for the kernels, fp32 for the reference."""
+        """Return the map for executors: int8 tiles for the kernels, fp32 for the reference."""
         up, down = (
             None if part is None else quantize(part, MAP_QUANTIZER) if compiled else DenseWeight(part)
             for part in (self.up, self.down)
@@ -58,7 +58,11 @@ class ExitMap:
         return StateMap(up, down, self.bias)
 
     def rounded(self) -> Self:
-        """The same map in fp16's values, as it is kept on disk. Raises ValueError where they are too large for fp16."""
+        """Return the map rounded to fp16, as stored on disk.
+
+        Raises:
+            ValueError: if a value is too large for fp16.
+        """
         parts = (self.down, self.up, self.bias)
         halves = [None if part is None else part.half().float() for part in parts]
         if not all(part is None or bool(torch.isfinite(part).all()) for part in halves):

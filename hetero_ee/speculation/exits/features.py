@@ -1,8 +1,12 @@
-"""Features of a token at one exit layer: what tells whether its likeliest candidate is the full model's token.
+"""Features of a token at one exit layer, from which a predictor judges whether its likeliest candidate is the full
+model's
+token.
 
-The twelve of SpecEE (arXiv 2504.08850, section 4), for k = 4 candidates: their logits, from the normed (and mapped,
-where there is a map) hidden state, the softmax over those four, and the change of that softmax since the exit layer
-evaluated last. The definition, and the numbers, are those of the GPU's kernel `draft`.
+The twelve of SpecEE (arXiv 2504.08850, section 4) for k = 4 candidates: their logits from the normed hidden state
+(mapped if
+there is a map), the softmax over those four, and the change of that softmax since the exit layer evaluated last.
+Definition
+and numbers equal those of the GPU's kernel `draft`.
 """
 
 import numpy as np
@@ -16,11 +20,11 @@ Floats = NDArray[np.float32]
 
 
 def exit_features(logits: Floats, previous: Floats) -> Floats:
-    """(m, k) logits of the candidates -> (m, 3k): logits, softmax, change.
+    """Return (m, 3k) logits, softmax and change from the candidates' logits (m, k).
 
-    previous: (m, k), the softmax at the exit layer evaluated last, zeros where there was none; becomes today's softmax.
-    A token with a logit that is NaN or infinite has features that are not finite, and leaves previous so: the caller
-    has to look (is_finite).
+    previous: (m, k), the softmax at the exit layer evaluated last, zeros at first; updated in place. A token with a NaN
+    or
+    infinite logit has features that are not finite and leaves `previous` so: the caller checks is_finite.
     """
     m, k = logits.shape
     features = np.empty((m, 3 * k), np.float32)
@@ -36,5 +40,5 @@ def exit_features(logits: Floats, previous: Floats) -> Floats:
 
 
 def is_finite(features: Floats) -> NDArray[np.bool_]:
-    """(m,): which tokens a predictor can judge; the others pass every layer."""
+    """Return (m,) which tokens a predictor can judge; the others pass every layer."""
     return np.asarray(np.isfinite(features).all(1))

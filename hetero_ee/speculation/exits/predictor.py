@@ -1,8 +1,10 @@
-"""The exit predictor: from a token's features to the chance that its likeliest candidate is the full model's token.
+"""The exit predictor: the chance that a token's likeliest candidate is the full model's token, from its features.
 
-It answers NaN for a token whose features are not finite. NaN reaches no threshold: such a token passes every layer.
-A probability's last bits may depend on the other tokens of the batch, as matrix products do; which drafts are made
-depends on them, never which tokens come out.
+It returns NaN for a token whose features are not finite. NaN reaches no threshold, so such a token passes every layer.
+A
+probability's last bits may depend on the other tokens of the batch, as matrix products do. That can change which drafts
+are
+made, never which tokens come out.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from hetero_ee.speculation.exits.features import Floats, exit_features, is_finit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitPredictor:
-    """SpecEE's network, n_features - h - 1 with ReLU and sigmoid, fp32: as the GPU's kernel `draft` takes them."""
+    """SpecEE's network, n_features - h - 1 with ReLU and sigmoid, fp32, in the layout of the GPU's kernel `draft`."""
 
     first: Floats  # (h, n_features)
     first_bias: Floats  # (h,)
@@ -27,7 +29,7 @@ class ExitPredictor:
     second_bias: Floats  # (1,)
 
     def probability(self, features: Floats) -> Floats:
-        """(m, n_features) fp32 -> (m,), 0 to 1, NaN for tokens that are not finite."""
+        """Return (m,) probabilities from features (m, n_features) fp32, NaN for tokens that are not finite."""
         n_features = self.first.shape[1]
         if features.ndim != 2 or features.shape[1] != n_features:
             raise ValueError(f"features of shape {features.shape}, expected (m, {n_features})")
@@ -41,8 +43,9 @@ class ExitPredictor:
 class ExitConfidence:
     """A predictor's answers for single tokens.
 
-    compiled: by the CPU kernel, in microseconds; else by exit_features and the predictor itself, which agree with it to
-    a few units of fp32's last place. NaN: the token can't be judged.
+    compiled: by the CPU kernel, in microseconds; else by exit_features and the predictor, which agree to a few units of
+    fp32's last
+    place. NaN: the token can't be judged.
     """
 
     def __init__(self, predictor: ExitPredictor, *, compiled: bool) -> None:
@@ -65,8 +68,12 @@ class ExitConfidence:
         return first, first_bias, second, second_bias
 
     def of_row(self, logits: Tensor, softmax: Floats | None = None) -> float:
-        """logits (vocab,), fp32, on the CPU: the N_CANDIDATES greatest are looked at. softmax: see of_candidates; None
-        where the token was not judged before. Raises ValueError for fewer tokens than candidates."""
+        """Return the confidence from logits (vocab,) fp32 on the CPU, of which the N_CANDIDATES largest count. softmax:
+        see of_candidates; None at the token's first judgement.
+
+        Raises:
+            ValueError: if there are fewer tokens than candidates.
+        """
         if len(logits) < N_CANDIDATES:
             raise ValueError(f"{len(logits)} logits, expected {N_CANDIDATES} at least.")
         softmax = np.zeros(N_CANDIDATES, np.float32) if softmax is None else softmax
@@ -75,8 +82,8 @@ class ExitConfidence:
         return self._reference(torch.topk(logits, N_CANDIDATES).values.numpy(), softmax)
 
     def of_candidates(self, logits: Floats, softmax: Floats) -> float:
-        """Partial logits (k,), of candidates that an earlier exit layer has taken, in their order; softmax (k,): theirs
-        where the token was judged last, which becomes today's."""
+        """Return the confidence from partial logits (k,) of candidates that an earlier exit layer chose, in their
+        order. softmax (k,): that of the last judgement, updated in place."""
         if self._compiled is not None:
             return self._compiled(logits, softmax, False)
         return self._reference(logits, softmax)

@@ -1,1 +1,1 @@
-"""What decides where a token exits that is given out there, without the layers behind."""
+"""Exit policies: decide where a token exits and is emitted without the remaining layers."""

@@ -1,9 +1,10 @@
-"""CALM: a token exits where the likeliest token is far enough ahead of the second, later tokens sooner.
+"""CALM: a token exits if the likeliest token is far enough ahead of the second; later tokens need less.
 
 Confidence: top-1 minus top-2 softmax of the exit's logits, over the whole vocabulary (section 3, "softmax response").
-Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3, the decaying threshold; tau = 4 there), as
-early mistakes change more of the text. Source: CALM (arXiv 2207.07061). Theirs bounds the risk by choosing lambda; mode
-certified does that here. The logits come to the CPU, whose word the confidence is.
+Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3, the decaying threshold; tau = 4 there),
+since
+early mistakes change more of the text. Source: CALM (arXiv 2207.07061). They bound the risk by choosing lambda; mode
+certified does that here. The logits are copied to the CPU, which computes the confidence.
 """
 
 import math
@@ -25,7 +26,11 @@ MAX_DECAY = 1000.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalmPolicy:
-    """ends: by exit layer. Raises UsageError for parameters out of range."""
+    """CALM's policy. ends: by exit layer.
+
+    Raises:
+        UsageError: if a parameter is out of range.
+    """
 
     ends: Mapping[int, DraftEnd]
     threshold: float = 0.9  # lambda
@@ -41,7 +46,7 @@ class CalmPolicy:
 
 
 def margin(logits: Tensor) -> float:
-    """Top-1 minus top-2 softmax of logits (vocab,); NaN where they are not finite."""
+    """Return top-1 minus top-2 softmax of logits (vocab,), or NaN if they are not finite."""
     if not all_finite(logits):
         return math.nan
     first, second = torch.softmax(logits, 0).topk(2).values.tolist()

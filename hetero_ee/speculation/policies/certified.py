@@ -1,4 +1,4 @@
-"""The certified policy: a token exits where the predictor is as sure as the certificate asks for."""
+"""The certified policy: a token exits if the predictor's confidence reaches the certificate's threshold."""
 
 from collections.abc import Mapping
 
@@ -11,14 +11,15 @@ from hetero_ee.speculation.policies.head_judge import ThresholdJudge
 
 
 class Certified:
-    """ends: of the exit layers where tokens are judged; allowed: by which threshold they may exit there."""
+    """The certified policy. ends: of the exit layers where tokens are judged; allowed: the threshold at which they may
+    exit."""
 
     def __init__(self, ends: Mapping[int, DraftEnd], allowed: CertifiedExit) -> None:
         self._ends, self._allowed = ends, allowed
 
     @property
     def most_different(self) -> float:
-        """The share of exits that may differ from the full model's choice."""
+        """Largest share of exits that may differ from the full model's choice."""
         return self._allowed.risk / (sum(self._allowed.shares) or 1.0)
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_GreedyJudge":
@@ -28,5 +29,9 @@ class Certified:
 
 class _GreedyJudge(ThresholdJudge):
     def begin(self, text: Text) -> None:
-        """See ExitJudge. Raises UsageError for a text that is not greedy."""
+        """See ExitJudge.
+
+        Raises:
+            UsageError: if the text is not greedy.
+        """
         check_sampling(text.params)

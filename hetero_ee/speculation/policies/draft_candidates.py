@@ -1,7 +1,7 @@
-"""Candidates from a draft head: the tokens that it thinks likeliest to follow, known before any layer has run.
+"""Candidates from a draft head: its likeliest next tokens, known before any layer has run.
 
-Source: SpecEE (arXiv 2504.08850), section 4. The head has seen states after the last layer alone; of a token that has
-exited it is given the state at its exit, as there.
+Source: SpecEE (arXiv 2504.08850), section 4. The head was trained on states after the last layer; for a token that has
+exited it gets the state at the exit, as in the paper.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,13 @@ from hetero_ee.speculation.sources.source import DraftSource
 
 
 class DraftCandidates:
-    """source: the draft head. warn: told when it finds no memory; tokens are then judged without it."""
+    """Candidates of a draft head. warn: called when it finds no memory; tokens are then judged without it."""
 
     def __init__(self, source: DraftSource, warn: Callable[[str], None]) -> None:
         self._source, self._warn = source, warn
 
     def of(self, executor: Executor, text: Text) -> Tensor | None:
-        """int64 (k,) for the token that follows; None where the head knows none."""
+        """Return int64 (k,) candidates for the next token, or None if the head has none."""
         found: list[Tensor] = []
 
         def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
@@ -49,12 +49,12 @@ class DraftCandidates:
             self._source.read_prompt(batch.sequences[0], batch.positions[0], batch.token_ids, normed)
 
     def observe(self, sequence: int, position: int, token_id: int, normed: Tensor) -> None:
-        """The token at this position, and its state (1, hidden) when what follows it was given out."""
+        """Receive the token at this position, and its state (1, hidden) when the next token was emitted."""
         with self._surviving():
             self._source.observe(sequence, position, [token_id], normed)
 
     def close(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Forget a sequence."""
         self._source.close(sequence)
 
     @contextmanager

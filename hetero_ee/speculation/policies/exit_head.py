@@ -1,4 +1,4 @@
-"""What judges a token at one exit layer: an exit map, a predictor, and how sure the predictor has to be."""
+"""Judges a token at one exit layer: an exit map, a predictor and its threshold."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from hetero_ee.speculation.exits.predictor import ExitConfidence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitHead:
-    """end: from a state to a token and how sure it is. later: judges candidates that an earlier exit layer, or a draft
-    head, has taken; None where nothing was fitted to them."""
+    """end: from a state to a token and its confidence. later: judges candidates that an earlier exit layer or a draft
+    head has chosen; None if it was not fitted."""
 
     end: DraftEnd
     judge: ExitConfidence  # the end's
@@ -21,7 +21,7 @@ class ExitHead:
 
     @classmethod
     def of(cls, fitted: FittedExitLayer, *, compiled: bool) -> "ExitHead":
-        """compiled: the model runs on kernels, which multiply with tiles."""
+        """Return the head of a fitted exit layer. compiled: the model runs on kernels, which multiply tiles."""
         state_map = None if fitted.exit_map is None else fitted.exit_map.packed(compiled=compiled)
         judge, partial = ExitConfidence(fitted.predictor, compiled=compiled), fitted.partial_predictor
         later = None if partial is None else ExitConfidence(partial, compiled=compiled)
@@ -33,5 +33,5 @@ ExitHeads = Mapping[int, ExitHead]  # by exit layer, ascending
 
 
 def exit_heads(calibration: Calibration, exit_layers: Iterable[int], *, compiled: bool) -> ExitHeads:
-    """Those of these exit layers."""
+    """Return the heads of these exit layers."""
     return {layer: ExitHead.of(calibration.at(layer), compiled=compiled) for layer in sorted(exit_layers)}

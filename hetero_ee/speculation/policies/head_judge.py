@@ -1,4 +1,4 @@
-"""HeadJudge: what policies share that ask a head at every exit layer."""
+"""HeadJudge: the common part of policies that ask a head at every exit layer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from hetero_ee.speculation.drafts import DraftSampler
 
 
 class HeadJudge:
-    """ends: by the exit layers at which every token is judged. What judge() answers is the policy's."""
+    """Judges every token at these exit layers. ends: by exit layer. Subclasses implement judge()."""
 
     def __init__(self, executor: Executor, sampler: DraftSampler, ends: Mapping[int, DraftEnd]) -> None:
         self._executor, self._sampler, self._ends = executor, sampler, ends
@@ -30,22 +30,22 @@ class HeadJudge:
         return self._executor.draft_logits(hidden, self._ends[exit_layer])
 
     def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
-        """See ExitJudge. The noise of the token's position is not needed again."""
+        """See ExitJudge. The noise of the token's position is no longer needed."""
         self._sampler.noise.close(text.sequence)
 
     def drafted(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[Drafted]:
-        """What each text's sampling chooses there, and the end's confidence in it."""
+        """Return the token that each sequence's sampling chooses at this exit layer, with the end's confidence."""
         rows = [(text, text.token_ids) for text in texts]
         return self._sampler.drafted(self._executor, hidden, self._ends[exit_layer], rows, is_verified=False)
 
     def progress(self, text: Text) -> float:
-        """t / N: tokens of the text that are there, 0 to 1 of the most that there may be."""
+        """Return t / N: generated tokens as a share of the most that there may be, 0 to 1."""
         n_tokens = len(text.token_ids) - text.n_prompt_tokens
         return n_tokens / max(1, n_tokens + text.tokens_left)
 
 
 class ThresholdJudge(HeadJudge):
-    """A token exits where its confidence reaches the threshold."""
+    """Lets a token exit if its confidence reaches the threshold."""
 
     def __init__(
         self, executor: Executor, sampler: DraftSampler, ends: Mapping[int, DraftEnd], threshold: float
@@ -62,7 +62,11 @@ class ThresholdJudge(HeadJudge):
 
 
 def require_number(name: str, value: object, low: float, high: float) -> None:
-    """Raises UsageError for a policy's parameter that is no number from low to high."""
+    """Check a policy's parameter.
+
+    Raises:
+        UsageError: if it is not a number from low to high.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # type: ignore[operator]  # NaN fails every comparison
         raise UsageError(f"{name} is {shown(value)}; expected a number from {low:g} to {high:g}.")

@@ -17,7 +17,11 @@ from hetero_ee.speculation.policies.head_judge import ThresholdJudge, require_nu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointGatePolicy:
-    """ends: by exit layer; each one's judge is its gate. Raises UsageError for a threshold out of range."""
+    """The joint-gate policy. ends: by exit layer; each one's judge is its gate.
+
+    Raises:
+        UsageError: if the threshold is out of range.
+    """
 
     ends: Mapping[int, DraftEnd]
     threshold: float = 0.5  # from which on a gate is open
@@ -31,7 +35,11 @@ class JointGatePolicy:
 
 
 def joint_gate(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> JointGatePolicy:
-    """The policy as it is where nobody says otherwise. Raises UsageError for a calibration without gates."""
+    """Return the policy with its default threshold.
+
+    Raises:
+        UsageError: if the calibration has no gates.
+    """
     return JointGatePolicy({exit_layer: _gated(calibration, exit_layer, end) for exit_layer, end in ends.items()})
 
 

@@ -1,8 +1,10 @@
-"""Patience: a token exits where several exit layers in a row say the same.
+"""Patience: a token exits if several exit layers in a row agree.
 
-The likeliest token of as many judged layers in a row, counted from the first that says so; where the text is sampled,
-the one that the noise of its position makes likeliest. Source: PABEE (arXiv 2006.04152, section 3.2), which counts
-agreements: its patience is this one less one.
+The likeliest token must be the same at that many judged layers in a row, counting the first; in sampled text, the token
+that
+its position's noise makes likeliest. Source: PABEE (arXiv 2006.04152, section 3.2), which counts agreements: its
+patience is
+this one minus one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,11 @@ MAX_PATIENCE = 1000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatiencePolicy:
-    """ends: by exit layer. Raises UsageError for a patience out of range."""
+    """The patience policy. ends: by exit layer.
+
+    Raises:
+        UsageError: if the patience is out of range.
+    """
 
     ends: Mapping[int, DraftEnd]
     patience: int = 3  # judged layers in a row

@@ -1,4 +1,4 @@
-"""ExitPolicy: at which layers a token is judged, and whether it exits there."""
+"""ExitPolicy: decides at which layers a token is judged and whether it exits there."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,33 +11,37 @@ from hetero_ee.speculation.drafts import DraftSampler
 
 
 class ExitJudge(Protocol):
-    """Judges the texts of one call; what a policy remembers of each is kept here, by Text.sequence."""
+    """Judges the sequences of one call. It keeps a policy's memory of each by Text.sequence."""
 
     def begin(self, text: Text) -> None:
-        """A text's prompt is about to be read. Raises UsageError where it is sampled as the policy can't judge it."""
+        """Prepare for a sequence whose prompt is about to be read.
+
+        Raises:
+            UsageError: if the policy can't judge its sampling.
+        """
         ...
 
     def exit_layers(self, text: Text) -> Sequence[int]:
-        """Where the text's last token is to be judged, ascending; asked once for each token."""
+        """Return where the sequence's last token is judged, ascending. Called once per token."""
         ...
 
     def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        """Last tokens of these texts, (m, hidden) after so many layers -> the token that each gives out; None: it goes
-        on."""
+        """Judge the last tokens of these sequences, (m, hidden) after exit_layer layers. Return each one's next token,
+        or None if it goes on."""
         ...
 
     def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
-        """What a token that exits there is chosen from: (m, hidden) -> (m, vocab)."""
+        """Return the logits (m, vocab) for tokens that exit there, from states (m, hidden)."""
         ...
 
     def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
-        """A token was given out after so many layers of the text's last one, (hidden,) then."""
+        """Note an emitted token. The sequence's last token had passed `depth` layers, with state (hidden,)."""
         ...
 
 
 class ExitPolicy(Protocol):
-    """One model's, for all its texts."""
+    """A model's policy for all its sequences."""
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> ExitJudge:
-        """For the texts of one call."""
+        """Return a judge for the sequences of one call."""
         ...

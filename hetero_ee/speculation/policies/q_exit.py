@@ -1,8 +1,9 @@
-"""Q-exit: a token exits at the quantile q of the distribution that its exit probabilities make of exit layers.
+"""Q-exit: a token exits at the quantile q of the distribution over exit layers that its exit probabilities define.
 
-p_l = lambda_l (1 - lambda_1) ... (1 - lambda_{l-1}), lambda_l the calibrated predictor's probability that exit layer
-l's token is right; the exit is the first l at which p_1 + ... + p_l reaches q, nothing being drawn. Source: PALBERT
-(arXiv 2204.03276, section 3.1), where lambda is trained with the model, after PonderNet (arXiv 2107.05407).
+p_l = lambda_l (1 - lambda_1) ... (1 - lambda_{l-1}), where lambda_l is the calibrated predictor's probability that exit
+layer
+l's token is right. The exit is the first l at which p_1 + ... + p_l reaches q; nothing is drawn. Source: PALBERT (arXiv
+2204.03276, section 3.1), where lambda is trained with the model, after PonderNet (arXiv 2107.05407).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,11 @@ from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QExitPolicy:
-    """ends: by exit layer. Raises UsageError for a quantile out of range."""
+    """The q-exit policy. ends: by exit layer.
+
+    Raises:
+        UsageError: if the quantile is out of range.
+    """
 
     ends: Mapping[int, DraftEnd]
     quantile: float = 0.99

@@ -1,9 +1,12 @@
-"""SkipDecode: the exit layer falls linearly with the position, and is one for all texts of a step. Nothing is judged.
+"""SkipDecode: the exit layer falls linearly with the position and is the same for all sequences of a step. Nothing is
+judged.
 
-From `first` of the layers at a text's beginning to `last` of them at the most tokens that it may have, rounded up to an
-exit layer; of the texts of a step the deepest counts. As the depth never grows, a token's keys and values are there
-wherever later ones look. Source: SkipDecode (arXiv 2307.02628, section 3), whose models are fine-tuned for it and keep
-their last layers rather than their first: here a token passes the first ones, and leaves through the exit's head.
+It falls from a share `first` of the layers at a text's beginning to `last` at its longest possible length, rounded up
+to an
+exit layer; in a step the deepest sequence counts. The depth never grows, so a token's keys and values exist where later
+ones
+attend. Source: SkipDecode (arXiv 2307.02628, section 3), whose models are fine-tuned for it and keep their last layers.
+Here a token passes the first ones and leaves through the exit's head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,11 @@ from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SkipDecodePolicy:
-    """ends: by exit layer. Raises UsageError for bounds out of range."""
+    """The SkipDecode policy. ends: by exit layer.
+
+    Raises:
+        UsageError: if a bound is out of range.
+    """
 
     ends: Mapping[int, DraftEnd]
     first: float = 1.0  # share of the layers that a text's first tokens pass
@@ -45,7 +52,8 @@ class _SkipDecodeJudge(HeadJudge):
         self._texts: dict[int, Text] = {}  # by Text.sequence: all that were ever asked for
 
     def exit_layers(self, text: Text) -> Sequence[int]:
-        """One; every possible one at a text's first token, when others of the step may not have been asked for yet."""
+        """Return one exit layer, or all possible ones at a text's first token, when the step's other sequences may be
+        unknown."""
         is_known = text.sequence in self._texts
         self._texts[text.sequence] = text
         depth = self._depth()
@@ -58,7 +66,7 @@ class _SkipDecodeJudge(HeadJudge):
         return [None if each.token_id == NO_TOKEN else each.token_id for each in found]
 
     def _depth(self) -> float:
-        """Layers that the step's tokens have to pass."""
+        """Return the layers that the step's tokens pass."""
         n_layers, first, last = self._executor.spec.n_layers, self._policy.first, self._policy.last
         progress = min(self.progress(text) for text in self._texts.values() if not text.finished)
         return n_layers * (first + (last - first) * progress)

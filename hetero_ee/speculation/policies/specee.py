@@ -1,9 +1,11 @@
-"""SpecEE's policy: a predictor looks at the logits of a few candidates; where it is sure, and the whole head's choice
-is one of them, the token exits.
+"""SpecEE's policy: a predictor reads the logits of a few candidates. If it is sure, and the whole head's choice is one
+of
+them, the token exits.
 
-Candidates come from the draft head, or are the likeliest tokens at the first layer that judges, by the whole head; from
-there on their logits alone are computed. Judged are the layers of the offline schedule and those near where the text's
-last tokens exited (two-level scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
+Candidates come from the draft head, or are the likeliest tokens of the whole head at the first layer that judges. Later
+layers compute only their logits. The layers of the offline schedule judge, and those near where the sequence's last
+tokens
+exited (two-level scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
 """
 
 from collections.abc import Sequence
@@ -26,15 +28,15 @@ from hetero_ee.speculation.policies.exit_head import ExitHeads
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidates:
-    """Of one token on its way."""
+    """Candidates of one token on its way through the layers."""
 
     token_ids: Tensor  # int64 (k,)
     softmax: Floats  # (k,), where the token was judged last; each judgement changes it
 
 
 class SpecEE:
-    """heads: of the exit layers that may judge; schedule: those that always do; draft: where candidates come from,
-    None for the first layer that judges."""
+    """SpecEE's policy. heads: of the exit layers that may judge; schedule: those that always do; draft: the source of
+    candidates, None for the first layer that judges."""
 
     def __init__(
         self, heads: ExitHeads, schedule: Sequence[int], n_layers: int, draft: DraftCandidates | None = None
@@ -86,7 +88,7 @@ class _Judge:
             self._draft.observe(text.cached_as, last, text.token_ids[last], normed)
 
     def _judge_first(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        """Takes the candidates; the whole head's logits are there."""
+        """Choose the candidates from the whole head's logits."""
         head, logits = self._heads[exit_layer], self.logits(exit_layer, hidden)
         found = HeadCandidates().of(logits)
         chosen: list[int | None] = []
@@ -101,7 +103,7 @@ class _Judge:
         return chosen
 
     def _judge_later(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        """By the candidates' logits; the whole head's choice of those who are sure has to be one of them."""
+        """Judge by the candidates' logits. If the predictor is sure, the whole head's choice must be a candidate."""
         head, known = self._heads[exit_layer], [self._candidates[text.sequence] for text in texts]
         chosen: list[int | None] = [None] * len(texts)
         if head.later is None:

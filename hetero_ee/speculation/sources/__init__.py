@@ -1,1 +1,1 @@
-"""What proposes draft tokens without the later layers."""
+"""Sources of drafts that don't need the model's layers: draft heads and n-grams."""

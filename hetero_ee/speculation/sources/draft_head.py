@@ -1,8 +1,10 @@
-"""DraftHeadSource: draft sequences from a draft head, which knows the model's last verified states.
+"""DraftHeadSource: draft sequences from a draft head, which reads the model's last verified states.
 
 Token i of a sequence joins the state at position i with the token at i + 1, and predicts the state at i + 1. Keys and
-values of verified states stay; those of drafts, whose states are predictions themselves, are forgotten when the draft
-sequence ends. Source: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
+values
+of verified states stay. Those of drafts, whose states are predictions, are dropped when the draft sequence ends.
+Source:
+EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
 """
 
 import math
@@ -26,7 +28,7 @@ NOT_FINITE = "the draft head computed values that are not finite; decoding conti
 
 
 class Target(Protocol):
-    """What the head needs of its model: an executor."""
+    """An executor, as the head needs it of its model."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -36,7 +38,7 @@ class Target(Protocol):
 
 @dataclass(slots=True)
 class _Sequence:
-    """What the head holds of one sequence."""
+    """The head's state of one sequence."""
 
     layer: DraftHeadLayer  # that computes it
     slot: int  # its number in the layer's cache
@@ -44,22 +46,22 @@ class _Sequence:
     states: StateRows = field(default_factory=StateRows)  # of verified positions, on the layer's device
     token_ids: list[int] = field(default_factory=list)  # of verified positions
     inputs: list[int] = field(default_factory=list)  # the token that each position in the cache was computed with
-    tip: Tensor | None = None  # (1, hidden) predicted by the last of them; None where it has to be computed again
+    tip: Tensor | None = None  # (1, hidden) predicted by the last of them; None if it has to be recomputed
 
     @property
     def end(self) -> int:
-        """The first position not verified."""
+        """The first unverified position."""
         return self.first + len(self.token_ids)
 
     def cut(self) -> None:
-        """Leaves in the cache the inputs alone. Nothing is left of one that was given back with its plan."""
+        """Keep only verified inputs in the cache. A sequence that was dropped with its plan has none."""
         if self.slot in self.layer.cache.sequences:
             self.layer.cache.truncate(self.slot, len(self.inputs))
 
 
 class DraftHeadSource:
-    """A DraftSource that computes. The verified tokens' states lie where its layer is, and what chooses a draft where
-    the model's head is: on a GPU what comes back of a draft is its id and how sure it is."""
+    """A DraftSource that computes drafts. Verified states stay on the device of its layer. The device of the model's
+    head chooses drafts: a GPU returns only a draft's id and confidence."""
 
     name = "draft head"
     is_free = False
@@ -72,9 +74,13 @@ class DraftHeadSource:
         warn: Callable[[str], None] | None = None,
         draft_s: float = 0.0,
     ) -> None:
-        """layer: the one to be used now, None for none; after another one, everything that was held is gone.
-        vocabulary: that it drafts, None for the model's. warn: told once where anything is not finite; what depends on
-        it is then not drafted."""
+        """Create a source.
+
+        Args:
+            layer: Returns the layer to use now, or None. A new layer starts without state.
+            vocabulary: The drafted tokens; None for the model's vocabulary.
+            warn: Called once if a number is not finite. Tokens that depend on it are not drafted.
+        """
         self._layer_now, self._target, self.end = layer, target, DraftEnd(is_normed=True, vocabulary=vocabulary)
         self._warn, self._has_warned = warn, False
         self._layer: DraftHeadLayer | None = None
@@ -83,7 +89,7 @@ class DraftHeadSource:
 
     @torch.inference_mode()
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """See DraftSource.drafts. None unless the state before the newest token was observed."""
+        """See DraftSource.drafts. Returns None unless the state before the newest token was observed."""
         held = self._known(sequence, token_ids)
         if held is None:
             return
@@ -108,7 +114,7 @@ class DraftHeadSource:
     def observe(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """See DraftSource.observe. Tokens already held are replaced; after a gap, what is held is dropped."""
+        """See DraftSource.observe. Replaces tokens already held; after a gap, drops what it holds."""
         layer = self._current()
         if layer is None:
             return
@@ -126,7 +132,7 @@ class DraftHeadSource:
     def read_prompt(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """See DraftSource.read_prompt. The last position waits for the token after it."""
+        """See DraftSource.read_prompt. The last position is computed with the token after it."""
         self.observe(sequence, first_position, token_ids, normed, *captured)
         held = self._sequences.get(sequence)
         if held is not None and held.end <= held.layer.cache.max_tokens:
@@ -152,7 +158,7 @@ class DraftHeadSource:
             held.layer.cache.close(held.slot)
 
     def _current(self) -> DraftHeadLayer | None:
-        """The layer to be used now."""
+        """The layer to use now."""
         layer = self._layer_now()
         if layer is not self._layer:
             self._layer = layer
@@ -160,7 +166,7 @@ class DraftHeadSource:
         return layer
 
     def _known(self, sequence: int, token_ids: Sequence[int]) -> _Sequence | None:
-        """The sequence, where everything before the newest token is known, or drafted after what is."""
+        """Return the sequence if everything before the newest token is known or was drafted."""
         self._current()
         held = self._sequences.get(sequence)
         if held is None or not held.token_ids or len(token_ids) <= held.end:
@@ -168,12 +174,12 @@ class DraftHeadSource:
         return held if held.end <= held.layer.cache.max_tokens else None
 
     def _after(self, held: _Sequence, token_id: int, state: Tensor) -> Tensor | None:
-        """The state after one more drafted token, from the head's own prediction; None where there is no room."""
+        """Return the state after one more drafted token, from the head's prediction, or None if the cache is full."""
         cache = held.layer.cache
         return None if cache.length(held.slot) == cache.max_tokens else self._predicted(held, [token_id], state)
 
     def _drafted(self, state: Tensor, history: list[int], choose: Choose) -> Draft | None:
-        """The token that this state (1, hidden) leads to; None where a number is not finite."""
+        """Return the token that this state (1, hidden) leads to, or None if a number is not finite."""
         token_id, confidence = choose(state, self.end, history)
         if token_id != NO_TOKEN and math.isfinite(confidence):
             return Draft(token_id, confidence)
@@ -184,9 +190,9 @@ class DraftHeadSource:
 
     @torch.inference_mode()
     def _catch_up(self, held: _Sequence, *newest: int) -> None:
-        """Computes the verified positions, the last of them with the newest token, or not where that is not there yet.
+        """Compute the verified positions, the last one with the newest token if it is known.
 
-        What is computed of the last may have been with another one, since truncate() cuts before its position's token.
+        The last position may have been computed with another token, since truncate() cuts before its position's token.
         """
         following = [*held.token_ids[len(held.inputs) :], *newest]  # the last input, then those to be computed
         if (
@@ -207,16 +213,15 @@ class DraftHeadSource:
             held.inputs += tokens
 
     def _forget(self, held: _Sequence, n_kept: int) -> None:
-        """Keeps the first positions of the cache; what the last of them predicted is computed again when it is asked
-        for."""
+        """Keep the first positions of the cache. The prediction of the last one is recomputed on demand."""
         if n_kept < len(held.inputs):
             del held.inputs[n_kept:]
             held.tip = None
             held.cut()
 
     def _predicted(self, held: _Sequence, token_ids: list[int], states: Tensor) -> Tensor | None:
-        """The next states (m, hidden) after the positions that the cache holds; None where the model, asked for
-        embeddings, had to go on by another plan."""
+        """Return the next states (m, hidden) after the cached positions, or None if the model changed its plan when
+        asked for embeddings."""
         layer = held.layer
         batch = Batch.of_sequence(held.slot, layer.cache.length(held.slot), token_ids)
         embedded = layer.embed(token_ids)

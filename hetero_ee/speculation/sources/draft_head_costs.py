@@ -1,5 +1,5 @@
-"""What a draft head takes: seconds of a draft and of a prompt's part, and memory, on the CPU or beside the model's head
-on the GPU."""
+"""Costs of a draft head, on the CPU or next to the model's head on the GPU: seconds per draft and per prompt token, and
+memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned
 
 @dataclass(frozen=True, slots=True)
 class HeadCosts:
-    """Of one head for a model of this shape, with this many threads."""
+    """Costs of one head for a model of this shape with this many threads."""
 
     facts: DraftHeadFacts
     spec: ModelSpec
@@ -45,13 +45,13 @@ class HeadCosts:
         return DraftHeadWorks(self.facts.spec, self.facts.eagle3)
 
     def rates(self, source: str) -> DraftRates:
-        """As the planner takes them: by the CPU, and by the GPU where there is one."""
+        """Return the rates for the planner: on the CPU, and on the GPU if there is one."""
         by_gpu = None if self.profile.gpu is None else self._rates(source, on_gpu=True)
         return self._rates(source, on_gpu=False, by_gpu=by_gpu)
 
     def draft_s(self, head_on_gpu: bool, embedding_on_gpu: bool, *, on_gpu: bool) -> float:
-        """Seconds of one draft: the head's layer there, the choice by the model's head there, and what crosses: the
-        token's embedding to the layer, the state from it, and the draft to the CPU."""
+        """Return the seconds of one draft: the head's layer, the choice by the model's head, and the transfers of the
+        token's embedding, the state and the draft."""
         batch = Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0])
         spec = replace(self.spec, vocab_size=self.facts.n_draft_tokens)
         head = HeadCost(BlockCost.of(spec, decoder_blocks(spec)[-1]))
@@ -62,7 +62,7 @@ class HeadCosts:
         return seconds + (n_transfers * link.transfer.value if link is not None else 0.0)
 
     def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
-        """Seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
+        """Return the seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
         firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
         pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
         works = self.works
@@ -70,12 +70,12 @@ class HeadCosts:
         return seconds + (self._works_s(works.fuse(m), on_gpu=on_gpu) if self.facts.eagle3 else 0.0)
 
     def verified_s(self, placements: Sequence[Placement], m: int, *, on_gpu: bool) -> float:
-        """Seconds that the states of m verified tokens take before drafts can follow them: of EAGLE-3 those captured
-        where the head does not lie cross the link together, then fc."""
+        """Return the seconds that states of m verified tokens need before drafts can follow. For EAGLE-3, the states
+        captured on the other device are transferred together, then fc runs."""
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         if eagle3 is None:
             return 0.0
-        # The state before a layer lies where the block before it is; parts are the embedding and two of each layer.
+        # The state before a layer is on the device of the block before it; parts are the embedding and two per layer.
         n_far = sum((placements[2 * layer].on_gpu) != on_gpu for layer in eagle3.captured)
         seconds, link = self._works_s(self.works.fuse(m), on_gpu=on_gpu), self.profile.link
         if n_far and link is not None:
@@ -84,8 +84,8 @@ class HeadCosts:
         return seconds
 
     def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
-        """Weights, keys and values, the verified tokens' states, and on a GPU the buffers of its layer. Its own
-        embedding, which is no more than looked up in, stays on the CPU."""
+        """Return the bytes of weights, keys and values, verified states and, on a GPU, the layer's buffers. The head's
+        own embedding is only looked up and stays on the CPU."""
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         blocks = (fc_block(spec, eagle3), *layer_blocks(spec, eagle3))
         tensors = [tensor for block in blocks for tensor in block.tensors.values()]
@@ -103,7 +103,8 @@ class HeadCosts:
 
     @property
     def _rows_bytes(self) -> int:
-        """Of rows of a trimmed vocabulary, or the head's own, which lie where the model's head does."""
+        """Return the bytes of the rows of a trimmed vocabulary, or of the head's own rows, on the device of the model's
+        head."""
         if self.facts.n_draft_tokens == self.spec.vocab_size and not self.facts.has_rows:
             return 0
         shape = (self.facts.n_draft_tokens, self.spec.hidden_size)

@@ -1,4 +1,4 @@
-"""Draft heads on disk: config.json and model.safetensors with EAGLE's names, checked before anything is used."""
+"""Draft heads on disk: config.json and model.safetensors with EAGLE's names, checked before use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,11 +58,12 @@ _IGNORED = (LAYER + "self_attn.rotary_emb.inv_freq", *IGNORED)  # what the layer
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadFacts:
-    """What a head's config.json says, before its weights are read.
+    """Facts from a head's config.json, known before its weights are read.
 
-    has_embedding, has_rows: its own, in place of the model's embedding and rows of its head. acceptance: for each
-    position of a draft sequence the measured chance that its draft is right where all before it are; empty where nobody
-    measured it. eagle3: None for a head of EAGLE-1 or 2.
+    has_embedding, has_rows: it has its own instead of the model's embedding and rows of the model's head. acceptance:
+    for each
+    position of a draft sequence, the measured chance that its draft is right given that all before it are; empty if not
+    measured. eagle3: None for a head of EAGLE-1 or 2.
     """
 
     spec: ModelSpec  # of the head's layer
@@ -74,8 +75,12 @@ class DraftHeadFacts:
 
 
 def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
-    """Of the head in `folder`. Raises ModelError for one of another model, or whose config.json makes no sense, and
-    CheckpointError for a file of weights that can't be read."""
+    """Return the facts of the head in `folder`.
+
+    Raises:
+        ModelError: if it belongs to another model, or its config.json is invalid.
+        CheckpointError: if its weights can't be read.
+    """
     head = _configured(folder, model)
     found = head.config.get(ACCEPTANCE, [])
     if not isinstance(found, list) or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in found):
@@ -89,10 +94,11 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
 
 
 def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
-    """The head in `folder`, which has to belong to a model of this shape and vocabulary.
+    """Read the head in `folder`, which must belong to a model of this shape and vocabulary.
 
-    Raises ModelError for a configuration that doesn't fit, CheckpointError for files that are missing, damaged, pickles
-    or hold other tensors than promised.
+    Raises:
+        ModelError: if its configuration doesn't fit.
+        CheckpointError: if files are missing, damaged or pickles, or have other tensors than required.
     """
     head = _configured(folder, model)
     spec, eagle3, token_ids = head.spec, head.eagle3, head.token_ids
@@ -129,7 +135,7 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
 
 @dataclass(frozen=True, slots=True)
 class _Configured:
-    """What config.json says."""
+    """The head that config.json describes."""
 
     config: Mapping[str, Any]
     spec: ModelSpec
@@ -159,7 +165,11 @@ def _configured(folder: Path, model: ModelSpec) -> _Configured:
 
 
 def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
-    """Raises ModelError where the head in `folder` is of another model, or no layer that a head can have."""
+    """Check the head's layer.
+
+    Raises:
+        ModelError: if the head in `folder` belongs to another model, or a head can't have such a layer.
+    """
     for name, found, expected in (
         ("a vocabulary of", spec.vocab_size, model.vocab_size),
         ("a hidden size of", spec.hidden_size, model.hidden_size),
@@ -173,11 +183,17 @@ def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
     plain = spec.norm == "rms" and spec.norm_affine and spec.gated and spec.rope is not None
     plain = plain and spec.pre_norm and not spec.post_norm and spec.layer_ropes is None
     if not plain or spec.qk_norm or spec.ffn_bias or spec.attention_output_bias:
-        raise ModelError(f"{folder}: {spec.architecture} with these settings is no layer that a draft head can have.")
+        raise ModelError(
+            f"{folder}: {spec.architecture} with these settings is not a layer that a draft head can have."
+        )
 
 
 def draft_token_ids(config: Mapping[str, Any], model: ModelSpec, folder: Path) -> list[int] | None:
-    """The tokens that the head in `folder` drafts, ascending; None for all. Raises ModelError."""
+    """Return the tokens that the head in `folder` drafts, ascending, or None for all.
+
+    Raises:
+        ModelError: if config.json lists invalid tokens.
+    """
     found = config.get(DRAFT_TOKEN_IDS)
     if found is None:
         return None
@@ -201,7 +217,7 @@ def _instead(folder: Path) -> str:
 
 
 def _shapes(spec: ModelSpec, header: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Every tensor that has to be there; of the optional ones those that are."""
+    """Return the shape of every required tensor and of the optional ones that exist."""
     size, queries, keys = spec.hidden_size, spec.query_size, spec.kv_size
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (queries, size),
@@ -239,7 +255,11 @@ def _check_names(header: dict[str, StoredTensor], shapes: dict[str, tuple[int, .
 
 
 def _by_plain_name(file: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Names in the file, and its header, by plain names. Raises CheckpointError where two have the same."""
+    """Return the names in the file, and its header, by plain names.
+
+    Raises:
+        CheckpointError: if two tensors have the same plain name.
+    """
     header = read_header(file)
     names = {plain_name(name): name for name in header}
     if len(names) < len(header):
@@ -249,7 +269,7 @@ def _by_plain_name(file: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]
 
 
 def _tensors(file: Path, names: dict[str, str]) -> dict[str, Tensor]:
-    """By plain names, in fp32 but integers."""
+    """Return the tensors by plain name, in fp32 except for integers."""
     get = _opened(file)
     tensors = {plain: get(name) for plain, name in names.items()}
     for name, values in tensors.items():

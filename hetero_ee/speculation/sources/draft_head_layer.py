@@ -1,8 +1,9 @@
-"""A draft head as a list of blocks: what it computes, on any executor and device.
+"""A draft head as a list of blocks, on any executor and device.
 
 EAGLE-1 (arXiv 2401.15077): from the newest token's embedding e and the final normed state h that led to it,
-x = fc [e; h] passes one Llama layer without input norm: x += attention(x), then x += ffn(norm(x)). What comes out is a
-guess of the next such state h. EAGLE-3: see eagle3.py; the states kept of it are those after fc.
+x = fc [e; h] passes one Llama layer without input norm: x += attention(x), then x += ffn(norm(x)). The result estimates
+the
+next state h. EAGLE-3: see eagle3.py; its kept states are those after fc.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +28,14 @@ from hetero_ee.speculation.sources.eagle3 import NORM_ALL, NORM_EACH, Eagle3
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
-FC, EMBEDDING, HEAD_ROWS = "fc", "embedding.tokens", "head.rows"  # matrices beside those of the layer's blocks
+FC, EMBEDDING, HEAD_ROWS = "fc", "embedding.tokens", "head.rows"  # matrices in addition to those of the layer's blocks
 EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM, FC_NORM = "embedding_norm", "hidden_norm", "head_norm", "fc_norm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftHead:
-    """A head as its file has it: fp32 matrices under the names of layer_blocks(spec), FC (d, 2d) with a bias or none,
-    EMBEDDING (vocab, d) where it is not the model's, and HEAD_ROWS (k, d) where it has logits of its own."""
+    """A head as in its file: fp32 matrices under the names of layer_blocks(spec); FC (d, 2d), optionally with a bias;
+    EMBEDDING (vocab, d) if it differs from the model's; HEAD_ROWS (k, d) if it has its own logits."""
 
     spec: ModelSpec  # of its one layer
     weights: ModelWeights
@@ -43,7 +44,7 @@ class DraftHead:
 
 
 def layer_blocks(spec: ModelSpec, eagle3: Eagle3 | None = None) -> list[Block]:
-    """The attention, whose input is not normed or, for EAGLE-3, two normed states, and the FFN."""
+    """Return the attention, without input norm or, for EAGLE-3, with two normed states, and the FFN."""
     attention, ffn = (block for block in decoder_blocks(spec) if block.layer is not None)
     tensors = {short: tensor for short, tensor in attention.tensors.items() if short != "norm"}
     if eagle3 is not None:
@@ -53,7 +54,7 @@ def layer_blocks(spec: ModelSpec, eagle3: Eagle3 | None = None) -> list[Block]:
 
 
 def fc_block(spec: ModelSpec, eagle3: Eagle3 | None = None) -> Block:
-    """FC, and the norms of EAGLE-3, as a block of no layer, for those who go by blocks."""
+    """Return FC, and the norms of EAGLE-3, as a block without a layer."""
     size = spec.hidden_size
     vectors = {f"{FC}_bias": size}
     n_columns = 2 * size
@@ -66,7 +67,7 @@ def fc_block(spec: ModelSpec, eagle3: Eagle3 | None = None) -> Block:
 
 
 def _fc_norms(eagle3: Eagle3, size: int) -> dict[str, int]:
-    """Names and sizes."""
+    """Return names and sizes of the norms."""
     n_seen = len(eagle3.captured)
     if eagle3.fc_norm == NORM_EACH:
         return {f"{FC_NORM}.{number}": size for number in range(n_seen)}
@@ -74,10 +75,11 @@ def _fc_norms(eagle3: Eagle3, size: int) -> dict[str, int]:
 
 
 class DraftHeadLayer:
-    """Computes a head on the CPU or the GPU of a machine, where its keys and values lie too.
+    """Computes a head on the CPU or GPU of a machine, where its KV cache is too.
 
     executor: of fc_block and layer_blocks on that device. spec: of its one layer. embedding: its own, None for the
-    model's. A token's bits depend on that token and its sequence alone.
+    model's. A
+    token's bits depend only on that token and its sequence.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class DraftHeadLayer:
         self._works = DraftHeadWorks(spec, eagle3)
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        """The next states, (m, d) fp32 on its device: of the tokens' embeddings and the states before them."""
+        """Return the next states, (m, d) fp32 on its device, from the tokens' embeddings and the states before them."""
         self.cache.admit(batch)
         here, ready = self._moved("verified states", states)
         entered, entered_ready = self._moved("draft embedding", embedded)
@@ -113,13 +115,13 @@ class DraftHeadLayer:
         return self._run(self._works.guess(batch), compute, (*ready, *entered_ready))
 
     def _joined(self, embedded: Tensor, states: Tensor, batch: Batch) -> tuple[Tensor, Batch, list[Block]]:
-        """What is to pass the blocks that are left: of EAGLE-1 all."""
+        """Return the input of the remaining blocks; for EAGLE-1 these are all blocks."""
         return self._executor.linear(torch.cat([embedded, states], 1), FC), batch, self._blocks
 
     def _attended(
         self, eagle3: Eagle3, embedded: Tensor, states: Tensor, batch: Batch
     ) -> tuple[Tensor, Batch, list[Block]]:
-        """The same after the attention of EAGLE-3."""
+        """Return the input of the remaining blocks after the attention of EAGLE-3."""
         executor, (attention, ffn) = self._executor, self._blocks
         normed = executor.normed(states, HIDDEN_NORM)
         x = torch.cat([executor.normed(embedded, EMBEDDING_NORM), normed], 1)
@@ -127,15 +129,18 @@ class DraftHeadLayer:
         return (normed if eagle3.norm_before_residual else states) + mixed, batch, [ffn]
 
     def normed(self, state: Tensor) -> Tensor:
-        """What logits are made of: a state (1, d) on its device, as guess gave it."""
+        """Return the normed state for logits, from a state (1, d) of `guess`."""
         if self._eagle3 is None or self._eagle3.norm_output:
             return state
         return self.on_device(lambda: self._marked(self._executor.normed(state, HEAD_NORM)))
 
     def keep(self, normed: Tensor, captured: Sequence[Tensor], put: Callable[[int, Tensor], None]) -> None:
-        """Calls put with what is kept of verified states, first row and rows (m, d) on its device, in the order of what
-        is computed there: the final normed ones, or what fc makes of those captured. Raises ValueError where some of
-        those are missing."""
+        """Call `put` with the first row and the kept states of verified tokens, (m, d) on its device: the final normed
+        states, or fc of the captured ones.
+
+        Raises:
+            ValueError: if captured states are missing.
+        """
         eagle3 = self._eagle3
         if eagle3 is None:
             here, ready = self._moved("verified states", normed)
@@ -152,7 +157,7 @@ class DraftHeadLayer:
     def _put_fused(
         self, eagle3: Eagle3, parts: Sequence[Tensor], first: int, put: Callable[[int, Tensor], None]
     ) -> None:
-        """fc of captured states, each (m, d)."""
+        """Put fc of captured states, each (m, d)."""
         executor, fc_norm = self._executor, eagle3.fc_norm
         if fc_norm == NORM_EACH:
             parts = [executor.normed(part, f"{FC_NORM}.{number}") for number, part in enumerate(parts)]
@@ -161,7 +166,7 @@ class DraftHeadLayer:
         put(first, self._marked(executor.linear(x, FC)))
 
     def _gathered(self, states: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Event, ...]]:
-        """States (m, d) on its device; those of the other one cross together."""
+        """Return states (m, d) on its device; those of the other device are transferred together."""
         copier, found = self._machine.copier, list(states)
         far = [number for number, each in enumerate(states) if copier.is_on_gpu(each) != self._on_gpu]
         if not far:
@@ -174,19 +179,23 @@ class DraftHeadLayer:
         return found, ready
 
     def _marked(self, x: Tensor) -> Tensor:
-        """x as a tensor of the device that computed it."""
+        """Return x as a tensor of the device that computed it."""
         return self._machine.copier.to_gpu(x) if self._on_gpu else x
 
     def on_device(self, compute: Callable[[], Tensor]) -> Tensor:
-        """compute() on its device. Raises DeviceMemoryError where there is no room for what comes out."""
+        """Return compute(), run on its device.
+
+        Raises:
+            DeviceMemoryError: if the result doesn't fit.
+        """
         return self._run([], compute)
 
     def embed(self, token_ids: list[int]) -> Tensor | None:
-        """(m, d) by the head's own embedding, which stays on the CPU; None where it has none."""
+        """Return (m, d) from the head's own embedding, which stays on the CPU, or None if it has none."""
         return None if self._embedding is None else self._embedding.rows(torch.tensor(token_ids))
 
     def warm_up(self, embedded: Tensor) -> None:
-        """Computes once what a token, embedded as (1, d), takes, so that memory runs out now or not at all."""
+        """Compute one token, embedded as (1, d), so that memory runs out now or not at all."""
         sequence = self.cache.open_new()
         try:
             row, _ = self._moved("draft embedding", embedded)

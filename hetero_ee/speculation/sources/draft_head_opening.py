@@ -1,5 +1,4 @@
-"""From a folder to a source of drafts: which code computes a head, on which device of the machine that runs the model
-now."""
+"""Opens a draft head: chooses its code and its device on the machine that runs the model now."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,9 +41,9 @@ Running = Callable[[], PlannedExecutor]
 
 
 class DraftHeadOpener:
-    """The head's layer on the machine that runs the model now: opened again after another plan was.
+    """The head's layer on the machine that runs the model now; reopened after a change of plan.
 
-    weights: see head_weights. warn: told of each plan beside which the head found no memory.
+    weights: see head_weights. warn: called for each plan that leaves no memory for the head.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class DraftHeadOpener:
         self._running, self._host = running, host_machine()
         self._layer: DraftHeadLayer | None = None
         self._has_tried = False
-        self._beside: PlannedExecutor | None = None  # what the layer was opened beside, or found no memory
+        self._beside: PlannedExecutor | None = None  # the executor for which the layer was opened or found no memory
 
     def __call__(self) -> DraftHeadLayer | None:
-        """None where there turned out to be no room for it."""
+        """Return the layer, or None if there is no memory for it."""
         if not self._has_tried or self._beside is not self._now():
             try:
                 self.open()
@@ -75,8 +74,11 @@ class DraftHeadOpener:
         return self._layer
 
     def open(self) -> None:
-        """Once beside what runs now, whatever becomes of it. Raises DeviceMemoryError where the plan's room for it
-        turns out not to be there."""
+        """Open the layer on the machine that runs now.
+
+        Raises:
+            DeviceMemoryError: if the memory that the plan reserves for it is not available.
+        """
         self._layer, self._has_tried, self._beside = None, True, self._now()
         self._layer = self._opened(self._beside)
 
@@ -84,7 +86,7 @@ class DraftHeadOpener:
         return None if self._running is None else self._running()
 
     def _opened(self, running: PlannedExecutor | None) -> DraftHeadLayer | None:
-        """None where the model, asked for an embedding, had to go on by another plan."""
+        """Return the layer, or None if the model changed its plan when asked for an embedding."""
         machine = self._host if running is None else running.machine
         on_gpu = running is not None and running.plan.draft_device == GPU
         embedding = self._weights.matrices.get(EMBEDDING)
@@ -113,11 +115,18 @@ class DraftHeadOpener:
 def open_draft_head(
     folder: Path, target: Executor, running: Running | None = None, warn: Callable[[str], None] | None = None
 ) -> DraftHeadSource:
-    """Drafts for the target's model from the head in `folder`.
+    """Return a source of drafts for the target's model from the head in `folder`.
 
-    running: what runs the target's plan now, where it runs one: its machine is told what drafting takes, on its GPU
-    where the plan has room for the head there. warn: see DraftHeadSource and DraftHeadOpener. Raises ModelError,
-    CheckpointError, and DeviceMemoryError where that room turns out not to be there.
+    Args:
+        running: Runs the target's plan now, if there is one. Its machine charges drafting, and its GPU has the head if
+            the plan
+            says so.
+        warn: See DraftHeadSource and DraftHeadOpener.
+
+    Raises:
+        ModelError: if the head does not fit the model.
+        CheckpointError: if its files can't be read.
+        DeviceMemoryError: if the memory that the plan reserves for it is not available.
     """
     head = read_draft_head(folder, target.spec)
     weights = head_weights(head, compiled=target.weights.quantizer != UNQUANTIZED)
@@ -132,8 +141,8 @@ def open_draft_head(
 
 
 def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool) -> ModelWeights:
-    """compiled: in tiles, for the CPU kernels and the GPU; embedding and rows of the head are int8 there, as the
-    model's, and the rest is by `quantizer`."""
+    """Return the head's weights. `compiled`: in tiles, for the CPU kernels and the GPU; the embedding and rows of the
+    head are then int8 as the model's, the rest is quantized by `quantizer`."""
     if not compiled:
         return ModelWeights(dict(head.weights.matrices), head.weights.vectors)
     tiles: dict[str, Weight] = {
@@ -144,7 +153,7 @@ def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compile
 
 
 def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "ThreadPool | None") -> HostExecutor:
-    """What computes a head of these weights there; pool: threads for weights in tiles, None for plain torch."""
+    """Return an executor of these weights on the CPU. `pool`: threads for weights in tiles, None for plain torch."""
     cache = CpuKvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens, kind=BESIDE_KV_TYPE)
     if pool is None:
         return ReferenceExecutor(spec, expanded(weights), max_tokens, cache=cache)
@@ -155,7 +164,7 @@ def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "
 
 @torch.inference_mode()
 def draft_vocabulary(target: Executor, token_ids: Tensor, rows: Weight | None = None) -> DraftVocabulary:
-    """A head for these tokens alone: of these rows, the model's where None."""
+    """Return a head that scores only these tokens with these rows, by default the model's."""
     if rows is not None:
         return DraftVocabulary(rows, token_ids)
     matrix = target.weights.matrices[target.blocks[-1].tensors["tokens"].name]

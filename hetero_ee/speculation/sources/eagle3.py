@@ -1,9 +1,10 @@
-"""EAGLE-3 heads (arXiv 2503.01840) as config.json describes them, in the dialects of those who train and publish them.
+"""EAGLE-3 heads (arXiv 2503.01840) as config.json describes them, in the dialects of their publishers.
 
-The head sees the model's states before a few of its layers, one after the other: g = fc [low; middle; high]. One layer
-follows whose attention reads [norm(embedding); norm(g)] and is added to g, or to its norm. What comes out takes the
-place of g for the next draft; its norm, times a head of a draft vocabulary, are the logits. EAGLE-3.1 norms what fc
-sees, and lets the next draft begin with the normed state.
+The head sees the model's states before a few of its layers, concatenated: g = fc [low; middle; high]. One layer follows
+whose attention reads [norm(embedding); norm(g)] and is added to g, or to its norm. The result replaces g for the next
+draft; its norm, times a head of a draft vocabulary, gives the logits. EAGLE-3.1 norms the inputs of fc and starts the
+next
+draft with the normed state.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ PLAIN = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 @dataclass(frozen=True, slots=True)
 class Eagle3:
-    """What makes a head one of EAGLE-3. captured: the model's layers before which it sees states, ascending."""
+    """Properties of an EAGLE-3 head. captured: layers of the model before which it sees states, ascending."""
 
     captured: tuple[int, ...]
     norm_before_residual: bool = False  # the attention is added to the normed g
@@ -35,17 +36,21 @@ class Eagle3:
 
 
 def default_layers(n_layers: int) -> tuple[int, ...]:
-    """Where config.json names none."""
+    """Return the captured layers if config.json names none."""
     return tuple(sorted({min(2, n_layers - 1), n_layers // 2, max(0, n_layers - 3)}))
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether this config.json is an EAGLE-3 head's; SafeAILab's own are known by their draft vocabulary alone."""
+    """Return whether this config.json is an EAGLE-3 head's. Only their draft vocabulary reveals SafeAILab's."""
     return _architecture(config) in (*OUTPUT_IDS, *INPUT_IDS, *NESTED) or DRAFT_VOCABULARY in config
 
 
 def layer_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of the head's layer, as a Llama model with one has them. Raises ModelError."""
+    """Return the fields of the head's layer as those of a Llama model with one layer.
+
+    Raises:
+        ModelError: if they are invalid.
+    """
     if _architecture(config) not in NESTED:
         return dict(config) | PLAIN
     inner = config.get(LAYER_CONFIG)
@@ -55,7 +60,11 @@ def layer_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Eagle3:
-    """Of a head for a model with so many layers. Raises ModelError."""
+    """Return the properties of a head for a model with n_layers.
+
+    Raises:
+        ModelError: if config.json is invalid.
+    """
     fields = Fields(config, where)
     inner = fields.section("eagle_config")
     ids = fields.get(LAYER_IDS, inner.get(LAYER_IDS))
@@ -72,7 +81,11 @@ def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Eagle3:
 
 
 def draft_vocabulary_size(config: Mapping[str, Any], vocab_size: int, where: str) -> int:
-    """Tokens that the head drafts, of a model's. Raises ModelError."""
+    """Return how many of the model's tokens the head drafts.
+
+    Raises:
+        ModelError: if config.json is invalid.
+    """
     return Fields(config, where).integer(DRAFT_VOCABULARY, vocab_size, largest=vocab_size)
 
 

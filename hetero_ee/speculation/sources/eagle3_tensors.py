@@ -1,4 +1,4 @@
-"""The tensors of an EAGLE-3 head: names and shapes in its file, and what the engine makes of them."""
+"""Tensors of an EAGLE-3 head: names and shapes in its file, and their names in the engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ NORMS = {"embedding": f"{LAYER}input_layernorm.weight", "hidden": HIDDEN_NORM, "
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without what tells publishers apart."""
+    """Return a tensor's name without the parts that differ between publishers."""
     name = name.removeprefix(MODEL_PREFIX)
     return next((known + name.removeprefix(each) for each, known in PREFIXES.items() if name.startswith(each)), name)
 
@@ -29,7 +29,8 @@ def plain_name(name: str) -> str:
 def eagle3_shapes(
     spec: ModelSpec, eagle3: Eagle3, n_draft_tokens: int, layer: Mapping[str, tuple[int, ...]], *, has_head: bool
 ) -> dict[str, tuple[int, ...]]:
-    """By name every tensor that has to be there. layer: those of a layer whose attention reads states of this size."""
+    """Return the shapes of all required tensors by name. `layer`: shapes of a layer whose attention reads states of
+    this size."""
     size, n_seen = spec.hidden_size, len(eagle3.captured)
     shapes = dict(layer) | {"fc.weight": (size, n_seen * size)} | dict.fromkeys(NORMS.values(), (size,))
     for part in "qkv":
@@ -47,7 +48,7 @@ def eagle3_shapes(
 
 
 def eagle3_vectors(eagle3: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Norms by the engine's names. Those of states one by one lie one after the other, as what they norm does."""
+    """Return the norms by the engine's names. Norms of several states are concatenated, as the states are."""
     found = {f"{short}_norm": tensors[name] for short, name in NORMS.items()}
     if eagle3.fc_norm == NORM_ALL:
         found["fc_norm"] = tensors["input_norm.weight"]
@@ -58,8 +59,11 @@ def eagle3_vectors(eagle3: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def draft_rows(tensors: Mapping[str, Tensor], vocab_size: int, file: Path) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The head's own rows by HEAD_ROWS, and the tokens that they are of, ascending; nothing where it has none. Raises
-    CheckpointError for a d2t that names other tokens than the model's, or one twice."""
+    """Return the head's own rows as HEAD_ROWS and their tokens, ascending; nothing if it has none.
+
+    Raises:
+        CheckpointError: if d2t names tokens that the model lacks, or one twice.
+    """
     if LM_HEAD not in tensors:
         return {}, None
     rows = tensors[LM_HEAD]

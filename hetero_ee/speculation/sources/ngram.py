@@ -1,6 +1,8 @@
-"""NgramSource: what followed the last tokens where they stood before in the same text.
+"""NgramSource: drafts the tokens that followed an earlier occurrence of the last tokens in the same text.
 
-Prompt lookup decoding, over falling orders: drafts that cost nothing, right where a text repeats its prompt or itself.
+Prompt lookup decoding with decreasing n-gram sizes. Such drafts cost nothing and are right if a text repeats its prompt
+or
+itself.
 """
 
 import itertools
@@ -18,7 +20,7 @@ DECAY = 0.998  # of the counts of an order at each token: half is forgotten afte
 
 
 class NgramSource:
-    """A free DraftSource. Longer n-grams first, of one length the newest; memory grows with the open sequences."""
+    """A free DraftSource. It prefers longer n-grams, then newer ones. Memory grows with the open sequences."""
 
     name = "n-grams"
     is_free = True
@@ -29,8 +31,8 @@ class NgramSource:
         self._precision = MatchPrecision()
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """See DraftSource.drafts: what followed the newest match of the longest n-gram; past the text's end it repeats
-        itself. Each token's chance is how often matches of that length were right; the match grows with each token."""
+        """See DraftSource.drafts. Yields what followed the newest match of the longest n-gram, repeated past the text's
+        end. Each token's chance is how often matches of that length were right; the match grows with each token."""
         text = self._texts.setdefault(sequence, _Text())
         text.become(token_ids)
         found = text.longest_match()
@@ -44,7 +46,7 @@ class NgramSource:
     def observe(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor | None, *captured: Tensor
     ) -> None:
-        """See DraftSource.observe; the states are not looked at. After a gap, `drafts` brings the tokens in between."""
+        """See DraftSource.observe; ignores the states. After a gap, `drafts` provides the missing tokens."""
         text = self._texts.setdefault(sequence, _Text())
         text.truncate(first_position)
         if len(text.token_ids) < first_position:
@@ -60,7 +62,7 @@ class NgramSource:
     read_prompt = observe  # indexing its tokens is all that a prompt asks for
 
     def truncate(self, sequence: int, length: int) -> None:
-        """See DraftSource.truncate; a sequence that holds fewer stays as it is."""
+        """See DraftSource.truncate. A shorter sequence stays unchanged."""
         if sequence in self._texts:
             self._texts[sequence].truncate(length)
 
@@ -70,9 +72,9 @@ class NgramSource:
 
 
 class MatchPrecision:
-    """How often the token after a repeated n-gram is the one that stood there before, by the match's length.
+    """How often the token after a repeated n-gram equals the earlier one, by the match's length.
 
-    At first it is n / (n + PRIOR_ORDER) for n tokens.
+    It starts at n / (n + PRIOR_ORDER) for n tokens.
     """
 
     def __init__(self) -> None:
@@ -80,24 +82,27 @@ class MatchPrecision:
         self._seen = [0.0] * MAX_ORDER
 
     def add(self, order: int, was_right: bool) -> None:
-        """A token after a match of this length came out."""
+        """Count whether the token after a match of this length was right."""
         index = order - 1
         self._right[index] = DECAY * self._right[index] + was_right
         self._seen[index] = DECAY * self._seen[index] + 1
 
     def chance(self, order: int) -> float:
-        """That the token after such a match is right: the mean of a Beta posterior. Longer ones count as MAX_ORDER."""
+        """Return the chance that the token after such a match is right: the mean of a Beta posterior. Longer matches
+        count as MAX_ORDER."""
         order = min(order, MAX_ORDER)
         right = PRIOR_TOKENS * order / (order + PRIOR_ORDER) + self._right[order - 1]
         return right / (PRIOR_TOKENS + self._seen[order - 1])
 
 
 class _Text:
-    """A growing text and where each of its n-grams stood last, with exact rollback.
+    """A growing text with the last position of each of its n-grams, and exact rollback.
 
-    For each order a table from n-gram to the newest position after one, and for each position the one before it of the
-    same n-gram: the chains of LZ77 encoders. Appending and taking back cost O(MAX_ORDER) a token, whatever the length.
-    A change that was broken off, by Ctrl-C, is mended by the next one from the tokens that are there.
+    For each order, a table from n-gram to the newest position after one, and for each position the previous one of the
+    same
+    n-gram: the chains of LZ77 encoders. Appending and undoing cost O(MAX_ORDER) per token, whatever the length. If
+    Ctrl-C
+    interrupts a change, the next change rebuilds the tables from the tokens.
     """
 
     def __init__(self) -> None:
@@ -108,7 +113,7 @@ class _Text:
         self._is_changing = False
 
     def longest_match(self) -> tuple[int, int] | None:
-        """The order of the longest last n-gram that stood anywhere before, and the newest position after it."""
+        """Return the order of the longest ending n-gram that occurred before, and the newest position after it."""
         keys = self._last_keys()
         for order in range(len(keys), 0, -1):
             position = self._newest[order - 1].get(keys[order - 1])
@@ -117,7 +122,7 @@ class _Text:
         return None
 
     def become(self, token_ids: Sequence[int]) -> None:
-        """The text is these tokens; those that are verified are the same."""
+        """Change the text to these tokens. Verified tokens are equal."""
         if len(token_ids) < self.n_verified:
             raise ValueError(f"{len(token_ids)} tokens of a sequence of which {self.n_verified} are verified")
         position = self.n_verified
@@ -140,7 +145,7 @@ class _Text:
         self._is_changing = False
 
     def truncate(self, length: int) -> None:
-        """Back to the first `length` tokens, exactly as before the others came; no effect on a shorter text."""
+        """Restore the text's first `length` tokens. No effect on a shorter text."""
         self.n_verified = min(self.n_verified, length)
         if len(self.token_ids) <= length:
             return
@@ -156,7 +161,7 @@ class _Text:
         self._is_changing = False
 
     def _begin(self) -> None:
-        """A change begins; what one before has left half done is made again."""
+        """Start a change, after rebuilding the tables if the last change was interrupted."""
         if self._is_changing:
             whole = _Text()
             for token_id in self.token_ids:
@@ -165,7 +170,7 @@ class _Text:
         self._is_changing = True
 
     def _last_keys(self) -> list[int]:
-        """Of the n-grams of 1, 2, ... MAX_ORDER tokens that end the text."""
+        """Return the n-grams of 1, 2, ... MAX_ORDER tokens that end the text."""
         keys: list[int] = []
         key = 0
         for order, token_id in enumerate(reversed(self.token_ids[-MAX_ORDER:])):

@@ -1,8 +1,10 @@
-"""Whether a draft head fits its model, measured on a text that the model writes: how often its drafts are right, and
-whether it sees the layers that it was trained on.
+"""Checks whether a draft head fits its model, on a text that the model writes: how often its drafts are right, and
+whether it
+sees the layers that it was trained on.
 
-Publishers count captured layers in two ways, and a head that sees the wrong ones drafts as well as one that knows
-nothing: the first drafts are also tried with the states of one layer earlier and one later. Source: derived.
+Publishers count captured layers in two ways, and a head that sees the wrong ones drafts as badly as an untrained one.
+So the
+first drafts are also tried with the states of one layer earlier and one later. Source: derived.
 """
 
 import math
@@ -32,8 +34,8 @@ CLEARLY = 2.0  # standard errors
 
 @dataclass(frozen=True, slots=True)
 class HeadCheck:
-    """acceptance: by position, drafts right where all before them are. first_drafts: the share of right ones, by how
-    many layers later than its config.json says the head sees states; 0 alone for EAGLE-1."""
+    """Result of a check. acceptance: by position, the share of right drafts given that all before it are right.
+    first_drafts: the share of right first drafts by layer offset; only offset 0 for EAGLE-1."""
 
     n_tokens: int
     acceptance: tuple[float, ...]
@@ -41,7 +43,7 @@ class HeadCheck:
 
     @property
     def better_offset(self) -> int:
-        """The offset with which clearly more first drafts are right, 0 where that is none."""
+        """The offset with clearly more right first drafts, or 0."""
         here = self.first_drafts[0]
         best = max(self.first_drafts, key=self.first_drafts.__getitem__)
         there = self.first_drafts[best]
@@ -49,7 +51,7 @@ class HeadCheck:
         return best if there - here > CLEARLY * error else 0
 
     def warning(self, name: str, captured: Sequence[int]) -> str | None:
-        """What to say of a head that sees the wrong layers; None where it does not."""
+        """Return a warning for a head that sees the wrong layers, or None."""
         offset = self.better_offset
         if not offset:
             return None
@@ -62,8 +64,8 @@ class HeadCheck:
 
 
 def check_head(head: DraftHead, executor: Executor, prompt: Sequence[int], n_tokens: int = N_WRITTEN) -> HeadCheck:
-    """The model writes n_tokens after the prompt, greedily, and reads them once more; the head drafts on the CPU. What
-    the executor captures is as before."""
+    """Check a head. The model writes n_tokens after the prompt, greedily, and reads them once more; the head drafts on
+    the CPU. The executor's captured layers are restored."""
     captures = executor.capturing
     try:
         tokens = written(executor, prompt, n_tokens)
@@ -92,8 +94,8 @@ def accepted(
     n_drafts: int,
     sequence: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Drafts after every token of a text from its prompt's end on, against the text: by position how many were right,
-    and how many were tried since all before them were. states: see DraftSource.observe, of all tokens."""
+    """Draft after every token of a text from its prompt's end on. Return by position how many drafts were right, and
+    how many were tried because all before them were. `states`: see DraftSource.observe, for all tokens."""
     right, tried = torch.zeros(n_drafts), torch.zeros(n_drafts)
     for position in range(n_prompt, len(tokens) - 1):
         first = 0 if position == n_prompt else position - 1
@@ -110,7 +112,7 @@ def accepted(
 
 
 def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[int]:
-    """The prompt and what the model writes after it, greedily."""
+    """Return the prompt and the model's greedy continuation."""
     tokens, sequence = list(prompt), executor.cache.open_new()
     try:
         logits = executor.prompt([Batch.of_sequence(sequence, 0, tokens, is_prompt=True)])
@@ -123,7 +125,7 @@ def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[in
 
 
 def greedy_choice(executor: Executor) -> Choose:
-    """The likeliest token of a head's."""
+    """Return a function that chooses the head's likeliest token."""
 
     def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
         place = int(executor.draft_logits(state, end)[0].argmax())
@@ -133,7 +135,7 @@ def greedy_choice(executor: Executor) -> Choose:
 
 
 def _states(executor: Executor, tokens: Sequence[int]) -> list[Tensor]:
-    """Of all tokens the final normed states and those captured, on the CPU."""
+    """Return the final normed states and the captured ones of all tokens, on the CPU."""
     sequence, size, parts = executor.cache.open_new(), executor.prompt_chunk_tokens, []
     try:
         for first in range(0, len(tokens), size):
@@ -146,7 +148,7 @@ def _states(executor: Executor, tokens: Sequence[int]) -> list[Tensor]:
 
 
 def _shifted(head: DraftHead, n_layers: int) -> dict[int, DraftHead]:
-    """By offset, of those that the model has layers for."""
+    """Return the head's variants by layer offset, as far as the model has the layers."""
     assert head.eagle3 is not None, "the captured layers of EAGLE-3 can be shifted"
     found = {}
     for offset in OFFSETS:

@@ -1,4 +1,4 @@
-"""DraftSource: what proposes tokens without the model's layers. A new one is one file here and a line in opening.py."""
+"""DraftSource: proposes tokens without the model's layers. A new one is one file here and a line in opening.py."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol
@@ -19,7 +19,7 @@ class Draft(NamedTuple):
 
 
 class DraftSource(Protocol):
-    """Sequences are those of the KV cache; every position is told to `observe` once it is verified."""
+    """Proposes drafts for sequences of the KV cache. `observe` receives every position once it is verified."""
 
     @property
     def name(self) -> str:
@@ -27,33 +27,32 @@ class DraftSource(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether drafts cost nothing but their tokens in the verification, as those of a look-up."""
+        """Whether drafts cost only their tokens in the verification, like those of a lookup."""
 
     @property
     def draft_s(self) -> float:
-        """Seconds that one draft takes to compute."""
+        """Seconds to compute one draft."""
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """What may follow token_ids, one after another, each computed when it is asked for.
+        """Yield the tokens that may follow token_ids, each computed on demand.
 
-        token_ids: the sequence from position 0 on, unverified drafts included. Closing it forgets what they left
-        behind.
+        token_ids: the sequence from position 0 on, including unverified drafts. Closing the iterator drops their state.
         """
 
     def observe(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """Verified tokens from first_position on, their final normed hidden states (m, hidden), and those before each
-        layer that the executor captures."""
+        """Receive verified tokens from first_position on, with their final normed hidden states (m, hidden) and the
+        captured states."""
 
     def read_prompt(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """The same of the next chunk of a prompt, and all work that its tokens bring: it is the prompt's time, of which
-        the first draft then takes nothing."""
+        """Receive the next chunk of a prompt like `observe`, and do all work for its tokens now, so that it counts as
+        prompt time."""
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets every position from `length` on."""
+        """Forget every position from `length` on."""
 
     def close(self, sequence: int) -> None:
-        """The sequence has ended; closing an unknown one does nothing."""
+        """Forget a sequence. Closing an unknown one does nothing."""

@@ -1,4 +1,4 @@
-"""States of one sequence's verified tokens, on the device that they are put from."""
+"""States of one sequence's verified tokens, on the device that computed them."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ class StateRows:
 
     @torch.inference_mode()
     def put(self, first: int, rows: Tensor) -> None:
-        """Writes rows (m, hidden) from row `first` on, over those that are there; first: at most how many there are."""
+        """Write rows (m, hidden) from row `first` on, at most the number of rows, replacing existing ones."""
         while rows.shape[0] and len(self._pieces) * PIECE_ROWS < first + len(rows):
             self._pieces.append(rows.new_empty(PIECE_ROWS, rows.shape[1]))
         for piece, inside, taken in self._places(first, first + len(rows)):
@@ -22,12 +22,12 @@ class StateRows:
 
     @torch.inference_mode()
     def rows(self, first: int, end: int) -> Tensor:
-        """(end - first, hidden), which must have been put."""
+        """Return (end - first, hidden). The rows must exist."""
         found = [piece[inside] for piece, inside, _ in self._places(first, end)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _places(self, first: int, end: int) -> list[tuple[Tensor, slice, slice]]:
-        """Of each piece with some of these rows: the piece, where they are in it, where they are among all."""
+        """Yield, for each piece with some of these rows, the piece and their positions in it and among all."""
         found = []
         for number in range(first // PIECE_ROWS, -(-end // PIECE_ROWS)):
             start = number * PIECE_ROWS

@@ -1,8 +1,9 @@
-"""SyntheticSource: drafts that are right as often as asked, at the time that a draft head takes. For benchmarks.
+"""SyntheticSource: drafts with a given acceptance at the cost of a draft head. For benchmarks.
 
-Which drafts come true depends on a head's training and on the text; what they cost does not. So a head, of any weights,
-computes every draft, and what it says is replaced: by the text's next token as often as the rates have it, else by
-another. Everything else, verification included, is computed and timed as always.
+A head's training and the text decide which drafts are right, but not what they cost. So a head with any weights
+computes
+every draft, and the result is replaced: by the text's next token as often as the rates say, else by another. Everything
+else, verification included, is computed and timed as usual.
 """
 
 import json
@@ -31,10 +32,12 @@ RANDOM_VALUES = 2**20 - 3  # of a random head, repeated: odd, so that no two row
 
 
 def write_synthetic_head(folder: Path, model: ModelSpec, rates: DraftRates, own: Path | None) -> None:
-    """A draft head of these rates for this model: a copy of `own`, or an EAGLE-1 head with random weights.
+    """Write a draft head with these rates for this model: a copy of `own`, or an EAGLE-1 head with random weights.
 
-    Random ones take about two bytes a weight on disk, 0.5 GB for a 7B model. Raises ModelError for a head that can't be
-    read.
+    Random heads need about two bytes per weight on disk, 0.5 GB for a 7B model.
+
+    Raises:
+        ModelError: if `own` can't be read.
     """
     if own is None:
         config = _config(model)
@@ -48,8 +51,12 @@ def write_synthetic_head(folder: Path, model: ModelSpec, rates: DraftRates, own:
 
 
 def synthetic(drafting: Drafting, text: Sequence[int], rates: DraftRates, vocab_size: int) -> Drafting:
-    """The same with its draft head's drafts replaced, and no others. text: the tokens that the model is going to say,
-    from the sequence's first. Raises UsageError where no draft head drafts."""
+    """Return the drafting with only its draft head's drafts, replaced. `text`: the tokens that the model is going to
+    generate, from the sequence's first.
+
+    Raises:
+        UsageError: if no draft head drafts.
+    """
     heads = [source for source in drafting.sources if not source.is_free]
     if not heads:
         raise UsageError("synthetic acceptance is of a draft head's drafts, and the plan drafts by exits; drop one.")
@@ -58,7 +65,7 @@ def synthetic(drafting: Drafting, text: Sequence[int], rates: DraftRates, vocab_
 
 
 class SyntheticSource:
-    """A DraftSource: the computed drafts of `inner`, right or wrong as drawn. Their confidence is the rate itself."""
+    """A DraftSource with the computed drafts of `inner`, right or wrong as drawn. Their confidence is the rate."""
 
     is_free = False
 
@@ -69,7 +76,7 @@ class SyntheticSource:
         self.truncate, self.close = inner.truncate, inner.close
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """See DraftSource.drafts. Ends with the text that is known."""
+        """See DraftSource.drafts. Ends with the known text."""
         with closing(self._inner.drafts(sequence, token_ids, choose)) as computed:
             for place, position in enumerate(range(len(token_ids), len(self._text))):
                 if next(computed, None) is None:
