@@ -29,12 +29,12 @@ class CalibratingEngine(ABC):
     @property
     @abstractmethod
     def executor(self) -> Executor:
-        """What runs the model."""
+        """The executor that runs the model."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """Text to token ids and back."""
+        """The tokenizer."""
 
     @abstractmethod
     def _ending(self, executor: Executor) -> Ending:

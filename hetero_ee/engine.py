@@ -1,4 +1,4 @@
-"""Engine: a model that generates text. It wires the rooms of the house together and does no maths itself."""
+"""Engine: a model that generates text. It connects the other modules and does no maths itself."""
 
 import threading
 import time
@@ -42,9 +42,9 @@ from hetero_ee.weights.store.library import model_folder
 
 
 class Engine(CalibratingEngine):
-    """A loaded model. Use as a context manager, or call close().
+    """A loaded model. Use it as a context manager, or call close().
 
-    Texts that several threads or tasks generate take turns, token by token; all else is for one thread at a time.
+    Several threads or tasks may generate texts: these alternate, token by token. Everything else is for one thread.
     """
 
     def __init__(self, model: OpenModel, progress: Progress | None = None) -> None:
@@ -75,8 +75,7 @@ class Engine(CalibratingEngine):
             model: A folder with a Hugging Face checkpoint or a store; the name of a store in the cache folder, or an
                 unambiguous beginning of one; a Hugging Face id (org/name), downloaded at first use into the cache of
                 huggingface_hub; None for the demo model.
-            revision: Branch, tag or commit of an id.
-            offline: Use only what is in the cache already.
+            revision: Branch, tag or commit of an id. offline: Use only what is in the cache already.
             quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or
                 "none" (fp32, straight from the checkpoint). None keeps the codes of a quantized checkpoint (GPTQ, AWQ,
                 GGUF, ...) if tiles can hold them, and is "codebook" for others. A store is opened as it is.
@@ -91,9 +90,7 @@ class Engine(CalibratingEngine):
                 kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped
                 one, a file with one, or a function that finds one, given the model's shapes and folder. None: as the
                 settings say.
-            vram_budget: GiB of GPU memory to use.
-            vram_margin: GiB of GPU memory to leave free.
-            ram_budget: GiB of RAM to use.
+            vram_budget, vram_margin: GiB of GPU memory to use, and to leave free. ram_budget: GiB of RAM to use.
             gpu_layers: Number of first layers to place whole on the GPU, if there is one.
             override: Parts pinned by name: REGEX=gpu, REGEX=cpu, REGEX=stream.
             kv_type: Type of the KV cache, "fp32", "fp16" or "int8". None: "fp16", or "fp32" with quantizer "none".
@@ -131,54 +128,54 @@ class Engine(CalibratingEngine):
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and text together, until a text needs more and the context can grow."""
+        """Longest prompt and text together. It grows when a text needs more, if it can."""
         return self.executor.cache.max_tokens
 
     @property
     def plan(self) -> Plan | None:
-        """What the model runs by, after any change for want of memory; None where nothing was planned."""
+        """The plan that runs, after any change for lack of memory; None if nothing was planned."""
         if self._opened is None:
             return None
         running: Plan = getattr(self.executor, "plan", self._opened.plan)
         return running
 
     def memory(self) -> dict[str, int]:
-        """Bytes in use by what for: the weights, mapped or in memory, and the KV cache of open sequences."""
+        """Return the bytes of the weights, mapped or in memory, and of the KV cache of open sequences."""
         executor = self.executor
         return {"weights": executor.weights.n_bytes, "KV cache": executor.cache.n_bytes}
 
     @property
     def draft_statistics(self) -> DraftStatistics | None:
-        """What drafting brought in the latest call of generate or stream, or reply of a chat; None in full mode."""
+        """Draft statistics of the latest call of generate or stream, or reply of a chat; None in full mode."""
         if self._drafting is None:
             return None
         return self._draft_counts.statistics(self.spec.n_layers, self._drafting.drafting.exit_layer)
 
     @property
     def exit_statistics(self) -> ExitStatistics | None:
-        """After how many layers tokens were given out in the latest call or reply; None but in early-exit modes."""
+        """Exit statistics of the latest call or reply; None except in early-exit modes."""
         return None if self.exits is None else self._exit_counts.statistics(self.spec.n_layers)
 
     @property
     def traffic(self) -> TextTraffic | None:
-        """Bytes that the latest call's text moved, or that of a chat's reply; None on the CPU alone, without traces."""
+        """Bytes that the latest call or reply moved; None on the CPU without traces."""
         return self._meter.traffic(self.executor)
 
     @property
     def neuron_share(self) -> float | None:
-        """Of its FFN neurons, what the latest call's generated tokens used on average; None where FFNs are dense."""
+        """Average share of FFN neurons that the latest call's generated tokens used; None if FFNs are dense."""
         shares = self._meter.neuron_shares(self.executor)
         return None if shares is None else shares[0]
 
     @property
     def predicted_share(self) -> float | None:
-        """Of its FFN neurons, those whose gate was computed for them; None without a predictor."""
+        """Average share of FFN neurons whose gate was computed; None without a predictor."""
         shares = self._meter.neuron_shares(self.executor) if self.spec.predictor_rank else None
         return None if shares is None else shares[1]
 
     @property
     def spans(self) -> list[Span]:
-        """What ran on which device and link when, of an emulated machine or with traces; see `write_trace`."""
+        """Work of devices and links over time, on an emulated machine or with traces; see `write_trace`."""
         return [] if self._opened is None else self._opened.spans()
 
     @property
@@ -188,17 +185,17 @@ class Engine(CalibratingEngine):
 
     @property
     def drafting(self) -> Drafting | None:
-        """What exact mode drafts with, for measuring it; None in full mode."""
+        """Drafts of exact mode, for measurements; None in full mode."""
         return None if self._drafting is None else self._drafting.drafting
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brings what chat() needs."""
+        """Whether the model has a chat template."""
         return self._tokenizer.chat_template is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to token ids and back."""
+        """The tokenizer."""
         return self._tokenizer
 
     @property
@@ -209,10 +206,13 @@ class Engine(CalibratingEngine):
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
     ) -> Generator[GeneratedToken]:
-        """Yields each token as it is generated; `changes` are SamplingParams fields to change. Raises UsageError.
+        """Yield each token as it is generated. Arguments are those of `generate`, for one prompt.
 
-        The prompt is checked at the call; closing the iterator early frees its memory. Raises HeteroError where the
-        engine is closed meanwhile.
+        The prompt is checked at the call. Closing the iterator early frees its memory.
+
+        Raises:
+            UsageError: if the prompt or an option is impossible.
+            HeteroError: if the engine is closed meanwhile.
         """
         params = self._params(sampling, changes)
         return self._tokens([self._prompt_ids(prompt)], params)
@@ -220,7 +220,7 @@ class Engine(CalibratingEngine):
     def astream(
         self, prompt: Prompt, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
     ) -> AsyncTokens:
-        """The same for asyncio: `async for token in engine.astream(...)`. Cancelling the task ends the text."""
+        """Yield tokens for asyncio: `async for token in engine.astream(...)`. Cancelling the task ends the text."""
         params, stop = self._params(sampling, changes), threading.Event()
         return AsyncTokens(self._tokens([self._prompt_ids(prompt)], params, stop), stop)
 
@@ -237,11 +237,17 @@ class Engine(CalibratingEngine):
     def generate(
         self, prompt: Prompt | PromptList, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
     ) -> GenerationResult | list[GenerationResult]:
-        """The whole text for one prompt, or a list of them for several, which are generated together.
+        """Return the whole text for one prompt, or a list of texts for several, which are generated together.
 
-        A prompt is text or a list of token ids. sampling: a dictionary or a GenerationConfig too; `changes` are
-        SamplingParams fields to change, as in generate("...", temperature=0.8). Greedy, each text is the one its prompt
-        gives alone; sampled, each prompt has noise of its own, by its index. Raises UsageError.
+        A greedy text is the same as if its prompt were alone. Sampled, each prompt has noise of its own, by its index.
+
+        Args:
+            prompt: Text or a list of token ids, or a list of such prompts.
+            sampling: SamplingParams, a dictionary or a GenerationConfig; None for the model's own.
+            changes: Sampling options to change, as in generate("...", temperature=0.8).
+
+        Raises:
+            UsageError: if a prompt or an option is impossible.
         """
         params = self._params(sampling, changes)
         given, is_one = listed(prompt)
@@ -259,10 +265,16 @@ class Engine(CalibratingEngine):
         chat_template: str | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Conversation:
-        """Starts a conversation, to be closed like the engine, or with it.
+        """Start a conversation. Close it like the engine, or with it.
 
-        system: what the model is told before the first message. chat_template: in place of the model's own. `changes`
-        are SamplingParams fields to change. Raises UsageError, and ModelError for a model without a template.
+        Args:
+            system: Instructions before the first message.
+            chat_template: Template instead of the model's own.
+            changes: Sampling options to change.
+
+        Raises:
+            UsageError: if an option is impossible.
+            ModelError: if there is no template.
         """
         executor, params = self.executor, self._params(sampling, changes)
         if chat_template is not None and not isinstance(chat_template, str):
@@ -294,9 +306,10 @@ class Engine(CalibratingEngine):
                 drafting.close(sequence)
 
     def prompt_logprobs(self, cached_as: int, token_ids: list[int], n_top: int) -> Generator[list[TokenLogprobs]]:
-        """Of a prompt's tokens but the first, by the full model, some a pass; for servers. Raises UsageError.
+        """Yield the log-probabilities of a prompt's tokens except the first, several at a time; for servers.
 
-        cached_as: an open, empty sequence of the KV cache, which then holds all of them but the last.
+        Args:
+            cached_as: An open, empty sequence of the KV cache, which then holds all tokens except the last.
         """
         prompt = Continuation(cached_as, token_ids)
 
@@ -308,17 +321,17 @@ class Engine(CalibratingEngine):
         return self._turns.taking(watched())
 
     def require_grammar(self, params: SamplingParams) -> None:
-        """Compiles what the texts are to keep to; for servers, from any thread. Raises UsageError."""
+        """Compile the grammar of these parameters, or raise a UsageError; for servers, from any thread."""
         self._grammars.constraint(params)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of `text` as a prompt. Raises UsageError."""
+        """Return the number of tokens of `text` as a prompt."""
         if not isinstance(text, str):
             raise UsageError(f"text is {shown(text)}; expected a string.")
         return len(self._tokenizer.encode(text))
 
     def close(self) -> None:
-        """Frees the weights, ends the threads, every conversation and every text. Closing twice does nothing."""
+        """Free the weights, and end the threads, every conversation and every text. Closing twice does nothing."""
         for conversation in list(self._conversations):
             conversation.close()
         self._turns.close()
@@ -381,7 +394,7 @@ class Engine(CalibratingEngine):
 
     @property
     def executor(self) -> Executor:
-        """What runs the model, for measuring it. Raises HeteroError where the engine is closed."""
+        """The executor that runs the model, for measurements. Raises HeteroError if the engine is closed."""
         if self._executor is None:
             raise HeteroError(CLOSED)
         return self._executor

@@ -1,4 +1,4 @@
-"""Opens a model: its files, what it runs on and by which plan, and its drafts. Per load; the engine does the rest."""
+"""Opening of a model: its files, its plan, the executor that runs it, and its drafts. The engine does the rest."""
 
 import time
 from collections.abc import Callable
@@ -45,7 +45,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's files, read."""
+    """Content of a model's files."""
 
     folder: Path
     spec: ModelSpec
@@ -64,13 +64,16 @@ class OpenModel:
     files: ModelFiles
     executor: Executor
     threads: int
-    opened: Opened | None = None  # None where nothing was planned
+    opened: Opened | None = None  # None if nothing was planned
     drafting: OpenDrafting | None = None  # of exact mode alone
     exits: EarlyExits | None = None  # of early-exit modes alone
 
 
 def running_threads(n_asked: int, progress: Progress | None) -> int:
-    """How many threads run, with a remark where others were asked for or help little; torch gets one, process-wide."""
+    """Return how many threads run, and limit torch to one thread for the whole process.
+
+    `progress` gets a remark if fewer threads run than were asked for, or if some are of little use.
+    """
     n_run = usable_threads(n_asked)
     if problem := capped_threads(n_asked) or surplus_threads(n_run, physical_core_count()):
         warner(progress)(problem)
@@ -85,8 +88,17 @@ def read_model(
     progress: Progress | None,
     sparsity: SparsityRequest | None = None,
 ) -> ModelFiles:
-    """A store's weights as they are; a checkpoint's by `quantizer`, neuron-major for any `sparsity`, from the cache or
-    made."""
+    """Read a model's files. A store's weights are opened as they are.
+
+    A checkpoint's weights are converted, or opened from the cache if that was done before.
+
+    Args:
+        quantizer: Of a converted checkpoint.
+        sparsity: If given, FFNs are laid out neuron by neuron.
+
+    Raises:
+        HeteroError: if a file is missing or damaged, or the options do not fit the model.
+    """
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec, neuron_major = read_spec(folder), sparsity is not None
     first_in_rows = sparsity is not None and sparsity.first_in_rows
@@ -121,9 +133,12 @@ def read_model(
 
 
 def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel:
-    """By a plan, if one was asked for or can be made without being asked; else the CPU runs everything.
+    """Open a model by a plan. Without one, the CPU runs everything.
 
-    Raises UsageError, ModelError, StoreError or DeviceMemoryError, but none for a plan that nobody asked for.
+    A plan that was not asked for and can't be made or opened is only a remark.
+
+    Raises:
+        UsageError, ModelError, StoreError, DeviceMemoryError: if the request can't be met.
     """
     warn = warner(progress)
     check_context(files.spec, request.context_tokens)
@@ -146,7 +161,7 @@ def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: 
 
 
 def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel | None:
-    """By a plan; None where there is no profile to make one by."""
+    """Open the model by a plan; return None if there is no profile to make one by."""
 
     def automatic(spec: ModelSpec, folder: Path) -> HardwareProfile | None:
         return automatic_profile(spec, folder, threads, progress, measures=request.plan is None)
@@ -186,8 +201,10 @@ def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Pro
 
 
 def _in_order(files: ModelFiles, order: NeuronOrder, warn: Warn) -> ModelFiles:
-    """With its sparse FFNs copied, the most active neurons first; as it is where not all of it has room: what is copied
-    can't be read from the disk when it is used."""
+    """Return the files with the sparse FFNs copied so that the most active neurons come first.
+
+    They stay as they are if the copy does not fit in RAM, since it can't be read from the disk while it is used.
+    """
     n_bytes, available_bytes = files.weights.n_bytes, memory_info(this_host()).available_bytes
     if n_bytes > available_bytes:
         warn(
@@ -200,13 +217,18 @@ def _in_order(files: ModelFiles, order: NeuronOrder, warn: Warn) -> ModelFiles:
 
 
 def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration | None:
-    """Of the model's exits, None where there is none. Raises StoreError for one that can't be used and that the mode
-    can't do without; else that is a warning."""
+    """Return the calibration of the model's exits, None without one.
+
+    One that can't be used is a remark, except in modes that need it.
+
+    Raises:
+        StoreError: if the mode needs a calibration that can't be used.
+    """
     if files.calibrations is None:
         return None
     return files.calibrations.find() if mode in EARLY_EXIT_MODES else files.calibrations.find_or_warn(warn)
 
 
 def warner(progress: Progress | None) -> Warn:
-    """Remarks as progress takes them."""
+    """Return a function that passes remarks to `progress`."""
     return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))

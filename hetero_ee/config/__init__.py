@@ -1,4 +1,4 @@
-"""What comes from outside the call: settings from the environment and a file, and the folders they name."""
+"""Settings from the environment and a file, and the folders they name."""
 
 from collections.abc import Callable
 

@@ -12,17 +12,25 @@ from hetero_ee.options.engine import SETTINGS
 
 
 def cache_folder(settings: Settings | None = None) -> Path:
-    """Where models and kernels are kept: the setting cache_dir, else the platform's cache folder. Raises UsageError."""
+    """Return the folder of models and kernels: the setting cache_dir, else the platform's cache folder.
+
+    Raises:
+        UsageError: if there is neither.
+    """
     return _folder("cache_dir", platformdirs.user_cache_path, settings)
 
 
 def data_folder(settings: Settings | None = None) -> Path:
-    """Where measured profiles are kept: the setting data_dir, else the platform's data folder. Raises UsageError."""
+    """Return the folder of measured profiles: the setting data_dir, else the platform's data folder.
+
+    Raises:
+        UsageError: if there is neither.
+    """
     return _folder("data_dir", platformdirs.user_data_path, settings)
 
 
 def demo_model_folder() -> Path:
-    """The small story-telling model that ships with the package."""
+    """Return the folder of the small story-telling model that ships with the package."""
     return Path(__file__).parents[1] / "assets" / "demo"
 
 

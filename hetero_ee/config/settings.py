@@ -30,7 +30,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The sources below the flags."""
+    """The sources of settings except flags."""
 
     file: Path | None  # its path, whether it exists or not; None for a user without a home folder
     in_file: Mapping[str, Any] = field(default_factory=dict)  # its keys and values

@@ -1,4 +1,4 @@
-"""Progress where a caller gave nothing to tell it to: bars of tqdm on a terminal and in a notebook, else nothing."""
+"""Progress if the caller gave no function: bars of tqdm on a terminal and in a notebook, else nothing."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -13,18 +13,22 @@ SHOWN_AFTER_S = 1.0  # a prompt, as most take less
 
 
 def chosen_progress(progress: Progress | bool | None) -> Progress | None:
-    """True shows bars, False nothing, None bars where somebody is watching. Raises UsageError."""
+    """Return the function that reports progress: bars for True, nothing for False, bars for None if someone sees them.
+
+    Raises:
+        UsageError: if it is something else and not a function.
+    """
     if callable(progress):
         return progress
     if progress is not None and not isinstance(progress, bool):
         raise UsageError(f"progress is {shown(progress)}; expected a function, True, False or None.")
-    # A notebook's standard error is no terminal, but tqdm knows how to draw there.
+    # A notebook's standard error isn't a terminal, but tqdm knows how to draw there.
     is_watched = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
     return TerminalProgress() if progress or (progress is None and is_watched) else None
 
 
 class TerminalProgress:
-    """A bar for each stage, gone when it is done; a line for each remark."""
+    """A bar for each stage, removed when it is done, and a line for each remark."""
 
     def __init__(self) -> None:
         self._bars: dict[str, tqdm[None]] = {}

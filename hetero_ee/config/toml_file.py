@@ -1,4 +1,4 @@
-"""The configuration file: where it lies, and its keys as TOML gives them."""
+"""The configuration file: its path, and its keys as TOML."""
 
 import stat
 import tomllib
@@ -17,10 +17,14 @@ MAX_FILE_BYTES = 2**16
 
 
 def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]]:
-    """The file HETERO_EE_CONFIG names, else config.toml in the platform's configuration folder; and its keys.
+    """Read the file that HETERO_EE_CONFIG names, else config.toml in the platform's configuration folder.
 
-    A file that was asked for by name must be there; without the other there are no keys. None for a user without a
-    home folder, who has no other. Raises UsageError.
+    Returns:
+        The path and the keys. There are no keys if config.toml does not exist. The path is None for a user without a
+        home folder.
+
+    Raises:
+        UsageError: if the file can't be read, or HETERO_EE_CONFIG names a missing one.
     """
     if named := environment.get(CONFIG_VARIABLE):
         path = expanded(named, CONFIG_VARIABLE)
@@ -49,7 +53,7 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path | None
 
 
 def own_folder(find: Callable[[str], Path]) -> Path | None:
-    """This application's folder, by one of platformdirs' functions; None for a user without a home folder."""
+    """Return this application's folder by one of platformdirs' functions, None for a user without a home folder."""
     try:
         folder = find(APPLICATION)
     except RuntimeError:
@@ -58,7 +62,11 @@ def own_folder(find: Callable[[str], Path]) -> Path | None:
 
 
 def expanded(text: str, source: str) -> Path:
-    """The path with ~ replaced. Raises UsageError."""
+    """Return the path with ~ replaced.
+
+    Raises:
+        UsageError: if there is no such home folder.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -66,7 +74,7 @@ def expanded(text: str, source: str) -> Path:
 
 
 def is_in_sight(path: Path | None) -> bool:
-    """Whether the system says that there is such a file; it does not in a home folder closed to this user."""
+    """Return whether the system reports such a file. It does not in a home folder closed to this user."""
     if path is None:
         return False
     try:
@@ -77,6 +85,6 @@ def is_in_sight(path: Path | None) -> bool:
 
 
 def _beginning(path: Path) -> bytes:
-    """The content of the file, at most a byte more than is allowed."""
+    """Return the content of the file, up to one byte more than allowed."""
     with open_regular(path, kinds=(stat.S_IFREG, stat.S_IFCHR)) as source:  # /dev/null is a way to have no file
         return source.read(MAX_FILE_BYTES + 1) or b""  # None of a terminal that has nothing to say

@@ -1,4 +1,4 @@
-"""The context of a plan where nobody asked for one: as long as it costs nothing, and how it grows."""
+"""Context length of a plan if none was asked for: as long as it costs no speed, and how it grows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import best_schedule
 
-USUAL_TOKENS = 4096  # a choice holds so many where it can
+USUAL_TOKENS = 4096  # a choice holds this many if it can
 LEAST_TOKENS = 256  # nothing shorter is tried
 FREE = 0.98  # of the rate with USUAL_TOKENS: a longer context that keeps it costs nothing
 GROWTHS = (2.0, 1.5, 1.25)  # once or more, the first that can be planned: large, since the text is read again
@@ -20,22 +20,32 @@ ROUND_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A context's best candidate."""
+    """The best candidate for a context length."""
 
     candidate: Candidate
     reason: str = ""  # for this context, where it was chosen and is not the model's own
 
 
 def best_in_context(problem: Problem, predict_at_tokens: int) -> Choice:
-    """predict_at_tokens: 0 for half the context. Raises UsageError where nothing fits."""
+    """Return the best candidate for the context of the problem.
+
+    Args:
+        predict_at_tokens: Context that its rates hold for; 0 for half the context.
+
+    Raises:
+        UsageError: if nothing fits.
+    """
     at_tokens = predict_at_tokens or max(1, problem.context_tokens // 2)
     return Choice(best_candidate(problem, at_tokens))
 
 
 def best_context(problem: Problem, predict_at_tokens: int) -> Choice:
-    """The longest context, up to the problem's, that costs no speed; found by bisection, since each takes a plan.
+    """Return the best candidate for the longest context, up to the problem's, that costs no speed.
 
-    Speed is that of the text at one depth. Raises UsageError where no context fits.
+    Speed is that of the text at one depth. The context is found by bisection, since each takes a plan.
+
+    Raises:
+        UsageError: if no context fits.
     """
     whole = problem.context_tokens
     usual = min(whole, USUAL_TOKENS)
@@ -54,9 +64,13 @@ def best_context(problem: Problem, predict_at_tokens: int) -> Choice:
 
 
 def grown(plan_for: Callable[[int], Plan], present_tokens: int, n_tokens: int, most_tokens: int) -> Plan | None:
-    """A plan for n_tokens at least, in place of one for present_tokens, and most_tokens at most; None where none fits.
+    """Return a larger plan than the present one, None if none fits.
 
-    plan_for: the plan for a context, or a UsageError.
+    Args:
+        plan_for: Makes the plan for a context, or raises a UsageError.
+        present_tokens: Context of the present plan.
+        n_tokens: Context that is needed.
+        most_tokens: The longest context allowed.
     """
     if n_tokens > most_tokens:
         return None
@@ -79,13 +93,13 @@ class _Contexts:
         self.refusal: UsageError | None = None  # the latest
 
     def at(self, context_tokens: int) -> Choice | None:
-        """None where nothing fits."""
+        """Return the choice for this context, None if nothing fits."""
         if context_tokens not in self._known:
             self._known[context_tokens] = self._made(replace(self._problem, context_tokens=context_tokens))
         return self._known[context_tokens]
 
     def keeps_speed(self, context_tokens: int, least: Choice) -> bool:
-        """Whether this context costs nothing beside the least."""
+        """Return whether this context costs no speed compared with the least."""
         found = self.at(context_tokens)
         if found is None:
             return False
@@ -93,7 +107,7 @@ class _Contexts:
         return FREE * mine.schedule.token_s <= others.schedule.token_s and FREE * mine.request_s <= others.request_s
 
     def reason(self, chosen: Choice) -> str:
-        """Why this context and not all of it."""
+        """Return why this context was chosen and not all of it."""
         whole = self.at(self._problem.context_tokens)
         cost = "does not fit"
         if whole is not None:
@@ -111,11 +125,11 @@ class _Contexts:
             return None
 
     def _rate(self, found: Choice) -> float:
-        """Tokens per second of a text."""
+        """Return the tokens per second of a text."""
         return 1 / self._at_depth(found).schedule.token_s
 
     def _at_depth(self, found: Choice) -> Candidate:
-        """With the times of a text and of a typical request at a depth that all contexts share."""
+        """Return the candidate with the times of a text and of a typical request at a depth that all contexts share."""
         made, at_tokens = found.candidate, self._at_tokens
         if made.context_tokens == at_tokens:
             return made
@@ -130,7 +144,7 @@ def _grown_by(growth: float, n_tokens: int, at_least: float) -> int:
 
 
 def _doublings(first: int, last: int) -> list[int]:
-    """Twice the first, four times and so on, and the last."""
+    """Return twice the first, four times it and so on, and the last."""
     sizes = []
     while first < last:
         first = min(2 * first, last)
@@ -139,7 +153,7 @@ def _doublings(first: int, last: int) -> list[int]:
 
 
 def _longest(sizes: Sequence[int], is_free: Callable[[int], bool]) -> int:
-    """The last size that is free, by bisection; the first one is, and the last is asked first."""
+    """Return the last size that is free, by bisection. The first one is free, and the last is tried first."""
     low, high = 0, len(sizes) - 1
     if is_free(sizes[high]):
         return sizes[high]

@@ -1,4 +1,4 @@
-"""The options of the command line that make a plan again, as few and as short as say exactly the same."""
+"""Options of the command line that make exactly the same plan again, as short as possible."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
@@ -13,7 +13,7 @@ Pin = tuple[str, str]  # an option and its value
 
 
 def pins(made: Plan, limits: Limits) -> list[Pin]:
-    """Of a plan made within these limits."""
+    """Return the options that make this plan again."""
     found = [("-c", str(made.context_tokens)), ("-t", str(made.threads)), ("--kv-type", made.kv_type)]
     found.append(("--mode", made.mode))
     if limits.draft_length is not None:
@@ -28,7 +28,7 @@ def pins(made: Plan, limits: Limits) -> list[Pin]:
 
 
 def gib(n_bytes: int) -> str:
-    """The shortest number of GiB that is this many bytes where fractions of a byte are cut off."""
+    """Return the shortest number of GiB that stands for exactly this many bytes, with fractions of a byte cut off."""
     for n_digits in count():
         text = f"{n_bytes / GIB:.{n_digits}f}"
         if int(float(text) * GIB) == n_bytes:
@@ -37,7 +37,10 @@ def gib(n_bytes: int) -> str:
 
 
 def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
-    """The shortest of: the first layers by -ngl and what differs from that, a rule for each kind, each group alone."""
+    """Return the shortest options for these placements.
+
+    Candidates are -ngl with the differences from it, a rule for each kind of part, and an override for each group.
+    """
     layers, head = [part for part in parts if part.layer is not None], _target(parts[-1])
     n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len(layers) // 2)
     uses_gpu = any(_target(part).on_gpu for part in layers)
@@ -55,7 +58,7 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
 
 
 def _patterns(layers: Sequence[PlacedPart], usual: Mapping[str, Placement | None]) -> Iterator[Pin]:
-    """An override for each group of parts that lie elsewhere than usual."""
+    """Yield an override for each group of parts that are not at their usual placement."""
     found: dict[tuple[Placement, tuple[int, ...]], list[str]] = {}
     for kind in KINDS:
         parts = [part for part in layers if part.name.endswith(kind)]
@@ -68,14 +71,14 @@ def _patterns(layers: Sequence[PlacedPart], usual: Mapping[str, Placement | None
 
 
 def numbers_pattern(numbers: Sequence[int]) -> str:
-    """A regular expression that matches exactly these ascending numbers."""
+    """Return a regular expression that matches exactly these ascending numbers."""
     runs = [list(run) for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     found = [piece for run in runs for piece in _range_pieces(run[0][1], run[-1][1])]
     return found[0] if len(found) == 1 else f"({'|'.join(found)})"
 
 
 def _range_pieces(first: int, last: int) -> Iterator[str]:
-    """Regular expressions that together match first to last: a begun ten, then whole ones by their tens, the rest."""
+    """Yield regular expressions that together match first to last: rest of the first ten, whole tens, the rest."""
     tens, last_tens = first // 10, last // 10
     if first % 10:
         end = 9 if tens < last_tens else last % 10
@@ -98,7 +101,7 @@ def _digits(first: int, last: int) -> str:
 
 
 def _target(part: PlacedPart) -> Placement:
-    """Where a pin would put it: what RAM has no room for stays on the disk by itself."""
+    """Return where a pin would put the part. Parts that do not fit in RAM stay on the disk without a pin."""
     return Placement.CPU if part.decode_placement == Placement.DISK else part.decode_placement
 
 

@@ -1,4 +1,4 @@
-"""The planner's inputs, resolved: the user's limits made numbers, and what every part costs where it may go."""
+"""Problem: the planner's inputs, with the user's limits as numbers and the costs of every part wherever it may go."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from hetero_ee_profiles.units import GIB
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be planned."""
+    """The task of the planner."""
 
     spec: ModelSpec
     costs: Costs
@@ -37,7 +37,7 @@ class Problem:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether anything may lie there."""
+        """Whether parts may be on a GPU."""
         return self.vram_budget_bytes > 0
 
     @property
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def depths(self) -> list[DepthStatistics]:
-        """Of the mode that was asked for, where it is an early-exit mode."""
+        """The statistics of the early-exit mode that was asked for."""
         return [each for each in self.statistics.depths if each.mode == self.limits.mode]
 
     @property
@@ -107,7 +107,7 @@ class Problem:
         return [placement for placement in found if pinned in (None, placement)]
 
     def is_pinned(self, part: Part) -> bool:
-        """Whether the user has said where the part goes."""
+        """Return whether the user decided where the part goes."""
         return self._pinned(part) is not None
 
     def _pinned(self, part: Part) -> Placement | None:
@@ -120,7 +120,11 @@ class Problem:
 
 
 def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: Statistics) -> Problem:
-    """The problem that these inputs pose. Raises UsageError for requests beyond the model or the machine."""
+    """Return the problem that these inputs pose.
+
+    Raises:
+        UsageError: if the model or the machine can't meet a request.
+    """
     _check_statistics(known, spec)
     if profile.gpu is None:  # its layers are the CPU's, as in llama.cpp
         limits = replace(limits, gpu_layers=None)
@@ -149,7 +153,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
 
 
 def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
-    """Statistics of another model are refused."""
+    """Check that the statistics belong to this model."""
     for each in known.depths:
         if each.exit_layers[-1] >= spec.n_layers:
             raise UsageError(
@@ -197,12 +201,15 @@ def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
 
 
 def _readable(n_bytes: int) -> int:
-    """From 1 GiB on, whole hundredths of a GiB: a budget that can be told, and typed, to the byte."""
-    return min(n_bytes, int((n_bytes + 1) * 100 // GIB / 100 * GIB)) if n_bytes >= GIB else n_bytes
+    """Round a budget from 1 GiB on down to hundredths of a GiB, so that its text stands for exactly these bytes."""
+    if n_bytes < GIB:
+        return n_bytes
+    hundredths = (n_bytes + 1) * 100 // GIB
+    return min(n_bytes, int(hundredths / 100 * GIB))
 
 
 def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
-    """A pattern that pins nothing is a mistake, and not every part can be everywhere."""
+    """Check that each pattern pins a part, and that the part can be there."""
     for pattern, placement in limits.overrides:
         names = [part.name for part in parts if re.fullmatch(pattern, part.name)]
         if not names:

@@ -1,4 +1,4 @@
-"""Opens what runs a model: the CPU alone, a plan on this machine, or a plan on a machine that is emulated."""
+"""Opening of executors: for the CPU without a plan, for a plan here, and for a plan on an emulated machine."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -56,9 +56,10 @@ def open_on_cpu(
     *,
     cache: CpuKvCache | None = None,
 ) -> HostExecutor:
-    """What runs these weights: the CPU kernels where they are quantized, the reference for others. To be closed.
+    """Open the executor of these weights: the CPU kernels if they are quantized, else the reference.
 
-    cache: of some layers alone, see HostExecutor.
+    Args:
+        cache: KV cache of some of the layers, see HostExecutor.
     """
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
@@ -131,7 +132,7 @@ def _open_layers(
     layers: tuple[int, ...],
     progress: Progress | None = None,
 ) -> HostExecutor:
-    """The CPU with the plan's keys and values of these layers."""
+    """Open the CPU with the plan's KV cache of these layers."""
     from hetero_ee.runtime.execution import planned_cache
 
     cache = planned_cache(spec, plan, layers)
@@ -153,7 +154,7 @@ def _traced_on_cpu(
     warn: Callable[[str], None],
     progress: Progress | None,
 ) -> Opened:
-    """The plan on this machine's CPU, as a device that records what it does."""
+    """Open the plan on this machine's CPU, as a device that records what it does."""
     from hetero_ee.runtime.devices.cpu import host_machine
     from hetero_ee.runtime.execution import open_plan
     from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -177,7 +178,11 @@ def _found_gpu(
     warn: Callable[[str], None],
     find_gpu: FindGpu | None,
 ) -> "Gpu":
-    """Raises UsageError where no GPU can run these weights."""
+    """Return the GPU of the plan.
+
+    Raises:
+        UsageError: if no GPU can run these weights.
+    """
     from hetero_ee.runtime.devices.cuda_machine import usable_gpu
 
     gpu = (find_gpu or usable_gpu)(profile.machine.gpu_model if profile is not None else None, warn)
@@ -207,7 +212,7 @@ def _on_gpu(
     warn: Callable[[str], None],
     traces: bool,
 ) -> Opened:
-    """The plan on this machine's GPU and CPU, after a warm-up pass of its largest size."""
+    """Open the plan on this machine's GPU and CPU, and run a warm-up pass of its largest size."""
     from hetero_ee.runtime.devices.cuda_machine import cuda_machine, free_ram_bytes, gpu_executor
     from hetero_ee.runtime.execution import open_plan, warmed_up
     from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -230,7 +235,7 @@ def _on_gpu(
 
 
 def _are_quantized(weights: ModelWeights) -> bool:
-    """In the layouts that kernels multiply."""
+    """Return whether the kernels can multiply all matrices."""
     return all(isinstance(weight, TileWeight | RowWeight) for weight in weights.matrices.values())
 
 
@@ -243,9 +248,12 @@ def _emulated(
     threads: int,
     warn: Callable[[str], None],
 ) -> Opened:
-    """threads: of this machine, which computes the numbers.
+    """Open the plan on the emulated machine of a profile.
 
-    No warm-up as on a GPU: a pass claims nothing more than opening has, and would move the time line.
+    There is no warm-up as on a GPU: passes need no more memory than opening does, and would advance the time line.
+
+    Args:
+        threads: Of this machine, which computes the numbers.
     """
     from hetero_ee.runtime.devices.emulated import emulated_machine
     from hetero_ee.runtime.devices.timeline import Timeline
