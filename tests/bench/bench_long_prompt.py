@@ -155,7 +155,7 @@ class LongPrompts:
         limits = Limits(mode=mode, context_tokens=n_context, threads=1, gpu_layers=0)
         placement = PlanRequest(self.profile, limits, statistics=known)
         opened = open_planned(engine.spec, engine.executor.weights, placement, 1, CLOCK, _fail)
-        return replace(opened, placement=placement)  # exact mode was asked for, so that every step drafts
+        return replace(opened, request=placement)  # exact mode was asked for, so that every step drafts
 
 
 def _learned_alike(drafting: Drafting, learned: list[Any]) -> None:

@@ -140,7 +140,7 @@ def _opened(stories: Stories, profile: HardwareProfile, limits: Limits, knowledg
     statistics = knowledge.statistics(engine.spec, profile, 0)
     placement = PlanRequest(profile, limits, statistics=statistics, emulates=True)
     opened = open_planned(engine.spec, engine.executor.weights, placement, 1, lambda: 0.0, _fail)
-    return replace(opened, placement=placement)
+    return replace(opened, request=placement)
 
 
 def _fail(warn: str) -> None:

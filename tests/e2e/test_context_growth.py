@@ -187,9 +187,9 @@ def test_a_context_that_was_asked_for_stays(emulate: bool) -> None:
 
 @pytest.mark.parametrize("name", ["planned CPU", "emulated split", "head on a split"])
 def test_where_no_plan_has_room_the_text_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetero_ee.runtime import opening
+    from hetero_ee.runtime import replans
 
-    real, n_tries = opening.make_plan, []
+    real, n_tries = replans.make_plan, []
 
     def refusing(spec: Any, profile: Any, limits: Limits, *others: Any) -> Any:
         if limits.context_tokens:
@@ -197,7 +197,7 @@ def test_where_no_plan_has_room_the_text_ends(name: str, monkeypatch: pytest.Mon
             raise UsageError("keys and values need more RAM.")
         return real(spec, profile, limits, *others)
 
-    monkeypatch.setattr(opening, "make_plan", refusing)
+    monkeypatch.setattr(replans, "make_plan", refusing)
     with opened(told := Told(), **WAYS[name]) as engine:
         for _ in range(2):
             found = engine.generate(OPENINGS[0], ignore_eos=True)

@@ -54,7 +54,7 @@ def drafting_plan(drafts: str, **limits: Any) -> Plan:
 
 def opened(drafts: str, executor: Any = None, placement: PlanRequest | None = None, **limits: Any) -> Opened:
     unquantized: Any = SimpleNamespace(spec=SPEC, weights=SimpleNamespace(quantizer="none"))
-    return Opened(executor or unquantized, lambda: 0.0, drafting_plan(drafts, **limits), placement=placement)
+    return Opened(executor or unquantized, lambda: 0.0, drafting_plan(drafts, **limits), request=placement)
 
 
 def exits(profile: HardwareProfile | None = PROFILE, **limits: Any) -> Drafting:
