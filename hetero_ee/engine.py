@@ -22,7 +22,7 @@ from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.opening import OpenModel, open_model, read_model, running_threads
-from hetero_ee.options.sampling import Sampling, SamplingChanges, SamplingParams
+from hetero_ee.options.sampling import SAMPLING, Sampling, SamplingChanges, SamplingParams
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
 from hetero_ee.runtime.devices.timeline import Span
@@ -348,9 +348,9 @@ class Engine(CalibratingEngine):
     def _tokens(
         self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER
     ) -> Generator[GeneratedToken]:
-        """Generate in the plan's mode. stop: ends the sequences, even while a prompt is read.
+        """Yield tokens in the plan's mode. `stop` ends the sequences, even while a prompt is read.
 
-        Raises HeteroError if the weights' file was written to, before the sequences or at their ends.
+        Raises a HeteroError if the weights' file was written to, before the sequences or at their ends.
         """
         loop = DecodingLoop(self._decoding(), self._new_mode())
         return self._turns.taking(loop.generate(prompts, params, stop, self._meter), stop)
@@ -385,7 +385,7 @@ class Engine(CalibratingEngine):
         params = chosen.changed(**changes)
         params.require_known(self.spec.vocab_size)
         if params.logprobs is not None and self.exits is not None:
-            raise UsageError(f"logprobs is {params.logprobs}; {NO_LOGPROBS}.")
+            raise UsageError(SAMPLING["logprobs"], f" is {params.logprobs}; {NO_LOGPROBS}.")
         self.require_grammar(params)
         return params
 

@@ -178,9 +178,7 @@ def dry_bench(end_s: float) -> Bench:
 
     def opening(spec: ModelSpec, weights: ModelWeights, placement: PlanRequest) -> Opened:
         assert placement.plan is not None, "each row has its plan"
-        return Opened(
-            on_stand_in(spec, weights, placement.plan), time.perf_counter, placement.plan, request=placement
-        )
+        return Opened(on_stand_in(spec, weights, placement.plan), time.perf_counter, placement.plan, request=placement)
 
     spec = read_spec(config_of("llama", num_hidden_layers=4, max_position_embeddings=2048))
     torch_alone = Registry(lambda package: package == "torch")
