@@ -12,7 +12,7 @@ from torch import Tensor
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
-TURNED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "smollm3")
 GEMMA = ("gemma", "gemma2", "gemma3")
 Types = Callable[[str], str]  # of a tensor's name in the file, its type
 
@@ -42,7 +42,7 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
             continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        turns = arch in TURNED and heads is not None
+        turns = arch in INTERLEAVED and heads is not None
         added = float(arch in GEMMA and name.endswith("norm.weight"))
         kind = gguf.GGMLQuantizationType[types(found) if values.dim() > 1 else "F32"]
         data = packed((_turned(values, heads) if turns else values + added).numpy(), kind)
@@ -146,7 +146,7 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         found["{arch}.rope.freq_base"] = float(full["rope_theta"])
     if arch in ("stablelm", "glm4"):
         found["{arch}.rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
-    elif arch in TURNED:
+    elif arch in INTERLEAVED:
         found["{arch}.rope.dimension_count"] = head_dim
     if arch in ("llama", "qwen2", "qwen3", "glm4", "seed_oss", "ernie4_5", *GEMMA):
         found["{arch}.attention.key_length"] = found["{arch}.attention.value_length"] = head_dim

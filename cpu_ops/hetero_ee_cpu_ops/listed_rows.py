@@ -28,7 +28,7 @@ from hetero_ee_cpu_ops.row_unit import add_unit, unpack_scales
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
 from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import load16, load_lanes, write_integer
-from hetero_ee_cpu_ops.tile_group import adds_in_16_bits
+from hetero_ee_cpu_ops.tile_kind import adds_in_16_bits
 
 TILE, BLOCK = 16, 128  # rows that are multiplied together, and the most whose addresses a frame holds
 PASS_TOKENS = 8  # tokens that share one read of the rows

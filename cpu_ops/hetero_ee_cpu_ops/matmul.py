@@ -35,18 +35,19 @@ from hetero_ee_cpu_ops.simd.bytes import prefetch, store_rows, word, zeros
 from hetero_ee_cpu_ops.simd.floats import read_float, scratch
 from hetero_ee_cpu_ops.simd.tuples import load_tile, store_tile
 from hetero_ee_cpu_ops.thread_pool import MAX_CHUNKS, ThreadPool, lead
-from hetero_ee_cpu_ops.tile_group import (
+from hetero_ee_cpu_ops.tile_group import UNPACKED_BYTES, add_group, add_unpacked, unpack_group
+from hetero_ee_cpu_ops.tile_kind import (
     LINEAR,
     LINEAR_CODEBOOK,
     NARROW,
     NARROW_LIMIT,
-    UNPACKED_BYTES,
     ZEROS,
-    add_group,
-    add_unpacked,
+    TileKind,
     has_wide_registers,
+    offset_bytes,
+    scales_bytes,
+    tile_bytes,
     tile_kind,
-    unpack_group,
 )
 
 PREFETCH_BYTES = 8192  # prefetch distance in the tiles: for m = 4 one thread reads 33 GB/s, 28 at half of it (Zen 5)
@@ -72,73 +73,72 @@ N_ARGUMENTS = 21
 
 
 @inner
-def _operands(kind: Any, row: int, arguments: int) -> Any:
+def _operands(kind: TileKind, row: int, arguments: int) -> Any:
     """Return the addresses of one row's codes, scale and offset in group 0, and the number of rows side by side."""
     n_groups = word(arguments, N_GROUPS)
     top = row & -8
     r = min(8, word(arguments, N_ROWS) - top)
     entry = top * n_groups + row - top
     codes, scale = word(arguments, CODES) + entry * 32, word(arguments, CODE_SCALES) + entry * 4
-    return codes, scale, word(arguments, OFFSETS) + entry * (8 if len(kind) == 4 else 4), r
+    return codes, scale, word(arguments, OFFSETS) + entry * offset_bytes(kind), r
 
 
 @inner
-def _source(kind: Any, block: int, arguments: int) -> Any:
+def _source(kind: TileKind, block: int, arguments: int) -> Any:
     """Return the addresses of a row block's tiles and scales."""
     chosen = word(arguments, CHOSEN)  # address of a list of the blocks to compute, 0 for all in order
     group = (block if chosen == 0 else word(chosen, block)) * word(arguments, N_GROUPS)
-    tile_bytes, scales_bytes = 512 if len(kind) == 3 else 256, 64 if len(kind) == 5 else 32
-    return word(arguments, TILES) + group * tile_bytes, word(arguments, SCALES) + group * scales_bytes
+    return word(arguments, TILES) + group * tile_bytes(kind), word(arguments, SCALES) + group * scales_bytes(kind)
 
 
 @inner
-def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
+def _row_block(kind: TileKind, rows: Any, block: int, row: int, arguments: int) -> None:
     """Compute 16 outputs for each of len(rows) rows of x from `row` on."""
-    tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
-    scales_bytes = 64 if len(kind) == 5 else 32
     tile, scales = _source(kind, block, arguments)
     codes, scale, offset, r = _operands(kind, row, arguments)
     table, totals = word(arguments, TABLE), zeros(rows)
     for _ in range(word(arguments, N_GROUPS)):
-        for line in range(tile_bytes // 64):
+        for line in range(tile_bytes(kind) // 64):
             prefetch(tile + PREFETCH_BYTES + 64 * line)
         totals = add_group(kind, totals, tile, scales, table, codes, scale, offset)
-        tile += tile_bytes
-        scales += scales_bytes
+        tile += tile_bytes(kind)
+        scales += scales_bytes(kind)
         codes += r * 32
         scale += r * 4
-        offset += r * offset_bytes
+        offset += r * offset_bytes(kind)
     n = word(arguments, N_BLOCKS) * 64
     store_rows(totals, read_float(arguments + 8 * FACTOR), word(arguments, OUTPUT) + row * n + block * 64, n)
 
 
 @inner
-def _row_block_fours(kind: Any, block: int, first: int, end: int, arguments: int, frame: int) -> None:
+def _row_block_fours(kind: TileKind, block: int, first: int, end: int, arguments: int, frame: int) -> None:
     """Compute 16 outputs for rows first .. end - 1, in fours, with tiles that are unpacked once for all of them."""
-    tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
-    scales_bytes = 64 if len(kind) == 5 else 32
     tile, scales = _source(kind, block, arguments)
     n_groups, sums = word(arguments, N_GROUPS), frame + SUMS
     for start in range(0, n_groups, GROUPS_PER_STRIP):
         n_strip = min(GROUPS_PER_STRIP, n_groups - start)
         for group in range(n_strip):
-            for line in range(tile_bytes // 64):
+            for line in range(tile_bytes(kind) // 64):
                 prefetch(tile + PREFETCH_BYTES + 64 * line)
             unpack_group(kind, tile, word(arguments, TABLE), frame + group * UNPACKED_BYTES)
-            tile += tile_bytes
+            tile += tile_bytes(kind)
         for row in range(first, end, 4):
             codes, scale, offset, r = _operands(kind, row, arguments)
-            codes, scale, offset = codes + start * r * 32, scale + start * r * 4, offset + start * r * offset_bytes
+            codes, scale, offset = (
+                codes + start * r * 32,
+                scale + start * r * 4,
+                offset + start * r * offset_bytes(kind),
+            )
             at = sums + 64 * (row - first)
             if start == 0:
                 store_tile(zeros(FOUR), FOUR, at, 64)
             for group in range(n_strip):
-                group_scales = scales + group * scales_bytes
+                group_scales = scales + group * scales_bytes(kind)
                 add_unpacked(kind, at, frame + group * UNPACKED_BYTES, group_scales, codes, scale, offset)
                 codes += r * 32
                 scale += r * 4
-                offset += r * offset_bytes
-        scales += n_strip * scales_bytes
+                offset += r * offset_bytes(kind)
+        scales += n_strip * scales_bytes(kind)
     n, factor = word(arguments, N_BLOCKS) * 64, read_float(arguments + 8 * FACTOR)
     out = word(arguments, OUTPUT) + block * 64
     for row in range(first, end, 4):
@@ -153,7 +153,7 @@ QUANTIZE = Chunk(_quantize_chunk)
 
 
 @cache  # Numba never unloads code, and each copy uses two of the 65,530 memory mappings a process may have
-def _chunk_function(kind: Any) -> Any:
+def _chunk_function(kind: TileKind) -> Any:
     """Compile the chunk function for one kind of tile: a second or two, 0.1 s from the disk cache."""
     wide = has_wide_registers(cpu_target.target_context)
 
@@ -274,7 +274,7 @@ class Matmul:
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
-        self._functions: dict[Any, Any] = {}
+        self._functions: dict[TileKind, tuple[int, int]] = {}
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
         """Return y, fp32 (m, N padded to 16), for x, contiguous fp32 (m, K). Raises ValueError if x does not fit."""
@@ -326,7 +326,7 @@ class Matmul:
             self._pool.leave(shared)
         return out
 
-    def compile(self, kind: Any) -> tuple[int, int]:
+    def compile(self, kind: TileKind) -> tuple[int, int]:
         """Compile or load the chunk functions that multiply one kind of tile and that quantize; return addresses."""
         self._functions[kind] = addresses = (_chunk_function(kind).address, QUANTIZE.address)
         return addresses

@@ -36,7 +36,7 @@ from hetero_ee_cpu_ops.simd.bytes import (
     target_has,
 )
 from hetero_ee_cpu_ops.simd.floats import MAGIC, Lanes, integers, operation, pointer
-from hetero_ee_cpu_ops.tile_group import byte_bias
+from hetero_ee_cpu_ops.tile_kind import byte_bias
 
 SMALLEST = 1e-30  # below it 127 / the largest magnitude overflows; such weights count as zeros
 WEIGHT_LIMIT = 127

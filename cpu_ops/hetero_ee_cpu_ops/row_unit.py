@@ -28,7 +28,8 @@ from hetero_ee_cpu_ops.simd.bytes import (
     splat,
 )
 from hetero_ee_cpu_ops.simd.floats import pointer
-from hetero_ee_cpu_ops.tile_group import CODEBOOK, NARROW, Emitter, adds_in_16_bits, has_wide_registers
+from hetero_ee_cpu_ops.tile_group import Emitter
+from hetero_ee_cpu_ops.tile_kind import CODEBOOK, NARROW, adds_in_16_bits, has_wide_registers
 
 I32X8 = ir.VectorType(I32, 8)
 UNPACKED_UNIT_BYTES = 16 * 64  # of 16 rows
@@ -80,7 +81,7 @@ def _operands(emitter: Emitter, words: list[Any], table: Any, half: int) -> Iter
 
 
 def _emitter(context: Any, builder: Any) -> Emitter:
-    return Emitter(context, builder, len(NARROW if adds_in_16_bits(context) else CODEBOOK), 1)
+    return Emitter(context, builder, NARROW if adds_in_16_bits(context) else CODEBOOK, 1)
 
 
 def _unit_operands(emitter: Emitter, lines: Any, here: Any, table: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
@@ -109,7 +110,7 @@ def _added(
 ) -> list[Any]:
     """Add the share of the two groups to the totals."""
     context, builder, tokens = emitter.context, emitter.builder, list(range(len(totals)))
-    steps = [builder.mul(r, ir.Constant(I64, n)) for n in (32, 4, 8 if emitter.kind == len(NARROW) else 4)]
+    steps = [builder.mul(r, ir.Constant(I64, n)) for n in (32, 4, 8 if emitter.kind == NARROW else 4)]
     at = [inputs, [builder.add(*pair) for pair in zip(inputs, steps, strict=True)]]
     sums: list[list[list[Any]]] = [[], []]
     for number, operands in enumerate(each_operands):

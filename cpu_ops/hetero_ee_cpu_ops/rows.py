@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT, byte_bias
+from hetero_ee_cpu_ops.tile_kind import NARROW_LIMIT, byte_bias
 
 UNIT_COLUMNS, UNIT_BYTES = 64, 32
 

@@ -2,12 +2,8 @@
 
 For 16 rows n of W, 32 columns k, and every row t:  total[t, n] += s[n] a[t] (sum over k of entry[n, k] q[t, k])
 with q the int8 codes of the activation and a their scale. The integer sum is exact, so every instruction set gives the
-same bits. Five kinds of tile:
-
-LINEAR    int4, entry = code - 8.             CODEBOOK  int4, entry = table[code].
-BYTES     int8, entry = the byte.             NARROW    CODEBOOK with no entry beyond -32 .. 32; only on AVX2.
-ZEROS     LINEAR with a zero point z per row of the tile: z[n] (sum over k of q[t, k]) is subtracted from the integer
-          sum, as fp32, by one fused multiply-add, which is exact for a whole z.
+same bits. tile_kind.py lists the kinds of tile. For ZEROS, z[n] (sum over k of q[t, k]) is subtracted from the integer
+sum, as fp32, by one fused multiply-add, which is exact for a whole zero point z.
 
 VNNI multiplies unsigned by signed bytes: a bias (8 or 128) is added to the entries, and the sum starts at
 -bias sum(q). Arm's dot product multiplies two signed bytes. AVX2's multiply of unsigned by signed adds two products in
@@ -47,37 +43,18 @@ from hetero_ee_cpu_ops.simd.bytes import (
     splat,
     target_has,
 )
+from hetero_ee_cpu_ops.tile_kind import (
+    BYTES,
+    CODEBOOK,
+    LINEAR,
+    NARROW,
+    ZEROS,
+    TileKind,
+    adds_in_16_bits,
+    has_wide_registers,
+)
 
-LINEAR, CODEBOOK, BYTES, NARROW, ZEROS = (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)
-LINEAR_CODEBOOK = tuple(range(-8, 8))
 UNPACKED_BYTES = 512  # per tile
-NARROW_LIMIT = 32  # largest magnitude of an entry for which four products fit in 16 bits
-
-
-def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool = False) -> tuple[int, ...]:
-    """Return the kind of tile for this codebook (None: int8 tiles) on the JIT target; has_zeros: with zero points."""
-    if codebook is None:
-        return BYTES
-    if codebook == LINEAR_CODEBOOK:
-        return ZEROS if has_zeros else LINEAR
-    is_narrow = max(map(abs, codebook)) <= NARROW_LIMIT
-    return NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK
-
-
-def adds_in_16_bits(context: Any) -> bool:
-    """Return whether the JIT target adds products of bytes in 16 bits: AVX2 without a dot product of bytes."""
-    has_dot = target_has(context, "avx512vnni") or target_has(context, "avxvnni")
-    return target_has(context, "avx2") and not has_dot
-
-
-def byte_bias(context: Any) -> int:
-    """Return the bias added to entries of -32 .. 32 for products that take one unsigned byte."""
-    return NARROW_LIMIT if adds_in_16_bits(context) else 128
-
-
-def has_wide_registers(context: Any) -> bool:
-    """Return whether one register holds 16 rows; if it holds 8, a row block is computed in halves."""
-    return target_has(context, "avx512vnni") or not target_has(context, "avx2")
 
 
 class Emitter:
@@ -86,9 +63,9 @@ class Emitter:
     One register holds 16 rows of the tile, or two hold 8 each. n_parts = 1 limits it to the rows of one register.
     """
 
-    def __init__(self, context: Any, builder: Any, kind: int, n_parts: int = 0) -> None:
-        self.context, self.builder, self.has_zeros = context, builder, kind == len(ZEROS)
-        self.kind = len(LINEAR) if self.has_zeros else kind
+    def __init__(self, context: Any, builder: Any, kind: TileKind, n_parts: int = 0) -> None:
+        self.context, self.builder, self.has_zeros = context, builder, kind == ZEROS
+        self.kind = LINEAR if self.has_zeros else kind
         self.lanes = 64 if has_wide_registers(context) else 32
         self.n_parts = n_parts or 64 // self.lanes
         self.has_vnni = target_has(context, "avx512vnni")
@@ -96,18 +73,18 @@ class Emitter:
         self.has_avx2 = adds_in_16_bits(context)
         self.has_neon_dot = target_has(context, "dotprod")
         # If both operands are signed, entries need no bias (a code below 16 is signed and unsigned).
-        self.signed = (self.has_avx2 or self.has_neon_dot) and kind in (len(CODEBOOK), len(BYTES))
+        self.signed = (self.has_avx2 or self.has_neon_dot) and kind in (CODEBOOK, BYTES)
 
     def operands(self, tile: Any, table: Any) -> Iterator[tuple[list[Any], int]]:
         """Yield the weights as bytes, four columns at a time, with the first column's index; emitted on demand."""
         bytes_type = ir.VectorType(I8, self.lanes)
-        if self.kind == len(BYTES):
+        if self.kind == BYTES:
             flip = constant(bytes_type, 0 if self.signed else -128)
             for column in range(0, 32, 4):
                 yield [self.builder.xor(line, flip) for line in self._line(tile, column // 4)], column
             return
         entries = None
-        if self.kind != len(LINEAR):
+        if self.kind != LINEAR:
             entries = load(self.builder, table, bytes_type, 64 if self.signed else 0)
         for line in range(4):
             halves = [self._nibbles(part, entries) for part in self._line(tile, line)]
@@ -120,7 +97,7 @@ class Emitter:
 
     def unpacked(self, buffer: Any) -> Iterator[tuple[list[Any], int]]:
         """Yield what `operands` yields, from where unpack_group stored it."""
-        order = range(8) if self.kind == len(BYTES) else (0, 4, 1, 5, 2, 6, 3, 7)
+        order = range(8) if self.kind == BYTES else (0, 4, 1, 5, 2, 6, 3, 7)
         for number, column in enumerate(order):
             yield self._line(buffer, number), 4 * column
 
@@ -130,7 +107,7 @@ class Emitter:
 
     def group_sums(self, operands: Iterator[tuple[list[Any], int]], x: Any, offset: Any, rows: Sequence[int]) -> Any:
         """Return the exact sums over the group: for each row of activations its parts, int32 by weight row."""
-        n_sums = 2 if self.kind == len(NARROW) else 1
+        n_sums = 2 if self.kind == NARROW else 1
         found: list[list[Any]] = []
         for number in range(n_sums):
             totals = [[self._start(offset, row, number)] * self.n_parts for row in rows]
@@ -190,7 +167,7 @@ class Emitter:
     def _start(self, offset: Any, row: int, number: int) -> Any:
         """Return a sum's initial value. The offsets of a narrow row are four int16: two pairs of columns per sum."""
         sums_type = ir.VectorType(I32, self.lanes // 4)
-        if self.kind == len(NARROW):
+        if self.kind == NARROW:
             start = broadcast4(self.builder, offset, 8 * row + 4 * number, self.lanes)
             return self.builder.bitcast(start, ir.VectorType(I16, 16))
         if self.signed:
@@ -203,7 +180,7 @@ class Emitter:
         if not self.has_avx2 or self.signed:
             return total
         total = self._widened(total)
-        if self.kind == len(NARROW):
+        if self.kind == NARROW:
             return total
         return self.builder.add(total, splat(self.builder, total.type, load(self.builder, offset, I32, 4 * row)))
 
@@ -247,7 +224,7 @@ def unpack_group(typing: Any, kind: Any, tile: Any, table: Any, buffer: Any) -> 
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, tile_, table_, buffer_ = arguments
-        emitter = Emitter(context, builder, kind.count)
+        emitter = Emitter(context, builder, kind.kind)
         for weights, _ in emitter.operands(tile_, table_):
             for weight in weights:
                 builder.store(weight, builder.inttoptr(buffer_, weight.type.as_pointer())).align = 1
@@ -274,7 +251,7 @@ def add_group(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, tile_, scales_, table_, x_, scale_, offset_ = arguments
-        emitter, rows = Emitter(context, builder, kind.count), range(totals.count)
+        emitter, rows = Emitter(context, builder, kind.kind), range(totals.count)
         operands = emitter.operands(tile_, table_)
         if emitter.n_parts == 1:  # registers hold all operands and totals, so row by row
             held = list(operands)
@@ -299,7 +276,7 @@ def add_unpacked(typing: Any, kind: Any, totals: Any, buffer: Any, scales: Any, 
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, buffer_, scales_, x_, scale_, offset_ = arguments
-        emitter = Emitter(context, builder, kind.count)
+        emitter = Emitter(context, builder, kind.kind)
         sums = emitter.group_sums(emitter.unpacked(buffer_), x_, offset_, range(4))
         n = 16 // emitter.n_parts
         vector, half = ir.VectorType(F32, n), ir.VectorType(I16, n)

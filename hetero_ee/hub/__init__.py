@@ -1,1 +1,1 @@
-"""From a Hugging Face id or a path to a model's files that may be opened."""
+"""Find a model's files by a path or a Hugging Face id, download them, and check them before they are opened."""

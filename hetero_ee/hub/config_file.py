@@ -1,4 +1,4 @@
-"""config.json of a model's folder, read as what a stranger wrote."""
+"""Read config.json of a model folder, which is untrusted."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +12,20 @@ from hetero_ee.models.hf_config import spec_from_hf
 from hetero_ee.models.saved_format import GPTQ, SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
-MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
+MAX_CONFIG_BYTES = 10 * 2**20  # published ones have a few KB
 MAX_CONFIG_VALUES = 10**6
-MAX_CONFIG_DEPTH = 64  # real ones have four levels
+MAX_CONFIG_DEPTH = 64  # published ones have four levels
 ADAPTER_FILE = "adapter_config.json"
 
 
 def read_spec(config: Any) -> ModelSpec:
-    """The numbers of a model from a dict, a transformers configuration, or the path of config.json or its folder.
+    """Return the shape of a model.
 
-    Raises ModelError naming the field, or the architecture and what is supported.
+    Args:
+        config: a dict, a transformers configuration, or the path of config.json or its folder.
+
+    Raises:
+        ModelError: names the field, or the unsupported architecture and those supported.
     """
     if isinstance(config, str | Path):
         return spec_from_hf(read_config_file(Path(config)), str(config))
@@ -33,28 +37,28 @@ def read_spec(config: Any) -> ModelSpec:
 
 
 def read_saved_format(folder: Path) -> SavedFormat | None:
-    """How the matrices of a model folder were saved; None for floats. Raises ModelError."""
+    """Return how the matrices of a model folder were quantized; None for floats. Raises ModelError."""
     return saved_format_from_hf(read_config_file(folder), str(folder))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The parsed config.json at `path` (the file or its folder), and what old GPTQ checkpoints have beside it.
+    """Parse the config.json at `path` (the file or its folder), with the separate quantization file of old GPTQ models.
 
-    Raises ModelError.
+    Raises:
+        ModelError: if it is missing, too large, or not a JSON object.
     """
     folder, name = (path, CONFIG_FILE) if path.is_dir() else (path.parent, path.name)
     file = find_file(folder, name)
     if file is None:
         raise ModelError(f"{folder / name} is missing; {_instead_of_config(folder)}")
     values = _object_in(file)
-    beside = find_file(folder, QUANTIZE_FILE)
-    if beside is not None and values.get("quantization_config") is None:
-        values["quantization_config"] = {"quant_method": GPTQ} | _object_in(beside)
+    gptq_file = find_file(folder, QUANTIZE_FILE)
+    if gptq_file is not None and values.get("quantization_config") is None:
+        values["quantization_config"] = {"quant_method": GPTQ} | _object_in(gptq_file)
     return values
 
 
 def _object_in(file: Path) -> dict[str, Any]:
-    """Raises ModelError."""
     data = read_file(file, MAX_CONFIG_BYTES, "a configuration")
     try:
         values = parse_json(data, MAX_CONFIG_VALUES)

@@ -1,4 +1,4 @@
-"""From what the user calls a draft head to its folder: a folder, or a Hugging Face id, downloaded at first use."""
+"""Find a draft head's folder: a path, or a Hugging Face id that is downloaded at first use."""
 
 import time
 from pathlib import Path
@@ -18,11 +18,13 @@ PICKLES = (".bin", ".pt", ".pth")
 def resolve_draft_head(
     head: str | Path | None, *, offline: bool = False, progress: Progress | None = None
 ) -> str | Path | None:
-    """What can only be an id, org/name, becomes the folder where its config.json and model.safetensors lie in the cache
-    of huggingface_hub, downloaded where they are not there yet; what is there is not asked for again. All else is a
-    path, and stays as it is.
+    """Return the folder of a draft head; anything but an id, org/name, is a path and is returned unchanged.
 
-    Raises UsageError, ModelError or CheckpointError.
+    For an id, config.json and model.safetensors are downloaded into the cache of huggingface_hub. If both are there,
+    the Hub is not contacted.
+
+    Raises:
+        UsageError, ModelError, CheckpointError: if the head is not found or unusable.
     """
     if not is_head_id(head):
         return head
@@ -51,7 +53,7 @@ def resolve_draft_head(
 
 
 def is_head_id(head: object) -> bool:
-    """Whether this names a head on the Hub: two names with a slash between, and no folder that is there."""
+    """Return whether `head` is an id, org/name, on the Hub: one slash, and no such folder exists."""
     if not isinstance(head, str) or head.count("/") != 1 or head.startswith((".", "/", "~")) or head.endswith("/"):
         return False
     try:
@@ -61,17 +63,17 @@ def is_head_id(head: object) -> bool:
 
 
 def _check(repository: Repository) -> None:
-    """Raises ModelError, CheckpointError where it holds no head that can be read."""
+    """Check that the repository holds a readable head. Raises ModelError or CheckpointError."""
     names = repository.files.keys()
     if CONFIG_FILE not in names:
-        raise ModelError(f"{repository.model} holds no {CONFIG_FILE}, and is no draft head.")
+        raise ModelError(f"{repository.model} has no {CONFIG_FILE}, so it is not a draft head.")
     if SINGLE_FILE not in names:
         pickled = sorted(name for name in names if name.endswith(PICKLES))
         raise CheckpointError(
-            f"{repository.model} holds no {SINGLE_FILE}"
+            f"{repository.model} has no {SINGLE_FILE}"
             + (
                 f", but {pickled[0]}, a pickle, which can run code when opened and is never read; download the folder "
-                "and make a safetensors file of it with scripts/convert_draft_head.py."
+                "and convert it to safetensors with scripts/convert_draft_head.py."
                 if pickled
                 else ", a draft head's weights."
             )

@@ -1,6 +1,6 @@
-"""What huggingface_hub and the network raise, as one sentence of ours with a way out.
+"""Translate errors of huggingface_hub and the network to one sentence that says what to do.
 
-Addresses are never quoted: those of large files are signed, and whoever has one has the file.
+Addresses are never quoted: those of large files are signed, so anyone who sees one could download the file.
 """
 
 import errno
@@ -11,17 +11,17 @@ from hetero_ee.errors import CheckpointError, DiskFullError, HeteroError, ModelE
 from hetero_ee.hub.model_id import ModelId
 
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
-TRY_AGAIN = "try again; what has arrived whole is kept"
-# Traits of errors, beside the names of their classes and the status of the answer, such as "404".
+TRY_AGAIN = "try again; completed files are kept"
+# Traits of errors, in addition to their class names and the HTTP status, such as "404".
 NO_SPACE, UNWRITABLE, INCOMPLETE, OUT_OF_ORDER, ANY_STATUS = "no-space", "unwritable", "incomplete", "5xx", "status"
 _TRAIT_OF_ERRNO = {errno.ENOSPC: NO_SPACE, errno.EDQUOT: NO_SPACE} | dict.fromkeys(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST), UNWRITABLE
 )
 _TRANSIENT = {"408", "429", "500", "502", "503", "504", "NetworkError", "TimeoutException", INCOMPLETE}
-# What is wrong by the first key of which an error has a trait: a ModelError, where _KINDS names no other.
+# The message for the first key of which an error has a trait; raised as ModelError unless _KINDS names another class.
 _SENTENCES = {
-    NO_SPACE: "{cache} has no room left for {name}; free some space or set HF_HOME to a folder on another disk, then "
-    "try again: what has arrived whole is kept.",
+    NO_SPACE: "{cache} has no space left for {name}; free some space or set HF_HOME to a folder on another disk, then "
+    "try again: completed files are kept.",
     UNWRITABLE: "the cache {cache} can't be written ({reason}); set HF_HOME to another folder.",
     "GatedRepoError": "{name} is gated: accept its terms on {page}, then {log_in}.",
     "DisabledRepoError": "{name} has been disabled on {host}; choose another model.",
@@ -29,27 +29,27 @@ _SENTENCES = {
     "check the spelling, and for a private model {log_in}.",
     "RevisionNotFoundError": "{name} has no revision {revision}; {page} lists its branches and tags.",
     "RemoteEntryNotFoundError": "{host} lists a file of {name} that it doesn't have (404); try again later.",
-    "FileMetadataError JSONDecodeError TypeError KeyError": "{host} doesn't answer as a Hugging Face Hub does; check "
+    "FileMetadataError JSONDecodeError TypeError KeyError": "{host} does not answer like a Hugging Face Hub; check "
     "HF_ENDPOINT and the proxy.",
-    "401": "{host} wants a login for {name}, or refuses the token it got (401); {log_in}.",
+    "401": "{host} requires a login for {name}, or rejects the token it got (401); {log_in}.",
     "403": "{host} refuses access to {name} (403); see {page} for its terms, and {log_in} with a token that may read "
     "it.",
-    "429": "{host} has had too many requests (429); wait some minutes, or {log_in} for a higher limit.",
-    OUT_OF_ORDER: "{host} is out of order ({status}) while asked for {name}; {try_again}.",
-    ANY_STATUS: "{host} answers {status} when asked for {name}; check the id, HF_ENDPOINT and the proxy.",
-    "ProxyError": "the proxy doesn't let {name} through ({reason}); check HTTPS_PROXY and HTTP_PROXY.",
-    "TimeoutException": "{host} doesn't answer in time; check the network, then {try_again}.",
-    "TooManyRedirects": "{host} sends requests for {name} in a circle; check HF_ENDPOINT and the proxy.",
-    "UnsupportedProtocol InvalidURL": "{host} leads to no web address ({reason}); unset or correct HF_ENDPOINT.",
-    "UnicodeEncodeError LocalProtocolError": "the token for {host} holds characters that no token has; {log_in} again.",
+    "429": "{host} has received too many requests (429); wait some minutes, or {log_in} for a higher limit.",
+    OUT_OF_ORDER: "{host} failed ({status}) on a request for {name}; {try_again}.",
+    ANY_STATUS: "{host} answered {status} to a request for {name}; check the id, HF_ENDPOINT and the proxy.",
+    "ProxyError": "the proxy does not let requests for {name} through ({reason}); check HTTPS_PROXY and HTTP_PROXY.",
+    "TimeoutException": "{host} does not answer in time; check the network, then {try_again}.",
+    "TooManyRedirects": "{host} redirects requests for {name} in a circle; check HF_ENDPOINT and the proxy.",
+    "UnsupportedProtocol InvalidURL": "{host} is not a web address ({reason}); unset or correct HF_ENDPOINT.",
+    "UnicodeEncodeError LocalProtocolError": "the token for {host} has characters no token has; {log_in} again.",
     INCOMPLETE: "a file of {name} keeps arriving incomplete from {host}; {try_again}.",
-    "NetworkError": "{host} can't be reached ({reason}); check the network, then {try_again}.",
+    "NetworkError": "{host} cannot be reached ({reason}); check the network, then {try_again}.",
 }
 _KINDS = {NO_SPACE: DiskFullError, "RemoteEntryNotFoundError": CheckpointError, INCOMPLETE: CheckpointError}
 
 
 def hub_error(error: BaseException, model: ModelId) -> HeteroError:
-    """Our error for one that a request or a download for `model` has raised."""
+    """Translate an error that a request or a download for `model` raised."""
     from huggingface_hub import constants
 
     if isinstance(error, HeteroError):
@@ -63,7 +63,7 @@ def hub_error(error: BaseException, model: ModelId) -> HeteroError:
         "log_in": LOG_IN,
         "try_again": TRY_AGAIN,
     }
-    for cause in _causes(error):  # huggingface_hub wraps what went wrong into "not found in the cache"
+    for cause in _causes(error):  # huggingface_hub wraps the cause in "not found in the cache"
         found = _traits(cause)
         for key, sentence in _SENTENCES.items():
             if found.intersection(key.split()):
@@ -73,21 +73,21 @@ def hub_error(error: BaseException, model: ModelId) -> HeteroError:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may well succeed a moment later, and huggingface_hub hasn't tried it again itself."""
-    if isinstance(error, CheckpointError):  # a file that arrived damaged
+    """Return whether the same request may succeed a moment later, and huggingface_hub has not retried it itself."""
+    if isinstance(error, CheckpointError):  # a damaged file
         return True
     return "LocalEntryNotFoundError" not in _traits(error) and any(_TRANSIENT & _traits(e) for e in _causes(error))
 
 
 def hub_host() -> str:
-    """The Hub's name, or that of the one HF_ENDPOINT names."""
+    """Return the host name of the Hub, or of HF_ENDPOINT."""
     from huggingface_hub import constants
 
     return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2] or "the Hub"
 
 
 def _traits(error: BaseException) -> set[str]:
-    """The names of its classes, in which the HTTP libraries of huggingface_hub 1 and 2 are alike, and what it means."""
+    """Return the names of the error's classes, which huggingface_hub 1 and 2 have in common, and its traits."""
     traits, status = {kind.__name__ for kind in type(error).__mro__}, _status(error)
     if isinstance(error, OSError) and error.errno in _TRAIT_OF_ERRNO:
         traits.add(_TRAIT_OF_ERRNO[error.errno])
@@ -103,7 +103,7 @@ def _traits(error: BaseException) -> set[str]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from."""
+    """Yield the error and its chain of causes."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -113,13 +113,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int:
-    """The HTTP status of the answer that the error is about, 0 where there was none."""
+    """Return the HTTP status of the answer that the error is about, 0 without an answer."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return status if isinstance(status, int) else 0
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what the system or the error says, short."""
+    """Return the first line of the system's or the error's message, shortened."""
     text = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 120 else text[:117] + "..."

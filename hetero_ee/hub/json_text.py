@@ -1,4 +1,4 @@
-"""What files from outside hold: JSON, parsed in bounded memory, or something else in its place."""
+"""Parse untrusted JSON in bounded memory, and recognize other content in its place."""
 
 import gc
 import json
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-OBJECT_COST = 4  # an object takes about four times what a list or a string does
+OBJECT_COST = 4  # an object needs about four times the memory of a list or string
 _BEGINNINGS = (
     (b"version https://git-lfs", "is a Git LFS pointer in place of the file itself; run `git lfs pull` in that folder"),
     (b"<", "is a web page in place of the file; download it again"),
@@ -26,9 +26,12 @@ _BEGINNINGS = (
 
 
 def parse_json(data: bytes, max_values: int, **hooks: Any) -> Any:
-    """json.loads of UTF-8 text with at most about `max_values` values, an object counting as four.
+    """Parse UTF-8 JSON with at most about `max_values` values, where an object counts as four.
 
-    Each takes up to 60 bytes of memory beside its text. Raises ValueError, its message one plain line.
+    Each value needs up to 60 bytes of memory in addition to its text.
+
+    Raises:
+        ValueError: with a one-line message.
     """
     n_values = OBJECT_COST * data.count(b"{") + data.count(b"[") + data.count(b",")
     if n_values > max_values:
@@ -41,7 +44,7 @@ def parse_json(data: bytes, max_values: int, **hooks: Any) -> Any:
 
 
 def depth_exceeds(value: Any, limit: int) -> bool:
-    """Whether lists and objects lie in each other more than `limit` levels deep."""
+    """Return whether lists and objects are nested more than `limit` levels deep."""
     level = [value]
     for _ in range(limit):
         level = [child for parent in level if isinstance(parent, dict | list) for child in _children(parent)]
@@ -49,12 +52,12 @@ def depth_exceeds(value: Any, limit: int) -> bool:
 
 
 def not_json(data: bytes, error: ValueError) -> str:
-    """Why `data` could not be parsed, as the end of a sentence about its file."""
+    """Say why `data` could not be parsed, as the end of a sentence about its file."""
     return stand_in(data[:64]) or f"is not valid JSON ({error}); get the file again"
 
 
 def stand_in(start: bytes) -> str | None:
-    """What a file unfit for its purpose is by its first bytes, and the way out; None where nothing is recognised."""
+    """Say what an unusable file is, by its first bytes, and what to do; None if they are not recognized."""
     if not start:
         return "is empty; get the file again"
     return next((what for beginning, what in _BEGINNINGS if start.lstrip(b" \t\r\n").startswith(beginning)), None)
@@ -66,7 +69,7 @@ def _children(parent: Any) -> list[Any]:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Parsing makes nothing but objects that stay, and looking through all of them at intervals triples its time."""
+    """Pause the garbage collector: parsed objects all stay alive, and scanning them triples the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Tells folders from Hugging Face ids, and checks an id by what may be in it before it names anything."""
+"""Distinguish folders from Hugging Face ids, and validate ids before they are used in paths."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from hetero_ee.options.engine import MODEL_OPTIONS
 
 CACHED_PREFIX = "models--"  # of a model's folder in the cache of huggingface_hub
 MAX_REVISION_LENGTH = 200
-# Stricter than huggingface_hub, since both become paths below the cache.
+# Stricter than huggingface_hub, since names and revisions become paths in the cache.
 _NAME = NO_DEVICE + r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_NAME}/)?{_NAME}")
 _REVISION_PART = NO_DEVICE + r"[A-Za-z0-9_](?:[A-Za-z0-9._+-]*[A-Za-z0-9_+-])?"
@@ -23,16 +23,16 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class ModelId:
-    """A model on the Hugging Face Hub: `org/name`, or the one name that early models have; and its revision."""
+    """A model on the Hugging Face Hub, `org/name` or a single name as early models have, and its revision."""
 
     name: str
     revision: str = "main"
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.name):
-            why = "it is no Hugging Face id either"
-            if ":" in self.name:  # as other programs' names have it
-                why = "names with a colon are no Hugging Face ids, which have the form org/name"
+            why = "it is not a Hugging Face id either"
+            if ":" in self.name:  # such as Ollama's names
+                why = "names with a colon are not Hugging Face ids, which have the form org/name"
             raise UsageError(
                 f"there is no folder {shown(self.name)}, and {why}; give a folder, or an id such as Qwen/Qwen3-4B."
             )
@@ -43,14 +43,17 @@ class ModelId:
 
 
 def is_commit(text: object) -> bool:
-    """Whether `text` is the full hash of a git commit."""
+    """Return whether `text` is the full hash of a git commit."""
     return isinstance(text, str) and _COMMIT.fullmatch(text) is not None
 
 
 def local_folder(model: str | Path | None) -> Path | None:
-    """The folder or GGUF file that `model` names: None is the demo model's. A string that can only be an id gives None.
+    """Return the folder or GGUF file that `model` names; None for a string that can only be an id.
 
-    Raises UsageError where `model` is a path and nothing of the kind is there.
+    A `model` of None means the demo model.
+
+    Raises:
+        UsageError: if `model` is a path and no such folder or GGUF file exists.
     """
     if model is None:
         return demo_model_folder()
@@ -59,7 +62,7 @@ def local_folder(model: str | Path | None) -> Path | None:
     folder = _expanded(model)
     if model != "" and _exists(folder):
         if not folder.is_dir() and not is_gguf(folder):
-            raise UsageError(f"{folder} is a file and no GGUF; give the folder that holds config.json and the weights.")
+            raise UsageError(f"{folder} is a file, and not GGUF; give the folder with config.json and the weights.")
         return folder
     if isinstance(model, Path) or _is_path(model):
         raise UsageError(
@@ -70,7 +73,7 @@ def local_folder(model: str | Path | None) -> Path | None:
 
 
 def model_name(folder: Path) -> str:
-    """The folder's name; for a downloaded model its id, since its folder is named by its commit."""
+    """Return the folder's name, or the id of a downloaded model, whose folder is named by its commit."""
     folder = folder.resolve()
     repository = folder.parent.parent.name
     is_snapshot = folder.parent.name == "snapshots" and repository.startswith(CACHED_PREFIX)

@@ -1,4 +1,4 @@
-"""A file of a model's folder: a regular one, from no other folder, and checked before it is opened and after."""
+"""Find and read files of a model folder safely: only regular files that belong to it, checked again once open."""
 
 import os
 import stat
@@ -10,10 +10,12 @@ from hetero_ee_profiles.opened_file import kind_of, open_regular
 
 
 def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) -> Path | None:
-    """folder / name, None where nothing has that name.
+    """Return folder / name, or None if it does not exist.
 
-    A link must end in `folder`, or among the blobs of the Hugging Face cache that `folder` lies in. Raises `error` for
-    every other link and for what is no regular file: opening a pipe would wait for ever.
+    A link must lead into `folder` or to the blobs of the Hugging Face cache that contains `folder`.
+
+    Raises:
+        error: for other links and anything but a regular file; opening a pipe would block forever.
     """
     file = folder / name
     try:
@@ -30,7 +32,7 @@ def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) ->
 
 
 def read_file(file: Path, max_bytes: int, what: str, error: type[HeteroError] = ModelError) -> bytes:
-    """Content of a file that find_file has found; `what` names its kind. Raises `error` beyond max_bytes."""
+    """Read a file that find_file has checked; `what` names its kind. Raises `error` if it exceeds max_bytes."""
     try:
         with open_regular(file) as opened:
             n_bytes = os.fstat(opened.fileno()).st_size
@@ -43,7 +45,7 @@ def read_file(file: Path, max_bytes: int, what: str, error: type[HeteroError] = 
 
 
 def refuse_special(file: Path, error: type[HeteroError] = ModelError) -> None:
-    """Raises `error` for a pipe, a socket or a device, or a link to one; whatever else it is, or is not, passes."""
+    """Raise `error` for a pipe, a socket or a device, or a link to one; anything else passes, even a missing file."""
     try:
         mode = file.stat().st_mode
     except OSError:
@@ -53,7 +55,7 @@ def refuse_special(file: Path, error: type[HeteroError] = ModelError) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The system's words without the path, which the sentence around them names already."""
+    """Return the system's message without the path, which the surrounding sentence names already."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -62,13 +64,13 @@ def _mode_of_target(link: Path, folder: Path, error: type[HeteroError]) -> int:
         target = link.resolve(strict=True)
         if any(target.is_relative_to(root) for root in _roots(folder)):
             return target.stat().st_mode
-    except (OSError, RuntimeError) as reason:  # RuntimeError: Python's word for a loop of links
+    except (OSError, RuntimeError) as reason:  # RuntimeError: a loop of links
         raise error(f"{link} is a link that leads nowhere ({reason_of(reason)}).") from reason
     raise error(f"{link} is a link out of its folder, to {shown(str(target))}; put a copy of that file in its place.")
 
 
 def _roots(folder: Path) -> Iterator[Path]:
-    """The folder; and for CACHE/models--ORGANISATION--NAME/snapshots/REVISION the blobs of that model or cache."""
+    """Yield the folder, and for CACHE/models--ORG--NAME/snapshots/REVISION the blobs of the model and of the cache."""
     home = folder.resolve()
     yield home
     for snapshot in (home, *home.parents):

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder on disk: a folder, or a Hugging Face id, downloaded at first use."""
+"""Find a model's folder: a path, or a Hugging Face id that is downloaded at first use."""
 
 import logging
 import shutil
@@ -35,15 +35,20 @@ def resolve_model(
     progress: Progress | None = None,
     configuration_only: bool = False,
 ) -> Path:
-    """The folder of `model`: a folder's path, a Hugging Face id such as org/name, or None for the demo model; of a GGUF
-    file the one in the cache that stands for it.
+    """Return the folder of a model, downloading or translating it if necessary.
 
-    An id is downloaded into the cache of huggingface_hub where it isn't there yet: the configuration, the tokenizer and
-    the safetensors, nothing else. revision: the branch, tag or commit of an id, its main branch by default. offline:
-    only the cache is used. progress: called with (stage, bytes done, bytes in all), and with 0 in all for a remark.
-    configuration_only: of an id only the configuration is downloaded, enough to plan for the model; a model that can't
-    be used is refused alike, and a cache that holds a whole model keeps naming that one.
-    Raises UsageError, ModelError, CheckpointError or DiskFullError.
+    Args:
+        model: a folder; a GGUF file, which is represented by a folder in the cache; an id such as org/name, of which
+            the configuration, the tokenizer and the safetensors are downloaded into the cache of huggingface_hub; or
+            None for the demo model.
+        revision: branch, tag or commit of an id; its main branch by default.
+        offline: use only the cache.
+        progress: called with (stage, bytes done, total bytes), and with a total of 0 for a remark.
+        configuration_only: download only the configuration of an id, which is enough to plan for the model.
+            Unsupported models are still refused, and a cache that holds the whole model keeps it.
+
+    Raises:
+        UsageError, ModelError, CheckpointError, DiskFullError: if the model is not found or unusable.
     """
     if not isinstance(offline, bool):
         raise UsageError(f"offline is {shown(offline)}; expected True or False.")
@@ -76,7 +81,7 @@ class _Hub:
                 f"{name} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and this is "
                 "offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
             )
-        if constants.HF_HUB_CACHE.startswith("~"):  # as huggingface_hub leaves it: a folder of that name, here
+        if constants.HF_HUB_CACHE.startswith("~"):  # not expanded by huggingface_hub: it would create a folder ~ here
             raise UsageError(f"this user has no home folder to keep {name} in; set HF_HOME to a folder.")
         try:
             repository = retried(lambda: Repository.of(self._model), time.sleep, 1 if cached else N_ATTEMPTS)
@@ -88,21 +93,21 @@ class _Hub:
             raise hub_error(error, self._model) from error
 
     def _cached_configuration(self) -> Path | None:
-        """Where the revision's configuration lies in the cache."""
+        """Return the folder of the revision's cached configuration."""
         try:
             config = self._cached_file(CONFIG_FILE)
             return config.parent if config and read_spec(config.parent) else None
-        except (ModelError, OSError, ValueError):  # as a damaged cache holds it
+        except (ModelError, OSError, ValueError):  # from a damaged cache
             return None
 
     def _cached_folder(self) -> Path | None:
-        """Where the revision lies in the cache, if with all its weights and a tokenizer."""
+        """Return the revision's cached folder if it has all weights and a tokenizer."""
         try:
             config, index = self._cached_file(CONFIG_FILE), self._cached_file(INDEX_FILE)
             is_single = self._cached_file(SINGLE_FILE) is not None
             has_weights = is_single or (index is not None and all(map(self._cached_file, indexed_files(index))))
             is_complete = has_weights and any(map(self._cached_file, TOKENIZER_FILES))
-        except (CheckpointError, OSError, ValueError):  # a cache that is damaged holds nothing
+        except (CheckpointError, OSError, ValueError):  # a damaged cache counts as empty
             return None
         return config.parent if config and is_complete else None
 
@@ -110,21 +115,21 @@ class _Hub:
         return cached_file(self._model.name, name, self._model.revision)
 
     def _without_answer(self, error: Exception, cached: Path | None) -> Path:
-        """A model that was downloaded before is used where the Hub has no answer, or not for this login."""
+        """Use the cached model if the Hub does not answer, or refuses this login; else raise the error."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         if cached is None or isinstance(error, RevisionNotFoundError):
             found = hub_error(error, self._model)
-            if is_transient(error):  # no word on whether there is such a model
+            if is_transient(error):  # it is unknown whether such a model exists
                 name = self._model.name
                 found = type(found)(f"{name} is neither a folder here nor a converted model, and {found}")
             raise found from error
         if self._progress:
-            self._progress(f"{hub_host()} can't be asked; using {self._model.name} as it is in the cache", 0, 0)
+            self._progress(f"{hub_host()} cannot be reached; using {self._model.name} from the cache", 0, 0)
         return cached
 
     def _fetched(self, repository: Repository) -> Path:
-        """Downloads what is missing, the configuration first and the weights last: where they are, all is."""
+        """Download missing files, the configuration first and the weights last, so that weights imply a whole model."""
         small_files = repository.small_files()
         download = Download(repository, self._progress)
         folder = download.fetch_one(repository.files[CONFIG_FILE]).parent
@@ -133,7 +138,7 @@ class _Hub:
         try:
             read_spec(folder)
         except ModelError as error:
-            raise ModelError(f"{self._model.name} can't be used: {error}") from error
+            raise ModelError(f"{self._model.name} cannot be used: {error}") from error
         if not self._configuration_only:
             index = download.fetch_one(repository.files[INDEX_FILE]) if repository.has_index else None
             weight_files = repository.weight_files(index)
@@ -142,7 +147,7 @@ class _Hub:
             download.fetch(small_files)
             download.fetch(weight_files)
         download.tell_unchecked()
-        # Where a whole model has this name already, a configuration alone does not take it from offline runs.
+        # If a whole model is cached under this revision, offline runs must keep finding that one.
         keeps_name = self._configuration_only and self._cached_folder() is not None
         if not keeps_name and self._cached_file(CONFIG_FILE) != folder / CONFIG_FILE:
             download.name_revision(self._model.revision)
@@ -162,11 +167,11 @@ class _Hub:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Keeps huggingface_hub's warnings from the terminal: what matters in them becomes an error or a remark of ours.
+    """Silence huggingface_hub's warnings, unless its log level has been changed: relevant ones become our errors.
 
-    Where somebody has asked it for more than warnings, it speaks.
+    Its log level is restored afterwards.
     """
-    import huggingface_hub  # noqa: F401 - sets up its own logger, which must not happen in between
+    import huggingface_hub  # noqa: F401 - sets up its own logger, which must happen before
 
     logger = logging.getLogger("huggingface_hub")
     level = logger.level

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub that this engine could run, by words."""
+"""Search the Hugging Face Hub for models that this engine can run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.saved_format import BITSANDBYTES, METHODS
 
 TAGS = ("text-generation", "safetensors")
-N_ASKED_PER_SHOWN = 5  # most that are listed are of other architectures, or quantized in other ways
-EVERYTHING = ModelId("models")  # what an error says was asked for
+N_ASKED_PER_SHOWN = 5  # most listed models have unsupported architectures or quantizations
+EVERYTHING = ModelId("models")  # the model named by errors of a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class FoundModel:
 
     name: str
     architecture: str
-    n_parameters: int | None  # None where unknown
-    n_downloads: int  # of the last month
+    n_parameters: int | None  # None if unknown
+    n_downloads: int  # in the last month
     is_gated: bool
 
 
 def search_models(words: str, n_models: int, *, offline: bool = False) -> list[FoundModel]:
-    """At most n_models that hold these words, the most downloaded first. Raises UsageError, ModelError."""
+    """Return up to n_models that match these words, the most downloaded first. Raises UsageError or ModelError."""
     from huggingface_hub import HfApi, is_offline_mode
 
     if offline or is_offline_mode():
-        raise UsageError("a search asks the Hugging Face Hub, and this is offline; drop --offline and HF_HUB_OFFLINE.")
+        raise UsageError("a search needs the Hugging Face Hub, but this is offline; drop --offline and HF_HUB_OFFLINE.")
     try:
         with silenced():
             listed = HfApi().list_models(
@@ -48,7 +48,7 @@ def search_models(words: str, n_models: int, *, offline: bool = False) -> list[F
 
 
 def _found(listed: Any) -> FoundModel | None:
-    """From huggingface_hub's ModelInfo; None for a model of no use here. Raises TypeError for what no Hub answers."""
+    """Convert huggingface_hub's ModelInfo; None for an unsupported model. Raises TypeError for an unexpected type."""
     config = listed.config or {}
     if not isinstance(config, Mapping):
         raise TypeError("config")

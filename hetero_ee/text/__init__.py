@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat templates, streaming text."""
+"""Text and tokens: tokenizers, chat templates, text streams."""

@@ -1,7 +1,7 @@
 """Chat templates: they turn the messages of a conversation into the text that the model was trained to continue.
 
-A template is code that comes with the model, so it runs in a process of its own, in jinja2's sandbox, with limits on
-time, memory and output; see template_renderer.py. Messages are data and never read as a template.
+A template is code that comes with the model, so it runs in its own process, in jinja2's sandbox, with limits on time,
+memory and output; see template_renderer.py. Messages are data and never read as a template.
 """
 
 import json
@@ -17,21 +17,21 @@ from typing import Any
 from hetero_ee.errors import ModelError, UsageError, shown
 
 RENDERER = Path(__file__).with_name("template_renderer.py")
-MAX_MESSAGE_CHARACTERS = 2**20  # of one user's message
-BYTES_PER_CHARACTER = 12  # at most, in JSON's ASCII
+MAX_MESSAGE_CHARACTERS = 2**20  # per message of a user
+BYTES_PER_CHARACTER = 12  # at most, in ASCII JSON
 WAY_OUT = "use another with chat_template, or use hetero-ee generate"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What an assistant's message asks a tool."""
+    """A call of a tool by the assistant."""
 
     id: str
     name: str
-    arguments: Any  # as JSON has them, an object
+    arguments: Any  # a JSON object
 
     def as_variable(self) -> dict[str, Any]:
-        """As templates know it."""
+        """Return the call in the form that templates expect."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -42,17 +42,17 @@ class Message:
     role: str  # "system", "user", "assistant" or "tool"
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None  # of a tool's
-    name: str | None = None  # the tool's
-    reasoning: str | None = None  # what the assistant thought before
+    tool_call_id: str | None = None  # of a tool's message
+    name: str | None = None  # the tool's name
+    reasoning: str | None = None  # the assistant's thoughts before the content
 
     @property
     def n_characters(self) -> int:
-        """About as many as it brings into a prompt."""
+        """Approximate number of characters that the message adds to a prompt."""
         return len(self.content) + len(self.reasoning or "") + sum(len(repr(each)) for each in self.tool_calls)
 
     def as_variable(self) -> dict[str, Any]:
-        """As templates know it; they ask for what is not there by name, so that it is left out."""
+        """Return the message as templates expect it, without absent parts, since templates test for names."""
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             found["tool_calls"] = [each.as_variable() for each in self.tool_calls]
@@ -62,12 +62,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class RenderingLimits:
-    """What a template may use."""
+    """Resources that a template may use."""
 
-    seconds: float = 2.0  # for one rendering
+    seconds: float = 2.0  # per rendering
     start_seconds: float = 30.0  # for its process to start
     memory_bytes: int = 512 * 2**20
-    output_characters: int = 2**20  # beyond those of the messages
+    output_characters: int = 2**20  # in addition to those of the messages
     template_characters: int = 2**20
 
 
@@ -77,8 +77,12 @@ DEFAULT_LIMITS = RenderingLimits()
 class ChatTemplate:
     """One template and the process that renders it, which starts with the first rendering and ends with close().
 
-    special_tokens: the tokenizer's, by name (bos_token, eos_token, ...). Raises ModelError if the template is too long,
-    UsageError where it is no text.
+    Args:
+        special_tokens: the tokenizer's special tokens by name (bos_token, eos_token, ...).
+
+    Raises:
+        ModelError: if the template is too long.
+        UsageError: if it is not a string.
     """
 
     def __init__(
@@ -99,10 +103,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text, up to where the assistant's reply begins. tools: as OpenAI's requests have them.
-        variables: of the template's own.
+        """Render the conversation up to the beginning of the assistant's reply.
 
-        Raises ModelError for a template that is malformed, refuses the messages, or exceeds the sandbox or its limits.
+        Args:
+            tools: as in OpenAI's requests.
+            variables: further variables that the template knows.
+
+        Raises:
+            ModelError: if the template is malformed, refuses the messages, or exceeds the sandbox or its limits.
         """
         n_characters = sum(message.n_characters for message in messages) + 4 * len(repr(tools))
         known = {
@@ -130,19 +138,19 @@ class ChatTemplate:
         return text
 
     def close(self) -> None:
-        """Ends the process; the next rendering starts another."""
+        """End the process; the next rendering starts another."""
         process, self._process = self._process, None
         if process is None:
             return
         process.kill()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # what could no longer be flushed
+                with suppress(OSError):  # unsent data cannot be flushed
                     pipe.close()
         process.wait()
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """Any exception in here, Ctrl-C included, ends the process: half an answer may be in its pipe."""
+        """Exchange one request. Any exception, even Ctrl-C, ends the process, as half an answer may be in its pipe."""
         longest = request["characters"] * BYTES_PER_CHARACTER + 2**16
         try:
             if self._process is None:
@@ -167,7 +175,7 @@ class ChatTemplate:
         self._exchange(b"", 2**16, self._limits.start_seconds)
 
     def _exchange(self, request: bytes, longest: int, seconds: float) -> bytes:
-        """Writes the request and reads a line; kills the process if that takes longer than `seconds`."""
+        """Write the request and read a line; kill the process if that exceeds `seconds`."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         expired = threading.Event()
@@ -196,5 +204,5 @@ class ChatTemplate:
 
 
 def _one_line(reason: str) -> str:
-    """A reason given by the template or jinja2, without control characters."""
+    """Return a reason given by the template or jinja2, without control characters."""
     return shown(reason)[1:-1] if not reason.isprintable() else reason

@@ -1,4 +1,4 @@
-"""Prompts: what a model goes on from, as callers give it and as token ids."""
+"""Prompts, given as text or token ids, and their conversion to token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ PromptList = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
 
 
 def listed(prompt: Prompt | PromptList) -> tuple[list[Prompt], bool]:
-    """Each prompt, and whether it was one, not a list. Raises UsageError."""
+    """Return a list of prompts, and whether a single prompt was given. Raises UsageError."""
     given: Any = prompt
     if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray) or (not given and given != ""):
         raise UsageError(f"prompt is {shown(given)}; expected text, a list of token ids, or a list of several.")
@@ -24,13 +24,13 @@ def listed(prompt: Prompt | PromptList) -> tuple[list[Prompt], bool]:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Reads prompts for one model."""
+    """Converts prompts for one model to token ids."""
 
     tokenizer: Tokenizer
     spec: ModelSpec
 
     def ids(self, prompt: Prompt, most_tokens: int) -> list[int]:
-        """Its token ids, fewer than the most_tokens that a context holds. Raises UsageError."""
+        """Return the prompt's token ids, fewer than most_tokens, the context length. Raises UsageError."""
         ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
         if len(ids) >= most_tokens:
             raise UsageError(
@@ -41,7 +41,7 @@ class PromptReader:
 
     def _encoded(self, text: str) -> list[int]:
         if not text:
-            raise UsageError("the prompt is empty; give some text to go on from.")
+            raise UsageError("the prompt is empty; give some text to continue.")
         ids = self.tokenizer.encode(text)
         if not ids:
             raise UsageError(f"the prompt {shown(text)} has no token this model knows; give other text.")

@@ -1,7 +1,7 @@
-"""Finds regular expressions that backtrack catastrophically: with too many ways to match a text to try them all.
+"""Find regular expressions that backtrack catastrophically, because they can match a text in too many ways.
 
 A repeated group must not be variable itself: (a+)+ splits n letters in 2^(n-1) ways. An alternative may hold a few
-unbounded repetitions: each one more multiplies the ways by the length of the text, or by its bound.
+unbounded repetitions: each further one multiplies the ways by the length of the text, or by its bound.
 """
 
 import re
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 MAX_LENGTH = 10_000  # the longest published ones have about 1500 characters
 MAX_ENDLESS = 3  # (nearly) unbounded repetitions in one alternative; published ones have up to two
-MAX_SPREAD = 3  # between the bounds of a repetition that is not counted among them; published: {1,3}
-# References to groups, calls, conditions, absence, comments, free spacing and quotes: no published tokenizer splits
-# text by these, and some hide from the parser below what the expression does.
+MAX_SPREAD = 3  # between a repetition's bounds, if it does not count as unbounded; published: {1,3}
+# References to groups, calls, conditions, absence, comments, free spacing and quotes: no published tokenizer needs
+# them, and some hide the expression's effect from the parser below.
 _UNUSUAL = re.compile(r"\\[1-9kgQcCM]|\(\?(?:[R0-9&~(#]|P[=>]|[a-wyzA-Z-]*x)")
 _ESCAPE = re.compile(r"\\(?:[pPxo]\{[^}]*\}|.)", re.DOTALL)
 _GROUP_START = re.compile(r"\((?:\?(?:<[=!]|P?<\w+>|[:=!>]|[a-zA-Z-]+:?))?")
 _TOKEN = re.compile(r"[()|]|(?:[*+?]|\{\d*,?\d*\})+|.", re.DOTALL)
 _REPEAT = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
-CHARACTER = "a"  # stands for everything that matches one character
+CHARACTER = "a"  # stands for anything that matches one character
 
 
 def why_slow(expression: str) -> str | None:
-    """Why an expression in Oniguruma's syntax is refused, None if it is simple enough."""
+    """Return why an expression in Oniguruma's syntax is refused, or None if it is simple enough."""
     if len(expression) > MAX_LENGTH:
         return f"has {len(expression)} characters, expected at most {MAX_LENGTH}"
     text = expression.replace("\\\\", CHARACTER)
@@ -47,7 +47,7 @@ def why_slow(expression: str) -> str | None:
 
 
 def _without_classes(text: str) -> str:
-    """`text` with each character class, which may be nested, as one character."""
+    """Replace each character class, which may be nested, by one character."""
     kept, depth = [], 0
     for character in text:
         depth += character == "["
@@ -61,11 +61,11 @@ def _without_classes(text: str) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """A group while it is parsed."""
+    """A group during parsing."""
 
     is_variable: bool = False  # may match one text in several ways
     n_endless: int = 0  # (nearly) unbounded repetitions in the current alternative
-    most_endless: int = 0  # the most of an earlier alternative
+    most_endless: int = 0  # the most in an earlier alternative
 
     def hold(self, inner: "_Group") -> None:
         self.is_variable |= inner.is_variable
@@ -76,7 +76,7 @@ class _Group:
         self.n_endless, self.most_endless = 0, max(self.n_endless, self.most_endless)
 
     def repeat(self, repeats: str, last: "_Group") -> bool:
-        """Parses the repetition that follows `last`, perhaps a lazy one. False if it repeats a variable group."""
+        """Parse the repetition, perhaps lazy, that follows `last`. Returns False if it repeats a variable group."""
         first, *others = _REPEAT.finditer(repeats)
         least, most = _range(first)
         if (most is None or most > 1) and last.is_variable:

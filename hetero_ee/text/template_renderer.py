@@ -1,8 +1,8 @@
-"""The program that renders chat templates, run as a process of its own: a template is code from outside.
+"""The program that renders chat templates in its own process, since a template is untrusted code.
 
 It imports jinja2 and nothing of hetero_ee. It prints {} when it is ready. Then it answers each line of standard input,
 a JSON document with template, variables, seconds and characters (the limits), with one line: {"text"}, {"refusal"} if
-the template rejects the messages, or {"defect"}. It ends when standard input does.
+the template rejects the messages, or {"defect"}. It ends at the end of standard input.
 """
 
 import json
@@ -26,17 +26,17 @@ MAX_REASON_CHARACTERS = 200
 
 
 class RefusalError(Exception):
-    """A template's call of raise_exception(...)."""
+    """Raised by a template's raise_exception(...)."""
 
 
 class OutputTooLongError(Exception):
-    """The text is longer than the limit."""
+    """The text exceeds the limit."""
 
 
 class GenerationBlock(Extension):
     """{% generation %} marks the assistant's text for training; here its body is just rendered."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 - as declared in jinja2
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -46,7 +46,7 @@ class GenerationBlock(Extension):
 class PublicNamespace(Namespace):
     """jinja2's namespace() without names that begin with an underscore, which are Python's own."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # self has no name, so that namespace(self=...) works
+    def __init__(*args: Any, **kwargs: Any) -> None:  # without a parameter self, so that namespace(self=...) works
         values = dict(*args[1:], **kwargs)
         for name in values:
             _require_public(name)
@@ -69,7 +69,7 @@ def _refuse(message: Any) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Plain JSON; jinja2's own filter escapes for HTML."""
+    """Return plain JSON; jinja2's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -79,7 +79,7 @@ def _now(format: str) -> str:
 
 @lru_cache(maxsize=1)
 def _compiled(template: str) -> Template:
-    """With the names that transformers provides to chat templates."""
+    """Compile a template with the names that transformers provides to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -90,7 +90,7 @@ def _compiled(template: str) -> Template:
 
 
 def _rendered(template: str, variables: dict[str, Any], max_characters: int) -> Iterator[str]:
-    """The text in pieces, so that an endless one ends at the limit and not when memory is used up."""
+    """Yield the text in pieces, so that an endless one stops at the limit before memory is used up."""
     n_characters = 0
     for piece in _compiled(template).generate(**variables):
         n_characters += len(piece)
@@ -100,7 +100,6 @@ def _rendered(template: str, variables: dict[str, Any], max_characters: int) -> 
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """The answer to one request."""
     try:
         return {"text": "".join(_rendered(request["template"], request["variables"], request["characters"]))}
     except RefusalError as refusal:
@@ -123,7 +122,7 @@ def _reason(error: Exception) -> str:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """If the system can; elsewhere only the time limit applies."""
+    """Limit memory if the system can; elsewhere only the time limit applies."""
     try:
         import resource
     except ImportError:
@@ -134,7 +133,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Has the system end this process, even if its parent was killed; 0 cancels that."""
+    """Make the system end this process after that time, even if its parent was killed; 0 cancels that."""
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(seconds))
 
@@ -145,7 +144,7 @@ def _write(line: str) -> None:
 
 
 def main() -> None:
-    """Argument: the largest address space in bytes."""
+    """Serve requests. The program's argument is the largest address space in bytes."""
     _limit_memory(int(sys.argv[1]))
     _write("{}")
     for line in sys.stdin:

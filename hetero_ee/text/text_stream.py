@@ -1,66 +1,64 @@
-"""Text from tokens as they are generated: never half a character, never part of a stop string."""
+"""Turn tokens into text as they are generated, without yielding half a character or part of a stop string."""
 
 from collections.abc import Callable
 
 Decode = Callable[[list[int]], str]
-REPLACEMENT = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
+REPLACEMENT = "\ufffd"  # decoders return it for bytes that are not, or not yet, a character
 CONTEXT_TOKENS = 8  # tokens kept before the new ones, so that spacing is as in the whole text
-WINDOW_TOKENS = 32  # tokens decoded together at most; then the oldest are dropped
-MAX_HELD_TOKENS = 16  # an unfinished character has at most 4 bytes; anything longer is not one
+WINDOW_TOKENS = 32  # most tokens decoded together; then the oldest are dropped
+MAX_HELD_TOKENS = 16  # an unfinished character has at most 4 bytes, so longer ones are invalid
 
 
 class TextStream:
     """Turns one sequence's tokens into text piece by piece; the joined pieces are the text of all tokens.
 
-    The latest tokens, the prompt's included, are decoded again with each new one: decoders strip a leading space at the
-    start of a text, and some (ByteFallback) decode a run of byte tokens only if the whole run is valid UTF-8.
+    The latest tokens, including the prompt's, are decoded again with each new one, because decoders strip a leading
+    space of a text, and some (ByteFallback) decode a run of byte tokens only if the whole run is valid UTF-8.
     """
 
     def __init__(self, decode: Decode, prompt_ids: list[int], stop: tuple[str, ...] = ()) -> None:
         self._decode, self._stop = decode, stop
         self._ids = list(prompt_ids)  # the window
-        self._text = decode(self._ids)  # its text
-        self._n_taken = len(self._text)  # characters of it that were returned
-        self._n_waiting = 0  # tokens since it last ended in a whole character
-        self._held = ""  # text that may still be the start of a stop string
-        self.stopped_by: str | None = None  # the stop string that is complete
+        self._text = decode(self._ids)  # the window's text
+        self._n_taken = len(self._text)  # number of its characters that were returned
+        self._n_waiting = 0  # tokens since it last ended with a whole character
+        self._held = ""  # text that may be the start of a stop string
+        self.stopped_by: str | None = None  # the stop string that was completed
         self._shorten()
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete."""
+        """Whether a stop string was completed."""
         return self.stopped_by is not None
 
     def add(self, token_id: int) -> str:
-        """The text that is certain by now; sets `stopped` when a stop string is complete."""
+        """Add a token and return the text that is certain by now; sets `stopped` if a stop string is complete."""
         is_silent = self._read(token_id)
         text = self._release(self._take(self._certain_text()))
-        if (
-            is_silent
-        ):  # a special token: no stop string reaches across it, and what is marked by it comes after the rest
+        if is_silent:  # a special token: no stop string extends across it, and its marker belongs after the held text
             text, self._held = text + self._held, ""
         self._shorten()
         return text
 
     def finish(self) -> str:
-        """The rest, after the last token."""
+        """Return the rest of the text after the last token."""
         text = self._release(self._take(self._text))
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
 
     def _read(self, token_id: int) -> bool:
-        """Whether the token has no text."""
+        """Append a token to the window and return whether it has no text."""
         whole = self._decode([*self._ids, token_id])
         is_silent = whole == self._text != "" and not whole.endswith(REPLACEMENT)
-        if not is_silent:  # many special tokens, which have no text, must not push out those that have
+        if not is_silent:  # special tokens without text must not push out tokens with text
             self._ids.append(token_id)
         self._text = whole
         self._n_waiting = self._n_waiting + 1 if whole.endswith(REPLACEMENT) else 0
         return is_silent
 
     def _certain_text(self) -> str:
-        """The window's text, without an end that may still become another character."""
+        """Return the window's text without an end that may still become another character."""
         if self._n_waiting == 0:
             return self._text
         return self._text.rstrip(REPLACEMENT) if self._n_waiting < MAX_HELD_TOKENS else self._text[:-1]
@@ -71,7 +69,7 @@ class TextStream:
         return new
 
     def _shorten(self) -> None:
-        """Shortens a full window to tokens whose own text is the end of its text, so not within a character."""
+        """Shorten a full window to tokens whose text is the end of its text, so that it begins with a character."""
         if len(self._ids) <= WINDOW_TOKENS or 0 < self._n_waiting < MAX_HELD_TOKENS:
             return
         n_untaken = len(self._text) - self._n_taken
@@ -82,7 +80,7 @@ class TextStream:
                 return
 
     def _release(self, text: str) -> str:
-        """The part of the held text and `text` that can't belong to a stop string. The first complete stop counts."""
+        """Return the part of the held text and `text` that cannot belong to a stop string; the first stop counts."""
         if self.stopped:
             return ""
         self._held += text
@@ -97,5 +95,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a start of `stop`."""
+    """Return the length of the longest end of `text` that is a start of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""The model's tokenizer, from transformers; its exceptions become ModelError."""
+"""The model's tokenizer, read by transformers, whose exceptions become ModelError."""
 
 import json
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from hetero_ee.hub.regular_file import read_file
 from hetero_ee.text.sentencepiece_file import check_sentencepiece
 from hetero_ee.text.tokenizer_file import Warn, check_converted, check_tokenizer_files
 
-# These two classes read tokenizer.json as it is. Bypassing AutoTokenizer saves 1.5 s of imports at every start
+# These two classes read tokenizer.json unchanged. Bypassing AutoTokenizer for them saves 1.5 s of imports per start
 # (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class Tokenizer:
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     def __init__(self, backend: Any, vocab_size: int) -> None:
         self._backend, self._vocab_size = backend, vocab_size
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, warn: Warn = lambda text: None) -> "Tokenizer":
-        """Reads the tokenizer files in `folder`; runs no code from there. Raises ModelError."""
+        """Read the tokenizer files in `folder`, without running code from there. Raises ModelError."""
         require_tokenizer(folder)
         check_tokenizer_files(folder, warn)
         check_sentencepiece(folder)
@@ -36,9 +36,13 @@ class Tokenizer:
         return cls(backend, vocab_size)
 
     def encode(self, text: str, *, with_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the leading begin token if the model wants one. Raises UsageError, ModelError.
+        """Return token ids, with a begin token if the model expects one.
 
-        with_special_tokens: False adds none, for text that has its own, as a chat template's does.
+        Args:
+            with_special_tokens: False adds none, for text that contains its own, such as a rendered chat template.
+
+        Raises:
+            UsageError, ModelError: if the text is not valid, or the tokenizer fails.
         """
         if not isinstance(text, str):
             raise UsageError(f"a prompt is a string, got {type(text).__name__}.")
@@ -54,12 +58,12 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of the ids; special tokens are left out."""
+        """Return the text of the ids without special tokens."""
         return str(self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_text(self, token_id: int) -> str:
-        """Of one token in the midst of others, its leading space kept; a special token's name."""
-        # Some decoders strip what a text begins with, so its second one is looked at.
+        """Return the text of one token inside a text, with its leading space, or a special token's name."""
+        # Some decoders strip the beginning of a text, so the second of two tokens is used.
         once, twice = (
             str(self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
             for ids in ([token_id], [token_id, token_id])
@@ -67,16 +71,16 @@ class Tokenizer:
         return twice[len(once) :]
 
     def as_json(self) -> str:
-        """What tokenizer.json would hold, added tokens too. Raises UsageError for a tokenizer that has no such form."""
+        """Return the content of tokenizer.json, including added tokens. Raises UsageError for a Python tokenizer."""
         backend = getattr(self._backend, "backend_tokenizer", None)
         if backend is None:
             raise UsageError(
-                "this model's tokenizer is Python code, and a grammar wants one of the tokenizers library."
+                "this model's tokenizer is Python code, but a grammar needs one of the tokenizers library."
             )
         return str(backend.to_str())
 
     def special_token_id(self, text: str) -> int | None:
-        """Of a special token with this text, which decode() leaves out; None where there is none."""
+        """Return the id of the special token with this text, which decode() leaves out; None if there is none."""
         found = self._backend.convert_tokens_to_ids(text)
         added = self._backend.added_tokens_decoder.get(found) if isinstance(found, int) else None
         return found if added is not None and added.content == text and added.special else None
@@ -88,18 +92,18 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Texts of the special tokens by their names in tokenizer_config.json, such as bos_token."""
+        """Special tokens by their names in tokenizer_config.json, such as bos_token."""
         return {name: text for name, text in self._backend.special_tokens_map.items() if isinstance(text, str)}
 
     @property
     def chat_template(self) -> str | None:
-        """The template in chat_template.jinja or tokenizer_config.json, the default of several. Raises ModelError."""
+        """Chat template in chat_template.jinja or tokenizer_config.json; the default of several. Raises ModelError."""
         template = self._backend.chat_template
         if isinstance(template, dict):
             if "default" not in template:
                 raise ModelError(
                     f"the tokenizer has {len(template)} chat templates ({shown(', '.join(template))}), none of them "
-                    "named default; choose one with chat_template."
+                    "called default; choose one with chat_template."
                 )
             template = template["default"]
         if template is not None and not isinstance(template, str):
@@ -128,8 +132,10 @@ def _load_backend(folder: Path) -> Any:
 
 @contextmanager
 def _model_errors(sentence: str) -> Iterator[None]:
-    """Turns whatever the tokenizers library raises into ModelError: bare Exceptions for malformed files, and panics of
-    its Rust code, which are not Exceptions."""
+    """Turn everything that the tokenizers library raises into ModelError.
+
+    It raises bare Exceptions for malformed files, and panics of Rust code, which do not derive from Exception.
+    """
     try:
         yield
     except BaseException as error:

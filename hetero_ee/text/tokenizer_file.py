@@ -1,6 +1,6 @@
-"""Checks tokenizer files before the tokenizers library reads them.
+"""Check tokenizer files before the tokenizers library reads them.
 
-The library does whatever tokenizer.json says: forty replacements of one letter by two make a terabyte of one prompt.
+The library executes whatever tokenizer.json says: forty replacements of one letter by two make a terabyte of a prompt.
 """
 
 import json
@@ -20,22 +20,22 @@ Warn = Callable[[str], None]
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest published ones have 33 MB
 MAX_TOKENIZER_VALUES = 5 * 10**6  # in its JSON; the largest published ones have 2 million
 MAX_TOKEN_ID = 2**20  # gaps before an id cost memory; the largest published vocabularies have 2^18
-# Tokens beside the vocabulary; models of speech have 65,536. transformers takes 3 s for 10^5 (2 cores, 2026-11-22).
+# Tokens besides the vocabulary; speech models have 65,536. transformers needs 3 s for 10^5 (2 cores, 2026-11-22).
 MAX_ADDED_TOKENS, MANY_ADDED_TOKENS = 2**17, 20_000
-MAX_STEPS = 100  # of one stage; published ones have up to ten
-MAX_GROWTH = 1000.0  # output bytes per input byte, of all stages together; Llama's bound is 12
-# Checked by their own readers.
+MAX_STEPS = 100  # per stage; published ones have up to ten
+MAX_GROWTH = 1000.0  # output bytes per input byte of all stages together; Llama's bound is 12
+# Files that have their own readers, which check them.
 OTHER_FILES = (CONFIG_FILE, INDEX_FILE, "generation_config.json", "manifest.json", "weights.bin")
 READ_FILES = (
     *(name for name in SMALL_FILES if name not in OTHER_FILES),
     *("vocab.txt", "spiece.model", "tiktoken.model", "tekken.json"),
 )
 TEMPLATE_FOLDER = "additional_chat_templates"
-# In tokenizer_config.json these would name other files, or another vocabulary than tokenizer.json's.
+# Fields of tokenizer_config.json that would name other files, or another vocabulary than tokenizer.json's.
 FOREIGN_FIELDS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "tokenizer_object", "vocab")
-# Of the files that a tokenizer's settings may name, one that only older releases wrote and nobody opens.
+# A file named by settings of older releases, which is never opened.
 UNUSED_FILE_FIELD = "special_tokens_map_file"
-TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")  # beside bos_token and the like
+TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")  # in addition to bos_token and the like
 DECODER, ADDED_FILES = "added_tokens_decoder", ("added_tokens.json", "special_tokens_map.json")
 TOKEN_PLACES = (*TOKEN_LISTS, "added_tokens")
 TOKEN_FIELDS = {"content", "lstrip", "rstrip", "normalized", "single_word", "special"}
@@ -45,7 +45,7 @@ STAGES = {
     "post_processor": "processors",
     "decoder": "decoders",
 }
-# Output bytes per input byte of a step, at most. Normal forms: UAX 15, table of expansion factors.
+# Most output bytes per input byte of a step. Normal forms: UAX 15, table of expansion factors.
 _GROWTH = {
     "BertNormalizer": 6,
     "NFC": 3,
@@ -72,8 +72,8 @@ _PLAIN = re.compile(rf"(?:\\A)?((?:{_PLAIN_ITEM.pattern})+)")
 
 
 def check_converted(backend: Any, folder: Path) -> None:
-    """Raises ModelError for a tokenizer made of other files than tokenizer.json whose stages would be refused there."""
-    made = getattr(backend, "backend_tokenizer", None)  # classes in pure Python have none
+    """Check the stages of a tokenizer made from other files than tokenizer.json. Raises ModelError."""
+    made = getattr(backend, "backend_tokenizer", None)  # missing in classes written in Python
     try:
         stages = {name: getattr(made, name, None) for name in STAGES}
         _check_stages({name: json.loads(stage.__getstate__()) for name, stage in stages.items() if stage is not None})
@@ -82,9 +82,12 @@ def check_converted(backend: Any, folder: Path) -> None:
 
 
 def check_tokenizer_files(folder: Path, warn: Warn) -> None:
-    """Raises ModelError unless every tokenizer file in `folder` is a regular one of bounded size, work and growth.
+    """Check that every tokenizer file in `folder` is a regular file of bounded size, work and growth.
 
-    Warns of so many added tokens that the library takes a while.
+    Warns if there are so many added tokens that reading needs a while.
+
+    Raises:
+        ModelError: names the file and the reason.
     """
     n_added = 0
     try:
@@ -100,15 +103,15 @@ def check_tokenizer_files(folder: Path, warn: Warn) -> None:
             reason = not_json(data, error) if type(error) is not RefusedError else f"can't be used ({error})"
             raise ModelError(f"the tokenizer in {folder} can't be read: {file.name} {reason}.") from error
     if n_added > MANY_ADDED_TOKENS:
-        warn(f"The tokenizer has {n_added:,} added tokens, which take time to read")
+        warn(f"The tokenizer has {n_added:,} added tokens, so reading it needs some time")
 
 
 class RefusedError(ValueError):
-    """Why a parsed file is refused."""
+    """The reason why a parsed file is refused."""
 
 
 def _read_files(folder: Path) -> Iterator[Path]:
-    """Every file of the folder that the library reads; raises ModelError for one that it must not try to open."""
+    """Yield every file of the folder that the library reads. Raises ModelError for one that must not be opened."""
     for parent in (folder, folder / TEMPLATE_FOLDER):
         for entry in sorted(parent.iterdir()) if parent.is_dir() else ():
             is_linked_folder = entry.name == TEMPLATE_FOLDER and entry.is_symlink()
@@ -120,7 +123,7 @@ def _read_files(folder: Path) -> Iterator[Path]:
 
 
 def _check_json(name: str, values: Any) -> int:
-    """The number of added tokens."""
+    """Check a parsed file and return its number of added tokens."""
     if not isinstance(values, dict):
         return 0  # its reader refuses it
     if name == "tokenizer_config.json":
@@ -128,7 +131,7 @@ def _check_json(name: str, values: Any) -> int:
             if value and (field in FOREIGN_FIELDS or (field.endswith("_file") and field != UNUSED_FILE_FIELD)):
                 raise RefusedError(f"field {shown(field)} is not supported")
         _check_ids(values.get(DECODER))
-    if name == "special_tokens_map.json":  # whose fields become the tokenizer's arguments, its files' names too
+    if name == "special_tokens_map.json":  # its fields become arguments of the tokenizer, even names of its files
         for field in values:
             if not field.endswith("_token") and field not in TOKEN_LISTS:
                 raise RefusedError(f"field {shown(field)} is not supported")
@@ -147,7 +150,7 @@ def _check_json(name: str, values: Any) -> int:
 def _check_tokens(name: str, values: Mapping[str, Any]) -> None:
     more_fields = {"tokenizer_config.json": {"__type"}, "tokenizer.json": {"id"}}.get(name, set())
     for field, value in values.items():  # special tokens, alone or in lists and objects
-        is_decoder = field == DECODER  # there the library takes no type away
+        is_decoder = field == DECODER  # there the library does not remove the type
         _check_token(value, more_fields, certain=field.endswith("_token"))
         for token in _children(value):
             _check_token(token, set() if is_decoder else more_fields, certain=is_decoder or field in TOKEN_PLACES)
@@ -155,9 +158,9 @@ def _check_tokens(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _check_token(token: Any, more_fields: set[str], *, certain: bool) -> None:
-    """The library prints the names of a token's unknown fields, unescaped, to standard output.
+    """Check a token's fields, because the library prints names of unknown ones, unescaped, to standard output.
 
-    certain: by its place it is a token; elsewhere by its content or its type.
+    certain: whether its place makes it a token; elsewhere its content or type does.
     """
     if isinstance(token, dict) and (certain or isinstance(token.get("content"), str) or "__type" in token):
         for field in token:
@@ -166,7 +169,7 @@ def _check_token(token: Any, more_fields: set[str], *, certain: bool) -> None:
 
 
 def _check_inner_tokens(value: Any, more_fields: set[str]) -> None:
-    """Those with a type may lie at any depth."""
+    """Check tokens with a type, which may be nested at any depth."""
     waiting = list(_children(value))
     while waiting:
         found = waiting.pop()
@@ -180,7 +183,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _check_model(model: Any) -> None:
-    """Merges that are left out by chance, as in training, would give one prompt many encodings."""
+    """Refuse dropout: merges left out at random, as in training, would give one prompt many encodings."""
     if isinstance(model, dict) and model.get("dropout"):
         raise RefusedError(f"its dropout is {shown(model['dropout'])}, which is not supported")
 
@@ -205,7 +208,7 @@ def _check_stages(values: Mapping[str, Any]) -> None:
 
 
 def _steps(step: Any, sequence: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(kind, fields) of each step of a stage; a step may be a sequence of steps."""
+    """Yield (kind, fields) of each step of a stage; a step may be a sequence of steps."""
     waiting, n_steps = [step], 0
     while waiting:
         found = waiting.pop()
@@ -238,7 +241,7 @@ def _growth(kind: str, step: Mapping[str, Any]) -> float:
 
 
 def _replacement_growth(pattern: Any, n_content_bytes: int) -> float:
-    """A string is replaced wherever it occurs; most expressions may also match between any two characters."""
+    """Return the growth of a replacement: a string is replaced wherever it occurs, an expression may match anywhere."""
     pattern = pattern if isinstance(pattern, dict) else {}
     n_bytes = _bytes_of(pattern.get("String")) or _fewest_bytes(pattern.get("Regex"))
     return max(1.0, n_content_bytes / n_bytes) if n_bytes else 1 + n_content_bytes
@@ -258,7 +261,7 @@ def _map_growth(charsmap: Any) -> float:
 
 
 def _template_growth(step: Mapping[str, Any]) -> int:
-    """How often a template holds the text; it adds only a few special tokens."""
+    """Return how often a template contains the text; apart from that it adds only a few special tokens."""
     pieces, specials = step.get("single"), step.get("special_tokens")
     specials = specials.values() if isinstance(specials, dict) else ()
     ids = [special.get("ids") for special in specials if isinstance(special, dict)]

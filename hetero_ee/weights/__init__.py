@@ -1,1 +1,1 @@
-"""Weights: reading checkpoints, the int4 format and its torch reference, quantizers, the store on disk."""
+"""Weights: checkpoints, the int4 format and its torch reference, quantizers, the store on disk."""

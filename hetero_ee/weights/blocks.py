@@ -1,4 +1,4 @@
-"""A matrix in blocks of 32, as files of other formats have it, and the tiles that hold the same codes and scales."""
+"""Matrices in blocks of 32 columns, as other file formats store them, and tiles with the same codes and scales."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,20 @@ from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, to_fp16_sca
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 LEAST_VALUE = -127  # int8 tiles have no -128
-HALF_ROUNDING = 2.0**-11  # of a value in fp16, at most, where it is no subnormal
+HALF_ROUNDING = 2.0**-11  # largest relative rounding error of fp16, except for subnormals
 LARGEST_ZERO = 65504.0  # in fp16
-SMALL_ZERO = 2.0**-13  # a zero point below is about 0: codes are 1 apart, and fp16 has less precision there
+SMALL_ZERO = 2.0**-13  # a smaller zero point is practically 0: codes are 1 apart, and fp16 is less precise there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """W[n, k] = scales[n, k // 32] x entry: codebook[codes[n, k]], or codes[n, k] itself where that is None.
+    """A matrix with one scale per row and 32 columns: W[n, k] = scales[n, k // 32] x (entry - zeros[n, k // 32]).
 
-    codes: uint8 (N, K) with a codebook, else int8; scales: fp32 (N, K / 32). zeros: likewise, what is subtracted from
-    the entries, so with LINEAR_CODEBOOK that of the codes less 8; None where nothing is. is_exact: whether these are
-    the file's own values, not the nearest ones that such blocks hold.
+    Args:
+        codes: uint8 (N, K) with a codebook, where the entry is codebook[codes[n, k]]; else int8, the entries.
+        scales: fp32 (N, K / 32).
+        zeros: fp32 (N, K / 32), or None for zeros; with LINEAR_CODEBOOK zero points of the codes minus 8.
+        is_exact: whether these are the file's own values, and not the nearest ones that such blocks can hold.
     """
 
     codes: Tensor
@@ -35,10 +37,10 @@ class Blocks:
 
     @classmethod
     def with_minimums(cls, codes: Tensor, scales: Tensor, minimums: Tensor) -> Self:
-        """W[n, k] = scales[n, k // 32] x codes[n, k] - minimums[n, k // 32], codes uint8 of 0 to 15.
+        """Return blocks for W[n, k] = scales[n, k // 32] x codes[n, k] - minimums[n, k // 32], codes uint8 of 0 to 15.
 
-        A group whose zero point fp16 can't hold, as one without a scale, is its minimum alone. What is not finite makes
-        a scale that is not.
+        A group whose zero point exceeds fp16, such as one with a scale of 0, becomes its minimum only. Values that are
+        not finite make a scale that is not.
         """
         zeros = minimums / scales - 8
         is_flat = ~(zeros.abs() <= LARGEST_ZERO) & scales.isfinite()
@@ -47,7 +49,7 @@ class Blocks:
         return cls(codes, torch.where(is_flat, minimums, scales), LINEAR_CODEBOOK, torch.where(is_flat, 1.0, zeros))
 
     def entries(self) -> Tensor:
-        """int8 (N, K)."""
+        """Return the entries, int8 (N, K)."""
         if self.codebook is None:
             return self.codes
         return (
@@ -57,29 +59,31 @@ class Blocks:
         )
 
     def dequantize(self) -> Tensor:
-        """fp32 (N, K)."""
+        """Return W, fp32 (N, K)."""
         entries = self.entries().float()
         if self.zeros is not None:
             entries -= self.zeros.repeat_interleave(layout.TILE_COLUMNS, dim=1)
         return entries * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
 
     def rows(self, order: Tensor) -> "Blocks":
-        """The same rows in another order."""
+        """Return the rows in another order."""
         zeros = None if self.zeros is None else self.zeros[order]
         return Blocks(self.codes[order], self.scales[order], self.codebook, zeros, self.is_exact)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptCodes:
-    """Tiles with the codes of a file. wanted: what they were rounded from, part by part; None if they are exact."""
+    """Tiles with the codes of a file. wanted: the values they were rounded from, by part; None if they are exact."""
 
     weight: TileWeight
     wanted: Sequence[Blocks | Tensor] | None
 
 
 def int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    """Parts stacked; None where codebooks differ or lack, or fp16 does not hold the scales, and the zero points of
-    those that have any, within `most` of each. Zero points go with LINEAR_CODEBOOK alone."""
+    """Stack parts to int4 tiles, if they have a common codebook and fp16 holds scales and zero points.
+
+    Scales and zero points may be rounded by a relative error of `most`. Zero points need LINEAR_CODEBOOK.
+    """
     codebook = parts[0].codebook
     if codebook is None or any(part.codebook != codebook for part in parts):
         return None
@@ -90,7 +94,7 @@ def int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
 
 
 def int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    """Likewise in 8 bits, of any codebooks; None also where an entry is -128, and where there are zero points."""
+    """Stack parts to int8 tiles, with any codebooks; None also if an entry is -128 or there are zero points."""
     entries = [part.entries() for part in parts]
     holds = all(int(each.min()) >= LEAST_VALUE for each in entries) and all(part.zeros is None for part in parts)
     return _tiles(entries, parts, None, 0, most) if holds else None
@@ -99,7 +103,7 @@ def int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
 def _tiles(
     codes: Sequence[Tensor], parts: Sequence[Blocks], codebook: tuple[int, ...] | None, padding: int, most: float
 ) -> TileWeight | None:
-    """None where fp16 can't hold the scales, together with one power of two, within `most` of each."""
+    """Pack tiles; None if fp16 scales times a common power of two are not within `most` of each scale."""
     stacked, scales = torch.cat(list(codes)), torch.cat([part.scales for part in parts])
     n_rows, n_columns = stacked.shape
     n_padding = layout.padded_shape(n_rows, n_columns)[0] - n_rows
@@ -114,14 +118,14 @@ def _tiles(
 
 
 def _stacked_zeros(parts: Sequence[Blocks]) -> Tensor | None:
-    """None where no part has any; else 0 for those that have none."""
+    """Return zero points, 0 for parts without any; None if no part has any."""
     if all(part.zeros is None for part in parts):
         return None
     return torch.cat([torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts])
 
 
 def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
-    """fp16 scales and their exponent, each within `most` of itself."""
+    """Return fp16 scales and their exponent, each within `most` of the scale; None if impossible."""
     for halves, exponent in (to_fp16_scales(scales, 0), (scales.half(), 0)):
         if _is_near(halves.double() * 2.0**exponent, scales, most) and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
             return halves, exponent
@@ -129,6 +133,6 @@ def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
 
 
 def _is_near(found: Tensor, expected: Tensor, most: float, small: float = 0.0) -> bool:
-    """Whether all are within `most` of each, or of `small` where that is more."""
+    """Return whether all are within `most` of the expected values, or of `small` if that is larger."""
     error = (found.double() - expected.double()).abs()
     return bool((error <= most * expected.double().abs().clamp_min(small)).all())

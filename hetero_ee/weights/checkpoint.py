@@ -1,4 +1,4 @@
-"""Reads Hugging Face checkpoints in safetensors, one tensor at a time. No pickle is ever opened."""
+"""Read Hugging Face checkpoints in safetensors, one tensor at a time. Pickles are never opened."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,12 @@ FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 BIAS = ".bias"
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
-CHECK_ELEMENTS = 2**20  # values looked at together for NaN: a bounded copy, whatever the tensor's size
+CHECK_ELEMENTS = 2**20  # values checked for NaN at a time, to bound the copy
 
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """Where a tensor lies: its file, its name there, and what the file's header says of it."""
+    """A tensor's file, its name there, and its description in the file's header."""
 
     file: Path
     name: str
@@ -42,7 +42,8 @@ class _Located:
 class Checkpoint:
     """The weight files of one model folder, checked against `spec` before any tensor is read.
 
-    Raises CheckpointError for files that are missing, damaged, pickles, or hold other tensors than promised.
+    Raises:
+        CheckpointError: if files are missing, damaged or pickles, or hold other tensors than the configuration says.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -53,29 +54,29 @@ class Checkpoint:
         self._use_saved_head()
         self._opened = {file: _open(file) for file in self.files}
         saved = read_saved_format(folder)
-        self.title = saved.title if saved else None  # of the format; None where all weights are floats
+        self.title = saved.title if saved else None  # of the format; None if all weights are floats
         raw = RawTensors(folder, self._located.keys(), self._header, self._raw)
         self._saved = saved_matrices(raw, self._parts, saved)
         self._check_shapes()
         self._check_tied_head()
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
+        """Return the tensor of this engine's name, fp32, its parts stacked. Raises CheckpointError for NaN or Inf."""
         parts, order = self._parts[name], self._neuron_order(name)
         if len(parts) == 1 and order is None:
             return self._read(parts[0])
         n_rows = [part.shape[0] for part in parts]
         stacked = torch.empty(sum(n_rows), *parts[0].shape[1:])
-        for rows, part in zip(torch.split(stacked, n_rows), parts, strict=True):  # one part at a time beside the whole
+        for rows, part in zip(torch.split(stacked, n_rows), parts, strict=True):  # one part in memory besides the whole
             values = self._read(part)
             rows.copy_(values if order is None else values[_in_each(order, len(values))])
         return stacked
 
     def tiles(self, name: str) -> KeptCodes | None:
-        """Return the same in tiles with the codes it was saved in, or None if a part has codes that tiles can't hold.
+        """Return the tensor in tiles with the checkpoint's codes, or None if a part has codes that tiles cannot hold.
 
-        8-bit tiles also take other codes, at the nearest values. The head, the embedding and the matrices that the
-        model has in 8 bits get 8-bit tiles, others 4-bit ones.
+        8-bit tiles hold other codes, too, as the nearest values. The head, the embedding and the model's 8-bit matrices
+        become 8-bit tiles, other matrices 4-bit ones.
         """
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
         blocks, wanted = list[Blocks](), list[Blocks | Tensor]()
@@ -99,17 +100,17 @@ class Checkpoint:
         return None if weight is None else KeptCodes(weight, wanted)
 
     def types(self, name: str) -> list[str]:
-        """In which types the checkpoint has the parts of this tensor, each once."""
+        """Return the types of this tensor's parts in the checkpoint, without repetition."""
         is_saved = {part.hf_name in self._saved for part in self._parts[name]}
         floats = {self._header(part.hf_name)[0] for part in self._parts[name] if part.hf_name not in self._saved}
         return sorted(floats | ({self.title} if self.title and True in is_saved else set()))
 
     def tensors(self) -> list[TensorSpec]:
-        """Every tensor of the model, in block order."""
+        """Return every tensor of the model, in block order."""
         return all_tensors(decoder_blocks(self.spec))
 
     def _neuron_order(self, name: str) -> Tensor | None:
-        """In which gate and up have their neurons where down's columns have been put in the order of their groups."""
+        """Return the order of gate and up's neurons if down's columns are sorted by their groups, else None."""
         prefix, _, short = name.removesuffix("_bias").rpartition(".")
         if not prefix.endswith(".ffn") or short not in ("gate_up", "up"):
             return None
@@ -127,7 +128,7 @@ class Checkpoint:
         return tensor + part.added if part.added else tensor
 
     def _raw(self, name: str) -> Tensor:
-        """The tensor as it lies in its file."""
+        """Return the tensor as it is in its file."""
         located = self._located[name]
         try:
             tensor: Tensor = self._opened[located.file].get_tensor(located.name)
@@ -142,9 +143,9 @@ class Checkpoint:
         return stored.dtype, stored.shape
 
     def _locate_tensors(self) -> dict[str, _Located]:
-        """By full name: checkpoints of the bare decoder leave out the "model." in front.
+        """Find tensors by full name; checkpoints of a bare decoder omit the prefix "model.".
 
-        A tensor that is there twice, in two files or by two names, is refused: which one counts would be a guess.
+        A tensor that appears twice, in two files or by two names, is refused, since either could be meant.
         """
         headers = {file: read_header(file) for file in self.files}
         if (n_tensors := sum(map(len, headers.values()))) > MAX_TENSORS:
@@ -167,19 +168,21 @@ class Checkpoint:
         return {name if name.startswith(head_name) else prefix + name: found for name, found in located.items()}
 
     def _use_saved_head(self) -> None:
-        """A tied model may have saved its head alone, which then is the embedding too, as it is for transformers."""
+        """Use the head as embedding if a tied model saved only the head, as transformers does."""
         [embedding], head_name = self._parts["embedding.tokens"], self._family.head_name
         if self.spec.tied_head and embedding.hf_name not in self._located and head_name in self._located:
             self._parts["embedding.tokens"] = [Part(head_name, embedding.shape)]
 
     def _is_empty_bias(self, name: str) -> bool:
-        """Old packers of GPTQ gave every matrix a bias, of zeros where the model has none."""
-        is_beside = name.endswith(BIAS) and f"{name.removesuffix(BIAS)}.weight" in self._saved
-        return is_beside and len(self._header(name)[1]) == 1 and not self._raw(name).any()
+        """Return whether it is a bias of zeros, which old GPTQ packers added to matrices without bias."""
+        is_bias = name.endswith(BIAS) and f"{name.removesuffix(BIAS)}.weight" in self._saved
+        return is_bias and len(self._header(name)[1]) == 1 and not self._raw(name).any()
 
     def _check_tied_head(self) -> None:
-        """A tied model may have saved both. transformers unties them where their values differ; here config.json must
-        say so, which all else goes by."""
+        """Check that a tied model which saved head and embedding saved equal values.
+
+        transformers unties them if their values differ; here config.json must say so.
+        """
         [embedding], name = self._parts["embedding.tokens"], self._family.head_name
         if not self.spec.tied_head or name not in self._located or embedding.hf_name == name:
             return
@@ -212,10 +215,12 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, in name order. Raises CheckpointError.
+    """Return the weight files of a model folder, sorted by name; for a folder that represents a GGUF file, its parts.
 
-    Of a single file and an index the single file counts, as it does for transformers. For a folder that stands for a
-    GGUF file, that file or its parts.
+    If there are a single file and an index, the single file is used, as in transformers.
+
+    Raises:
+        CheckpointError: if there are none, or some are missing.
     """
     if parts := gguf_files(folder):
         return parts
@@ -234,11 +239,11 @@ def weight_files(folder: Path) -> list[Path]:
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     advice = f"; rename {_printable(others[0])} to {SINGLE_FILE} if it is the whole model" if len(others) == 1 else ""
-    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there{advice}.")
+    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} exists{advice}.")
 
 
 def _in_each(order: Tensor, n_rows: int) -> Tensor:
-    """Indices of n_rows rows, each len(order) of which, one after the other, get this order."""
+    """Return indices that put each group of len(order) consecutive rows, of n_rows in all, into this order."""
     starts = torch.arange(0, n_rows, len(order))
     return (starts[:, None] + order).flatten()
 
@@ -250,7 +255,7 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{file} is damaged or no safetensors file ({_printable(error)}); get the file again."
+            f"{file} is damaged or not a safetensors file ({_printable(error)}); get the file again."
         ) from error
 
 
@@ -261,7 +266,7 @@ def refuse(folder: Path, what: str, names: list[str]) -> None:
 
 
 def _printable(text: object) -> str:
-    """`text` short and on one line: names in a file from elsewhere can hold line ends and terminal commands."""
+    """Shorten `text` to one line; names from untrusted files can contain line ends and terminal commands."""
     shown = str(text)[:MAX_SHOWN]
     return shown if shown.isprintable() else ascii(shown)
 

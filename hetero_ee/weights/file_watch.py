@@ -1,4 +1,4 @@
-"""Whether files that are mapped into memory have been written to since: what is read there would be other weights."""
+"""Detect that files mapped into memory have been written to, which would change the weights."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -8,8 +8,11 @@ from hetero_ee.errors import HeteroError
 
 
 class FileWatch:
-    """Files as they are now. check: told of one that was written to; raises HeteroError if its content is no longer
-    what was mapped."""
+    """Watches files from now on.
+
+    Args:
+        check: called with a file that was written to; raises HeteroError if its content differs from what was mapped.
+    """
 
     def __init__(self, files: Iterable[Path], check: Callable[[Path], None]) -> None:
         self._seen = {file: _inode_and_times(file) for file in files}
@@ -17,9 +20,9 @@ class FileWatch:
         self._damage: HeteroError | None = None
 
     def look(self) -> None:
-        """Raises what `check` raises, and the same from then on. Costs some microseconds a file where nothing changed.
+        """Check the files. Raises what `check` raises, and the same error from then on. Costs microseconds per file.
 
-        A file that is gone, or another in its place, is no change: the mapping keeps the one it is of.
+        A file that was deleted or replaced is no change: the mapping keeps the original.
         """
         if self._damage is not None:
             raise self._damage

@@ -1,4 +1,4 @@
-"""Weights of which a device has some FFNs' first neurons alone: the same bytes, fewer of them."""
+"""Weights of a device that has only the first neurons of some FFNs: prefixes of the same bytes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,11 +11,11 @@ from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight, Weight
 
-BY_NEURON = ("gate", "up", "down")  # their rows, and but for down's those of their biases
+BY_NEURON = ("gate", "up", "down")  # cut by rows, as are their biases except down's
 
 
 def with_first_neurons(weights: ModelWeights, counts: Iterable[tuple[Block, int]]) -> ModelWeights:
-    """So many neurons of these sparse FFNs, each a multiple of 16; a predictor's matrices stay whole."""
+    """Keep the given numbers of neurons, multiples of 16, of these sparse FFNs; a predictor's matrices stay whole."""
     matrices: dict[str, Weight] = {}
     vectors: dict[str, Tensor] = {}
     for block, n in counts:

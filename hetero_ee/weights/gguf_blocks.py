@@ -1,8 +1,8 @@
-"""Weights of GGUF files, block by block: those that tiles can hold as they are, and all others as floats.
+"""Weights of GGUF files by blocks: unchanged if tiles can hold them, otherwise as floats.
 
 Layouts of a block of 32: Q4_0 and IQ4_NL fp16 d, 16 bytes of codes; Q4_1 fp16 d, fp16 m, 16 bytes, d q + m; Q5_0 fp16
 d, 32 fifth bits, 16 bytes; Q8_0 fp16 d, 32 int8; MXFP4 a byte e that means 2^(e - 127), 16 bytes. The low nibbles of
-codes are elements 0 to 15, the high ones 16 to 31. Eight blocks at once: IQ4_XS fp16 d, 8 x 2 high bits of s, 8 x 4
+codes are elements 0 to 15, the high ones 16 to 31. Eight blocks together: IQ4_XS fp16 d, 8 x 2 high bits of s, 8 x 4
 low ones, 8 x 16 bytes, scales d (s - 32); Q4_K fp16 d, fp16 e, 12 bytes with 6-bit s and m of each block, 4 x 32
 bytes, whose low nibbles are one block, whose high ones the next, d s q - e m.
 Source: ggml-common.h.
@@ -21,19 +21,19 @@ from hetero_ee.weights.weight import LINEAR_CODEBOOK
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4_NL_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# FP4's values doubled, so that all are whole (arXiv 2310.10537), by code; the second zero is a negative one.
+# FP4's values by code, doubled so that all are integers (arXiv 2310.10537); the second zero is a negative one.
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-MXFP4_CODEBOOK = (*sorted(set(MXFP4_VALUES)), 13)  # the last has no code
-CHUNK_WEIGHTS = 2**22  # that the gguf package makes floats of together
+MXFP4_CODEBOOK = (*sorted(set(MXFP4_VALUES)), 13)  # no code has the last entry
+CHUNK_WEIGHTS = 2**22  # that the gguf package dequantizes at a time
 
 
 def kept_blocks(raw: Tensor, kind: str) -> Blocks | None:
-    """raw: uint8 (N, bytes of a row); kind: its type's name. None for a type that is in no such blocks."""
+    """Return the blocks of raw rows, uint8 (N, bytes per row), of a type; None if the type has no such blocks."""
     return KEPT[kind](raw) if kind in KEPT else None
 
 
 def floats(raw: Tensor, kind: str) -> Tensor:
-    """fp32 (N, K) of any type; of those that nothing here knows by the gguf package. Raises UsageError without it."""
+    """Return fp32 (N, K) of any type, by the gguf package if necessary. Raises UsageError if that is missing."""
     if kind in FLOATS:
         return raw.view(FLOATS[kind]).float()
     blocks = kept_blocks(raw, kind)
@@ -41,7 +41,7 @@ def floats(raw: Tensor, kind: str) -> Tensor:
 
 
 def require_reader(kind: str) -> None:
-    """Raises UsageError where a type takes a package that is not installed."""
+    """Raise UsageError if the type needs a package that is not installed."""
     if kind not in FLOATS and kind not in KEPT:
         _package(kind)
 
@@ -52,7 +52,7 @@ def _by_package(raw: Tensor, kind: str) -> Tensor:
     n_weights, n_bytes = gguf.GGML_QUANT_SIZES[number]
     n_columns = raw.shape[1] // n_bytes * n_weights
     values, n_rows = torch.empty(len(raw), n_columns), max(1, CHUNK_WEIGHTS // n_columns)
-    with np.errstate(all="ignore"):  # whether values are finite is looked at afterwards
+    with np.errstate(all="ignore"):  # callers check whether values are finite
         for first in range(0, len(raw), n_rows):
             chunk = gguf.quants.dequantize(raw[first : first + n_rows].numpy(), number)
             values[first : first + n_rows] = torch.from_numpy(chunk)
@@ -64,9 +64,7 @@ def _package(kind: str) -> Any:
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise UsageError(
-            f'weights of type {kind} take the package gguf to read; run pip install "hetero-ee[gguf]".'
-        ) from error
+        raise UsageError(f'weights of type {kind} need the package gguf; run pip install "hetero-ee[gguf]".') from error
     return gguf
 
 
@@ -82,7 +80,7 @@ def _iq4_nl(raw: Tensor) -> Blocks:
 
 def _iq4_xs(raw: Tensor) -> Blocks:
     blocks = _blocks(raw, 136)
-    place = torch.arange(8, dtype=torch.uint8)  # of the block among its eight
+    place = torch.arange(8, dtype=torch.uint8)  # index of the block among its eight
     high = (blocks[..., 2:4].repeat_interleave(4, -1) >> place % 4 * 2) & 3
     low = (blocks[..., 4:8].repeat_interleave(2, -1) >> place % 2 * 4) & 15
     scales = _halves(blocks)[..., None] * ((high << 4 | low).float() - 32)
@@ -91,7 +89,7 @@ def _iq4_xs(raw: Tensor) -> Blocks:
 
 
 def mxfp4_blocks(nibbles: Tensor, exponents: Tensor) -> Blocks:
-    """nibbles: uint8 (N, K), FP4's codes; exponents: uint8 (N, K / 32), e for 2^(e - 127)."""
+    """Return blocks of MXFP4; nibbles: uint8 (N, K), FP4 codes; exponents: uint8 (N, K / 32), e for 2^(e - 127)."""
     renamed = torch.tensor([MXFP4_CODEBOOK.index(value) for value in MXFP4_VALUES], dtype=torch.uint8)
     powers = torch.tensor([2.0 ** (e - 128) for e in range(256)], dtype=torch.float64)
     return Blocks(renamed[nibbles.int()], powers[exponents.int()].float(), MXFP4_CODEBOOK)
@@ -138,19 +136,19 @@ KEPT: dict[str, Callable[[Tensor], Blocks]] = {
     "Q5_0": _q5_0,
     "Q8_0": _q8_0,
 }
-ROUNDED = frozenset({"Q4_1", "Q4_K", "IQ4_XS"})  # of these, those whose scales or zero points are rounded to fp16
+ROUNDED = frozenset({"Q4_1", "Q4_K", "IQ4_XS"})  # types whose scales or zero points are rounded to fp16
 
 
 def _blocks(raw: Tensor, n_bytes: int) -> Tensor:
-    """uint8 (N, blocks of a row, n_bytes)."""
+    """Return the blocks, uint8 (N, blocks per row, n_bytes)."""
     return raw.view(len(raw), -1, n_bytes)
 
 
 def _halves(blocks: Tensor) -> Tensor:
-    """The fp16 that each block begins with, as fp32 (N, blocks of a row)."""
+    """Return the fp16 at the beginning of each block, as fp32 (N, blocks per row)."""
     return blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """16 bytes of a block -> 32 codes, 32 of two -> 64: uint8 (N, K)."""
+    """Unpack 16 bytes per block to 32 codes, or 32 bytes per two blocks to 64: uint8 (N, K)."""
     return torch.cat([packed & 15, packed >> 4], dim=-1).flatten(1)

@@ -1,4 +1,4 @@
-"""Reads the weights of a GGUF file, one tensor at a time, as Hugging Face's checkpoint of the same model has them."""
+"""Read the weights of a GGUF file, one tensor at a time, in the form of the Hugging Face checkpoint of the model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from hetero_ee.hub.gguf.architectures import architecture_of
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.gguf.header import GgufTensor
-from hetero_ee.hub.gguf.names import TURNED, gguf_name
+from hetero_ee.hub.gguf.names import INTERLEAVED, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
@@ -22,14 +22,15 @@ from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, KeptCodes, int4_tile
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
 from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, floats, kept_blocks, require_reader
 
-IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # computed instead, as old files hold them by layer
+IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # of old files; computed instead
 
 
 class GgufCheckpoint:
-    """The weights in `files`, which `folder` stands for, checked against `spec` before any tensor is read.
+    """The weights in GGUF `files`, which `folder` represents, checked against `spec` before any tensor is read.
 
-    Raises CheckpointError for a file that is damaged or holds other tensors than promised, UsageError where a type of
-    them takes a package that is not installed.
+    Raises:
+        CheckpointError: if a file is damaged or holds other tensors than its metadata says.
+        UsageError: if a tensor's type needs a package that is not installed.
     """
 
     def __init__(self, folder: Path, files: list[Path], spec: ModelSpec) -> None:
@@ -42,26 +43,26 @@ class GgufCheckpoint:
 
     @property
     def title(self) -> str:
-        """The format, for people."""
+        """The format's name for messages."""
         return "GGUF"
 
     def tensors(self) -> list[TensorSpec]:
-        """Every tensor of the model, in block order."""
+        """Return every tensor of the model, in block order."""
         return all_tensors(decoder_blocks(self.spec))
 
     def types(self, name: str) -> list[str]:
-        """In which types the file has the parts of this tensor, each once."""
+        """Return the types of this tensor's parts in the file, without repetition."""
         return sorted({self._tensor(part).type.name for part in self._parts[name]})
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
+        """Return the tensor of this engine's name, fp32, its parts stacked. Raises CheckpointError for NaN or Inf."""
         return torch.cat([self._read(part) for part in self._parts[name]])
 
     def tiles(self, name: str) -> KeptCodes | None:
-        """Return the same in tiles with the file's codes, or None if tiles can't hold it.
+        """Return the tensor in tiles with the file's codes, or None if tiles cannot hold it.
 
-        Scales of some types are rounded to fp16. The embedding, the head and the matrices that the model has in 8 bits
-        get 8-bit tiles, others 4-bit ones.
+        Scales of some types are rounded to fp16. The head, the embedding and the model's 8-bit matrices become 8-bit
+        tiles, other matrices 4-bit ones.
         """
         parts = [self._blocks(part) for part in self._parts[name]]
         blocks = [part for part in parts if part is not None]
@@ -74,7 +75,7 @@ class GgufCheckpoint:
         return None if weight is None else KeptCodes(weight, blocks if is_rounded else None)
 
     def _read(self, part: Part) -> Tensor:
-        """What a checkpoint leaves out of norms' scales (part.added), GGUF files hold."""
+        """Read a part. GGUF files include in norms' scales what checkpoints leave out (part.added)."""
         tensor = self._tensor(part)
         values = floats(self._raw(tensor), tensor.type.name).view(part.shape)
         refuse_non_finite(values, tensor.name, tensor.file)
@@ -91,19 +92,19 @@ class GgufCheckpoint:
         return blocks if order is None else blocks.rows(order)
 
     def _raw(self, tensor: GgufTensor) -> Tensor:
-        """The bytes of each row, uint8 (N, bytes); of a vector all of them in one."""
+        """Return the bytes of each row, uint8 (N, bytes); a vector is one row."""
         data = np.array(self._bytes[tensor.file][tensor.start : tensor.start + tensor.n_bytes])
         n_rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]
         return torch.from_numpy(data).view(n_rows, -1)
 
     def _order(self, part: Part) -> Tensor | None:
-        """Where the rows of queries and keys lie in the file; None where they lie as they are.
+        """Return the order that the file's rows must be read in; None if they are in order.
 
-        llama.cpp turns neighbours in a head by one angle, transformers i and i + half of them: files of architecture
-        llama, and of some others, have the rows in the first order.
+        llama.cpp rotates adjacent features of a head together, transformers i and i + half of them: files of
+        architecture llama, and of some others, order rows of queries and keys the first way.
         """
         module = part.hf_name.rpartition(".")[0]
-        if not self._architecture.is_turned or not module.endswith(TURNED):
+        if not self._architecture.is_interleaved or not module.endswith(INTERLEAVED):
             order = engine_order(part)
             return None if order is None else torch.tensor(order)
         head = self.spec.head_dim
@@ -137,13 +138,13 @@ class GgufCheckpoint:
 
 
 def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoint:
-    """The weights of a model's folder. Raises CheckpointError, UsageError."""
+    """Open the weights of a model folder. Raises CheckpointError or UsageError."""
     files = gguf_files(folder)
     return GgufCheckpoint(folder, files, spec) if files else Checkpoint(folder, spec)
 
 
 def _mapped(file: Path) -> Any:
-    """The file's bytes, uint8, read-only."""
+    """Map the file read-only and return its bytes, uint8."""
     try:
         return np.memmap(file, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:

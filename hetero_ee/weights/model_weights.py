@@ -1,4 +1,4 @@
-"""All weights of a model in memory (or mapped), by this engine's names."""
+"""All weights of a model in memory, or mapped, by this engine's names."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,18 +18,18 @@ from hetero_ee.weights.tiles import ZEROS
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 UNQUANTIZED = "none"
-MATRIX_LAYOUTS = {TensorRole.MATRIX_8: "int8", TensorRole.MATRIX_ZEROS: ZEROS}  # of matrices, whatever the quantizer
+MATRIX_LAYOUTS = {TensorRole.MATRIX_8: "int8", TensorRole.MATRIX_ZEROS: ZEROS}  # for any quantizer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Every tensor of a model, by its name in the engine."""
+    """Every tensor of a model, by this engine's names."""
 
-    matrices: dict[str, Weight]  # all that multiplies or is looked up by token
+    matrices: dict[str, Weight]  # multiplied, or looked up by token
     vectors: dict[str, Tensor]  # norms, biases, position tables, fp32
-    quantizer: str = UNQUANTIZED  # what made the matrices
-    watch: FileWatch | None = None  # over the files they are mapped from
-    held_bytes: int = 0  # of their memory, what counts as used by this process: not mapped, but copied
+    quantizer: str = UNQUANTIZED  # that made the matrices
+    watch: FileWatch | None = None  # of the files they are mapped from
+    held_bytes: int = 0  # memory of this process that they use, copied and not mapped
 
     @property
     def n_bytes(self) -> int:
@@ -43,12 +43,12 @@ class ModelWeights:
 
 
 def is_quantized(role: TensorRole) -> bool:
-    """Whether tensors of this role are stored in tiles or, of neurons, in rows."""
+    """Return whether tensors of this role are stored in tiles or, for neurons, in rows."""
     return role not in (TensorRole.POSITIONS, TensorRole.VECTOR)
 
 
 def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
-    """The same model with its FFNs laid out, and its matrices of as many bits, as these weights are."""
+    """Return the spec with the FFN layouts and the bits per matrix that these weights have."""
     in_layers = {name: weight for name, weight in weights.matrices.items() if name.startswith("layers.")}
     tiles = {name: weight.layout for name, weight in in_layers.items() if isinstance(weight, TileWeight)}
     in_8_bits, with_zeros = (tuple(sorted(n for n, kind in tiles.items() if kind == its)) for its in ("int8", ZEROS))
@@ -58,9 +58,9 @@ def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
 
 
 def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
-    """The checkpoint's weights unquantized, fp32; those saved so are mapped.
+    """Load the checkpoint's weights unquantized, fp32; those saved as fp32 are mapped.
 
-    Their watch takes a file whose rights or names alone have changed for the same.
+    A file of which only rights or names changed counts as unchanged.
     """
     opened = {file: SourceFile.of(file) for file in checkpoint.files}
 
@@ -79,7 +79,7 @@ def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
 
 
 def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None:
-    """Raises DamagedStoreError unless these are the model's tensors, each in its shape and kind, and no others."""
+    """Check that these are exactly the model's tensors, in their shapes and kinds. Raises DamagedStoreError."""
     tensors = all_tensors(decoder_blocks(spec))
     for tensor in tensors:
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
@@ -90,7 +90,7 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
             )
         if tensor.role is TensorRole.VOCABULARY and isinstance(found, TileWeight) and found.layout == ZEROS:
             raise DamagedStoreError(
-                f"{folder}: tensor {tensor.name} has zero points, which embedding and head don't; "
+                f"{folder}: tensor {tensor.name} has zero points, which embeddings and heads never have; "
                 f"delete {folder} and convert again."
             )
         if tuple(found.shape) != tensor.shape:
@@ -107,6 +107,6 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
 
 
 def expanded(weights: ModelWeights) -> ModelWeights:
-    """The same weights with every matrix in fp32; lookups and products give the same bits."""
+    """Return the weights with every matrix in fp32; lookups and products give the same bits."""
     matrices: dict[str, Weight] = {name: DenseWeight(w.dequantize()) for name, w in weights.matrices.items()}
     return ModelWeights(matrices, weights.vectors, weights.quantizer)

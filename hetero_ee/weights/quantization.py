@@ -1,4 +1,4 @@
-"""Which quantizer makes which tensors of a store."""
+"""Which quantizer is used for which tensors of a store."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,24 +17,26 @@ GGUF = "gguf"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantizers of the matrices and of the embedding and head. Measured in docs/quality.md."""
+    """Quantizers of the matrices and of the vocabulary (embedding and head). Measured in docs/quality.md."""
 
     matrices: str = DEFAULT_QUANTIZER
     vocabulary: str = "int8"
-    # The format of a checkpoint that has its matrices in few bits, where those are kept as far as tiles can hold them:
-    # "nf4" or "fp4" (bitsandbytes), "gptq", "awq", "compressed-tensors", "fp8" or "gguf". Matrices that it has as
-    # floats, or that tiles can't hold, are quantized all the same; in 8 bits where the model says that 4 are too few.
+    # Format of a quantized checkpoint whose codes are kept if tiles can hold them: "nf4" or "fp4" (bitsandbytes),
+    # "gptq", "awq", "compressed-tensors", "fp8" or "gguf". Its other matrices, floats or not representable in tiles,
+    # are quantized; in 8 bits if the model says that 4 are too few.
     own: str | None = None
-    neuron_major: bool = False  # FFNs neuron by neuron, so that inactive ones need not be read
-    first_in_rows: bool = False  # the gate too: a predictor may spare its rows
+    neuron_major: bool = False  # stores FFNs neuron by neuron, so that inactive ones need not be read
+    first_in_rows: bool = False  # the gate, too, for a predictor that skips its rows
 
     @classmethod
     def of_model(
         cls, folder: Path, quantizer: str | None, *, neuron_major: bool = False, first_in_rows: bool = False
     ) -> Self:
-        """For the checkpoint in `folder`; None keeps its own bits and is else the default.
+        """Choose quantizers for the checkpoint in `folder`; a `quantizer` of None keeps its own codes, if it has any.
 
-        Raises ModelError, and UsageError for a quantizer whose codes can't be neuron-major.
+        Raises:
+            ModelError: if config.json cannot be used.
+            UsageError: if the quantizer's codes cannot be neuron-major.
         """
         if neuron_major and quantizer in TABLE_QUANTIZERS:
             raise UsageError(
@@ -52,17 +54,17 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """What made the matrices, as a store's manifest has it."""
+        """Name of the matrices' quantizer in a store's manifest."""
         return self.own or self.matrices
 
     @property
     def version(self) -> int:
-        """Another number whenever one of the quantizers makes other bytes of the same weights."""
+        """A number that changes whenever one of the quantizers makes other bytes from the same weights."""
         return 1 + sum(QUANTIZER_CHANGES.get(name, 0) for name in (self.matrices, self.vocabulary))
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a store made so is told apart by; of other layouts, as before there were neuron-major ones."""
+        """Values that identify a store; flags of layouts are included only if set, as older stores lack them."""
         laid_out = ("neuron_major", "first_in_rows")
         return {name: value for name, value in asdict(self).items() if name not in laid_out or value}
 
@@ -72,7 +74,7 @@ class Quantization:
         return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices
 
     def keeps_codes(self, role: TensorRole) -> bool:
-        """Whether tensors of this role stay in the checkpoint's own codes, where tiles can hold them."""
+        """Return whether tensors of this role keep the checkpoint's codes, if tiles can hold them."""
         return self.own is not None and (role is not TensorRole.VOCABULARY or self.own not in FOUR_BIT_TYPES)
 
 

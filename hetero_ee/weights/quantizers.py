@@ -1,7 +1,7 @@
-"""Quantizers: from a float matrix to tiles. One function, five choices, all deterministic.
+"""Quantizers: from a float matrix to tiles, by one function with five deterministic choices.
 
-Error minimised: sum over w of (w - s q)^2, s the group's scale, q a codebook entry; padding counts nothing. For fixed q
-the best s is sum(w q) / sum(q q) (least squares).
+Error minimised: sum over w of (w - s q)^2, s the group's scale, q a codebook entry, without padding. For fixed q the
+best s is sum(w q) / sum(q q) (least squares).
 """
 
 import logging
@@ -17,22 +17,24 @@ from hetero_ee.errors import UsageError
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
-CHUNK_ELEMENTS = 2**16  # rows are quantized in chunks of about this many weights, which stay in the cache
-SCALE_EXPONENT = 14  # the largest scale of a tensor lands in [2^14, 2^15): 29 octaves above fp16's subnormals
-# What a tensor's scales may be multiplied by: a normal fp32 number, so that dead tensors keep what they have; and not
-# so much that a weight would lie beyond fp16's 2^16, far above any model's.
+CHUNK_ELEMENTS = 2**16  # weights per chunk of rows, about; a chunk stays in the cache
+SCALE_EXPONENT = 14  # a tensor's largest scale is stored in [2^14, 2^15): 29 octaves above fp16's subnormals
+# Limits of the power of two that multiplies a tensor's scales: a normal fp32 number, so that dead tensors keep their
+# values, and small enough that no weight exceeds fp16's 2^16, far above any model's.
 MIN_EXPONENT, MAX_EXPONENT = -126, 16 - SCALE_EXPONENT
-SEARCH_STEPS = 4  # trial scales on each side of the plain one; 9 gave 0.3 % less error at twice the time
+SEARCH_STEPS = 4  # trial scales on each side of the plain one; 9 gave 0.3 % less error in twice the time
 SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
-CODEBOOK_SAMPLE_GROUPS = 2**12  # groups a codebook is fitted on: four times as many changed the error by 0.1 %
+CODEBOOK_SAMPLE_GROUPS = 2**12  # groups that a codebook is fitted on: four times as many changed the error by 0.1 %
 CODEBOOK_ROUNDS = 12
-FITTED_LIMIT = 32  # of fitted entries: what AVX2 code multiplies nearly as fast as linear codes, 1.5 times wider ones
-FITTED_TRIALS = 100  # what the largest entry may become before it is rounded: so many values, evenly
-LEAST_FITTED = 0.6  # down to this share of the limit
-# How often a quantizer began to make other bytes of the same weights: stores in the cache are then made again.
+FITTED_LIMIT = (
+    32  # of fitted entries, which AVX2 code multiplies almost as fast as linear codes; wider: 1.5 times slower
+)
+FITTED_TRIALS = 100  # number of evenly spaced sizes tried for the largest entry before rounding
+LEAST_FITTED = 0.6  # smallest tried size, as a share of the limit
+# Number of times a quantizer changed its bytes for the same weights; stores in the cache are then converted again.
 QUANTIZER_CHANGES = {"codebook": 1}
-DEFAULT_QUANTIZER = "codebook"  # least KL divergence of those of its size: docs/quality.md
-LARGEST_ENTRIES = range(64, 128)  # what a table's value of largest magnitude may become
+DEFAULT_QUANTIZER = "codebook"  # least KL divergence at its size: docs/quality.md
+LARGEST_ENTRIES = range(64, 128)  # candidates for the entry of a table's value of largest magnitude
 
 
 # Runs one function over many arguments, in order: the built-in map, or the map of a pool of threads.
@@ -40,30 +42,32 @@ Workers = Callable[..., Iterable[Any]]
 
 
 def quantize(weight: Tensor, quantizer: str, workers: Workers = map) -> TileWeight:
-    """weight: float (N, K). quantizer: a key of QUANTIZERS. The same bytes for any workers.
+    """Quantize a float matrix (N, K) by a key of QUANTIZERS. The bytes do not depend on `workers`.
 
-    Raises KeyError, and UsageError for nf4 where bitsandbytes is not installed.
+    Raises:
+        KeyError: if the quantizer is unknown.
+        UsageError: for nf4 if bitsandbytes is not installed.
     """
     return QUANTIZERS[quantizer](weight, workers)
 
 
 def _round_to_nearest(weight: Tensor, workers: Workers) -> TileWeight:
-    """The weight of largest magnitude becomes -8; the others round. No search: fast, and the yardstick."""
+    """Round to nearest, with the weight of largest magnitude as -8. No search: fast, and the baseline."""
     return _quantize_int4(weight, LINEAR_CODEBOOK, 0, workers)
 
 
 def _search_scale(weight: Tensor, workers: Workers) -> TileWeight:
-    """Linear codebook; each group tries scales around the plain one and keeps the least squared error."""
+    """Use the linear codebook; each group tries scales around the plain one and keeps the least squared error."""
     return _quantize_int4(weight, LINEAR_CODEBOOK, SEARCH_STEPS, workers)
 
 
 def _with_fitted_codebook(weight: Tensor, workers: Workers) -> TileWeight:
-    """A codebook of -32 .. 32 fitted to each tensor (Lloyd's algorithm with scales), then the scale search with it."""
+    """Fit a codebook of -32 .. 32 to each tensor (Lloyd's algorithm with scales), then search scales with it."""
     return _quantize_int4(weight, _fit_codebook(weight), SEARCH_STEPS, workers)
 
 
 def _normal_float(weight: Tensor, workers: Workers) -> TileWeight:
-    """NF4 (arXiv 2305.14314) as bitsandbytes quantizes it, in blocks of 32: its codes and scales, its table in int8."""
+    """Quantize to NF4 (arXiv 2305.14314) by bitsandbytes in blocks of 32: its codes and scales, its table in int8."""
     quantize_4bit = _bitsandbytes_quantize_4bit()
     n_rows, magnitude = _chunk_rows(weight), _magnitude(weight)
 
@@ -75,13 +79,13 @@ def _normal_float(weight: Tensor, workers: Workers) -> TileWeight:
 
     tiles, absmax, tables = zip(*workers(quantized, range(0, len(weight), n_rows)), strict=True)
     codebook = table_codebook(tables[0])
-    assert codebook is not None, "NF4's values lie apart, in ascending order"
+    assert codebook is not None, "NF4's values are distinct and ascending"
     scales, exponent = to_fp16_scales(torch.cat(absmax) * codebook.unit, magnitude)
     return TileWeight(torch.cat(tiles), layout.pack_scales(scales), exponent, codebook.entries, *weight.shape)
 
 
 def _eight_bit(weight: Tensor, workers: Workers) -> TileWeight:
-    """int8 tiles, symmetric, for embedding and head."""
+    """Quantize to symmetric int8 tiles, for embedding and head."""
 
     def scales_of(groups: Tensor) -> Tensor:
         return groups.abs().amax(-1) / 127
@@ -98,7 +102,7 @@ INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
     "rtn": _round_to_nearest,
     "nf4": _normal_float,
 }
-TABLE_QUANTIZERS = ("nf4",)  # whose codebooks are given, with entries up to 127
+TABLE_QUANTIZERS = ("nf4",)  # with fixed codebooks, whose entries go up to 127
 QUANTIZERS = INT4_QUANTIZERS | {"int8": _eight_bit}
 
 
@@ -112,11 +116,11 @@ class TableCodebook:
 
 
 def table_codebook(table: Tensor) -> TableCodebook | None:
-    """table: 16 values, not all of them 0. None where two that differ would round to one.
+    """Fit an int8 codebook to a table of 16 values, not all 0. None if two different values would round to one.
 
-    The largest magnitude becomes the whole number that leaves the least squared error: 112 for NF4 and 120 for FP4,
-    with two thirds and a third of the error that 127 would leave. Values that are there twice (FP4 has a negative zero)
-    share a code; entries that no code means fill the codebook up.
+    The largest magnitude becomes the integer with the least squared error: 112 for NF4 and 120 for FP4, with two thirds
+    and one third of the error that 127 would have. Equal values (FP4 has a negative zero) share a code; entries without
+    a code fill the codebook.
     """
     values = table.double()
     largest = float(values.abs().max())
@@ -137,12 +141,12 @@ def table_codebook(table: Tensor) -> TableCodebook | None:
 
 
 def unpacked(packed: Tensor) -> Tensor:
-    """Bytes, uint8 (b,) -> codes, uint8 (2b,): the first of two lies in the high four bits."""
+    """Unpack bytes, uint8 (b,), to codes, uint8 (2b,): the first of two is in the high four bits."""
     return torch.stack([packed >> 4, packed & 15], dim=-1).flatten()
 
 
 def to_fp16_scales(scales: Tensor, magnitude: int) -> tuple[Tensor, int]:
-    """fp32 scales in units of 2^magnitude -> fp16 scales and the power of two that all of them are multiplied by."""
+    """Return fp16 scales and a common power of two for fp32 scales that are in units of 2^magnitude."""
     largest = scales.abs().max()
     if largest == 0:
         return scales.half(), 0
@@ -151,9 +155,9 @@ def to_fp16_scales(scales: Tensor, magnitude: int) -> tuple[Tensor, int]:
 
 
 class _Codebook:
-    """Nearest entries by table: midpoints of whole numbers are halves, so cells half a unit wide decide exactly.
+    """Finds nearest entries by table: midpoints of integers are halves, so cells of half a unit decide exactly.
 
-    Fifteen times as fast as torch.bucketize (1.3 against 20 ns a weight, one Zen 5 core, 2026-11-21).
+    Fifteen times as fast as torch.bucketize (1.3 against 20 ns per weight, one Zen 5 core, 2026-11-21).
     """
 
     def __init__(self, entries: Tensor) -> None:
@@ -163,11 +167,11 @@ class _Codebook:
         self._entries = entries[self._codes.int()]
 
     def codes(self, targets: Tensor) -> Tensor:
-        """Index of the nearest entry, uint8; the upper one wins a tie."""
+        """Return the index of the nearest entry, uint8; the upper one wins a tie."""
         return self._codes.index_select(0, self._cells(targets)).view_as(targets)
 
     def nearest(self, targets: Tensor) -> Tensor:
-        """The nearest entry, fp32."""
+        """Return the nearest entry, fp32."""
         return self._entries.index_select(0, self._cells(targets)).view_as(targets)
 
     def _cells(self, targets: Tensor) -> Tensor:
@@ -194,9 +198,9 @@ def _quantize(
     entries: tuple[int, ...] | None,
     workers: Workers,
 ) -> TileWeight:
-    """Chunk after chunk: memory holds the weight, its tiles and a chunk for each worker.
+    """Quantize chunk by chunk: memory holds the weight, its tiles and a chunk per worker.
 
-    scales_of: groups (n, g, 32) -> scales (n, g). pack: groups divided by their scales as stored -> tiles.
+    scales_of: groups (n, g, 32) -> scales (n, g). pack: groups divided by their stored scales -> tiles.
     """
     n_rows = _chunk_rows(weight)
     first_rows = range(0, len(weight), n_rows)
@@ -217,9 +221,9 @@ def _quantize(
 
 
 def _bitsandbytes_quantize_4bit() -> Any:
-    """bitsandbytes' function, imported without the word on a kernel for multiplications, which are not its task here.
+    """Import bitsandbytes' function without its log message about a kernel for multiplications, which are not needed.
 
-    Importing takes seconds, so it waits until the quantizer is used.
+    The import needs seconds, so it happens when the quantizer is used.
     """
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
@@ -237,29 +241,29 @@ def _bitsandbytes_quantize_4bit() -> Any:
 
 
 def _chunk_rows(weight: Tensor) -> int:
-    """Rows of a chunk: whole tiles."""
+    """Return the rows per chunk, in whole tiles."""
     return max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
 
 
 def _magnitude(weight: Tensor) -> int:
-    """The power of two that the weights are divided by while they are quantized, so that none is beyond 1.
+    """Return the power of two that the weights are divided by during quantization, so that none exceeds 1.
 
-    Else squares of weights above 1e19 overflow in fp32, and those of weights below 1e-19 vanish.
+    Otherwise squares of weights above 1e19 would overflow in fp32, and those of weights below 1e-19 vanish.
     """
     largest = torch.stack(torch.aminmax(weight)).abs().max().float()
     return min(max(int(torch.frexp(largest).exponent), MIN_EXPONENT), -MIN_EXPONENT)
 
 
 def _plain_scales(groups: Tensor, codebook: _Codebook) -> Tensor:
-    """(n, g, 32) -> (n, g): the scale at which the weight of largest magnitude meets the codebook's lowest entry."""
+    """Return scales (n, g) of groups (n, g, 32) at which the largest weight meets the codebook's lowest entry."""
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
     return largest / codebook.lowest
 
 
 def _search_scales(groups: Tensor, mask: Tensor, codebook: _Codebook, n_steps: int) -> Tensor:
-    """(n, g, 32) -> (n, g): the least-squares scale of the best trial. The largest weight is tried at both ends.
+    """Return the least-squares scales (n, g) of the best trials; the largest weight is tried at both ends.
 
-    mask: of the columns that are no padding, where groups are 0.
+    mask: 1 for the matrix's columns, 0 for padding, where groups are 0.
     """
     plain = _plain_scales(groups, codebook)
     mirrored = plain * (codebook.lowest / codebook.highest)
@@ -271,7 +275,7 @@ def _search_scales(groups: Tensor, mask: Tensor, codebook: _Codebook, n_steps: i
             chosen = codebook.nearest(groups * _safe_inverse(trial)[:, :, None])
             product = (groups * chosen).sum(-1)
             norm = (chosen * chosen).mul_(mask).sum(-1).clamp_min_(1e-30)
-            gain = product * product / norm  # the squared error this trial removes
+            gain = product * product / norm  # reduction of the squared error
             better = gain > best_gain
             best_gain = torch.where(better, gain, best_gain)
             best_scale = torch.where(better, product / norm, best_scale)
@@ -279,7 +283,7 @@ def _search_scales(groups: Tensor, mask: Tensor, codebook: _Codebook, n_steps: i
 
 
 def _fit_codebook(weight: Tensor) -> tuple[int, ...]:
-    """16 int8 values that, with a free scale per group, fit a sample of this tensor's groups best."""
+    """Fit 16 int8 values, with a free scale per group, to a sample of this tensor's groups."""
     groups, mask = _sample_groups(weight)
     entries = torch.special.ndtri((torch.arange(16) + 0.5) / 16)  # quantiles of a Gaussian
     for _ in range(CODEBOOK_ROUNDS):
@@ -295,11 +299,11 @@ def _fit_codebook(weight: Tensor) -> tuple[int, ...]:
 
 
 def _sample_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Evenly spread groups, fp32 (n, 1, 32), and the mask of their columns (n, 1, 32)."""
+    """Return evenly spread groups, fp32 (n, 1, 32), and the mask of their columns (n, 1, 32)."""
     mask = _column_mask(weight.shape[1])[0]
     n_groups = len(mask)
     stride = max(1, len(weight) * n_groups // CODEBOOK_SAMPLE_GROUPS)
-    while math.gcd(stride, n_groups) > 1:  # else only some of the columns would ever be looked at
+    while math.gcd(stride, n_groups) > 1:  # otherwise only some columns would be sampled
         stride += 1
     sample = torch.arange(0, len(weight) * n_groups, stride)
     rows, group_in_row = sample // n_groups, sample % n_groups
@@ -310,9 +314,9 @@ def _sample_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_codebook(entries: Tensor, weights: Tensor) -> tuple[int, ...]:
-    """About the same proportions in 16 different whole numbers of -32 .. 32, ascending as the entries are.
+    """Round to 16 different integers of -32 .. 32 in about the same proportions, ascending like the entries.
 
-    Scales are free, so the largest magnitude becomes what leaves the least squared error, each entry's by its weight.
+    Scales are free, so the largest magnitude becomes the value with the least squared error, weighted by entry.
     """
     factors = (torch.linspace(1, LEAST_FITTED, FITTED_TRIALS) * (FITTED_LIMIT / entries.abs().max()))[:, None]
     rounded = (entries * factors).round()
@@ -322,20 +326,20 @@ def _rounded_codebook(entries: Tensor, weights: Tensor) -> tuple[int, ...]:
 
 
 def _apart(values: Tensor) -> Tensor:
-    """Whole numbers (n, 16), ascending; those that equal one before them move up, below the limit down."""
+    """Separate integers (n, 16), ascending: those equal to a previous one move up, or down at the limit."""
     index = torch.arange(16)
     return (values - index).cummax(-1).values.clamp_max(FITTED_LIMIT - 15) + index
 
 
 def _safe_inverse(scales: Tensor) -> Tensor:
-    """1 / scale, and 0 for a group of zeros."""
+    """Return 1 / scale, and 0 for a group of zeros."""
     return torch.where(
         scales == 0, torch.zeros_like(scales), 1 / torch.where(scales == 0, torch.ones_like(scales), scales)
     )
 
 
 def _padded_groups(weight: Tensor) -> Tensor:
-    """(N, K) -> fp32 (N padded, K padded / 32, 32)."""
+    """Return the groups of (N, K): fp32 (N padded, K padded / 32, 32)."""
     n_rows, n_columns = layout.padded_shape(*weight.shape)
     padded = torch.zeros(n_rows, n_columns)
     padded[: weight.shape[0], : weight.shape[1]] = weight
@@ -343,7 +347,7 @@ def _padded_groups(weight: Tensor) -> Tensor:
 
 
 def _column_mask(n_columns: int) -> Tensor:
-    """fp32 (1, K padded / 32, 32): 1 for the columns of the matrix, 0 for padding."""
+    """Return fp32 (1, K padded / 32, 32): 1 for the matrix's columns, 0 for padding."""
     mask = torch.zeros(layout.padded_shape(1, n_columns)[1])
     mask[:n_columns] = 1
     return mask.view(1, -1, layout.TILE_COLUMNS)

@@ -1,4 +1,4 @@
-"""Random weights in any model's shapes: for timing where the real ones are not available."""
+"""Random weights in any model's shapes, for timing without the real ones."""
 
 import torch
 from torch import Tensor
@@ -11,17 +11,17 @@ from hetero_ee.weights.rows import RowWeight, row_sizes
 from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, TILE_ROWS, ZEROS, tile_grid
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
-RANDOM = "random"  # what stands for the quantizer
-BLOCK_BYTES = 2**22 - 3  # of random bytes, repeated: odd, so that no two tiles of a matrix begin alike
-# A codebook as fitted ones look, so that the kernels do the work they would.
+RANDOM = "random"  # name in place of a quantizer
+BLOCK_BYTES = 2**22 - 3  # of random bytes, repeated; odd, so that no two tiles of a matrix begin alike
+# A codebook like fitted ones, so that the kernels do the usual work.
 CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
-ROOT_MEAN_SQUARES = {"int4": 16.0, ZEROS: 4.6, "int8": 64.0}  # of the codebook's entries and of int8 values, about
+ROOT_MEAN_SQUARES = {"int4": 16.0, ZEROS: 4.6, "int8": 64.0}  # approximate, of entries
 
 
 def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
-    """Matrices in int4 tiles, scaled so that hidden states keep their size; norms are 1, biases 0.
+    """Return matrices in int4 tiles, scaled so that hidden states keep their size, norms of 1 and biases of 0.
 
-    vocabulary: its tiles, int4 or int8. Filling 3.8 GB takes about two seconds; nothing of it is true randomness.
+    vocabulary: tiles of embedding and head, int4 or int8. Filling 3.8 GB needs about two seconds.
     """
     block = _random_block()
     weights = ModelWeights({}, {}, RANDOM)
@@ -38,7 +38,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
 
 
 def random_rows(tensor: TensorSpec) -> RowWeight:
-    """Likewise, of an FFN's neurons."""
+    """Return random rows of an FFN's neurons."""
     return _random_rows(tensor, _random_block())
 
 
@@ -65,7 +65,7 @@ def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
 
 
 def _random_rows(tensor: TensorSpec, block: Tensor) -> RowWeight:
-    """Rows are neurons; of down, the sum is the other way, over as many as there are."""
+    """Return random rows; down is summed over its rows, so its scale follows their number."""
     n_rows, n_columns = tensor.shape
     codes_bytes, scales_bytes = row_sizes(1, n_columns)
     codes = _filled(torch.empty(n_rows, codes_bytes, dtype=torch.uint8), block)

@@ -1,7 +1,7 @@
-"""The row layout: a matrix row after row in int4, so that rows which a token does not need are not read.
+"""The row layout: an int4 matrix row by row, so that rows which a token does not need are not read.
 
 W is (N, K), K padded to 64 columns. Unit u of a row, 32 bytes, has column 64u + b in the low nibble of byte b and
-column 64u + 32 + b in the high one. Of an FFN's neurons: a row of up, a column of down. See docs/FORMAT.md.
+column 64u + 32 + b in the high one. A row is an FFN's neuron: a row of up, a column of down. See docs/FORMAT.md.
 """
 
 from dataclasses import dataclass
@@ -14,30 +14,30 @@ from hetero_ee.weights.tiles import TILE_COLUMNS, unpack_int4, unpack_scales
 from hetero_ee.weights.weight import TileWeight
 
 UNIT_COLUMNS = 64
-LARGEST_ENTRY = 32  # of a codebook: sums of 16 products with it fit 16 bits
+LARGEST_ENTRY = 32  # of a codebook, so that sums of 16 products fit in 16 bits
 
 
 def row_sizes(n_rows: int, n_columns: int) -> tuple[int, int]:
-    """Bytes of codes and of scales."""
+    """Return the bytes of codes and of scales."""
     n_padded = -(-n_columns // UNIT_COLUMNS) * UNIT_COLUMNS
     return n_rows * n_padded // 2, n_rows * n_padded // TILE_COLUMNS * 2
 
 
 def pack_rows(codes: Tensor) -> Tensor:
-    """Codes (N, K) uint8 of 0..15, K % 64 == 0 -> (N, K/2) uint8."""
+    """Pack codes (N, K) uint8 of 0..15, K % 64 == 0, to (N, K/2) uint8."""
     halves = codes.view(len(codes), -1, 2, UNIT_COLUMNS // 2)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
 
 
 def unpack_rows(packed: Tensor) -> Tensor:
-    """(N, K/2) uint8 -> codes (N, K) uint8 of 0..15."""
+    """Unpack (N, K/2) uint8 to codes (N, K) uint8 of 0..15."""
     units = packed.view(len(packed), -1, UNIT_COLUMNS // 2)
     return torch.stack([units & 15, units >> 4], dim=2).flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWeight:
-    """W[n, k] = 2^exponent x scales[n, k // 32] x codebook[code[n, k]], as TileWeight has it.
+    """W[n, k] = 2^exponent x scales[n, k // 32] x codebook[code[n, k]], as in TileWeight.
 
     codes: uint8 (N, Kp/2), scales: fp16 (N, Kp/32), Kp = K padded to 64. codebook: 16 of -32..32, ascending.
     """
@@ -70,10 +70,10 @@ class RowWeight:
 
 
 def in_rows(weight: TileWeight) -> RowWeight:
-    """The same codes and scales in rows. Raises ValueError for a codebook that rows don't take."""
+    """Return the same codes and scales in rows. Raises ValueError if the codebook is too wide for rows."""
     codebook = weight.codebook
     if codebook is None or max(map(abs, codebook)) > LARGEST_ENTRY:
-        raise ValueError(f"rows take codebooks of -{LARGEST_ENTRY} to {LARGEST_ENTRY}.")
+        raise ValueError(f"Rows need a codebook of -{LARGEST_ENTRY} to {LARGEST_ENTRY}.")
     codes = unpack_int4(weight.tiles)[: weight.n_rows]
     scales = unpack_scales(weight.scales)[: weight.n_rows]
     n_groups = row_sizes(1, weight.n_columns)[1] // 2

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked to the last number before anything is mapped or allocated by it.
+"""Read the header of a safetensors file, checking every number before anything is mapped or allocated.
 
 A file is 8 bytes with the header's length N (little-endian), N bytes of JSON, and the tensors. The header maps each
 name to a type, a shape and the tensor's first and end byte among the tensors; `__metadata__` maps strings to strings.
@@ -18,13 +18,13 @@ from hetero_ee.hub.regular_file import reason_of
 from hetero_ee_profiles.opened_file import open_regular
 
 LENGTH_BYTES = 8
-START_BYTES = 64  # enough to recognise what a file is instead
+START_BYTES = 64  # enough to recognize other kinds of files
 MAX_HEADER_BYTES = 32 * 2**20  # the largest published ones have a few MB
 MAX_TENSORS = 200_000
-MAX_VALUES = 4 * 10**6  # in the header's JSON; a tensor takes about fifteen
+MAX_VALUES = 4 * 10**6  # in the header's JSON; a tensor has about fifteen
 MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
-MAX_INTEGER = 2**63 - 1  # what torch can count
+MAX_INTEGER = 2**63 - 1  # torch's largest size
 METADATA = "__metadata__"
 BITS = (
     dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8)
@@ -33,7 +33,7 @@ BITS = (
     | dict.fromkeys(("U64", "I64", "F64", "C64"), 64)
     | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 )
-_SIGN = re.compile(rb"[\[,:][ \t\r\n]*-")  # of a number, or something like it in a string
+_SIGN = re.compile(rb"[\[,:][ \t\r\n]*-")  # of a number, or something similar in a string
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -43,12 +43,12 @@ class StoredTensor:
 
     dtype: str  # safetensors' name of the type
     shape: tuple[int, ...]
-    start: int  # counted from the first byte of the first tensor
+    start: int  # relative to the first byte of the first tensor
     end: int  # the first byte after it
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Tensor by name. The file must be a regular one. Raises CheckpointError, naming the file and what is wrong."""
+    """Return a regular file's tensors by name. Raises CheckpointError with the file and the reason."""
     try:
         with open_regular(file) as opened:
             start = opened.read(START_BYTES)
@@ -67,28 +67,29 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _looks_right(start: bytes, n_header_bytes: int) -> bool:
-    """Whether a file begins as safetensors do. The first bytes of a length may be those of something else by chance."""
+    """Return whether a file begins like safetensors; a length's first bytes may resemble something else by chance."""
     return n_header_bytes <= MAX_HEADER_BYTES and start[LENGTH_BYTES:].startswith(b"{")
 
 
 def _damaged(reason: object) -> str:
-    return f"is damaged or no safetensors file ({reason}); get the file again"
+    return f"is damaged or not a safetensors file ({reason}); get the file again"
 
 
 def header_tensors(header: bytes, n_data_bytes: int) -> dict[str, StoredTensor]:
-    """The tensors that a header names; they must fill `n_data_bytes` from first to last without hole or overlap.
+    """Return the tensors that a header names; they must fill `n_data_bytes` without gaps or overlaps.
 
-    Raises ValueError, its message one plain line.
+    Raises:
+        ValueError: with a one-line message.
     """
     if not header.startswith(b"{"):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     if header.count(b'"data_offsets"') > MAX_TENSORS:
         raise ValueError(f"it holds more than {MAX_TENSORS} tensors")
     values = parse_json(
         header,
         MAX_VALUES,
         object_pairs_hook=_without_duplicates,
-        parse_int=_refuse_sign if _SIGN.search(header) else None,  # a call for each number takes its time
+        parse_int=_refuse_sign if _SIGN.search(header) else None,  # a call per number is slow
         parse_float=_refuse_number,
         parse_constant=_refuse_number,
     )
@@ -102,7 +103,7 @@ def header_tensors(header: bytes, n_data_bytes: int) -> dict[str, StoredTensor]:
 
 def _size_problem(n_start_bytes: int, n_header_bytes: int, n_data_bytes: int) -> str | None:
     if n_start_bytes < LENGTH_BYTES:
-        return f"it has {n_start_bytes} bytes, and {LENGTH_BYTES} for the header's length alone"
+        return f"it has {n_start_bytes} bytes, but the header's length needs {LENGTH_BYTES}"
     if n_header_bytes > MAX_HEADER_BYTES:
         return f"its header would have {n_header_bytes} bytes, expected at most {MAX_HEADER_BYTES}"
     if n_data_bytes < 0:
@@ -114,12 +115,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"name {shown(name)} is there twice")
+        raise ValueError(f"name {shown(name)} appears twice")
     return values
 
 
 def _refuse_number(digits: str) -> Any:
-    raise ValueError(f"{digits[:40]} is no size")
+    raise ValueError(f"{digits[:40]} is not a size")
 
 
 def _refuse_sign(digits: str) -> int:
@@ -128,9 +129,9 @@ def _refuse_sign(digits: str) -> int:
 
 def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{METADATA} is no object of strings")
+        raise ValueError(f"{METADATA} is not an object of strings")
     for text in (*metadata, *metadata.values()):
-        text.encode()  # half a surrogate pair is no text: UnicodeEncodeError is a ValueError
+        text.encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
 
 
 def _tensor(name: str, values: Any) -> StoredTensor:
@@ -145,19 +146,19 @@ def _tensor(name: str, values: Any) -> StoredTensor:
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"tensor {shown(name)} has shape {shown(shape)}, expected up to {MAX_DIMENSIONS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"tensor {shown(name)} lies at {shown(offsets)}, expected a first and an end byte")
+        raise ValueError(f"tensor {shown(name)} is at {shown(offsets)}, expected a first and an end byte")
     n_bits = BITS[dtype]
     for size in shape:  # one by one: a 0 that follows must not hide an overflow
         n_bits *= size
         if n_bits > MAX_INTEGER:
             raise ValueError(f"tensor {shown(name)} has shape {shown(shape)}, more than memory can hold")
     if n_bits != 8 * (offsets[1] - offsets[0]):
-        raise ValueError(f"tensor {shown(name)} takes {n_bits / 8:g} bytes, but lies at {shown(offsets)}")
+        raise ValueError(f"tensor {shown(name)} needs {n_bits / 8:g} bytes, but is at {shown(offsets)}")
     return StoredTensor(dtype, tuple(shape), *offsets)
 
 
 def _are_sizes(values: Any) -> bool:
-    """Negative numbers and fractions have been refused by the parser."""
+    """Return whether they are sizes; the parser has already refused negative numbers and fractions."""
     return isinstance(values, list) and set(map(type, values)) <= {int} and max(values, default=0) <= MAX_INTEGER
 
 
@@ -165,7 +166,7 @@ def _check_offsets(tensors: Mapping[str, StoredTensor], n_data_bytes: int) -> No
     end = 0
     for start, tensor_end, name in sorted((tensor.start, tensor.end, name) for name, tensor in tensors.items()):
         if start != end:
-            between = "overlaps the one before" if start < end else f"begins after a hole at {end}"
+            between = "overlaps the one before" if start < end else f"begins after a gap at {end}"
             raise ValueError(f"tensor {shown(name)} at {start} {between}")
         end = tensor_end
     if end != n_data_bytes:

@@ -1,10 +1,10 @@
-"""The tile layouts, in plain torch: the reference that every kernel is checked against. Bit by bit in docs/FORMAT.md.
+"""The tile layouts in plain torch: the reference for every kernel. docs/FORMAT.md defines each bit.
 
 W is (N, K) = (out, in), N padded to 16 rows and K to 32 columns, cut into tiles of 16 x 32, row block after row block.
 int4 tile, 256 bytes: byte 4r + c of line j holds W[16b+r, 32g+4j+c] in its low nibble and W[16b+r, 32g+16+4j+c] in its
 high one (j < 4 lines of 64 bytes, r < 16, c < 4).
 int8 tile, 512 bytes: byte 4r + c of line j is W[16b+r, 32g+4j+c] (j < 8).
-Scales lie apart, 16 of a tile side by side; in the layout "int4 zeros" the tile's 16 zero points right after them, so
+Scales are stored separately, a tile's 16 side by side; in the layout "int4 zeros" its 16 zero points follow them, so
 that one pointer leads to both.
 """
 
@@ -22,25 +22,25 @@ SCALE_BYTES = 2
 
 
 def padded_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
-    """The shape whose tiles are whole."""
+    """Return the shape rounded up to whole tiles."""
     n_down, n_across = tile_grid(n_rows, n_columns)
     return n_down * TILE_ROWS, n_across * TILE_COLUMNS
 
 
 def tile_grid(n_rows: int, n_columns: int) -> tuple[int, int]:
-    """How many tiles a matrix takes, down and across."""
+    """Return the number of tiles of a matrix, down and across."""
     return -(-n_rows // TILE_ROWS), -(-n_columns // TILE_COLUMNS)
 
 
 def region_bytes(layout: str, n_rows: int, n_columns: int) -> tuple[int, int]:
-    """Bytes of a matrix's tiles, and of its scales."""
+    """Return the bytes of a matrix's tiles and of its scales."""
     n_down, n_across = tile_grid(n_rows, n_columns)
     n_tiles = n_down * n_across
     return n_tiles * TILE_BYTES[layout], n_tiles * SCALES_A_TILE[layout] * SCALE_BYTES
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Codes (N, K) uint8 of 0..15, N % 16 == K % 32 == 0 -> tiles (N/16, K/32, 256) uint8."""
+    """Pack codes (N, K) uint8 of 0..15, N % 16 == K % 32 == 0, to tiles (N/16, K/32, 256) uint8."""
     n_rows, n_columns = codes.shape
     halves = codes.view(n_rows // 16, 16, n_columns // 32, 2, 4, 4)  # b r g half j c
     lines = halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)  # b r g j c
@@ -48,7 +48,7 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def unpack_int4(tiles: Tensor) -> Tensor:
-    """Tiles (N/16, K/32, 256) uint8 -> codes (N, K) uint8 of 0..15."""
+    """Unpack tiles (N/16, K/32, 256) uint8 to codes (N, K) uint8 of 0..15."""
     n_blocks, n_groups, _ = tiles.shape
     lines = tiles.view(n_blocks, n_groups, 4, 16, 4)  # b g j r c
     halves = torch.stack([lines & 15, lines >> 4], dim=2)  # b g half j r c
@@ -56,33 +56,33 @@ def unpack_int4(tiles: Tensor) -> Tensor:
 
 
 def pack_int8(values: Tensor) -> Tensor:
-    """Values (N, K) int8, N % 16 == K % 32 == 0 -> tiles (N/16, K/32, 512) int8."""
+    """Pack values (N, K) int8, N % 16 == K % 32 == 0, to tiles (N/16, K/32, 512) int8."""
     n_rows, n_columns = values.shape
     lines = values.view(n_rows // 16, 16, n_columns // 32, 8, 4)  # b r g j c
     return lines.permute(0, 2, 3, 1, 4).reshape(n_rows // 16, n_columns // 32, INT8_TILE_BYTES)
 
 
 def unpack_int8(tiles: Tensor) -> Tensor:
-    """Tiles (N/16, K/32, 512) int8 -> values (N, K) int8."""
+    """Unpack tiles (N/16, K/32, 512) int8 to values (N, K) int8."""
     n_blocks, n_groups, _ = tiles.shape
     lines = tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
     return lines.permute(0, 3, 1, 2, 4).reshape(n_blocks * 16, n_groups * 32)
 
 
 def pack_scales(scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Scales (N, K/32), and zero points likewise -> (N/16, K/32, 16 or 32): a tile's 16 scales, its 16 zero points."""
+    """Pack scales (N, K/32), and zero points, to (N/16, K/32, 16 or 32): a tile's 16 scales, then its zero points."""
     n_rows, n_groups = scales.shape
     parts = torch.stack([scales] if zeros is None else [scales, zeros]).view(-1, n_rows // 16, 16, n_groups)  # p b r g
     return parts.permute(1, 3, 0, 2).contiguous().view(n_rows // 16, n_groups, -1)
 
 
 def unpack_scales(scales: Tensor) -> Tensor:
-    """Scales (N/16, K/32, 16 or 32) -> (N, K/32), without zero points."""
+    """Unpack scales (N/16, K/32, 16 or 32) to (N, K/32), without zero points."""
     return _by_row(scales[..., :TILE_ROWS])
 
 
 def unpack_zeros(scales: Tensor) -> Tensor | None:
-    """The zero points among them, (N, K/32); None where there are none."""
+    """Unpack the zero points to (N, K/32); None if there are none."""
     return _by_row(scales[..., TILE_ROWS:]) if scales.shape[-1] > TILE_ROWS else None
 
 
@@ -92,13 +92,13 @@ def _by_row(numbers: Tensor) -> Tensor:
 
 
 def permuted_rows(tiles: Tensor, scales: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Tiles and scales of the same rows in another order, int64 (N,); rows beyond N are padding, and stay."""
+    """Return tiles and scales with the rows in another order, int64 (N,); padding rows beyond N stay."""
     n_down = len(tiles)
     rows = torch.cat([order, torch.arange(len(order), n_down * TILE_ROWS)])
 
     def moved(parts: Tensor) -> Tensor:
-        """(N/16, K/32, lines x 16) with its rows in this order."""
+        """Reorder the rows of (N/16, K/32, lines x 16)."""
         split = parts.view(n_down, parts.shape[1], -1, TILE_ROWS).permute(0, 3, 1, 2)
         return split.flatten(0, 1)[rows].view(split.shape).permute(0, 2, 3, 1).reshape(parts.shape).contiguous()
 
-    return moved(tiles.view(torch.int32)).view(tiles.dtype), moved(scales)  # 4 columns of a row lie together
+    return moved(tiles.view(torch.int32)).view(tiles.dtype), moved(scales)  # 4 columns of a row are one int32

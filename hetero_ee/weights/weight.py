@@ -1,4 +1,4 @@
-"""A matrix as the engine holds it: dense fp32, or tiles of int4 codes or int8 values with their scales."""
+"""The engine's matrices: dense fp32, or tiles of int4 codes or int8 values with their scales."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,7 +12,7 @@ LINEAR_CODEBOOK = tuple(range(-8, 8))
 
 
 class Weight(Protocol):
-    """W (N, K) in some representation. Nothing here changes the weight."""
+    """A matrix W (N, K) in some representation. No method changes it."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -21,17 +21,17 @@ class Weight(Protocol):
     def n_bytes(self) -> int: ...
 
     def dequantize(self) -> Tensor:
-        """All of W, fp32 (N, K)."""
+        """Return W, fp32 (N, K)."""
         ...
 
     def rows(self, indices: Tensor) -> Tensor:
-        """W[indices], fp32 (len(indices), K); bit-equal to the same rows of dequantize()."""
+        """Return W[indices], fp32 (len(indices), K), bit-equal to the same rows of dequantize()."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeight:
-    """values: fp32 (N, K)."""
+    """An fp32 matrix."""
 
     values: Tensor
 
@@ -52,11 +52,14 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileWeight:
-    """W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k]: an entry is codebook[code], or the int8 value itself.
+    """W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k]; an entry is codebook[code] or the int8 value.
 
-    tiles: uint8 (N/16, K/32, 256) with a codebook, int8 (N/16, K/32, 512) without; scales: fp16 (N/16, K/32, 16), or
-    (N/16, K/32, 32) with zero points, which are subtracted from the entries: of LINEAR_CODEBOOK alone (`zero_points`).
-    N and K padded there, while n_rows and n_columns are the matrix's own. codebook: 16 int8 values, ascending.
+    Args:
+        tiles: uint8 (N/16, K/32, 256) with a codebook, int8 (N/16, K/32, 512) without, N and K padded.
+        scales: fp16 (N/16, K/32, 16), or (N/16, K/32, 32) with zero points, which are subtracted from the entries and
+            need LINEAR_CODEBOOK.
+        codebook: 16 int8 values, ascending, or None.
+        n_rows, n_columns: the matrix's shape without padding.
     """
 
     tiles: Tensor
@@ -72,7 +75,7 @@ class TileWeight:
 
     @property
     def layout(self) -> str:
-        """A key of tiles.TILE_BYTES."""
+        """Name of the layout, a key of tiles.TILE_BYTES."""
         if self.codebook is None:
             return "int8"
         return layout.ZEROS if self.scales.shape[-1] > layout.TILE_ROWS else "int4"
@@ -91,7 +94,7 @@ class TileWeight:
         return expanded[within, : self.n_columns]
 
     def gathered(self, indices: Tensor) -> "TileWeight":
-        """W[indices] as a matrix of its own, of the same codes and scales: nothing is rounded again."""
+        """Return W[indices] as a matrix with the same codes and scales; nothing is rounded again."""
         n_padded = layout.padded_shape(len(indices), self.n_columns)[0] - len(indices)
         unpacked = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
         zeros = layout.unpack_zeros(self.scales)
@@ -101,7 +104,7 @@ class TileWeight:
         return replace(self, tiles=tiles, scales=layout.pack_scales(*scales), n_rows=len(indices))
 
     def _expand(self, tiles: Tensor, scales: Tensor) -> Tensor:
-        """fp32 of whole row blocks, padding included."""
+        """Return whole row blocks in fp32, including padding."""
         if self.codebook is None:
             entries = layout.unpack_int8(tiles).float()
         else:

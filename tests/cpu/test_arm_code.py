@@ -12,12 +12,13 @@ from llvmlite import ir
 
 from hetero_ee_cpu_ops.row_sums import I8X64, _dot, _quad
 from hetero_ee_cpu_ops.simd.bytes import I32X16, constant, load
-from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, Emitter
+from hetero_ee_cpu_ops.tile_group import Emitter
+from hetero_ee_cpu_ops.tile_kind import BYTES, CODEBOOK, LINEAR, TileKind
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 
 
-def assembly(kind: tuple[int, ...], features: str) -> str:
+def assembly(kind: TileKind, features: str) -> str:
     """Machine code of one group's sum for one row: (tile, table, x, offset, out) -> 16 int32 at out."""
     context = SimpleNamespace(codegen=lambda: SimpleNamespace(_tm_features=features))
     module = ir.Module()
@@ -25,7 +26,7 @@ def assembly(kind: tuple[int, ...], features: str) -> str:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [address] * 5), "group")
     builder = ir.IRBuilder(function.append_basic_block())
     tile, table, x, offset, out = function.args
-    emitter: Any = Emitter(context, builder, len(kind))
+    emitter: Any = Emitter(context, builder, kind)
     ((sums,),) = emitter.group_sums(emitter.operands(tile, table), x, offset, [0])
     builder.store(sums, builder.inttoptr(out, sums.type.as_pointer())).align = 4
     return machine_code(builder, module, features)
@@ -44,7 +45,7 @@ def machine_code(builder: Any, module: Any, features: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [LINEAR, CODEBOOK, BYTES])
-def test_arm_code_has_dot_products_and_table_lookups(kind: tuple[int, ...]) -> None:
+def test_arm_code_has_dot_products_and_table_lookups(kind: TileKind) -> None:
     code = assembly(kind, "+neon,+dotprod")
     assert code.count("sdot") == 32  # 8 operands of 16 rows x 4 columns, four registers each
     assert ("tbl" in code) == (kind == CODEBOOK)

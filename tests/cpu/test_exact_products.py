@@ -19,7 +19,7 @@ from hetero_ee.weights.quantizers import FITTED_LIMIT, quantize
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
-from hetero_ee_cpu_ops.tile_group import (
+from hetero_ee_cpu_ops.tile_kind import (
     CODEBOOK,
     LINEAR,
     LINEAR_CODEBOOK,

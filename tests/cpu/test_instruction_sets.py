@@ -20,7 +20,7 @@ TARGETS = {
 }
 CODE = """
 from hetero_ee_cpu_ops.matmul import _chunk_function
-from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, NARROW, ZEROS
+from hetero_ee_cpu_ops.tile_kind import BYTES, CODEBOOK, LINEAR, NARROW, ZEROS
 from hetero_ee_cpu_ops.sparse_section import SECTIONS
 SPARSE = None
 def code(kind):

@@ -221,7 +221,7 @@ FOLDERS: dict[str, Bad] = {
         ModelError,
         "merge it into its base model",
     ),
-    "pickles alone": (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), CheckpointError, "pickle"),
+    "only as pickles": (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), CheckpointError, "pickle"),
     "shards without their index": (also(sharded, without(INDEX)), CheckpointError, "holds no weights"),
     "weights under another name": (
         lambda f: (f / SINGLE).rename(f / "weights.safetensors"),
@@ -249,7 +249,7 @@ def test_a_wrong_index_is_refused(own_tiny: Path, cache: Path, name: str) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_an_index_names_plain_files(own_tiny: Path, cache: Path, name: str) -> None:
     index_naming(NAMES[name])(own_tiny)
-    check_refusal(own_tiny, cache, CheckpointError, "expected the name of a .safetensors file beside it")
+    check_refusal(own_tiny, cache, CheckpointError, "expected a .safetensors file in the same folder")
 
 
 @pytest.mark.parametrize("name", FOLDERS)

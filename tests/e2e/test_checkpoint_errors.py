@@ -198,7 +198,7 @@ def test_an_index_names_files_beside_it(folder: Path, name: Any) -> None:
     target = str(stray) if name == "/x.safetensors" else name
     write_index(folder, {tensor: target if file == first else file for tensor, file in files.items()})
     sentence = refusal(folder)
-    assert INDEX in sentence and "beside it" in sentence
+    assert INDEX in sentence and "in the same folder" in sentence
 
 
 ODD = ["nul\0.safetensors", "\x1b[2J.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors"]
@@ -207,7 +207,7 @@ ODD = ["nul\0.safetensors", "\x1b[2J.safetensors", "\ud800.safetensors", "x" * 5
 @pytest.mark.parametrize("name", ODD, ids=["nul", "escape", "surrogate", "long"])
 def test_odd_file_names_in_an_index_are_refused(folder: Path, name: str) -> None:
     write_index(folder, dict.fromkeys(shard(folder), name))
-    assert "beside it" in refusal(folder)
+    assert "in the same folder" in refusal(folder)
 
 
 INDICES = {

@@ -66,7 +66,7 @@ def test_8_bits_are_exact_and_counted_by_plans_from_the_header(tmp_path: Path, n
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "glm4v": ("glm4", {"glm4.rope.dimension_sections": [8, 8, 0, 0]}, "several positions"),
     "glm-ocr": ("glm4", {"glm4.nextn_predict_layers": 1}, "predict further tokens"),
-    "nope": ("granite", {"granite.rope.scaling.finetuned": False}, "do not turn"),
+    "nope": ("granite", {"granite.rope.scaling.finetuned": False}, "do not rotate"),
     "unscaled": ("granite", {"{arch}.logit_scale": None}, "granite.logit_scale is missing"),
     "pattern": ("gemma2", {"gemma2.attention.sliding_window_pattern": 3}, "expected 2 or a flag"),
     "short-pattern": ("gemma3", {"gemma3.attention.sliding_window_pattern": [True, False]}, "layer_types"),
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "eps": ("stablelm", {"{arch}.attention.layer_norm_epsilon": None}, "layer_norm_epsilon is missing"),
     "cap": ("gemma2", {"{arch}.final_logit_softcapping": "x"}, "final_logit_softcapping"),
     "factors": ("smollm3", {"factors": {"rope_freqs.weight": np.ones(8, dtype=np.float32)}}, "rope_freqs.weight"),
-    "part": ("olmo2", {"olmo2.rope.dimension_count": 8}, "turn, expected all"),
+    "part": ("olmo2", {"olmo2.rope.dimension_count": 8}, "rotate, expected all"),
     "qk-norm": ("stablelm", {"factors": {"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}}, "qk_layernorm"),
 }
 

@@ -90,7 +90,7 @@ def test_without_an_answer_the_cache_has_to_do(hub: Hub, tiny: Path) -> None:
     hub.faults.append(Fault("/api/", status=503))
     progress = Calls()
     assert configured(progress=progress) == folder
-    assert "can't be asked; using" in progress.calls[0][0]
+    assert "cannot be reached; using" in progress.calls[0][0]
     with pytest.raises(ModelError, match="503"):
         configured("org/other")
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_run_is_not_planned_for_either(hub: Hub, tiny: Path) -> N
         configured("org/gguf")
     with pytest.raises(ModelError, match=r"has no config\.json"):
         configured("org/no-config")
-    with pytest.raises(ModelError, match="org/unknown can't be used"):
+    with pytest.raises(ModelError, match="org/unknown cannot be used"):
         configured("org/unknown")
 
 
@@ -139,5 +139,5 @@ def test_what_old_gptq_says_in_a_file_beside_is_downloaded_too(hub: Hub, tiny: P
     hub.publish(ID, files_of(tiny) | said)
     assert read_spec(configured()).zero_point_matrices and hub.fetched() == {CONFIG, QUANTIZE_FILE}
     hub.publish("org/three", files_of(tiny) | {QUANTIZE_FILE: b'{"bits": 3}'})
-    with pytest.raises(ModelError, match=r"org/three can't be used: .*GPTQ in 3 bits is not supported"):
+    with pytest.raises(ModelError, match=r"org/three cannot be used: .*GPTQ in 3 bits is not supported"):
         configured("org/three")

@@ -87,7 +87,7 @@ def test_without_the_hub_it_says_so_and_goes_on(
         (["-m", "org/missing"], 1, "has no model org/missing, or it is private"),
         (["-m", ID, "--revision", "v2"], 1, f"{ID} has no revision v2"),
         (["-m", ID, "--revision", "../v2"], 2, "revision is '../v2'"),
-        (["-m", "a/b..c", "--offline"], 2, "it is no Hugging Face id either"),
+        (["-m", "a/b..c", "--offline"], 2, "it is not a Hugging Face id either"),
         (["-m", ID, "--offline"], 1, "is not in the cache"),
         (["-m", ID, "--temp", "-1"], 2, "--temp is -1"),
         (["-m", ID], 28, "has 0 MiB free"),

@@ -82,7 +82,7 @@ def test_what_can_only_be_a_path_is_no_id(hub: Hub, tmp_path: Path, monkeypatch:
 
 
 def test_names_of_other_programs_are_told_from_ids(hub: Hub, tmp_path: Path) -> None:
-    assert "names with a colon are no Hugging Face ids, which have the form org/name;" in str(refusal("llama3.1:8b"))
+    assert "names with a colon are not Hugging Face ids, which have the form org/name;" in str(refusal("llama3.1:8b"))
     for model in ("model.GGUF", str(tmp_path / "model.gguf"), tmp_path / "model.gguf"):
         assert f"there is no folder {model}; give one with a Hugging Face checkpoint, a store, a GGUF file" in str(
             refusal(model)
@@ -169,7 +169,7 @@ def test_the_configuration_is_judged_before_the_weights_come(
 ) -> None:
     hub.publish(ID, files_of(tiny) | {"config.json": config})
     message = str(refusal())
-    assert message.startswith(f"{ID} can't be used: ") and sentence in message
+    assert message.startswith(f"{ID} cannot be used: ") and sentence in message
     assert hub.fetched() == {"config.json"}
 
 

@@ -112,11 +112,11 @@ def test_tokenizer_json_needs_no_package_beside_a_sentencepiece_model(
 
 
 NO_MODEL: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is damaged or no sentencepiece model"),
-    "zeros": (bytes(500), "is damaged or no sentencepiece model"),
-    "a vocabulary of tiktoken": (b"IQ== 0\nIg== 1\n", "is damaged or no sentencepiece model"),
-    "Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\n", "is damaged or no sentencepiece model"),
-    "cut": (b"\x0a\x03\x0a\x01a" * 50 + b"\x0a\x70a", "is damaged or no sentencepiece model"),
+    "empty": (b"", "is damaged or not a sentencepiece model"),
+    "zeros": (bytes(500), "is damaged or not a sentencepiece model"),
+    "a vocabulary of tiktoken": (b"IQ== 0\nIg== 1\n", "is damaged or not a sentencepiece model"),
+    "Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\n", "is damaged or not a sentencepiece model"),
+    "cut": (b"\x0a\x03\x0a\x01a" * 50 + b"\x0a\x70a", "is damaged or not a sentencepiece model"),
     "two million empty pieces": (b"\x0a\x00" * 2 * 10**6, "has 2000000 pieces, expected at most 1048576"),
 }
 

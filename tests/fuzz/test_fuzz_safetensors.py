@@ -29,11 +29,11 @@ SIZES = (41, 2, 12, 0)  # bytes of tensors behind each
 # What the library accepts and we refuse: names that are there twice, blanks in front, what is beyond our limits, and
 # fields it ignores, whatever is in them.
 STRICTER = (
-    "there twice",
-    "is no size",
+    "appears twice",
+    "is not a size",
     "is not described by",
-    "no JSON object",
-    "no object of strings",
+    "not a JSON object",
+    "not an object of strings",
     "characters, expected 1 to",
     "expected up to 8 sizes",
 )

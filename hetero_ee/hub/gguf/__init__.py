@@ -1,1 +1,1 @@
-"""GGUF files: their header, checked, and what it says as Hugging Face's files would."""
+"""GGUF files: their header, checked, and its translation to Hugging Face's files."""

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are read: a new one is an entry in ARCHITECTURES.
+"""The supported architectures of GGUF files: to add one, add an entry to ARCHITECTURES.
 
 Source: llama.cpp's converter (conversion/) and graphs (src/models/), and the names of the gguf package.
 """
@@ -11,34 +11,34 @@ from hetero_ee.errors import shown
 from hetero_ee.hub.gguf.header import GgufHeader
 from hetero_ee.hub.gguf.metadata import Metadata
 
-Config = dict[str, Any]  # fields of config.json; None where the file has none
-# Norm -> (field of config.json, key).
+Config = dict[str, Any]  # fields of config.json; None if the file does not have one
+# (field of config.json, key in the file) of the norms' epsilon.
 RMS = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 LAYER = "attention.layer_norm_epsilon"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 THETA, NEAR_THETA = "rope.freq_base", "rope.freq_base_swa"
 DEFAULT_THETA = 10000.0
 GEMMA_2_27B_LAYERS, GEMMA_3_27B_LAYERS = 46, 62
-# Where the norm after attention has the name that Llama's checkpoints give to the one before the FFN.
+# Some files name the norm after attention as Llama's checkpoints name the one before the FFN.
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """One value of general.architecture: how its files hold what config.json and Hugging Face's checkpoints do."""
+    """How files of one general.architecture represent config.json and the tensors of Hugging Face's checkpoints."""
 
     hf_class: str
     norm_eps: tuple[str, str] = RMS
-    fields: Mapping[str, str] = field(default_factory=dict)  # further ones of config.json -> keys
-    more: Callable[[Metadata, Config], Config] | None = None  # fields that no key holds as they are
-    names: Mapping[str, str] = field(default_factory=dict)  # modules that are called otherwise than Llama's
-    is_turned: bool = False  # rows of queries and keys: neighbours turn together, not halves of a head
-    turns_part: bool = False  # of a head
+    fields: Mapping[str, str] = field(default_factory=dict)  # further fields of config.json -> keys
+    more: Callable[[Metadata, Config], Config] | None = None  # computes fields that no key holds directly
+    names: Mapping[str, str] = field(default_factory=dict)  # modules that are named differently from Llama's
+    is_interleaved: bool = False  # adjacent rows of queries and keys rotate together, not the halves of a head
+    rotates_part: bool = False  # only a part of a head rotates
     has_rope_factors: bool = False
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
-    """Raises ModelError for one that is not read."""
+    """Return the file's architecture. Raises ModelError if it is not supported."""
     metadata = Metadata(header)
     if not isinstance(metadata.name, str) or metadata.name not in ARCHITECTURES:
         raise metadata.failure(
@@ -49,7 +49,7 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
 
 
 def head_share(config: Config) -> Any:
-    """The size of heads that share the hidden size evenly; None where the numbers are none."""
+    """Return the head size if heads share the hidden size evenly; None if the fields are not numbers."""
     hidden_size, n_heads = config["hidden_size"], config["num_attention_heads"]
     if type(n_heads) is not int or type(hidden_size) is not int or n_heads < 1:
         return None
@@ -61,7 +61,7 @@ def _gemma_2(metadata: Metadata, config: Config) -> Config:
 
 
 def _gemma_3(metadata: Metadata, config: Config) -> Config:
-    """The scaling of angles is that of layers that see all positions; without a window all do."""
+    """Rope scaling applies to layers that see all positions; without a window all layers do."""
     near = metadata.get(NEAR_THETA)
     thetas = {"rope_theta": _theta(metadata), "rope_local_base_freq": DEFAULT_THETA if near is None else near}
     every = _pattern(metadata, 6) if metadata.get(WINDOW) else {"sliding_window_pattern": 1}
@@ -69,7 +69,7 @@ def _gemma_3(metadata: Metadata, config: Config) -> Config:
 
 
 def _olmo(metadata: Metadata, config: Config) -> Config:
-    """OLMo 2; with a window OLMo 3, whose files have the same name."""
+    """OLMo 2, or with a window OLMo 3, whose files use the same architecture name."""
     if not metadata.get(WINDOW):
         return {}
     thetas = _one_theta(metadata) | {"rope_theta": _theta(metadata)}
@@ -77,9 +77,9 @@ def _olmo(metadata: Metadata, config: Config) -> Config:
 
 
 def _granite(metadata: Metadata, config: Config) -> Config:
-    """A factor that is missing or 0 is not applied; that of the attention is then the usual one."""
+    """A factor that is missing or 0 is not applied; the attention scale is then the usual one."""
     if metadata.get("rope.scaling.finetuned") is False:
-        raise metadata.failure("its heads do not turn (rope.scaling.finetuned is false), which is not supported")
+        raise metadata.failure("its heads do not rotate (rope.scaling.finetuned is false), which is not supported")
     head_dim, scale = config["head_dim"], metadata.get("attention.scale")
     usual = head_dim**-0.5 if type(head_dim) is int and head_dim > 0 else None
     return {
@@ -99,7 +99,7 @@ def _seed_oss(metadata: Metadata, config: Config) -> Config:
 
 
 def _stablelm(metadata: Metadata, config: Config) -> Config:
-    """The key of the parallel residual is true in files that have none: as in llama.cpp the FFN's norm says it."""
+    """Files claim a parallel residual that the model may not have; as in llama.cpp, the FFN's norm decides."""
     return {
         "use_qkv_bias": config["attention_bias"],
         "use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight"),
@@ -109,7 +109,7 @@ def _stablelm(metadata: Metadata, config: Config) -> Config:
 
 def _glm_4(metadata: Metadata, config: Config) -> Config:
     if metadata.get("rope.dimension_sections") is not None:
-        raise metadata.failure("it turns by several positions (GLM-4V), which is not supported")
+        raise metadata.failure("it rotates by several positions (GLM-4V), which is not supported")
     if n_layers := metadata.get("nextn_predict_layers"):
         raise metadata.failure(f"it has {shown(n_layers)} layers that predict further tokens, which are not supported")
     return {}
@@ -127,37 +127,37 @@ def _one_theta(metadata: Metadata) -> Config:
 
 
 def _pattern(metadata: Metadata, every: int) -> Config:
-    """Which layers have the window, as a flag for each; a number must be the family's own."""
+    """Return which layers have the window, from a flag per layer; a number must be the family's own."""
     pattern = metadata.get(PATTERN)
     if isinstance(pattern, list) and all(isinstance(flag, bool) for flag in pattern):
         return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
     if pattern not in (None, every):
-        raise metadata.failure(f"{metadata.name}.{PATTERN} is {shown(pattern)}, expected {every} or a flag for a layer")
+        raise metadata.failure(f"{metadata.name}.{PATTERN} is {shown(pattern)}, expected {every} or a flag per layer")
     return {}
 
 
 def _query_scalar(config: Config, n_layers_of_27b: int) -> Config:
-    """No key holds it: the head size, but for the 27B models, which divide the hidden size by their heads."""
+    """No key holds it: it is the head size, except for the 27B models, which divide the hidden size by their heads."""
     is_27b = config["num_hidden_layers"] == n_layers_of_27b
     return {"query_pre_attn_scalar": head_share(config) if is_27b else config["head_dim"]}
 
 
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-# By general.architecture. Mistral's files say llama.
+# By general.architecture. Mistral's files use llama.
 ARCHITECTURES = {
-    "llama": GgufArchitecture("LlamaForCausalLM", is_turned=True, has_rope_factors=True),
+    "llama": GgufArchitecture("LlamaForCausalLM", is_interleaved=True, has_rope_factors=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", has_rope_factors=True),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", has_rope_factors=True),
-    "phi3": GgufArchitecture("Phi3ForCausalLM", turns_part=True, has_rope_factors=True),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", rotates_part=True, has_rope_factors=True),
     "gemma": GgufArchitecture("GemmaForCausalLM"),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", fields=_CAPS, more=_gemma_2, names=_AFTER_ATTENTION),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", fields=_CAPS, more=_gemma_3, names=_AFTER_ATTENTION),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", more=_olmo, names=_AFTER_ATTENTION),
-    "granite": GgufArchitecture("GraniteForCausalLM", more=_granite, is_turned=True, has_rope_factors=True),
+    "granite": GgufArchitecture("GraniteForCausalLM", more=_granite, is_interleaved=True, has_rope_factors=True),
     "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", ("norm_epsilon", LAYER), more=_use_bias),
-    "stablelm": GgufArchitecture("StableLmForCausalLM", ("layer_norm_eps", LAYER), more=_stablelm, turns_part=True),
-    "glm4": GgufArchitecture("Glm4ForCausalLM", more=_glm_4, turns_part=True),
-    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", is_turned=True),
+    "stablelm": GgufArchitecture("StableLmForCausalLM", ("layer_norm_eps", LAYER), more=_stablelm, rotates_part=True),
+    "glm4": GgufArchitecture("Glm4ForCausalLM", more=_glm_4, rotates_part=True),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", is_interleaved=True),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=_seed_oss, names=_AFTER_ATTENTION),
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", more=_use_bias),
 }

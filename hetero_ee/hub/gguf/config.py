@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, in the fields of Hugging Face's config.json."""
+"""Translate a GGUF file's metadata to the fields of Hugging Face's config.json."""
 
 import struct
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from hetero_ee.hub.gguf.metadata import Metadata
 from hetero_ee.hub.regular_file import reason_of
 from hetero_ee_profiles.opened_file import open_regular
 
-# Hugging Face's name of a field -> the key behind the architecture's name.
+# Hugging Face's field -> the key that follows the architecture's name.
 _KEYS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -24,19 +24,19 @@ _KEYS = {
 _NEEDED = (*list(_KEYS)[:4], "max_position_embeddings")
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
-MAX_FACTORS = 2**16  # in one of these tensors; published ones have up to 64
+MAX_FACTORS = 2**16  # per tensor; published ones have up to 64
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-# Tokens that end a turn, by which llama.cpp stops too, whatever the file names as its end.
+# Tokens that end a turn; llama.cpp stops at them, too, whatever the file names as its end.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<end_of_turn>")
 
 
 def hf_config(header: GgufHeader) -> dict[str, Any]:
-    """config.json. Raises ModelError for what has no place there; values are checked when the config is read."""
+    """Return config.json. Raises ModelError for what it cannot represent; values are checked when it is read."""
     return _Reader(header).config()
 
 
 def hf_generation_config(header: GgufHeader) -> dict[str, Any]:
-    """generation_config.json: the tokens that begin and end a text."""
+    """Return generation_config.json: the tokens that begin and end a sequence."""
     prefix, tokens = "tokenizer.ggml", header.metadata.get("tokenizer.ggml.tokens")
     ends = [header.metadata.get(f"{prefix}.{name}_token_id") for name in ("eos", "eot", "eom")]
     if isinstance(tokens, list):
@@ -53,7 +53,7 @@ class _Reader:
     def config(self) -> dict[str, Any]:
         metadata, architecture, tensors = self._metadata, self._architecture, self._header.tensors
         if EMBEDDING not in tensors:
-            raise metadata.failure(f"tensor {EMBEDDING} is missing; this file holds no whole model")
+            raise metadata.failure(f"tensor {EMBEDDING} is missing, so this file does not hold a whole model")
         if n_experts := metadata.get("expert_count"):
             raise metadata.failure(f"it is a mixture of {shown(n_experts)} experts, which are not supported")
         config = {field: (metadata.needed if field in _NEEDED else metadata.even)(key) for field, key in _KEYS.items()}
@@ -66,7 +66,7 @@ class _Reader:
             config["num_key_value_heads"] = config["num_attention_heads"]
         value_size = metadata.get("attention.value_length")
         if value_size not in (None, config["head_dim"]):
-            raise metadata.failure(f"heads have values of {shown(value_size)} features, unlike their queries and keys")
+            raise metadata.failure(f"value heads have {shown(value_size)} features, unlike queries and keys")
         config |= {
             "architectures": [architecture.hf_class],
             "vocab_size": tensors[EMBEDDING].shape[0],
@@ -80,15 +80,17 @@ class _Reader:
         return {name: value for name, value in config.items() if value is not None}
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
-        """rope_scaling, of whichever kind, with what it needs; and which share of a head turns."""
+        """Return rope_scaling of any kind with its parameters, including the share of a head that rotates."""
         metadata, head_dim = self._metadata, config["head_dim"]
         theta = metadata.get(THETA)
         n_features = metadata.get("rope.dimension_count")
         rope: dict[str, Any] = {"rope_theta": DEFAULT_THETA if theta is None else theta, "rope_type": "default"}
         if n_features not in (None, head_dim):
-            turns_part = self._architecture.turns_part
-            if not turns_part or type(n_features) is not int or type(head_dim) is not int or head_dim < 1:
-                raise metadata.failure(f"of heads of {shown(head_dim)} features {shown(n_features)} turn, expected all")
+            rotates_part = self._architecture.rotates_part
+            if not rotates_part or type(n_features) is not int or type(head_dim) is not int or head_dim < 1:
+                raise metadata.failure(
+                    f"{shown(n_features)} of a head's {shown(head_dim)} features rotate, expected all"
+                )
             rope["partial_rotary_factor"] = n_features / head_dim
         kind = metadata.get("rope.scaling.type")
         factor = metadata.get("rope.scaling.factor") or metadata.get("rope.scale_linear")
@@ -96,7 +98,7 @@ class _Reader:
         original = metadata.get("rope.scaling.original_context_length") or context_tokens
         found = set(ROPE_TENSORS) & set(self._header.tensors)
         if found and not self._architecture.has_rope_factors:
-            raise metadata.failure(f"it has {min(found)}, factors of rotary angles that are not supported here")
+            raise metadata.failure(f"it has rotary factors in {min(found)}, which its architecture does not support")
         if FACTORS in found or {LONG_FACTORS, SHORT_FACTORS} <= found:
             is_one = FACTORS in found
             short, long = ([*self._factors(FACTORS if is_one else name)] for name in (SHORT_FACTORS, LONG_FACTORS))
@@ -110,7 +112,7 @@ class _Reader:
         elif kind == "linear" or (kind is None and factor not in (None, 0, 1)):
             rope |= {"rope_type": "linear", "factor": factor}
         elif kind not in (None, "none"):
-            raise metadata.failure(f"rope.scaling.type is {shown(kind)}, which is not supported without its factors")
+            raise metadata.failure(f"rope.scaling.type is {shown(kind)}, which needs factors that the file lacks")
         used = {name: value for name, value in rope.items() if value is not None}
         original = {"original_max_position_embeddings": used.get("original_max_position_embeddings")}
         return {"rope_scaling": used} | original

@@ -1,7 +1,7 @@
-"""A GGUF file, or its parts, as a model's folder: its metadata, translated into Hugging Face's files, and a note
-of where it lies.
+"""Represent a GGUF file, or its parts, by a model folder in the cache.
 
-Whatever reads a model's folder then reads this one; its weights are read from the file itself.
+The folder holds the metadata, translated to Hugging Face's files, and a note of where the GGUF file is. It is read like
+any model folder; the weights are read from the GGUF file itself.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ from hetero_ee.hub.regular_file import find_file, read_file, reason_of
 from hetero_ee.models.hf_config import INT8_FIELD, ZEROS_FIELD, spec_from_hf
 from hetero_ee_profiles.records import from_json
 
-FOLDERS = "gguf"  # below the cache
-NOTE_FILE = "gguf.json"  # believed in there alone: elsewhere it could name any file
-MAX_NOTE_BYTES = 2**23  # the most parts, with the longest paths
-TRANSLATION_VERSION = 3  # another one makes every folder anew
+FOLDERS = "gguf"  # in the cache
+NOTE_FILE = "gguf.json"  # only trusted in that folder: elsewhere it could name any file
+MAX_NOTE_BYTES = 2**23  # for the most parts with the longest paths
+TRANSLATION_VERSION = 3  # a new version makes every folder again
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -58,10 +58,13 @@ class _Note:
 
 
 def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
-    """The folder in the cache that stands for the model that `file` holds or is a part of; made where it is not there.
+    """Return the folder in the cache that represents the model of `file` or its part, creating it if necessary.
 
-    configuration_only: without the tokenizer, which takes seconds to make. Raises ModelError, CheckpointError,
-    StoreError.
+    Args:
+        configuration_only: omit the tokenizer, which needs seconds.
+
+    Raises:
+        ModelError, CheckpointError, StoreError: if the file is unsupported or damaged, or the cache cannot be written.
     """
     parts = part_files(file)
     note = _Note.of(parts)
@@ -75,7 +78,7 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
     config = hf_config(header)
     spec = spec_from_hf(config, str(header.file))
     config |= {INT8_FIELD: int8_matrices(header, spec), ZEROS_FIELD: zero_point_matrices(header, spec)}
-    files = {} if configuration_only else tokenizer_files(header)  # tokenizer.json last: where it is, all is
+    files = {} if configuration_only else tokenizer_files(header)  # tokenizer.json is last, so it implies the others
     if not has_config:
         values = {"config.json": config, "generation_config.json": hf_generation_config(header)}
         noted = values | {NOTE_FILE: asdict(note)}
@@ -85,9 +88,10 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The files that `folder` stands for; none for every folder that gguf_folder has not made.
+    """Return the GGUF files that `folder` represents; none if gguf_folder did not create it.
 
-    Raises CheckpointError where one is another since.
+    Raises:
+        CheckpointError: if one has changed since.
     """
     try:
         is_ours = folder.resolve().is_relative_to((cache_folder() / FOLDERS).resolve())
@@ -102,12 +106,12 @@ def gguf_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{found} can't be read ({error}); delete {folder}.") from error
     for noted in note.files:
         if _NotedFile.of(Path(noted.file)) != noted:
-            raise CheckpointError(f"{noted.file} has changed since it was opened; open it again.")
+            raise CheckpointError(f"{noted.file} has changed since it was translated; open it again.")
     return [Path(noted.file) for noted in note.files]
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    """Each whole or not at all, in this order."""
+    """Write the files in this order, each atomically."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

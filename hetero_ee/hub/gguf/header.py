@@ -1,8 +1,8 @@
-"""The header of a GGUF file, checked to the last number before anything is mapped or allocated by it.
+"""Read the header of a GGUF file, checking every number before anything is mapped or allocated.
 
-A file is "GGUF", a version, the numbers of tensors and of metadata; the metadata, each a key, a type and a value; of
-each tensor its name, sizes, type and offset; and, from an aligned byte on, the tensors. All little-endian. Source: the
-GGUF specification, docs/gguf.md in ggml's repository.
+A file is "GGUF", a version, the numbers of tensors and of metadata entries; the metadata, each a key, a type and a
+value; for each tensor its name, sizes, type and offset; and, from an aligned byte on, the tensors. All numbers are
+little-endian. Source: the GGUF specification, docs/gguf.md in ggml's repository.
 """
 
 import math
@@ -21,20 +21,20 @@ from hetero_ee_profiles.opened_file import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1 counted in 32 bits, for some weeks in 2023
-START_BYTES = 64  # enough to recognise what a file is instead
-MAX_HEADER_BYTES = 256 * 2**20  # the largest published ones have about 20 MB, nearly all of them the vocabulary
+START_BYTES = 64  # enough to recognize other kinds of files
+MAX_HEADER_BYTES = 256 * 2**20  # the largest published ones have about 20 MB, nearly all of it vocabulary
 MAX_TENSORS = 200_000
 MAX_ENTRIES = 2**16  # of metadata; published files have up to a hundred
-MAX_VALUES = 4 * 10**6  # of all arrays of the metadata; the largest published vocabularies need a million
-MAX_KEY_BYTES = 2**16 - 1  # the specification's
+MAX_VALUES = 4 * 10**6  # in all metadata arrays; the largest published vocabularies need a million
+MAX_KEY_BYTES = 2**16 - 1  # in the specification
 MAX_TEXT_BYTES = 16 * 2**20
-MAX_TENSOR_NAME_BYTES = 512  # ggml's have up to 64
+MAX_TENSOR_NAME_BYTES = 512  # ggml uses up to 64
 MAX_DIMENSIONS = 4
-MAX_INTEGER = 2**63 - 1  # what torch can count
+MAX_INTEGER = 2**63 - 1  # torch's largest size
 MAX_ALIGNMENT = 2**16
 DEFAULT_ALIGNMENT = 32
 TEXT, ARRAY = 8, 9
-# struct's letter of each type of a number; the eighth is a boolean, a byte that is 0 or 1
+# struct's format of each number type; 7 is a boolean, a byte that is 0 or 1
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 Value = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
@@ -47,14 +47,14 @@ class GgufTensor:
     file: Path
     name: str
     type: TensorType
-    shape: tuple[int, ...]  # rows first, as torch has it
-    start: int  # counted from its file's first byte
+    shape: tuple[int, ...]  # rows first, as in torch
+    start: int  # byte offset in its file
     n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself; or the parts of a model together, which the first of them describes."""
+    """The header of a file; or of all parts of a model together, described by the first of them."""
 
     file: Path
     metadata: Mapping[str, Value]
@@ -62,7 +62,7 @@ class GgufHeader:
 
 
 def is_gguf(file: Path) -> bool:
-    """Whether a file that is there begins as GGUF files do, or is named as they are."""
+    """Return whether an existing file begins as a GGUF file, or has the name of one."""
     try:
         with open_regular(file) as opened:
             return opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
@@ -71,7 +71,7 @@ def is_gguf(file: Path) -> bool:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Of one file, a whole model or a part of one. Raises CheckpointError, naming the file and what is wrong."""
+    """Read the header of one file, a whole model or a part. Raises CheckpointError with the file and the reason."""
     try:
         with open_regular(file) as opened:
             n_file_bytes = os.fstat(opened.fileno()).st_size
@@ -88,11 +88,11 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 
 def _damaged(reason: object) -> str:
-    return f"is damaged or no GGUF file ({reason}); get the file again"
+    return f"is damaged or not a GGUF file ({reason}); get the file again"
 
 
 class _Cursor:
-    """Reads on in the header. Raises ValueError where that would lead past its end."""
+    """Reads the header sequentially. Raises ValueError if that would lead beyond its end."""
 
     def __init__(self, opened: BufferedReader, n_bytes: int) -> None:
         self._opened, self._n_bytes, self.position, self._values_left = opened, n_bytes, 0, MAX_VALUES
@@ -101,11 +101,11 @@ class _Cursor:
         self.position += n_bytes
         data = self._opened.read(n_bytes) if self.position <= self._n_bytes else b""
         if len(data) != n_bytes:
-            raise ValueError(f"its header leads past byte {self._n_bytes}")
+            raise ValueError(f"its header leads beyond byte {self._n_bytes}")
         return data
 
     def number(self, letter: str) -> int:
-        """A whole number of struct's type `letter`."""
+        """Read an integer of struct's format `letter`."""
         size = struct.calcsize(f"<{letter}")
         value: int = struct.unpack(f"<{letter}", self.take(size))[0]
         return value
@@ -140,7 +140,7 @@ class _Cursor:
         return self._numbers(kind, n_values, key)
 
     def _numbers(self, kind: int, n_values: int, key: str) -> list[int] | list[float] | list[bool]:
-        if kind not in NUMBERS:  # arrays in arrays, which nobody writes, among them
+        if kind not in NUMBERS:  # including nested arrays, which no file has
             raise ValueError(f"{shown(key)} has type {kind}, which is unknown")
         layout = f"<{n_values}{NUMBERS[kind]}"
         return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
@@ -152,7 +152,7 @@ def _parsed(cursor: _Cursor, file: Path, n_file_bytes: int) -> tuple[dict[str, V
     if version not in VERSIONS:
         is_big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
         raise ValueError(
-            "it is big-endian, expected a little-endian one"
+            "it is big-endian; only little-endian files are supported"
             if is_big_endian
             else f"it has version {version}, expected {' or '.join(map(str, VERSIONS))}"
         )
@@ -171,13 +171,13 @@ def _metadata(cursor: _Cursor, n_entries: int) -> dict[str, Value]:
     for _ in range(n_entries):
         key = cursor.text("a key", MAX_KEY_BYTES)
         if key in metadata:
-            raise ValueError(f"key {shown(key)} is there twice")
+            raise ValueError(f"key {shown(key)} appears twice")
         metadata[key] = cursor.value(cursor.number("I"), key)
     return metadata
 
 
 def _described(cursor: _Cursor, file: Path) -> GgufTensor:
-    """A tensor whose start is still counted from the first one's."""
+    """Read a tensor's description, with its start still relative to the first tensor."""
     name = cursor.text("a tensor's name", MAX_TENSOR_NAME_BYTES)
     n_dimensions = cursor.number("I")
     if not 1 <= n_dimensions <= MAX_DIMENSIONS:
@@ -188,7 +188,7 @@ def _described(cursor: _Cursor, file: Path) -> GgufTensor:
         raise ValueError(f"tensor {shown(name)} has type {number}, which is unknown")
     kind, n_weights = TENSOR_TYPES[number], math.prod(sizes)
     if min(sizes) < 1 or max(sizes) > MAX_INTEGER or 8 * n_weights > MAX_INTEGER:
-        raise ValueError(f"tensor {shown(name)} has sizes {shown(sizes)}, none of them may be 0 or beyond memory")
+        raise ValueError(f"tensor {shown(name)} has sizes {shown(sizes)}, which are 0 or beyond memory")
     if sizes[0] % kind.block_weights:
         raise ValueError(
             f"tensor {shown(name)} has rows of {sizes[0]}, expected a multiple of {kind.name}'s {kind.block_weights}"
@@ -198,13 +198,13 @@ def _described(cursor: _Cursor, file: Path) -> GgufTensor:
 
 
 def _placed(described: list[GgufTensor], first: int, alignment: int, n_file_bytes: int) -> dict[str, GgufTensor]:
-    """By name, with starts counted from the file's first byte; each within the file and apart from the others."""
+    """Return tensors by name, with starts relative to the file; checks that they are inside it and do not overlap."""
     tensors: dict[str, GgufTensor] = {}
     end = first
     for tensor in sorted(described, key=lambda each: each.start):
         name, start = tensor.name, first + tensor.start
         if name in tensors:
-            raise ValueError(f"tensor {shown(name)} is there twice")
+            raise ValueError(f"tensor {shown(name)} appears twice")
         if tensor.start % alignment:
             raise ValueError(f"tensor {shown(name)} starts at {tensor.start}, expected a multiple of {alignment}")
         if start < end:

@@ -1,4 +1,4 @@
-"""The entries of a GGUF file that describe its model, which begin with the architecture's name."""
+"""The metadata entries of a GGUF file that describe its model; their keys begin with the architecture's name."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class Metadata:
         return self.header.metadata.get(f"{self.name}.{key}")
 
     def even(self, key: str) -> Any:
-        """The value; of a list of one for each layer that which all have."""
+        """Return the value; if there is a list with one value per layer, they must all be equal."""
         value = self.get(key)
         if isinstance(value, list):
             if len(set(value)) != 1:

@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files, for those that Hugging Face's checkpoints have."""
+"""Translate tensor names of Hugging Face's checkpoints to those of GGUF files."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from hetero_ee.hub.gguf.tensor_types import TensorType
 from hetero_ee.models.hf_names import checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
 
-# Modules of a layer and outside of them; the endings, .weight and .bias, are the same.
+# Modules inside and outside of layers; the suffixes .weight and .bias are the same.
 _OF_A_LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -19,7 +19,7 @@ _OF_A_LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",  # in checkpoints of some architectures another norm
+    "post_attention_layernorm": "ffn_norm",  # some architectures use this name for another norm
     "post_self_attn_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -33,12 +33,12 @@ _OF_A_LAYER = {
 }
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# Whose rows lie otherwise where an architecture is turned.
-TURNED = ("self_attn.q_proj", "self_attn.k_proj")
+# Modules whose rows are in another order if an architecture is interleaved.
+INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
-    """What GGUF files call a tensor of a Hugging Face checkpoint."""
+    """Return the GGUF name of a tensor of a Hugging Face checkpoint."""
     module, _, ending = hf_name.rpartition(".")
     layer = _LAYER.fullmatch(module)
     if layer is None:
@@ -48,12 +48,12 @@ def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
 
 
 def int8_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
-    """The layers' matrices, by this engine's names, of which the file holds parts that are too precise for 4 bits."""
+    """Return the layers' matrices, by this engine's names, with parts that are too precise for 4 bits."""
     return [name for name, types in _matrix_types(header, spec) if any(kind.is_wide for kind in types)]
 
 
 def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
-    """Likewise those whose 4-bit codes can be kept, and some have minimums."""
+    """Return the layers' matrices whose 4-bit codes can be kept and of which some parts have minimums."""
     return [
         name
         for name, types in _matrix_types(header, spec)
@@ -62,7 +62,7 @@ def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
 
 
 def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, list[TensorType]]]:
-    """Of each of the layers' matrices the types of its parts that the file has."""
+    """Yield each of the layers' matrices with the types of its parts in the file."""
     architecture = architecture_of(header)
     for name, parts in checkpoint_parts(spec).items():
         if name.startswith("layers.") and len(parts[0].shape) > 1:

@@ -1,7 +1,7 @@
-"""A model that llama.cpp's gguf-split has cut into files: name-00001-of-00003.gguf and so on, together one header.
+"""Models that llama.cpp's gguf-split has cut into files, name-00001-of-00003.gguf and so on.
 
-The first one has the model's metadata. Each says how many parts there are, which it is, counted from 0, and how many
-tensors all have together.
+The first file has the model's metadata. Each one has the number of parts, its own number counted from 0, and the number
+of tensors in all parts.
 """
 
 import os
@@ -19,15 +19,16 @@ _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 def base_name(file: Path) -> str:
-    """The file's name without ending and number."""
+    """Return the file's name without suffix and part number."""
     found = _PART.fullmatch(file.name)
     return found[1] if found else file.stem
 
 
 def part_files(file: Path) -> list[Path]:
-    """All parts of the model that `file` is one of, by their numbers; of a whole model the file alone.
+    """Return all parts of the model that `file` belongs to, in order; for a whole model only the file.
 
-    Raises CheckpointError where one is missing.
+    Raises:
+        CheckpointError: if a part is missing.
     """
     if not _PART.fullmatch(file.name):
         file = Path(os.path.realpath(file))
@@ -37,7 +38,7 @@ def part_files(file: Path) -> list[Path]:
     number, n_parts = int(found[2]), int(found[3])
     if not 1 <= number <= n_parts <= MAX_PARTS:
         raise CheckpointError(f"{file} is named as part {number} of {n_parts}, expected 1 to {MAX_PARTS} parts.")
-    folder = Path(os.path.realpath(file.parent))  # not the file itself: a download cache links to other names
+    folder = Path(os.path.realpath(file.parent))  # not of the file: a download cache links to files with other names
     files = [folder / f"{found[1]}-{each:05}-of-{found[3]}.gguf" for each in range(1, n_parts + 1)]
     for each, part in enumerate(files, 1):
         if find_file(folder, part.name, CheckpointError) is None:
@@ -48,7 +49,7 @@ def part_files(file: Path) -> list[Path]:
 
 
 def read_model_header(files: Sequence[Path]) -> GgufHeader:
-    """The header of the model in `files`, as part_files gives them. Raises CheckpointError where they don't agree."""
+    """Return the header of a model from its parts (see part_files). Raises CheckpointError if they are inconsistent."""
     headers = [read_gguf_header(file) for file in files]
     for index, header in enumerate(headers):
         _check_place(header, index, len(files))
@@ -61,23 +62,23 @@ def read_model_header(files: Sequence[Path]) -> GgufHeader:
         n_tensors = header.metadata.get("split.tensors.count", len(tensors))
         if len(files) > 1 and n_tensors != len(tensors):
             raise CheckpointError(
-                f"{header.file} says that all parts have {shown(n_tensors)} tensors, they have {len(tensors)}; "
+                f"{header.file} claims {shown(n_tensors)} tensors in all parts, but they have {len(tensors)}; "
                 "get all parts again."
             )
     return replace(headers[0], tensors=tensors)
 
 
 def _check_place(header: GgufHeader, index: int, n_parts: int) -> None:
-    """Whether a part is the one that its name says."""
+    """Check that a part has the number that its name states."""
     count, number = header.metadata.get("split.count", 0), header.metadata.get("split.no", 0)
     if n_parts == 1 and count in (0, 1):
         return
     if n_parts == 1:
         raise CheckpointError(
             f"{header.file} is one of {shown(count)} parts of a model, but not named so; expected a name such as "
-            "model-00001-of-00003.gguf, and the other parts beside it."
+            "model-00001-of-00003.gguf, with the other parts in the same folder."
         )
     if count != n_parts:
-        raise CheckpointError(f"{header.file} is named as one of {n_parts} parts, but says there are {shown(count)}.")
+        raise CheckpointError(f"{header.file} is named as one of {n_parts} parts, but claims {shown(count)}.")
     if number != index:
-        raise CheckpointError(f"{header.file} says that its number is {shown(number)}, expected {index} by its name.")
+        raise CheckpointError(f"{header.file} has part number {shown(number)}, expected {index} by its name.")

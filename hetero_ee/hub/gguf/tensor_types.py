@@ -1,4 +1,4 @@
-"""Types of tensors in GGUF files: how many weights a block holds, in how many bytes. Source: ggml-common.h."""
+"""Tensor types of GGUF files: weights and bytes per block. Source: ggml-common.h."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ MAX_NARROW_BITS = 5.0  # Q4_1, the widest of the 4-bit types; Q5_0 and Q5_K have
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A type by its name in ggml."""
+    """A type, named as in ggml."""
 
     name: str
     block_weights: int
@@ -15,7 +15,7 @@ class TensorType:
 
     @property
     def bits(self) -> float:
-        """Of a weight, scales included."""
+        """Bits per weight, including scales."""
         return 8 * self.block_bytes / self.block_weights
 
     @property
@@ -24,21 +24,21 @@ class TensorType:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is quantized, to more bits than 4-bit tiles come near."""
+        """Whether it is quantized with clearly more bits than 4-bit tiles."""
         return not self.is_float and self.bits > MAX_NARROW_BITS
 
     @property
     def has_minimum(self) -> bool:
-        """Whether a block's codes of 4 bits have a minimum beside the scale."""
+        """Whether it is a 4-bit type with a minimum per block in addition to the scale."""
         return self.name in ("Q4_1", "Q4_K")
 
     @property
     def is_linear(self) -> bool:
-        """Whether codes of 4 bits are whole numbers times a scale, with a minimum or without."""
+        """Whether its 4-bit codes are integers times a scale, with or without a minimum."""
         return self.has_minimum or self.name == "Q4_0"
 
 
-_SUPER = 256  # weights of a block of the K and IQ types
+_SUPER = 256  # weights per block of the K and IQ types
 _KNOWN: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),

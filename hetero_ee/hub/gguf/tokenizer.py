@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file's metadata describe, as tokenizer.json and tokenizer_config.json.
+"""Translate the tokenizer in a GGUF file's metadata to tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE ("gpt2") comes with its merges and the name of how text is split before; sentencepiece's BPE ("llama")
-with a score for each piece, from which merges follow.
+Byte-level BPE ("gpt2") has merges and the name of a splitting of the text; sentencepiece's BPE ("llama") has a score
+for each piece, which implies the merges.
 """
 
 import json
@@ -12,8 +12,8 @@ from hetero_ee.errors import ModelError, shown
 from hetero_ee.hub.gguf.header import GgufHeader
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
-MAX_ADDED_TOKENS = 20_000  # control and user-defined, which take time one by one; Gemma has 6,400
-# Wherever a piece can be cut there may be a merge: squares of lengths, added up. Gemma's come to about 2 * 10^7.
+MAX_ADDED_TOKENS = 20_000  # control and user-defined tokens, which are added one by one; Gemma has 6,400
+# Each cut of a piece may be a merge, so work grows with the sum of squared lengths; Gemma's is about 2 * 10^7.
 MAX_CUTS = 5 * 10**7
 LETTER, NUMBER, MARKS = r"[^\r\n\p{L}\p{N}]?", r"\p{N}", r"\p{Lm}\p{Lo}\p{M}"
 SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -24,13 +24,13 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}" + MARKS + "]", r"[\p{Ll}" + MARKS + "]"
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How text is split before merges. pattern: None is GPT-2's own."""
+    """How text is split before merging. A pattern of None means GPT-2's own."""
 
     pattern: str | None
     single_digits: bool = False
-    composed: bool = False  # Unicode's normal form C first
-    whole_words: bool = False  # what is a token whole needs no merges
-    adds_begin: bool = False  # where the file does not say whether a text begins with the begin token
+    composed: bool = False  # normalizes to Unicode's form C first
+    whole_words: bool = False  # a split that is a token needs no merges
+    adds_begin: bool = False  # default if the file does not say whether to add the begin token
 
 
 _GPT2, _SMOLLM = Splitting(None), Splitting(None, single_digits=True)
@@ -61,14 +61,14 @@ SPLITTINGS = {
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, str]:
-    """File by name. Raises ModelError for a tokenizer of a kind, or with a splitting of text, that is unknown."""
+    """Return file contents by name. Raises ModelError for an unknown kind of tokenizer or splitting of text."""
     vocabulary = _Vocabulary(header)
     try:
         backend = vocabulary.sentencepiece() if vocabulary.kind == "llama" else vocabulary.byte_level()
         text = backend.to_str()
     except ModelError:
         raise
-    except BaseException as error:  # bare Exceptions, and panics of Rust code, which are none
+    except BaseException as error:  # bare Exceptions, and panics of Rust code, which derive from BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise vocabulary.failure(f"its tokenizer can't be made ({shown(str(error))})") from error
@@ -85,7 +85,7 @@ class _Vocabulary:
         self._header = header
         self.kind, self._pre = self._get("model"), self._get("pre")
         if self.kind not in ("llama", "gpt2"):
-            raise self.failure(f"its tokenizer is of kind {shown(self.kind)}, supported are llama and gpt2")
+            raise self.failure(f"its tokenizer is of kind {shown(self.kind)}; supported are llama and gpt2")
         if self.kind == "gpt2" and (not isinstance(self._pre, str) or self._pre not in SPLITTINGS):
             raise self.failure(
                 f"its tokenizer splits text by {shown(self._pre)} (tokenizer.ggml.pre), which is unknown; known are "
@@ -133,7 +133,7 @@ class _Vocabulary:
         return self._completed(tokenizer, adds_begin=True)
 
     def special_tokens(self) -> dict[str, str]:
-        """Texts by their names in tokenizer_config.json."""
+        """Return the special tokens by their names in tokenizer_config.json."""
         named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         return {field: text for field, name in named.items() if (text := self._special(name)) is not None}
 
@@ -166,7 +166,7 @@ class _Vocabulary:
         return merges
 
     def _implied_merges(self) -> list[tuple[str, str]]:
-        """Every piece may come of any two that it can be cut into; the piece of the best score comes first."""
+        """Return the merges that the scores imply: each piece from any two it can be cut into, the best score first."""
         scores, ids = self._list("scores", float), self._ids
         if len(scores) != len(self.tokens):
             raise self.failure(f"it has {len(self.tokens)} tokens and scores of {len(scores)}")

@@ -23,7 +23,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         partial_rotary_factor=0.5,
         attention_bias=True,
     )
-    spec = llama.read_spec(fields, architecture, turns_part=True, interleaved=True)
+    spec = llama.read_spec(fields, architecture, rotates_part=True, interleaved=True)
     return replace(spec, attention_output_bias=False, ffn_bias=False)
 
 

@@ -20,8 +20,8 @@ TENSOR_NAMES = {
 }
 
 
-def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False, interleaved: bool = False) -> ModelSpec:
-    """turns_part: see read_rope; interleaved: see RopeSpec."""
+def read_spec(fields: Fields, architecture: str, *, rotates_part: bool = False, interleaved: bool = False) -> ModelSpec:
+    """rotates_part: see read_rope; interleaved: see RopeSpec."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = layer_count(fields)
     head_dim = even_head_dim(fields) if fields.get("head_dim") is None else fields.integer("head_dim")
@@ -32,7 +32,7 @@ def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False, in
         raise fields.fail(f"num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}.")
     context_tokens = fields.integer("max_position_embeddings", 2048)
     activation_name, threshold = activation(fields, "hidden_act", "silu")
-    rope = read_rope(fields, head_dim, context_tokens, turns_part=turns_part)
+    rope = read_rope(fields, head_dim, context_tokens, rotates_part=rotates_part)
     rope = replace(rope, interleaved=interleaved)
     attention_bias = fields.flag("attention_bias", False)
     return ModelSpec(

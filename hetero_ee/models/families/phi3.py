@@ -16,6 +16,6 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     fields = fields.with_defaults(
         max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5
     )
-    spec = llama.read_spec(fields, architecture, turns_part=True)
+    spec = llama.read_spec(fields, architecture, rotates_part=True)
     windows = (fields.optional_integer("sliding_window"),) * spec.n_layers
     return replace(spec, qkv_bias=False, attention_output_bias=False, ffn_bias=False, sliding_windows=windows)

@@ -26,11 +26,12 @@ KNOWN_FIELDS = {
 YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"}  # the last says nothing
 
 
-def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part: bool) -> RopeSpec:
-    """Reads both spellings, rope_parameters (transformers 5) and rope_theta with rope_scaling (before), which wins.
+def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_part: bool) -> RopeSpec:
+    """Read rope settings as rope_parameters (transformers 5), or rope_theta with rope_scaling, which takes precedence.
 
-    turns_part: the family heeds partial_rotary_factor. In others transformers 5 ignores it where the kind is "default"
-    and fails on it elsewhere.
+    Args:
+        rotates_part: whether the family applies partial_rotary_factor. For other families transformers 5 ignores it if
+            the kind is "default" and fails otherwise.
     """
     parameters = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
     theta = parameters.number("rope_theta", fields.number("rope_theta", 10000.0))
@@ -38,17 +39,17 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part:
     if theta < 1:
         raise fields.fail(f"rope_theta is {theta:g}, expected 1 or more.")
     kind = parameters.text("rope_type", parameters.text("type", "default"))
-    if kind == "su" or (kind == "yarn" and turns_part):  # its first names
+    if kind == "su" or (kind == "yarn" and rotates_part):  # its first names
         kind = "longrope"
     if kind not in KINDS:
         raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are {', '.join(KINDS)}.")
     parameters.refuse_others(KNOWN_FIELDS | (YARN_FIELDS if kind == "yarn" else set()))
-    if not turns_part and kind != "default" and int(head_dim * partial) != head_dim:
+    if not rotates_part and kind != "default" and int(head_dim * partial) != head_dim:
         raise fields.fail(
             f"partial_rotary_factor is {partial:g}, which this architecture does not have with rope_type {kind}; "
             "remove it."
         )
-    n_features = int(head_dim * partial) if turns_part else head_dim
+    n_features = int(head_dim * partial) if rotates_part else head_dim
     if n_features < 2 or n_features % 2 or n_features > head_dim:
         raise fields.fail(
             f"partial_rotary_factor {partial:g} of head_dim {head_dim} turns {n_features} features, "

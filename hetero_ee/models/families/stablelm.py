@@ -13,7 +13,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     fields = fields.with_defaults(
         num_key_value_heads=32, max_position_embeddings=4096, partial_rotary_factor=0.25, hidden_act="silu"
     )
-    spec = llama.read_spec(fields, architecture, turns_part=True)
+    spec = llama.read_spec(fields, architecture, rotates_part=True)
     return replace(
         spec,
         norm="layer",

@@ -1,0 +1,96 @@
+"""The kinds of tile that matmuls multiply. Each is a Numba type of its own, so each kind's kernel is compiled for it.
+
+LINEAR    int4, entry = code - 8.             CODEBOOK  int4, entry = table[code].
+BYTES     int8, entry = the byte.             NARROW    CODEBOOK with no entry beyond -32 .. 32; only on AVX2.
+ZEROS     LINEAR with a zero point for each row of the tile.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import lower_constant
+from numba.extending import intrinsic, models, register_model, typeof_impl
+
+from hetero_ee_cpu_ops.simd.bytes import I64, target_has
+
+LINEAR_CODEBOOK = tuple(range(-8, 8))
+NARROW_LIMIT = 32  # largest magnitude of an entry for which four products fit in 16 bits
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TileKind:
+    """A kind of tile: 16 rows x 32 columns, with its scales and what the activations add for it."""
+
+    name: str
+    tile_bytes: int = 256
+    scales_bytes: int = 32  # of a tile, zero points included
+    offset_bytes: int = 4  # of one group of activations, see quantize.py
+
+
+LINEAR, CODEBOOK, BYTES = TileKind("linear"), TileKind("codebook"), TileKind("bytes", tile_bytes=512)
+NARROW, ZEROS = TileKind("narrow", offset_bytes=8), TileKind("zeros", scales_bytes=64)
+
+
+class TileKindType(types.Type):
+    """The Numba type of one kind; its values are empty."""
+
+    def __init__(self, kind: TileKind) -> None:
+        self.kind = kind
+        super().__init__(name=f"TileKind({kind.name})")
+
+
+register_model(TileKindType)(models.OpaqueModel)
+
+
+@typeof_impl.register(TileKind)
+def _type_of(kind: TileKind, _context: Any) -> TileKindType:
+    return TileKindType(kind)
+
+
+@lower_constant(TileKindType)
+def _constant(context: Any, _builder: Any, _type: Any, _kind: Any) -> Any:
+    return context.get_dummy_value()
+
+
+def _size(field: str) -> Any:
+    """Return an intrinsic that gives a field of a kind as a compile-time constant."""
+
+    def function(typing: Any, kind: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return ir.Constant(I64, getattr(kind.kind, field))
+
+        return types.intp(kind), codegen
+
+    function.__name__ = field
+    return intrinsic(function)
+
+
+tile_bytes, scales_bytes, offset_bytes = _size("tile_bytes"), _size("scales_bytes"), _size("offset_bytes")
+
+
+def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool = False) -> TileKind:
+    """Return the kind of tile for this codebook (None: int8 tiles) on the JIT target; has_zeros: with zero points."""
+    if codebook is None:
+        return BYTES
+    if codebook == LINEAR_CODEBOOK:
+        return ZEROS if has_zeros else LINEAR
+    is_narrow = max(map(abs, codebook)) <= NARROW_LIMIT
+    return NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK
+
+
+def adds_in_16_bits(context: Any) -> bool:
+    """Return whether the JIT target adds products of bytes in 16 bits: AVX2 without a dot product of bytes."""
+    has_dot = target_has(context, "avx512vnni") or target_has(context, "avxvnni")
+    return target_has(context, "avx2") and not has_dot
+
+
+def byte_bias(context: Any) -> int:
+    """Return the bias added to entries of -32 .. 32 for products that take one unsigned byte."""
+    return NARROW_LIMIT if adds_in_16_bits(context) else 128
+
+
+def has_wide_registers(context: Any) -> bool:
+    """Return whether one register holds 16 rows; if it holds 8, a row block is computed in halves."""
+    return target_has(context, "avx512vnni") or not target_has(context, "avx2")
