@@ -1,1 +1,1 @@
-"""What a model is: its numbers, its flat list of blocks, and where Hugging Face keeps each tensor."""
+"""Models as read from Hugging Face: their specs, their flat lists of blocks, and the names of their tensors."""

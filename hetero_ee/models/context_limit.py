@@ -1,4 +1,4 @@
-"""How long a text a model can read, and how long it was trained to."""
+"""Limits of a model's context: the positions it has, and those it was trained on."""
 
 from collections.abc import Callable
 
@@ -7,13 +7,13 @@ from hetero_ee.models.spec import ModelSpec
 
 
 def check_context(spec: ModelSpec, n_tokens: int, what: str = "context size") -> None:
-    """Raises UsageError for a context with more positions than the model has; `what` names it."""
+    """Raise UsageError if a context exceeds the model's fixed number of positions; `what` names it."""
     if spec.context_is_fixed and n_tokens > spec.max_context_tokens:
         raise UsageError(f"{what} {n_tokens} is beyond the {spec.max_context_tokens} positions this model has.")
 
 
 def warn_of_context(spec: ModelSpec, n_tokens: int, warn: Callable[[str], None]) -> None:
-    """Says so where positions would come that the model was not trained on, or turn otherwise than in its own."""
+    """Warn if a context has positions that the model was not trained on, or that change its rotary angles."""
     if n_tokens <= spec.max_context_tokens:
         return
     scaling = None if spec.rope is None else spec.rope.scaling

@@ -1,34 +1,34 @@
-"""Fields of a configuration file, read with a type, a range and an error that names the field."""
+"""Read the fields of a configuration file with a type, a range, and errors that name the field."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from hetero_ee.errors import ModelError, shown
 
-MAX_SIZE = 2**24  # no published width, vocabulary or context comes near; keeps size arithmetic honest
+MAX_SIZE = 2**24  # far above any published width, vocabulary or context; keeps size arithmetic exact
 MAX_NUMBER = 1e12  # the largest published number is a rope_theta of 1e8
 
 
 class Fields:
-    """The fields of one object; `where` begins every error. Raises ModelError."""
+    """The fields of one object; `where` begins every error. Methods raise ModelError for invalid values."""
 
     def __init__(self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
         self._values, self._where, self._defaults = values, where, defaults or {}
 
     def with_defaults(self, **defaults: Any) -> "Fields":
-        """The same fields, of a class with these defaults; they come before those that a reader names."""
+        """Return the same fields with a class's defaults, which take precedence over a reader's."""
         return Fields(self._values, self._where, defaults)
 
     def with_values(self, **values: Any) -> "Fields":
-        """The same fields with these in place of theirs; a None removes one."""
+        """Return the same fields with these values replaced; None removes a field."""
         return Fields({**self._values, **values}, self._where, self._defaults)
 
     def values(self, **defaults: Any) -> dict[str, Any]:
-        """All of the object, and of these what it lacks."""
+        """Return all fields of the object, and of `defaults` those it lacks."""
         return {**defaults, **self._values}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The raw value; a missing field and a null are both the default."""
+        """Return the raw value; a missing field and a null both give the default."""
         value = self._values.get(name)
         return self._defaults.get(name, default) if value is None else value
 
@@ -36,7 +36,7 @@ class Fields:
         return name in self._values and self._values[name] is None
 
     def names(self) -> list[str]:
-        """Of all fields that are there."""
+        """Return the names of all fields."""
         return list(self._values)
 
     def integer(self, name: str, default: int | None = None, smallest: int = 1, largest: int = MAX_SIZE) -> int:
@@ -52,11 +52,11 @@ class Fields:
         return float(value)
 
     def optional_integer(self, name: str) -> int | None:
-        """None where the field is missing or null."""
+        """Return the integer, or None if the field is missing or null."""
         return None if self.get(name) is None else self.integer(name)
 
     def refuse_flag(self, name: str, what: str) -> None:
-        """Raises ModelError where the flag is set; `what` says what that would mean."""
+        """Raise ModelError if the flag is set; `what` says what that would mean."""
         if self.flag(name, False):
             raise self.fail(f"{name} is true, and {what} is not supported.")
 
@@ -79,7 +79,7 @@ class Fields:
         return Fields(value, f"{self._where}: {name}")
 
     def refuse_others(self, known: set[str]) -> None:
-        """Raises ModelError for a field that is set and unknown: ignoring it could change every result."""
+        """Raise ModelError for a field that is set and unknown, since ignoring it could change every result."""
         for name, value in self._values.items():
             if name not in known and value is not None:
                 raise self.fail(f"field {shown(name)} is not supported; supported are {', '.join(sorted(known))}.")

@@ -1,4 +1,4 @@
-"""Reads Hugging Face configurations: which family a model is of, and what of it takes 8 bits."""
+"""Read Hugging Face configurations: a model's family, its spec, and which matrices need 8 bits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,19 +13,20 @@ from hetero_ee.models.saved_format import SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
 SUFFIX = "ForCausalLM"
-# Of config.json as this engine writes it for other formats: which of the layers' matrices are how.
+# Fields that this engine adds to config.json when it translates other formats: matrices by their storage.
 INT8_FIELD, ZEROS_FIELD = "hetero_ee_int8_matrices", "hetero_ee_zero_point_matrices"
 
 DOWN = ".ffn.down"
 
 
 def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The numbers of a Hugging Face configuration; `where` names it in errors.
+    """Return the spec of a Hugging Face configuration; `where` names it in errors.
 
-    Raises ModelError naming the field, or the architecture and what is supported.
+    Raises:
+        ModelError: names the field, or the unsupported architecture and those supported.
     """
     fields = Fields(config, where)
-    saved = saved_format_from_hf(config, where)  # refuses weights that can't be read
+    saved = saved_format_from_hf(config, where)  # refuses unreadable weights
     architectures = fields.get("architectures", [])
     architecture = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
     model_type = fields.text("model_type", "")
@@ -35,7 +36,9 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         name = architecture or model_type or "none named"
         if fields.get("text_config") is not None:
             able = ", ".join(name for name, family in FAMILIES.items() if family.text_type)
-            raise fields.fail(f"architecture {shown(name)} reads more than text and is not supported, as {able} are.")
+            raise fields.fail(
+                f"architecture {shown(name)} is a multimodal model that is not supported; supported are {able}."
+            )
         raise fields.fail(f"architecture {shown(name)} is not supported; supported are {_supported()}.")
     if text_type := FAMILIES[architecture].text_type:
         fields = _text_fields(fields, architecture, text_type)
@@ -47,7 +50,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def _names(fields: Fields, field: str) -> tuple[str, ...]:
-    """A list of names, empty where the field is missing."""
+    """Return a sorted list of names, empty if the field is missing."""
     names = fields.get(field, [])
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise fields.fail(f"{field} is {shown(names)}, expected a list of names.")
@@ -55,7 +58,7 @@ def _names(fields: Fields, field: str) -> tuple[str, ...]:
 
 
 def _text_fields(fields: Fields, architecture: str, text_type: str) -> Fields:
-    """Of a model that reads more than text those of its text part; older files of some have no part for it."""
+    """Return the fields of a multimodal model's text part; older files of some models have no separate part."""
     if fields.get("text_config") is None:
         return fields
     text = fields.section("text_config")
@@ -69,13 +72,13 @@ def _text_fields(fields: Fields, architecture: str, text_type: str) -> Fields:
 
 def _supported() -> str:
     names = sorted(name.removesuffix(SUFFIX) for name in FAMILIES if name.endswith(SUFFIX))
-    return f"{', '.join(names)} (each with {SUFFIX} behind it)"
+    return f"{', '.join(names)} (each followed by {SUFFIX})"
 
 
 def _by_format(spec: ModelSpec, saved: SavedFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the layers' matrices that take 8 bits, and of those in 4 that have zero points.
+    """Return names of the layers' matrices that need 8 bits, and of those in 4 bits with zero points.
 
-    Groups that interleave fit 4 bits only where the input can be put in their order: neurons, which down reads.
+    Interleaved groups fit 4 bits only if the input can be reordered: that of down, which reads neurons.
     """
     tensors = all_tensors(decoder_blocks(spec))
     names = tuple(sorted(tensor.name for tensor in tensors if tensor.role is TensorRole.MATRIX))

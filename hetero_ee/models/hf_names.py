@@ -1,4 +1,4 @@
-"""Where a Hugging Face checkpoint keeps each tensor: our name -> the file's tensors, stacked row after row."""
+"""Names of tensors in Hugging Face checkpoints: our name -> the file's tensors, whose rows are stacked."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.spec import ModelSpec
 
-# Buffers that old checkpoints carry and the model never needed: computed from the configuration instead.
+# Buffers in old checkpoints; the engine computes them from the configuration.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
-# Of models that read more than text: where the text part's tensors begin, of older and newer files, and the others'.
+# Prefixes of tensors in multimodal models: those of the text part, in older and newer files, and of other parts.
 _TEXT_PARTS = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -20,7 +20,7 @@ _OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projec
 
 
 def text_part_name(name: str) -> str | None:
-    """What a tensor of a model that reads more than text is called in its text part; None where it is of another."""
+    """Return a tensor's name in the text part of a multimodal model; None if it belongs to another part."""
     if name.removeprefix("model.").startswith(_OTHER_PARTS):
         return None
     for prefix, plain in _TEXT_PARTS.items():
@@ -31,16 +31,16 @@ def text_part_name(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of the checkpoint, whole, and the shape it must have."""
+    """One whole tensor of the checkpoint and its expected shape."""
 
     hf_name: str
     shape: tuple[int, ...]
-    added: float = 0.0  # what the checkpoint leaves out of each value
-    neighbours: tuple[int, int] | None = None  # rows of a head, the first of which turn in pairs of neighbours
+    added: float = 0.0  # constant that the checkpoint leaves out of each value
+    neighbours: tuple[int, int] | None = None  # rows of a head, and how many of them rotate in adjacent pairs
 
 
 def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
-    """For every tensor of the model, the checkpoint's tensors it is stacked from. Source: transformers' modules."""
+    """Map every tensor of the model to the checkpoint's tensors that it is stacked from. Source: transformers."""
     return {tensor.name: _parts(spec, tensor) for tensor in all_tensors(decoder_blocks(spec))}
 
 
@@ -64,8 +64,10 @@ def _parts(spec: ModelSpec, tensor: TensorSpec) -> list[Part]:
 
 
 def engine_order(part: Part) -> list[int] | None:
-    """Which of a part's rows comes where in the engine: pairs that turn together are halves of a head there. None: as
-    they are."""
+    """Return the order of a part's rows in the engine, where pairs that rotate together are halves of a head.
+
+    None means that the order is the checkpoint's.
+    """
     if part.neighbours is None:
         return None
     head, turned = part.neighbours

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for planning and timing where their weights are not available."""
+"""Shapes of well-known models, for planning and timing without their weights."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ SHAPES = {
 
 
 def known_spec(name: str) -> ModelSpec:
-    """The shapes of the model called `name`. Raises UsageError."""
+    """Return the shapes of the model called `name`. Raises UsageError."""
     if name not in SHAPES:
-        raise UsageError(f"{shown(name)} is no model whose shapes are known; choose one of {', '.join(SHAPES)}.")
+        raise UsageError(f"{shown(name)} is not a model with known shapes; choose one of {', '.join(SHAPES)}.")
     hidden, ffn, layers, heads, kv_heads, vocabulary, context = SHAPES[name]
     config: dict[str, Any] = {
         "model_type": "llama",

@@ -1,7 +1,7 @@
-"""How a checkpoint's matrices were saved, where not as floats: quantization_config of config.json, strictly read.
+"""Quantization formats of checkpoints: quantization_config of config.json, read strictly.
 
-What is read here decides what the weights mean; fields that only say how they were made (damp_percent, observer, ...)
-are passed over. Sources: what AutoGPTQ, GPTQModel, AutoAWQ, compressed-tensors and transformers write.
+Only fields that decide what the weights mean are checked; fields about how they were made (damp_percent, observer, ...)
+are ignored. Sources: the files that AutoGPTQ, GPTQModel, AutoAWQ, compressed-tensors and transformers write.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,26 +15,26 @@ BITSANDBYTES, GPTQ, AWQ, COMPRESSED_TENSORS, FP8 = "bitsandbytes", "gptq", "awq"
 FOUR_BIT_TYPES = ("nf4", "fp4")
 METHODS = {BITSANDBYTES: "bitsandbytes", GPTQ: "GPTQ", AWQ: "AWQ", COMPRESSED_TENSORS: "compressed-tensors", FP8: "FP8"}
 ADVICE = "give the original weights, a GGUF file, or a copy in 4 bits by GPTQ, AWQ, compressed-tensors or bitsandbytes"
-GROUP_COLUMNS = 32  # of a tile: groups of a file are whole ones
-MARKED_PATTERN = "re:"  # what a regular expression among the ignored modules begins with
+GROUP_COLUMNS = 32  # of a tile; a file's groups must be multiples
+MARKED_PATTERN = "re:"  # prefix of a regular expression among the ignored modules
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFormat:
-    """One format for all matrices that a checkpoint does not hold as floats."""
+    """The format of all matrices that a checkpoint does not store as floats."""
 
     method: str
     values: str  # "nf4", "fp4", "int4", "int8", "mxfp4" or "e4m3"
-    group_size: int | None = None  # columns that share a scale; None where all of a row do
-    block_rows: int | None = None  # rows that share one with them; None where each has its own, or all have one
-    symmetric: bool = True  # else each group has a zero point
-    reordered: bool = False  # each column names its group, and groups interleave
-    zero_offset: int = 0  # what zero points are more than the file has them
-    ignored: tuple[str, ...] = ()  # modules that are floats, or whose submodules are
+    group_size: int | None = None  # columns that share a scale; None if a whole row does
+    block_rows: int | None = None  # rows that share a scale; None if each has its own, or the matrix has one
+    symmetric: bool = True  # otherwise each group has a zero point
+    reordered: bool = False  # groups interleave, and the file has each column's group
+    zero_offset: int = 0  # added to the file's zero points
+    ignored: tuple[str, ...] = ()  # modules stored as floats, with their submodules
 
     @property
     def title(self) -> str:
-        """For people: "GPTQ int4, groups of 128, with zero points"."""
+        """Text for messages, such as "GPTQ int4, groups of 128, with zero points"."""
         columns = self.group_size
         groups = f", blocks of {self.block_rows} x {columns}" if self.block_rows else f", groups of {columns}"
         zeros, order = "" if self.symmetric else ", with zero points", ", reordered" if self.reordered else ""
@@ -46,12 +46,12 @@ class SavedFormat:
         return self.values in ("int8", "e4m3")
 
     def ignores(self, name: str) -> bool:
-        """Whether the configuration says of the tensor `name` that it is floats. Patterns are not evaluated."""
+        """Return whether the configuration says that tensor `name` is floats. Patterns are not evaluated."""
         return any(name.startswith(f"{module}.") for module in self.ignored)
 
 
 def saved_format_from_hf(config: Mapping[str, Any], where: str) -> SavedFormat | None:
-    """None for floats. `where` names the configuration in errors. Raises ModelError for what can't be read."""
+    """Return the format, None for floats. `where` names the configuration in errors. Raises ModelError."""
     fields = Fields(config, where)
     if fields.get("quantization_config") is None:
         return None
@@ -134,7 +134,7 @@ def _compressed_tensors(section: Fields) -> SavedFormat:
     return SavedFormat(COMPRESSED_TENSORS, values, columns, rows, symmetric, reordered, ignored=ignored)
 
 
-# The format of the whole checkpoint -> what its weights may be.
+# A checkpoint's format -> types that its weights may have.
 _COMPRESSED = {
     "pack-quantized": ("int4", "int8"),
     "int-quantized": ("int8",),
@@ -145,7 +145,7 @@ _COMPRESSED = {
 
 
 def _only_weights(section: Fields) -> Fields:
-    """What all groups of modules say of their weights, which must be the same."""
+    """Return the weights' settings, which must be the same for all groups of modules."""
     groups = section.section("config_groups")
     names = groups.names()
     if not names:
@@ -157,7 +157,7 @@ def _only_weights(section: Fields) -> Fields:
 
 
 def _compressed_groups(weights: Fields, values: str) -> tuple[int | None, int | None]:
-    """Rows and columns that share a scale."""
+    """Return the rows and columns that share a scale."""
     strategy = weights.text("strategy", "tensor" if weights.get("group_size") is None else "group")
     if strategy == "group" or (values == "mxfp4" and strategy == "tensor_group"):
         columns = _group_size(weights)
@@ -195,7 +195,7 @@ def _bits(section: Fields, name: str, supported: tuple[int, ...]) -> int:
 
 
 def _group_size(section: Fields) -> int | None:
-    """None for -1, a whole row."""
+    """Return the group size, None for -1, a whole row."""
     size = section.integer("group_size", 128, -1)
     if size != -1 and (size < 1 or size % GROUP_COLUMNS):
         raise section.fail(f"group_size is {size}, expected -1 or a multiple of {GROUP_COLUMNS}; {ADVICE}.")
@@ -203,7 +203,7 @@ def _group_size(section: Fields) -> int | None:
 
 
 def _block(section: Fields, name: str) -> tuple[int, int]:
-    """Rows and columns."""
+    """Return the rows and columns of a block."""
     value = section.get(name)
     sizes = value if isinstance(value, list | tuple) else ()
     if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_SIZE for size in sizes):
@@ -219,14 +219,14 @@ def _ignored(section: Fields, name: str) -> tuple[str, ...]:
 
 
 def _refuse_overrides(section: Fields) -> None:
-    """GPTQModel's bits of single modules; those that begin with -: are left out of quantization, as tensors show."""
+    """Refuse GPTQModel's different bits for single modules; modules marked -: are not quantized, as tensors show."""
     overrides = [name for name in section.section("dynamic").names() if not name.startswith("-:")]
     if overrides:
-        raise _unsupported(section, f"GPTQ with bits of its own for {shown(overrides[0])} (dynamic)", "a uniform copy")
+        raise _unsupported(section, f"GPTQ with other bits for {shown(overrides[0])} (dynamic)", "a uniform copy")
 
 
 def _require(section: Fields, name: str, *known: str) -> None:
-    """Of a field that may be missing."""
+    """Raise ModelError if an optional field has another value."""
     value = section.text(name, known[0])
     if value not in known:
         raise section.fail(f"{name} is {shown(value)}, expected {' or '.join(known)}.")

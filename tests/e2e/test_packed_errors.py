@@ -208,7 +208,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"checkpoint_format": "bitblas"}, "GPTQ packed as 'bitblas' is not supported"),
     ("gptq", {"is_marlin_format": True}, "GPTQ packed as 'marlin' is not supported"),
     ("gptq", {"pack_dtype": "int16"}, "pack_dtype is 'int16', expected int32"),
-    ("gptq", {"dynamic": {r".*\.down_proj": {"bits": 8}}}, "bits of its own for"),
+    ("gptq", {"dynamic": {r".*\.down_proj": {"bits": 8}}}, "other bits for"),
     ("gptq", {"meta": "v2"}, "meta is 'v2', expected an object"),
     ("gptq", {"quant_method": "awq"}, "AWQ packed as 'gptq' is not supported"),
     ("gptq", {"quant_method": "awq", "version": "gemm"}, "q_proj.qweight has type I32 and shape [8, 64], expected"),

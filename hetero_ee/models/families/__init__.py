@@ -1,4 +1,4 @@
-"""The supported families of dense decoders: a new one is a file here and an entry in FAMILIES."""
+"""The supported families of dense decoders: to add one, add a file here and an entry to FAMILIES."""
 
 from hetero_ee.models.families import (
     ernie,

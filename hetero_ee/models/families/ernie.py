@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense (Baidu): Llama whose heads turn by neighbours."""
+"""ERNIE 4.5, dense (Baidu): Llama with adjacent features of a head rotating together."""
 
 from hetero_ee.models.families import llama
 from hetero_ee.models.fields import Fields

@@ -1,4 +1,4 @@
-"""EXAONE 4 (arXiv 2507.11407): norms after attention and FFN, and layers that see all positions do not turn."""
+"""EXAONE 4 (arXiv 2507.11407): norms after attention and FFN; layers that see all positions do not rotate."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a family of models has to say of itself, and what its readers share."""
+"""The description of a model family, and functions that several readers share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture: how its config.json is read, and where its checkpoints keep each tensor."""
+    """One architecture: how its config.json is read, and the names of its checkpoints' tensors."""
 
-    model_type: str  # names the architecture where config.json has no `architectures`
-    read_spec: Callable[[Fields, str], ModelSpec]  # of config.json and the architecture's name
+    model_type: str  # identifies the architecture if config.json has no `architectures`
+    read_spec: Callable[[Fields, str], ModelSpec]  # from config.json's fields and the architecture's name
     # Our name of a tensor (`{n}` for the layer, no ".weight" or ".bias") -> the modules whose rows are stacked in it.
     tensor_names: Mapping[str, tuple[str, ...]]
-    text_type: str = ""  # model_type of text_config, of a model that reads more than text; its text part alone is read
-    decoder_prefix: str = "model."  # of all tensors but the head's; checkpoints of the bare decoder leave it out
+    text_type: str = ""  # model_type of a multimodal model's text_config; only that part is read
+    decoder_prefix: str = "model."  # of all tensors except the head's; omitted in checkpoints of a bare decoder
 
     @property
     def head_name(self) -> str:
-        """The head's tensor, which a checkpoint of a model with a tied head may hold too."""
+        """Name of the head's tensor, which checkpoints of models with a tied head may contain, too."""
         [module] = self.tensor_names["head.tokens"]
         return module + ".weight"
 
@@ -43,7 +43,7 @@ def layer_count(fields: Fields) -> int:
 
 
 def even_head_dim(fields: Fields) -> int:
-    """The head size where none is named: heads share the hidden size evenly."""
+    """Return the head size if heads share the hidden size evenly."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % n_heads:
         raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
@@ -51,7 +51,7 @@ def even_head_dim(fields: Fields) -> int:
 
 
 def read_layer_kinds(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
-    """For each layer FULL or SLIDING, as layer_types names it."""
+    """Return FULL or SLIDING for each layer, as in layer_types."""
     kinds, n_layers = fields.get("layer_types", list(default)), layer_count(fields)
     if not isinstance(kinds, list | tuple) or len(kinds) != n_layers:
         raise fields.fail(f"layer_types is {shown(kinds)}, expected one entry for each of {n_layers} layers.")
@@ -66,7 +66,7 @@ def sliding_windows(kinds: Iterable[str], window: int | None) -> tuple[int | Non
 
 
 def activation(fields: Fields, field: str, default: str) -> tuple[str, float]:
-    """Our name of the activation that `field` names, and its threshold (0 where it has none)."""
+    """Return our name of the activation in `field`, and its threshold (0 if it has none)."""
     name = fields.text(field, default)
     if name not in ACTIVATIONS:
         raise fields.fail(f"{field} is {shown(name)}, which is not supported; supported are {', '.join(ACTIVATIONS)}.")

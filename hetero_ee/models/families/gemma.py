@@ -1,5 +1,6 @@
-"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786), whose norms' scales are stored
-without their 1.
+"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786).
+
+Their checkpoints store norms' scales minus 1.
 """
 
 import math
@@ -23,7 +24,7 @@ TANH = "gelu_pytorch_tanh"
 
 
 def read_spec(fields: Fields, architecture: str) -> ModelSpec:
-    """Of Gemma 1, whose files that say gelu mean its approximation."""
+    """Read Gemma 1, whose files mean gelu's approximation by gelu."""
     act = fields.get("hidden_activation", fields.get("hidden_act", TANH))
     return _read(
         fields.with_values(hidden_act=TANH if act == "gelu" else act),
@@ -33,7 +34,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def read_spec_2(fields: Fields, architecture: str) -> ModelSpec:
-    """Layers see all positions and a window in turns."""
+    """Read Gemma 2, whose layers alternate between a window and all positions."""
     kinds = read_layer_kinds(fields, [FULL if layer % 2 else SLIDING for layer in range(layer_count(fields))])
     spec = _read_later(fields, architecture, 8192)
     return replace(
@@ -45,7 +46,7 @@ def read_spec_2(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def read_spec_3(fields: Fields, architecture: str) -> ModelSpec:
-    """Every sixth layer sees all positions, with rotary angles of its own."""
+    """Read Gemma 3, of which every sixth layer sees all positions, with its own rotary angles."""
     every = fields.integer("sliding_window_pattern", 6)
     default = [SLIDING if (layer + 1) % every else FULL for layer in range(layer_count(fields))]
     kinds = read_layer_kinds(fields, default)
@@ -66,7 +67,7 @@ def read_spec_3(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def _read_later(fields: Fields, architecture: str, context_tokens: int) -> ModelSpec:
-    """What Gemma 2 and 3 share."""
+    """Read the fields that Gemma 2 and 3 share."""
     fields.refuse_flag("use_bidirectional_attention", "attention to later tokens")
     fields = fields.with_values(hidden_act=fields.get("hidden_activation", TANH))
     sizes = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -84,5 +85,5 @@ def _read(fields: Fields, architecture: str, defaults: dict[str, int]) -> ModelS
 
 
 def _unless_null(fields: Fields, name: str, default: float) -> float:
-    """A null says that there is no cap; a silent file means the class's default."""
+    """Return 0 for null, which means no cap; a missing field means the class's default."""
     return 0.0 if fields.is_null(name) else fields.number(name, default)

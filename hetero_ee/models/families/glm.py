@@ -1,5 +1,5 @@
-"""GLM-4 (arXiv 2406.12793): Llama of whose heads half turns, by neighbours; those of April 2025 have norms after
-attention and FFN too."""
+"""GLM-4 (arXiv 2406.12793): Llama with half of each head rotating, adjacent features together; the models of April 2025
+also have norms after attention and FFN."""
 
 from dataclasses import replace
 

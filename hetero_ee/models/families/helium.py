@@ -1,4 +1,4 @@
-"""Helium (Kyutai): Llama whose heads turn by neighbours."""
+"""Helium (Kyutai): Llama with adjacent features of a head rotating together."""
 
 from dataclasses import replace
 

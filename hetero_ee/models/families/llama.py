@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971), which most other families change in a few places only."""
+"""Llama (arXiv 2302.13971), which most other families change in only a few places."""
 
 from dataclasses import replace
 
@@ -21,11 +21,11 @@ TENSOR_NAMES = {
 
 
 def read_spec(fields: Fields, architecture: str, *, rotates_part: bool = False, interleaved: bool = False) -> ModelSpec:
-    """rotates_part: see read_rope; interleaved: see RopeSpec."""
+    """Read Llama's fields. rotates_part: see read_rope; interleaved: see RopeSpec."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = layer_count(fields)
     head_dim = even_head_dim(fields) if fields.get("head_dim") is None else fields.integer("head_dim")
-    # A null means one for each query head, whatever the class's default.
+    # A null means one key head per query head, whatever the class's default.
     is_null = fields.is_null("num_key_value_heads")
     n_kv_heads = n_heads if is_null else fields.integer("num_key_value_heads", n_heads)
     if n_heads % n_kv_heads:

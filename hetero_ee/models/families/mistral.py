@@ -17,5 +17,5 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def read_window(fields: Fields) -> int | None:
-    """A null says that there is none; a silent file means the classes' default, which Mistral's first release had."""
+    """Return the window: null means none; a missing field means the class's default, as in Mistral's first release."""
     return None if fields.is_null("sliding_window") else fields.integer("sliding_window", DEFAULT_WINDOW)

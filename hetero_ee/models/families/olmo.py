@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656) and OLMo 3 (arXiv 2512.13961): Llama with its norms after attention and FFN."""
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3 (arXiv 2512.13961): Llama with norms after attention and FFN."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ TENSOR_NAMES = TENSOR_NAMES_3 | {
     "layers.{n}.attention.post_norm": ("model.layers.{n}.post_attention_layernorm",),
     "layers.{n}.ffn.post_norm": ("model.layers.{n}.post_feedforward_layernorm",),
 }
-DEFAULT_THETA = 500000.0  # of OLMo 3
+DEFAULT_THETA = 500000.0  # for OLMo 3
 
 
 def read_spec_2(fields: Fields, architecture: str) -> ModelSpec:
@@ -23,7 +23,7 @@ def read_spec_2(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def read_spec_3(fields: Fields, architecture: str) -> ModelSpec:
-    """Every fourth layer sees all positions, and its rotary angles alone are scaled."""
+    """Read OLMo 3, of which every fourth layer sees all positions; only those layers' rotary angles are scaled."""
     kinds = read_layer_kinds(fields, [FULL if layer % 4 == 3 else SLIDING for layer in range(layer_count(fields))])
     theta = fields.number("rope_theta", DEFAULT_THETA)
     full, near = (read_spec_2(of_layer_kind(fields, kind, theta), architecture) for kind in (FULL, SLIDING))

@@ -37,7 +37,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         vocab_size=fields.integer("vocab_size"),
         max_context_tokens=fields.integer("max_position_embeddings", 2048),
         norm="layer",
-        norm_eps=1e-5,  # OPT leaves torch's LayerNorm default
+        norm_eps=1e-5,  # torch's default for LayerNorm
         norm_affine=fields.flag("layer_norm_elementwise_affine", True),
         final_norm=not fields.flag("_remove_final_layer_norm", False),
         activation=activation_name,

@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv 2404.14219): Llama whose checkpoints stack the matrices that read the same input."""
+"""Phi-3 (arXiv 2404.14219): Llama whose checkpoints stack matrices with the same input."""
 
 from dataclasses import replace
 

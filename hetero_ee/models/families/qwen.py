@@ -1,4 +1,4 @@
-"""Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388): Llama with biases or norms of queries and keys."""
+"""Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388): Llama with biases, or with norms of queries and keys."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def read_spec_2(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def read_spec_2_5_vl(fields: Fields, architecture: str) -> ModelSpec:
-    """The text part of Qwen2.5-VL (arXiv 2502.13923): a text's three positions are one, so that it turns as others."""
+    """Read Qwen2.5-VL's text part (arXiv 2502.13923); a text's three positions are equal, so it rotates as usual."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.section(name)
         if rope.get("mrope_section") is not None:
@@ -37,7 +37,7 @@ def read_spec_3(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def _sliding_windows(fields: Fields) -> tuple[int | None, ...]:
-    """The layers from max_window_layers on may have a window, or layer_types names each layer's kind."""
+    """Return the windows: layers from max_window_layers on may have one, or layer_types names each layer's kind."""
     n_layers = layer_count(fields)
     if not fields.flag("use_sliding_window", False):
         return (None,) * n_layers

@@ -1,4 +1,4 @@
-"""How Hugging Face configurations describe rotary positions."""
+"""Read rotary embeddings in Hugging Face configurations."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from hetero_ee.layers.rope import RopeScaling, RopeSpec
 from hetero_ee.models.families.family import FULL, SLIDING
 from hetero_ee.models.fields import MAX_SIZE, Fields
 
-MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones lie from 1 to 64
+MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones are 1 to 64
 KINDS = ("default", "linear", "llama3", "longrope", "yarn", "dynamic")
 KNOWN_FIELDS = {
     "rope_theta",
@@ -23,7 +23,7 @@ KNOWN_FIELDS = {
     "long_factor",
     "attention_factor",
 }
-YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"}  # the last says nothing
+YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"}  # the last has no effect
 
 
 def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_part: bool) -> RopeSpec:
@@ -39,7 +39,7 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_par
     if theta < 1:
         raise fields.fail(f"rope_theta is {theta:g}, expected 1 or more.")
     kind = parameters.text("rope_type", parameters.text("type", "default"))
-    if kind == "su" or (kind == "yarn" and rotates_part):  # its first names
+    if kind == "su" or (kind == "yarn" and rotates_part):  # its former names
         kind = "longrope"
     if kind not in KINDS:
         raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are {', '.join(KINDS)}.")
@@ -52,7 +52,7 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_par
     n_features = int(head_dim * partial) if rotates_part else head_dim
     if n_features < 2 or n_features % 2 or n_features > head_dim:
         raise fields.fail(
-            f"partial_rotary_factor {partial:g} of head_dim {head_dim} turns {n_features} features, "
+            f"partial_rotary_factor {partial:g} of head_dim {head_dim} rotates {n_features} features, "
             "expected an even number of them."
         )
     if kind == "default":
@@ -61,9 +61,9 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_par
 
 
 def of_layer_kind(fields: Fields, kind: str, theta: float) -> Fields:
-    """The fields as layers of one kind have them, where kinds turn differently.
+    """Return the fields for layers of one kind, if kinds rotate differently.
 
-    transformers 5 has rope_parameters for each kind. Before, rope_scaling was of FULL layers; theta: of this kind then.
+    transformers 5 has rope_parameters per kind. Before, rope_scaling applied to FULL layers, and this kind has `theta`.
     """
     parameters = fields.section("rope_parameters")
     own = parameters.section(kind)
@@ -92,15 +92,17 @@ def _scaling(
     if kind != "dynamic":
         return RopeScaling(kind, factor, low, high, original_tokens)
     if n_features < 4:
-        raise fields.fail(f"rope_type dynamic with {n_features} features that turn is impossible, expected 4 or more.")
-    longest_tokens = _product(factor, context_tokens)  # stretched from the context that the file names
+        raise fields.fail(
+            f"rope_type dynamic with {n_features} features that rotate is impossible, expected 4 or more."
+        )
+    longest_tokens = _product(factor, context_tokens)  # relative to the context in the file
     return RopeScaling(kind, factor, original_context_tokens=context_tokens, longest_context_tokens=longest_tokens)
 
 
 def _yarn(
     fields: Fields, parameters: Fields, context_tokens: int, original_tokens: int | None, theta: float
 ) -> RopeScaling:
-    """The default magnitude is the paper's; mscale and mscale_all_dim, which come together, are DeepSeek's."""
+    """Read YaRN; the default magnitude is the paper's, while mscale and mscale_all_dim are DeepSeek's."""
     factor = parameters.number("factor", context_tokens / original_tokens if original_tokens else None)
     fast, slow = parameters.number("beta_fast", 0.0) or 32.0, parameters.number("beta_slow", 0.0) or 1.0
     if not 1 <= factor <= MAX_FACTOR or not MIN_FACTOR <= slow <= fast <= MAX_FACTOR or theta == 1:
@@ -123,7 +125,7 @@ def _yarn(
 
 
 def _growth(factor: float, scale: float) -> float:
-    """Of queries and keys, which a longer context makes less sharp (arXiv 2309.00071, section 3.4)."""
+    """Return YaRN's factor of queries and keys, which a longer context makes less sharp (section 3.4)."""
     return 0.1 * scale * math.log(factor) + 1
 
 
@@ -132,9 +134,9 @@ def _product(factor: float, n_tokens: int) -> int:
 
 
 def own_context(rope: RopeSpec, context_tokens: int) -> int:
-    """The context of a model whose file says so of max_position_embeddings, before anybody asks for more."""
+    """Return the context of a model with this max_position_embeddings, unless the caller requests more."""
     scaling = rope.scaling
-    if scaling.kind == "longrope":  # the short factors cover no more
+    if scaling.kind == "longrope":  # the limit of the short factors
         return min(context_tokens, scaling.original_context_tokens)
     # Files with yarn often name the original context there too.
     return max(context_tokens, scaling.longest_context_tokens) if scaling.kind == "yarn" else context_tokens
@@ -143,7 +145,7 @@ def own_context(rope: RopeSpec, context_tokens: int) -> int:
 def _longrope(
     fields: Fields, parameters: Fields, context_tokens: int, original_tokens: int, n_pairs: int
 ) -> RopeScaling:
-    """Phi-3's long contexts (arXiv 2402.13753). The default magnitude is the paper's, from the ratio of contexts."""
+    """Read Phi-3's long contexts (arXiv 2402.13753). The default magnitude is the paper's, from the contexts' ratio."""
     short, long = (_factors(fields, parameters, name, n_pairs) for name in ("short_factor", "long_factor"))
     ratio = parameters.number("factor", context_tokens / original_tokens)
     magnitude = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original_tokens))

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance): Llama with biases of queries, keys and values, and one of its own for the output."""
+"""Seed-OSS (ByteDance): Llama with biases of queries, keys and values, and optionally of the output."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""StableLM (arXiv 2402.17834): Llama with LayerNorm, of whose heads a quarter turns."""
+"""StableLM (arXiv 2402.17834): Llama with LayerNorm and a quarter of each head rotating."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from hetero_ee.models.spec import ModelSpec
 
 
 def read_spec(fields: Fields, architecture: str) -> ModelSpec:
-    fields.refuse_flag("use_parallel_residual", "an FFN beside the attention (as in stablelm-2-12b)")
-    fields.refuse_flag("qk_layernorm", "a LayerNorm for each head (as in stablelm-2-12b)")
+    fields.refuse_flag("use_parallel_residual", "an FFN parallel to the attention (as in stablelm-2-12b)")
+    fields.refuse_flag("qk_layernorm", "a LayerNorm per head (as in stablelm-2-12b)")
     fields = fields.with_defaults(
         num_key_value_heads=32, max_position_embeddings=4096, partial_rotary_factor=0.25, hidden_act="silu"
     )

@@ -1,1 +1,1 @@
-"""Matrices that safetensors checkpoints hold otherwise than as floats, a format a file."""
+"""Quantization formats of matrices in safetensors checkpoints, one per file."""

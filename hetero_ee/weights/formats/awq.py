@@ -1,7 +1,7 @@
 """AWQ (arXiv 2306.00978) as AutoAWQ saves it for its GEMM kernel.
 
-Of `X.weight` (N, K) there are `X.qweight`, int32 (K, N / 8), `X.qzeros`, int32 (G, N / 8), and `X.scales` (G, N). Both
-packed along N: the nibbles of a word, the lowest first, are those of columns 0, 2, 4, 6, 1, 3, 5, 7.
+A matrix `X.weight` (N, K) is stored as `X.qweight`, int32 (K, N / 8), `X.qzeros`, int32 (G, N / 8), and `X.scales`
+(G, N). The first two are packed along N: a word's nibbles, lowest first, are columns 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from collections.abc import Set
@@ -14,14 +14,14 @@ from hetero_ee.weights.formats.grouped_codes import GroupedCodes, packed_size, u
 from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
 from hetero_ee.weights.formats.saved_matrix import FLOATS
 
-NIBBLE_OF = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of each of its eight numbers
+NIBBLE_OF = [0, 4, 1, 5, 2, 6, 3, 7]  # position in a word of each of its eight numbers
 MARK = ".qweight"
 SUFFIXES = (MARK, ".qzeros", ".scales")
 
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix(GroupedMatrix):
-    """A SavedMatrix; `module` is X."""
+    """A SavedMatrix in AWQ; `module` is X."""
 
     def __post_init__(self) -> None:
         n_rows, n_columns = self.shape
@@ -40,6 +40,6 @@ class AwqMatrix(GroupedMatrix):
         return GroupedCodes(self.bits, codes, scales, self.groups(), zeros)
 
     def _numbers(self, suffix: str) -> Tensor:
-        """uint8 (N, columns or groups)."""
+        """Return numbers, uint8 (N, columns or groups)."""
         words = unpacked(self.tensors.read(self.module + suffix), self.bits)
         return words[..., NIBBLE_OF].flatten(1)[:, : self.shape[0]].T.contiguous()

@@ -1,9 +1,9 @@
 """Matrices that bitsandbytes saved in 4 bits, read without bitsandbytes.
 
-A matrix `X.weight` (N, K) is cut, row after row, into blocks of neighbours: W = absmax[block] x quant_map[code]. The
-checkpoint holds `X.weight` (packed codes), and beside it `.absmax`, `.quant_map` and `.quant_state.bitsandbytes__nf4`
-or `fp4` (JSON as bytes). Double quantization has absmax in bytes: absmax = nested_quant_map[byte] x nested_absmax of
-its block + nested_offset.
+A matrix `X.weight` (N, K) is cut, row by row, into blocks of adjacent weights: W = absmax[block] x quant_map[code]. The
+checkpoint holds `X.weight` (packed codes), `.absmax`, `.quant_map` and `.quant_state.bitsandbytes__nf4` or `fp4` (JSON
+as bytes). With double quantization absmax is in bytes: absmax = nested_quant_map[byte] x nested_absmax of its block +
+nested_offset.
 """
 
 import math
@@ -22,20 +22,20 @@ from hetero_ee.weights.quantizers import table_codebook, unpacked
 from hetero_ee.weights.tiles import TILE_COLUMNS
 from hetero_ee_profiles.records import from_json
 
-BLOCK_SIZES = tuple(2**power for power in range(5, 13))  # weights that share an absmax; likewise absmax of nested ones
+BLOCK_SIZES = tuple(2**power for power in range(5, 13))  # weights per absmax; also absmax values per nested absmax
 STATE_SUFFIXES = {f".quant_state.bitsandbytes__{kind}": kind for kind in FOUR_BIT_TYPES}
 PLAIN_SUFFIXES, NESTED_SUFFIXES = (".absmax", ".quant_map"), (".nested_absmax", ".nested_quant_map")
-SUFFIXES = (*STATE_SUFFIXES, *PLAIN_SUFFIXES, *NESTED_SUFFIXES)  # of what may lie beside a matrix
+SUFFIXES = (*STATE_SUFFIXES, *PLAIN_SUFFIXES, *NESTED_SUFFIXES)  # of tensors that belong to a matrix
 STORAGE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # types that packed bytes may be saved as
 COMPUTE_TYPES = ("float32", "float16", "bfloat16")
-MAX_STATE_BYTES = 4096  # real ones have 80 to 200
-MAX_OFFSET = 1e30  # no absmax comes near, and sums with it stay finite
-CHUNK_ELEMENTS = 2**16  # weights unpacked together: whole blocks of any size
+MAX_STATE_BYTES = 4096  # published ones have 80 to 200
+MAX_OFFSET = 1e30  # far above any absmax, and sums with it stay finite
+CHUNK_ELEMENTS = 2**16  # weights unpacked at a time: whole blocks of any size
 
 
 @dataclass(frozen=True, slots=True)
 class QuantState:
-    """What bitsandbytes saved of a matrix beside its tensors."""
+    """A matrix's state in bitsandbytes."""
 
     quant_type: str
     blocksize: int
@@ -45,7 +45,7 @@ class QuantState:
 
 @dataclass(frozen=True, slots=True)
 class NestedQuantState(QuantState):
-    """And how absmax itself was quantized."""
+    """The state of a matrix whose absmax is quantized, too."""
 
     nested_blocksize: int
     nested_dtype: str
@@ -54,7 +54,7 @@ class NestedQuantState(QuantState):
 
 @dataclass(frozen=True, slots=True)
 class FourBitMatrix:
-    """A SavedMatrix, its headers and its state checked."""
+    """A SavedMatrix in 4 bits with its headers and its state checked."""
 
     name: str
     shape: tuple[int, int]
@@ -74,7 +74,7 @@ class FourBitMatrix:
         return -(-self.n_elements // self.state.blocksize)
 
     def dequantize(self) -> Tensor:
-        """fp32 (N, K): the bits that bitsandbytes computes in fp32."""
+        """Return fp32 (N, K), with the bits that bitsandbytes computes in fp32."""
         table, absmax = self.table(), self.absmax()
         values = torch.empty(self.n_elements)
         for first, codes in self._code_chunks():
@@ -84,11 +84,11 @@ class FourBitMatrix:
         return values.view(self.shape)
 
     def table(self) -> Tensor:
-        """The values of the codes, fp32 (16,)."""
+        """Return the codes' values, fp32 (16,)."""
         return self._map(".quant_map")
 
     def absmax(self) -> Tensor:
-        """fp32, one for each block."""
+        """Return absmax, fp32, one per block."""
         found = self.tensors.read(self.name + ".absmax")
         if isinstance(self.state, NestedQuantState):
             outer = self.tensors.read(self.name + ".nested_absmax")
@@ -99,7 +99,7 @@ class FourBitMatrix:
         return found
 
     def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        """None where a block would lie in two of the file's, or values of the table would round to one."""
+        """Return blocks; None if one would span two of the file's, or two values of the table would become equal."""
         codebook, (n_rows, n_columns) = table_codebook(self.table()), self.shape
         if codebook is None or n_columns % TILE_COLUMNS:
             return None
@@ -111,7 +111,7 @@ class FourBitMatrix:
         return Blocks(codes.view(self.shape), scales, codebook.entries, is_exact=False)
 
     def _code_chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """The index of the first code, and some codes from there on, uint8."""
+        """Yield the index of the first code, and some codes from there on, uint8."""
         packed = self.tensors.read(self.name).view(torch.uint8).flatten()
         for first in range(0, self.n_elements, CHUNK_ELEMENTS):
             chunk = packed[first // 2 : (first + CHUNK_ELEMENTS) // 2]
@@ -131,9 +131,10 @@ class FourBitMatrix:
 
 
 def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, int]) -> FourBitMatrix | None:
-    """The matrix called `name`, None where it was not saved in 4 bits. shape: what the configuration promises.
+    """Return the matrix called `name`, or None if it was not saved in 4 bits. shape: as in the configuration.
 
-    Raises CheckpointError.
+    Raises:
+        CheckpointError: if its tensors or its state are inconsistent.
     """
     if not {name + suffix for suffix in SUFFIXES} & tensors.names:
         return None
@@ -156,7 +157,7 @@ def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, int]) -> F
 
 
 def _read_state(tensors: RawTensors, name: str, kind: type[QuantState]) -> QuantState:
-    """The JSON object in the bytes of a tensor. Raises ValueError."""
+    """Parse the JSON object in the bytes of a tensor. Raises ValueError."""
     stored_type, shape = tensors.header(name)
     if stored_type != "U8" or math.prod(shape) > MAX_STATE_BYTES:
         found = f"type {stored_type} and shape {shown(list(shape))}"
@@ -165,7 +166,7 @@ def _read_state(tensors: RawTensors, name: str, kind: type[QuantState]) -> Quant
 
 
 def _check_state(state: QuantState, quant_type: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError for a field that contradicts the others, or that no bitsandbytes writes."""
+    """Raise ValueError for a field that contradicts the others, or that bitsandbytes never writes."""
     choices: dict[str, tuple[Any, ...]] = {
         "quant_type": (quant_type,),
         "shape": (shape,),
@@ -183,7 +184,7 @@ def _check_state(state: QuantState, quant_type: str, shape: tuple[int, ...]) -> 
 
 
 def _check_headers(matrix: FourBitMatrix) -> None:
-    """Every tensor has the type and size that the state promises. Raises CheckpointError."""
+    """Check that every tensor has the type and size that the state implies. Raises CheckpointError."""
     tensors, n_bytes = matrix.tensors, -(-matrix.n_elements // 2)
     kind, shape = tensors.header(matrix.name)
     if kind not in STORAGE_BYTES or math.prod(shape) * STORAGE_BYTES[kind] != n_bytes:

@@ -1,10 +1,9 @@
-"""The formats of compressed-tensors (vLLM's llm-compressor) that hold whole numbers, and MXFP4.
+"""The integer formats of compressed-tensors (vLLM's llm-compressor), and MXFP4.
 
-Of `X.weight` (N, K), pack-quantized, there are `X.weight_packed`, int32 (N, K / 8) for 4 bits, values + 8, the lowest
-first; `X.weight_scale` (N, G); `X.weight_shape`; with zero points `X.weight_zero_point`, int32 (N / 8, G), packed along
-N, + 8 too; and, where groups are of columns that lie apart, `X.weight_g_idx`. int-quantized has `X.weight` itself, and
-zero points (N, G), in int8. mxfp4-pack-quantized has `X.weight_packed`, uint8 (N, K / 2), and `X.weight_scale`, a byte
-e for 2^(e - 127).
+pack-quantized stores a matrix `X.weight` (N, K) as `X.weight_packed`, int32 (N, K / 8) for 4 bits, values + 8, lowest
+bits first; `X.weight_scale` (N, G); `X.weight_shape`; with zero points `X.weight_zero_point`, int32 (N / 8, G), packed
+along N, + 8, too; and for interleaved groups `X.weight_g_idx`. int-quantized has `X.weight` and zero points (N, G) in
+int8. mxfp4-pack-quantized has `X.weight_packed`, uint8 (N, K / 2), and `X.weight_scale`, a byte e for 2^(e - 127).
 """
 
 from collections.abc import Set
@@ -22,12 +21,12 @@ from hetero_ee.weights.gguf_blocks import mxfp4_blocks
 
 PACKED, PLAIN = ".weight_packed", ".weight"
 SCALE, ZERO_POINT, GROUPS, SHAPE = ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape"
-NOT_A_NUMBER = 255  # among MXFP4's exponents
+NOT_A_NUMBER = 255  # as an exponent of MXFP4
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedMatrix(GroupedMatrix):
-    """A SavedMatrix of whole numbers; `module` is X."""
+    """A SavedMatrix of integers; `module` is X."""
 
     def __post_init__(self) -> None:
         (n_rows, n_columns), bits = self.shape, self.bits
@@ -56,7 +55,6 @@ class CompressedMatrix(GroupedMatrix):
         return {self.module + suffix for suffix in (*own, SCALE, *more)}
 
     def codes(self) -> GroupedCodes:
-        """Raises CheckpointError."""
         n_rows, n_columns = self.shape
         if self.is_packed:
             self._check_shape()
@@ -67,13 +65,13 @@ class CompressedMatrix(GroupedMatrix):
         return GroupedCodes(self.bits, codes, scales, self.groups(), self._zeros())
 
     def groups(self) -> Tensor:
-        """Of each column, int64 (K,)."""
+        """Return the group of each column, int64 (K,)."""
         if not self.saved.reordered:
             return GroupedMatrix.groups(self)
         return checked_groups(self.tensors, self.module + GROUPS, self.n_groups)
 
     def _zeros(self) -> Tensor | None:
-        """int16 (N, G); None where all are the middle."""
+        """Return zero points, int16 (N, G); None if all are the middle code."""
         if self.saved.symmetric:
             return None
         stored = self.tensors.read(self.module + ZERO_POINT)

@@ -1,7 +1,7 @@
 """FP8 weights, e4m3 with a scale for each block of 128 x 128, each row or the whole matrix.
 
-Of `X.weight` (N, K) there are `X.weight`, e4m3, and `X.weight_scale_inv` or `X.weight_scale`, both what is multiplied
-with: transformers' and DeepSeek's name says otherwise.
+A matrix `X.weight` (N, K) is stored as `X.weight`, e4m3, and `X.weight_scale_inv` or `X.weight_scale`. Both are factors
+of the weights, although transformers' and DeepSeek's name suggests a divisor.
 """
 
 from collections.abc import Set
@@ -23,7 +23,7 @@ ENTRY_BITS = 7  # of an int8 value without its sign
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A SavedMatrix; `module` is X."""
+    """A SavedMatrix in FP8; `module` is X."""
 
     module: str
     shape: tuple[int, int]
@@ -47,9 +47,9 @@ class Fp8Matrix:
         return self._values() * self._scales().repeat_interleave(self._columns, dim=1)[:, : self.shape[1]]
 
     def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        """The nearest in 8 bits: of a block of 32 the largest weight's octave and the three below are exact.
+        """Return the nearest 8-bit blocks: the octave of a block's largest weight and the three below are exact.
 
-        e4m3 has four bits of a number, so that in units of 2^-6 of the largest's power of two those are whole.
+        e4m3 has four significant bits, so in units of 2^-6 of the largest's power of two those weights are integers.
         """
         if not in_8_bits or self.shape[1] % TILE_COLUMNS or self._columns % TILE_COLUMNS:
             return None
@@ -62,7 +62,7 @@ class Fp8Matrix:
 
     @property
     def _columns(self) -> int:
-        """That share a scale."""
+        """Number of columns that share a scale."""
         return min(self.saved.group_size or self.shape[1], self.shape[1])
 
     @property
@@ -74,7 +74,7 @@ class Fp8Matrix:
         return self.tensors.finite(self.module + WEIGHT)
 
     def _scales(self) -> Tensor:
-        """fp32 (N, columns' blocks)."""
+        """Return scales, fp32 (N, blocks of columns)."""
         (n_rows, _), scales, rows = self.shape, self.tensors.finite(self._scale_name), self.saved.block_rows
         if rows:
             return scales.repeat_interleave(min(rows, n_rows), dim=0)[:n_rows]

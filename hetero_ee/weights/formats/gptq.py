@@ -1,8 +1,8 @@
 """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel save it, versions 1 and 2.
 
-Of `X.weight` (N, K) there are `X.qweight`, int32 (K / 8, N) for 4 bits, packed along K, `X.scales` (G, N), `X.qzeros`,
-int32 (G, N / 8), packed along N, in version 1 one less than the zero point, and `X.g_idx`, int32 (K,), each column's
-group. With desc_act groups are of columns that lie apart.
+A matrix `X.weight` (N, K) is stored as `X.qweight`, int32 (K / 8, N) for 4 bits, packed along K; `X.scales` (G, N);
+`X.qzeros`, int32 (G, N / 8), packed along N, in version 1 one less than the zero point; and `X.g_idx`, int32 (K,), the
+group of each column. With desc_act groups interleave.
 """
 
 from collections.abc import Set
@@ -21,13 +21,13 @@ from hetero_ee.weights.formats.grouped_codes import (
 from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
 from hetero_ee.weights.formats.saved_matrix import FLOATS
 
-MARK = ".qweight"  # what a matrix in this format is told by
+MARK = ".qweight"  # identifies a matrix in this format
 SUFFIXES = (MARK, ".qzeros", ".scales", ".g_idx")
 
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix(GroupedMatrix):
-    """A SavedMatrix; `module` is X."""
+    """A SavedMatrix in GPTQ; `module` is X."""
 
     def __post_init__(self) -> None:
         (n_rows, n_columns), bits = self.shape, self.bits
@@ -42,7 +42,6 @@ class GptqMatrix(GroupedMatrix):
         return {self.module + suffix for suffix in SUFFIXES}
 
     def codes(self) -> GroupedCodes:
-        """Raises CheckpointError."""
         n_rows, n_columns = self.shape
         words = unpacked(self.tensors.read(self.module + MARK), self.bits)
         codes = words.permute(1, 0, 2).reshape(n_rows, -1)[:, :n_columns]
@@ -50,7 +49,7 @@ class GptqMatrix(GroupedMatrix):
         return GroupedCodes(self.bits, codes, scales, self.groups(), self._zeros())
 
     def groups(self) -> Tensor:
-        """Of each column, int64 (K,)."""
+        """Return the group of each column, int64 (K,)."""
         name, expected = self.module + ".g_idx", groups_in_order(self.shape[1], self.saved.group_size)
         if name not in self.tensors.names:
             return expected
@@ -62,7 +61,7 @@ class GptqMatrix(GroupedMatrix):
         return groups
 
     def _zeros(self) -> Tensor | None:
-        """int16 (N, G); None where the configuration says that all are the middle. Raises CheckpointError."""
+        """Return zero points, int16 (N, G); None if the configuration says that all are the middle code."""
         name, n_rows = self.module + ".qzeros", self.shape[0]
         stored = unpacked(self.tensors.read(name), self.bits).flatten(1)[:, :n_rows].T
         zeros, middle = stored.to(torch.int16) + self.saved.zero_offset, 1 << (self.bits - 1)

@@ -1,5 +1,5 @@
-"""Whole numbers with a scale, and maybe a zero point, for each row and group of columns: what GPTQ, AWQ and
-compressed-tensors store, each packed in its own order."""
+"""Integers with a scale, and perhaps a zero point, per row and group of columns, as in GPTQ, AWQ and
+compressed-tensors, which pack them in different orders."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.tiles import TILE_COLUMNS
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 
-CHUNK_WEIGHTS = 2**20  # made floats of together
+CHUNK_WEIGHTS = 2**20  # dequantized at a time
 WORD_BITS = 32
 
 
@@ -19,7 +19,7 @@ WORD_BITS = 32
 class GroupedCodes:
     """W[n, k] = scales[n, g] x (codes[n, k] - zeros[n, g]), g = groups[k]; all codes have `bits` bits.
 
-    codes: uint8 (N, K); scales: fp32 (N, G); groups: int64 (K,); zeros: int16 (N, G), None where all are the middle.
+    codes: uint8 (N, K); scales: fp32 (N, G); groups: int64 (K,); zeros: int16 (N, G), None if all are the middle code.
     """
 
     bits: int
@@ -30,17 +30,17 @@ class GroupedCodes:
 
     @property
     def middle(self) -> int:
-        """The code that means 0 where there are no zero points."""
+        """The code that means 0 without zero points."""
         return 1 << (self.bits - 1)
 
     def columns(self, order: Tensor | None) -> "GroupedCodes":
-        """The same columns in another order."""
+        """Return the columns in another order; None keeps the order."""
         if order is None:
             return self
         return GroupedCodes(self.bits, self.codes[:, order], self.scales, self.groups[order], self.zeros)
 
     def dequantize(self) -> Tensor:
-        """fp32 (N, K)."""
+        """Return W, fp32 (N, K)."""
         n_rows, n_columns = self.codes.shape
         values, n_together = torch.empty(n_rows, n_columns), max(1, CHUNK_WEIGHTS // n_columns)
         for first in range(0, n_rows, n_together):
@@ -51,9 +51,9 @@ class GroupedCodes:
         return values
 
     def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        """None where a block would lie in two groups, and for 8-bit codes with zero points.
+        """Return blocks; None if a block would span two groups, or for 8-bit codes with zero points.
 
-        -128 becomes -127: one of some 200 weights by one unit, a tenth of the error that other scales would make.
+        -128 becomes -127: about one of 200 weights by one unit, a tenth of the error that other scales would make.
         """
         n_columns = self.codes.shape[1]
         first = self.groups[::TILE_COLUMNS]
@@ -75,23 +75,23 @@ class GroupedCodes:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 (a, b) -> uint8 (a, b, 32 / bits), the lowest bits first."""
+    """Unpack int32 (a, b) to uint8 (a, b, 32 / bits), the lowest bits first."""
     parts = words.contiguous().view(torch.uint8).view(*words.shape, WORD_BITS // 8)
     return parts if bits == 8 else torch.stack([parts & 15, parts >> 4], dim=-1).flatten(2)
 
 
 def packed_size(n: int, bits: int) -> int:
-    """Words that hold n codes."""
+    """Return the number of words that hold n codes."""
     return -(-n * bits // WORD_BITS)
 
 
 def n_groups(n_columns: int, group_size: int | None) -> int:
-    """Of a row."""
+    """Return the number of groups per row."""
     return -(-n_columns // (group_size or n_columns))
 
 
 def checked_groups(tensors: RawTensors, name: str, n_groups: int) -> Tensor:
-    """The group of each column as the tensor `name` has it, int64 (K,). Raises CheckpointError."""
+    """Return the group of each column from the tensor `name`, int64 (K,). Raises CheckpointError."""
     groups = tensors.read(name).long()
     outside = (groups < 0) | (groups >= n_groups)
     if outside.any():
@@ -101,5 +101,5 @@ def checked_groups(tensors: RawTensors, name: str, n_groups: int) -> Tensor:
 
 
 def groups_in_order(n_columns: int, group_size: int | None) -> Tensor:
-    """int64 (K,): the group of each column where groups are neighbours."""
+    """Return the group of each column, int64 (K,), if groups are consecutive columns."""
     return torch.arange(n_columns) // (group_size or n_columns)

@@ -1,4 +1,4 @@
-"""What saved matrices of whole numbers in groups share, whatever packed them."""
+"""The common part of saved matrices of integers in groups."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from hetero_ee.weights.formats.saved_matrix import RawTensors
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix(ABC):
-    """A SavedMatrix, but for its tensors; `module` is what its files' names begin with."""
+    """A SavedMatrix except for its tensors; `module` is the common prefix of their names."""
 
     module: str
     shape: tuple[int, int]
     saved: SavedFormat
     tensors: RawTensors
-    in_order: bool = False  # whether columns are read in the order of their groups
+    in_order: bool = False  # whether columns are read sorted by their groups
 
     @property
     def bits(self) -> int:
@@ -37,16 +37,16 @@ class GroupedMatrix(ABC):
         return self._read().blocks(in_8_bits=in_8_bits)
 
     def column_order(self) -> Tensor | None:
-        """In which columns are read, None where they lie so."""
+        """Return the order in which columns are read; None if it is the file's."""
         return torch.argsort(self.groups(), stable=True) if self.in_order else None
 
     def groups(self) -> Tensor:
-        """Of each column, int64 (K,). Raises CheckpointError."""
+        """Return the group of each column, int64 (K,). Raises CheckpointError."""
         return groups_in_order(self.shape[1], self.saved.group_size)
 
     @abstractmethod
     def codes(self) -> GroupedCodes:
-        """Columns as they lie. Raises CheckpointError."""
+        """Return the codes with columns in the file's order. Raises CheckpointError."""
 
     def _read(self) -> GroupedCodes:
         return self.codes().columns(self.column_order())

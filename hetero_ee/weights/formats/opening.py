@@ -1,4 +1,4 @@
-"""Finds the matrices of a checkpoint that were saved otherwise than as floats, and holds them against config.json."""
+"""Find a checkpoint's quantized matrices and check that config.json describes them."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from hetero_ee.weights.formats.bitsandbytes_4bit import FourBitMatrix, four_bit_
 from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
 from hetero_ee.weights.formats.saved_matrix import RawTensors, SavedMatrix
 
-# Beside saved matrices: for activations, keys and values in 8 bits that were calibrated, which are not computed with.
+# Tensors with scales for activations, keys and values in 8 bits, which this engine does not use.
 IGNORED_SUFFIXES = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 MARKS = {
     gptq.MARK: "was packed by GPTQ or AWQ",
@@ -26,9 +26,14 @@ OTHER_CONFIG = "get config.json of the same model"
 def saved_matrices(
     tensors: RawTensors, parts_of: Mapping[str, list[Part]], said: SavedFormat | None
 ) -> dict[str, SavedMatrix]:
-    """hf name -> matrix. parts_of: by this engine's names; said: what config.json says of their formats.
+    """Return quantized matrices by their Hugging Face names.
 
-    Raises CheckpointError where that is something else.
+    Args:
+        parts_of: parts by this engine's names.
+        said: the format in config.json.
+
+    Raises:
+        CheckpointError: if config.json and the tensors disagree.
     """
     found: dict[str, SavedMatrix] = {}
     for name, part in ((name, part) for name, parts in parts_of.items() for part in parts if len(part.shape) == 2):
@@ -49,7 +54,7 @@ def saved_matrices(
 
 
 def column_order(matrix: SavedMatrix) -> Tensor | None:
-    """In which its columns are read, None where they lie so."""
+    """Return the order in which its columns are read; None if it is the file's."""
     return matrix.column_order() if isinstance(matrix, GroupedMatrix) else None
 
 
@@ -64,7 +69,7 @@ def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> 
 
 
 def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_order: bool) -> SavedMatrix | None:
-    """By the format that config.json names; None for floats. Raises CheckpointError for packed tensors of another."""
+    """Return the matrix in config.json's format; None for floats. Raises CheckpointError for another format."""
     module, shape = part.hf_name.removesuffix(".weight"), (part.shape[0], part.shape[1])
     marks = [mark for mark in MARKS if module + mark in tensors.names]
     stored_type = tensors.header(part.hf_name)[0] if part.hf_name in tensors.names else None

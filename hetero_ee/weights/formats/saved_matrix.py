@@ -1,4 +1,4 @@
-"""What a checkpoint's reader sees of a matrix that was saved otherwise than as floats, and of its tensors."""
+"""The interface of quantized matrices in a checkpoint, and access to its tensors."""
 
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch import Tensor
 from hetero_ee.errors import CheckpointError, shown
 from hetero_ee.weights.blocks import Blocks
 
-FLOATS = ("F32", "F16", "BF16")  # safetensors' names of what scales are saved in
+FLOATS = ("F32", "F16", "BF16")  # safetensors' types that scales may have
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensors:
-    """A checkpoint's tensors as they lie in its files. header: name -> safetensors type and shape."""
+    """A checkpoint's unconverted tensors. header: name -> safetensors type and shape."""
 
     folder: Path
     names: Set[str]
@@ -27,7 +27,7 @@ class RawTensors:
         return CheckpointError(f"{self.folder}: tensor {name} {problem}; get the checkpoint again.")
 
     def require(self, name: str, kinds: Collection[str], *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor that is of one of these types and shapes. Raises CheckpointError."""
+        """Return the shape of a tensor after checking its type and shape. Raises CheckpointError."""
         if name not in self.names:
             raise self.failure(name, "is missing")
         kind, shape = self.header(name)
@@ -37,7 +37,7 @@ class RawTensors:
         return shape
 
     def finite(self, name: str) -> Tensor:
-        """The tensor as fp32. Raises CheckpointError at a NaN or Inf."""
+        """Return the tensor as fp32. Raises CheckpointError for NaN or Inf."""
         values = self.read(name).float()
         finite = torch.isfinite(values)
         if not finite.all():
@@ -47,17 +47,17 @@ class RawTensors:
 
 
 class SavedMatrix(Protocol):
-    """One matrix, its headers checked; values are checked when read. Reading raises CheckpointError."""
+    """One matrix with its headers checked; values are checked when read, which may raise CheckpointError."""
 
     @property
     def tensor_names(self) -> Set[str]:
-        """The tensors it may lie in."""
+        """Names of the tensors that it may consist of."""
         ...
 
     def dequantize(self) -> Tensor:
-        """fp32 (N, K): the values that the checkpoint means."""
+        """Return the checkpoint's values, fp32 (N, K)."""
         ...
 
     def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        """The same, or the nearest that 8 bits hold, in blocks of 32; None where their groups are others."""
+        """Return the values in blocks of 32, rounded to the nearest if necessary; None if its groups do not fit."""
         ...
