@@ -84,7 +84,7 @@ def test_a_tensor_of_two_names_is_refused(tmp_path: Path) -> None:
 def test_others_are_refused_in_one_sentence(tmp_path: Path) -> None:
     random_pair("gemma3", tmp_path)
     edit_config(tmp_path, architectures=["LlavaForConditionalGeneration"])
-    with pytest.raises(ModelError, match="'LlavaForConditionalGeneration' reads more than text and is not supported"):
+    with pytest.raises(ModelError, match="'LlavaForConditionalGeneration' is a multimodal model that is not supported"):
         read_spec(tmp_path)
     edit_config(tmp_path, architectures=["Mistral3ForConditionalGeneration"])
     with pytest.raises(ModelError, match="text part of 'gemma3_text' is not supported, with mistral it is"):
