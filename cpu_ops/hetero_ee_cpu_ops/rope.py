@@ -75,7 +75,7 @@ class Rope:
         self._table = np.empty((0, 2, len(inverse_frequencies)), np.float32)
         self._growing = threading.Lock()
 
-    def turn(self, x: Any, positions: Any, first: int, n_heads: int, head_dim: int) -> None:
+    def rotate(self, x: Any, positions: Any, first: int, n_heads: int, head_dim: int) -> None:
         """Rotate x in place.
 
         Args:

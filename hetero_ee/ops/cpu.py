@@ -184,7 +184,7 @@ class CpuOps(Ops):
             rms_norm_heads(qkv, heads.query_norm.scale, heads.query_norm.eps, 0, n_queries)
             rms_norm_heads(qkv, heads.key_norm.scale, heads.key_norm.eps, spec.query_size, n_keys)
         if heads.rope is not None:
-            heads.rope.turn(qkv, rows.positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
+            heads.rope.rotate(qkv, rows.positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
         heads.write.write(qkv, rows.places, heads.place, spec.query_size, spec.query_size + spec.kv_size)
         return qkv
 

@@ -159,7 +159,7 @@ class GpuOps(Ops):
             kernels.rms_norm_heads(qkv, heads.query_norm.scale, heads.query_norm.eps, 0, n_queries)
             kernels.rms_norm_heads(qkv, heads.key_norm.scale, heads.key_norm.eps, spec.query_size, n_keys)
         place = heads.cache.pages, rows.slots, rows.positions, heads.place
-        kernels.kv_write(qkv, *place, spec.query_size, spec.query_size + spec.kv_size, turns=heads.angles)
+        kernels.kv_write(qkv, *place, spec.query_size, spec.query_size + spec.kv_size, rotary_table=heads.angles)
         return qkv
 
     def attend(self, queries: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:

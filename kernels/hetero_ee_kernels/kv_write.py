@@ -129,14 +129,14 @@ def kv_write(
     first_key: int,
     first_value: int,
     *,
-    turns: Any = None,
+    rotary_table: Any = None,
 ) -> None:
     """Write m rows into the pages, rotating queries in place and keys on their way if there is a rotary table.
 
     Args:
         x: fp32 (m, features). With a rotary table, the heads before first_key are queries.
         slots, positions: int32 (m,); the table must already name their pages.
-        turns: rope_table(...), fp32 (positions, 2, pairs), or None.
+        rotary_table: rope_table(...), fp32 (positions, 2, pairs), or None.
 
     Raises:
         ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
@@ -144,18 +144,18 @@ def kv_write(
     check_rows(x, pages, slots, positions, layer)
     head_dim, n_kv_heads = pages.head_dim, pages.n_kv_heads
     last = x.shape[1] - n_kv_heads * head_dim
-    n_pairs = head_dim // 2 if turns is None else turns.shape[2]
+    n_pairs = head_dim // 2 if rotary_table is None else rotary_table.shape[2]
     if not 0 <= first_key <= last or not 0 <= first_value <= last:
         raise ValueError(
             f"x {tuple(x.shape)} does not hold {n_kv_heads} heads of {head_dim} from {first_key} and {first_value}."
         )
-    if turns is not None:
-        check("turns", turns, (turns.shape[0], 2, n_pairs))
+    if rotary_table is not None:
+        check("rotary_table", rotary_table, (rotary_table.shape[0], 2, n_pairs))
         if first_key % head_dim or n_pairs * 2 > head_dim:
             raise ValueError(f"Heads of {head_dim} before feature {first_key} cannot rotate {2 * n_pairs} features.")
     if not x.shape[0]:
         return
-    n_heads = 0 if turns is None else first_key // head_dim
+    n_heads = 0 if rotary_table is None else first_key // head_dim
     sizes = _sizes(pages.n_layers, n_heads, n_kv_heads, head_dim, n_pairs) | {
         "FEATURES": x.shape[1],
         "FIRST_KEY": first_key,
@@ -164,7 +164,7 @@ def kv_write(
     }
     grid = (x.shape[0], n_heads + 2 * n_kv_heads)
     place = (pages.codes, pages.scales, pages.table, slots, positions)
-    kv_write_kernel[grid](x, *place, turns, layer, **sizes, num_warps=N_WARPS, **UNFUSED)
+    kv_write_kernel[grid](x, *place, rotary_table, layer, **sizes, num_warps=N_WARPS, **UNFUSED)
 
 
 def _sizes(n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, n_pairs: int) -> dict[str, Any]:

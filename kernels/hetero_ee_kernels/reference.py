@@ -172,15 +172,15 @@ def kv_write(
     first_key: int,
     first_value: int,
     *,
-    turns: Any = None,
+    rotary_table: Any = None,
 ) -> None:
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     width = n_kv_heads * head_dim
     keys, values = (x[:, at : at + width].reshape(-1, n_kv_heads, head_dim) for at in (first_key, first_value))
-    if turns is not None:
-        keys = rotated(keys, positions, turns)
+    if rotary_table is not None:
+        keys = rotated(keys, positions, rotary_table)
         queries = x[:, :first_key]
-        queries.copy_(rotated(queries.reshape(len(x), -1, head_dim), positions, turns).flatten(1))
+        queries.copy_(rotated(queries.reshape(len(x), -1, head_dim), positions, rotary_table).flatten(1))
     page = pages.table[slots.long(), positions.long() // PAGE_TOKENS].long()
     within = positions.long() % PAGE_TOKENS
     for part, codes in enumerate((keys, values)):

@@ -23,7 +23,7 @@ def case(seed):
 
 def turned(rope, x, positions, first, n_heads, head_dim):
     changed = guarded_copy(x)
-    rope.turn(changed.array, positions, first, n_heads, head_dim)
+    rope.rotate(changed.array, positions, first, n_heads, head_dim)
     changed.check()
     return changed.array
 
@@ -82,15 +82,15 @@ def test_llama3_frequencies_at_a_long_context():
 def test_wrong_arguments_are_refused():
     rope, x, positions = Rope([1.0, 0.1]), np.zeros((2, 16), np.float32), np.zeros(2, np.int64)
     for bad in (
-        lambda: rope.turn(x, positions, 0, 5, 4),
-        lambda: rope.turn(x, positions, 1, 4, 4),
-        lambda: rope.turn(x, positions, -1, 2, 4),
-        lambda: rope.turn(x, positions, 0, 2, 3),
-        lambda: rope.turn(x, positions[:1], 0, 2, 4),
-        lambda: rope.turn(x, positions - 1, 0, 2, 4),
-        lambda: rope.turn(x, positions + 2**24, 0, 2, 4),
-        lambda: rope.turn(x.astype(np.float64), positions, 0, 2, 4),
-        lambda: rope.turn(x.T, positions, 0, 2, 4),
+        lambda: rope.rotate(x, positions, 0, 5, 4),
+        lambda: rope.rotate(x, positions, 1, 4, 4),
+        lambda: rope.rotate(x, positions, -1, 2, 4),
+        lambda: rope.rotate(x, positions, 0, 2, 3),
+        lambda: rope.rotate(x, positions[:1], 0, 2, 4),
+        lambda: rope.rotate(x, positions - 1, 0, 2, 4),
+        lambda: rope.rotate(x, positions + 2**24, 0, 2, 4),
+        lambda: rope.rotate(x.astype(np.float64), positions, 0, 2, 4),
+        lambda: rope.rotate(x.T, positions, 0, 2, 4),
     ):
         with pytest.raises(ValueError):
             bad()

@@ -70,7 +70,7 @@ def test_turns_queries_in_place_and_keys_on_their_way(kind: str, head_dim: int, 
     x = random(n_pairs, 5, first + 2 * width)
     turns = rope_table([3.0**-pair for pair in range(n_pairs)], 1.1, 128, DEVICE)
     pages, held = poisoned(kind, head_dim), guarded_copy(x)
-    kv_write(held.tensor, pages, int32(*SLOTS), int32(*POSITIONS), LAYER, first, first + width, turns=turns)
+    kv_write(held.tensor, pages, int32(*SLOTS), int32(*POSITIONS), LAYER, first, first + width, rotary_table=turns)
     after = held.check()
     heads = reference.rotated(x[:, : first + width].reshape(5, -1, head_dim), int32(*POSITIONS), turns).flatten(1)
     assert (after[:, :first] - heads[:, :first]).abs().max() <= 1e-6
@@ -88,8 +88,8 @@ def test_turns_queries_in_place_and_keys_on_their_way(kind: str, head_dim: int, 
 def test_the_torch_reference_agrees(kind: str, with_rope: bool) -> None:
     x, turns = random(3, 5, 64), rope_table([1.0, 0.3, 0.1], 1.0, 128, DEVICE) if with_rope else None
     found, wanted, other = poisoned(kind, 8), poisoned(kind, 8), x.clone()
-    kv_write(x, found, int32(*SLOTS), int32(*POSITIONS), 2, 32, 48, turns=turns)
-    reference.kv_write(other, wanted, int32(*SLOTS), int32(*POSITIONS), 2, 32, 48, turns=turns)
+    kv_write(x, found, int32(*SLOTS), int32(*POSITIONS), 2, 32, 48, rotary_table=turns)
+    reference.kv_write(other, wanted, int32(*SLOTS), int32(*POSITIONS), 2, 32, 48, rotary_table=turns)
     assert (x - other).abs().max() <= 1e-6
     gap = (found.codes.float() - wanted.codes.float()).nan_to_num().abs().max()
     assert gap <= {"fp32": 1e-6, "fp16": 4e-3, "int8": 1}[kind]
@@ -100,10 +100,10 @@ def test_the_torch_reference_agrees(kind: str, with_rope: bool) -> None:
 def test_bits_depend_on_the_row_alone(kind: str) -> None:
     x, turns = random(4, 5, 64), rope_table([1.0, 0.3], 1.0, 128, DEVICE)
     together, one_by_one = poisoned(kind, 8), poisoned(kind, 8)
-    kv_write(x.clone(), together, int32(*SLOTS), int32(*POSITIONS), LAYER, 32, 48, turns=turns)
+    kv_write(x.clone(), together, int32(*SLOTS), int32(*POSITIONS), LAYER, 32, 48, rotary_table=turns)
     for row in reversed(range(5)):
         slot, position = int32(SLOTS[row]), int32(POSITIONS[row])
-        kv_write(x[row : row + 1].clone(), one_by_one, slot, position, LAYER, 32, 48, turns=turns)
+        kv_write(x[row : row + 1].clone(), one_by_one, slot, position, LAYER, 32, 48, rotary_table=turns)
     same_pages(together, one_by_one)
 
 
@@ -140,8 +140,8 @@ def test_wrong_arguments_are_refused() -> None:
         lambda: kv_write(x, pages, slots[:1], positions, 0, 0, 16),
         lambda: kv_write(x, pages, slots, positions.long(), 0, 0, 16),
         lambda: kv_write(x.half(), pages, slots, positions, 0, 0, 16),
-        lambda: kv_write(x, pages, slots, positions, 0, 4, 16, turns=turns),
-        lambda: kv_write(x, pages, slots, positions, 0, 0, 16, turns=turns.double()),
+        lambda: kv_write(x, pages, slots, positions, 0, 4, 16, rotary_table=turns),
+        lambda: kv_write(x, pages, slots, positions, 0, 0, 16, rotary_table=turns.double()),
         lambda: Pages(pages.codes, pages.codes, pages.table),
         lambda: Pages(pages.codes.half(), None, pages.table.long()),
         lambda: Pages(pages.codes.to(torch.int8), None, pages.table),

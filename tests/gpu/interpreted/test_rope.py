@@ -45,7 +45,7 @@ def turn(x: Any, positions: Any, turns: Any, n_heads: int, head_dim: int) -> Non
     """Turns n_heads queries in place; a key head and a value head follow them. All positions share one page."""
     pages = new_pages((1, 1, head_dim), "fp32", 1, (1, -(-N_POSITIONS // PAGE_TOKENS)), DEVICE)
     first_key = n_heads * head_dim
-    kv_write(x, pages, torch.zeros_like(positions), positions, 0, first_key, first_key + head_dim, turns=turns)
+    kv_write(x, pages, torch.zeros_like(positions), positions, 0, first_key, first_key + head_dim, rotary_table=turns)
 
 
 @pytest.mark.parametrize(("head_dim", "n_pairs"), SHAPES)
