@@ -6,7 +6,7 @@ __getattr__  # Python's, for a package whose names are imported at first use
 __dir__
 __call__  # of a Protocol, whose callers call the object
 _.align  # llvmlite's, of a load or store
-_Model  # numba's, registered by its decorator
+_Model, _type_of, _constant  # numba's, registered by their decorators
 arguments_address, offset_8, offset_128, offsets_32  # numba's, operands of an intrinsic: its code takes a list
 _.CACHE_DIR, _._cache, load_overload, save_overload  # numba's: its setting, and what it asks of a cache
 _.tags, _.parse  # jinja2's, of an extension
