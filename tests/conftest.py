@@ -56,15 +56,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def representatives(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Return cases of a test that together have every value of every parameter; if marked `sample(n)`, at most n.
 
-    The next case is always the first one with the most values that no chosen case has.
+    The next case is always one with the most values that no chosen case has.
+    Of equal ones, those that are spread evenly go first.
     """
     limit = cases[0].get_closest_marker("sample") if cases else None
     n_cases = limit.args[0] if limit else len(cases)
-    values = {case: parameters(case) for case in cases}
+    stride = max(1, len(cases) // max(1, n_cases))
+    spread = [case for start in range(stride) for case in cases[start::stride]]
+    values = {case: parameters(case) for case in spread}
     chosen: list[pytest.Item] = []
-    while len(chosen) < n_cases:
-        best = max(values, key=lambda case: len(values[case]), default=None)
-        if best is None or (chosen and not values[best]):
+    while values and len(chosen) < n_cases:
+        best = max(values, key=lambda case: len(values[case]))
+        if chosen and not values[best]:
             break
         chosen.append(best)
         covered = values.pop(best)

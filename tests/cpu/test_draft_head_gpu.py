@@ -225,7 +225,7 @@ def test_another_plan_takes_the_head_along(model: Model) -> None:
     ("seam", "at", "replaces"),
     [("draft_rows", 1, True), ("draft_rows", 3, True), ("run", 1, True), ("run", 2, False), ("run", 8, True)],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_the_plan_may_be_replaced_inside_a_draft(model: Model, seam: str, at: int, replaces: bool) -> None:
     """Where the model chooses a draft, and where it embeds a token for the head; not while it reads a prompt."""
     plan, warnings = plan_of(model), list[str]()

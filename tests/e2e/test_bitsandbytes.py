@@ -94,7 +94,7 @@ def squared_error(found: Tensor, expected: Tensor) -> tuple[float, float]:
     return float((found.double() - expected.double()).square().sum()), float(expected.double().square().sum())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_weights_are_those_that_bitsandbytes_computes(
     four_bit: Path, spec: ModelSpec, theirs: dict[str, Tensor]
 ) -> None:
@@ -151,7 +151,7 @@ def test_unquantized_it_says_what_transformers_says(demo: Path, four_bit: Path, 
         assert engine.quantizer == "none"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_an_engine_keeps_the_checkpoints_own_bits_unless_told_otherwise(four_bit: Path, kind: str, cache: Path) -> None:
     said = {}
     for quantizer in (None, "rtn"):

@@ -118,7 +118,7 @@ def renderers(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("end", ["/exit\r", "/quit\r", CTRL_D], ids=["exit", "quit", "ctrl-d"])
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_a_chat_and_its_ends(terminal: Terminal, end: str) -> None:
     assert "/help lists the commands" in terminal.shown
     terminal.enter("Hi")

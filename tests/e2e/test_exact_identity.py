@@ -90,7 +90,7 @@ def check_run(run: Run, case: Case, models: Models) -> DraftCounts:
 
 
 @pytest.mark.parametrize("case", drawn_cases(N_CASES), ids=lambda case: f"{case.seed}-{case.model}-{case.drafts}")
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_exact_says_what_full_says(case: Case, models: Models) -> None:
     check_case(case, models, TOKENS)
 

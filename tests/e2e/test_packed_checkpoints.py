@@ -114,6 +114,7 @@ def layouts(weights: ModelWeights) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.sample(8)
 def test_logits_are_those_of_the_values_in_the_file(tmp_path: Path, name: str) -> None:
     packing, _ = ALL[name]
     model, _ = written(tmp_path, packing)

@@ -62,7 +62,7 @@ def test_models_on_cards(cli: Cli, model: str, card: str) -> None:
 
 
 @pytest.mark.parametrize("card", reference_names())
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_a_model_that_is_not_there_yet(cli: Cli, tmp_path: Path, card: str) -> None:
     """By its config.json alone, in a folder whose name a shell would take apart."""
     folder = tmp_path / "it's a model"

@@ -70,6 +70,7 @@ def test_a_team_changes_no_bit(kind: str, tmp_path: Path) -> None:
     assert torch.equal(alone, shared)
 
 
+@pytest.mark.sample(5)
 def test_truncating_rolls_back_exactly(executor: Executor) -> None:
     expected = hidden_alone(executor, [*PROMPT, 9])
     sequence = executor.cache.open_new()

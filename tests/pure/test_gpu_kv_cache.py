@@ -43,6 +43,7 @@ class GpuKvCacheMachine(CacheMachine):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_what_is_written_is_read_back(kind: str) -> None:
     machine = type("Machine", (GpuKvCacheMachine,), {"kind": kind})
     run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=20))

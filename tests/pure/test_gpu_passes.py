@@ -145,6 +145,7 @@ def is_of_layers(work: Callable[[], None]) -> bool:
     return isinstance(getattr(inspect.getclosurevars(work).nonlocals["compute"], "__self__", None), GpuSegment)
 
 
+@pytest.mark.sample(0)
 def test_everything_on_the_gpu_is_one_composition(model: Model) -> None:
     """Full and exact mode give one text; embeddings are the reference's; only logits and drafts cross the link."""
     links: list[CountingLink] = []

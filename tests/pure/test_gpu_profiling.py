@@ -91,6 +91,7 @@ def n_calls() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "recorded"])
+@pytest.mark.sample(3)
 def test_a_fault_at_any_call_leaves_the_gpu_out(method: str, n_calls: dict[str, int]) -> None:
     for n in sorted({1, (1 + n_calls[method]) // 2, n_calls[method]}):
         gpu = StandInGpu(fail=method, n=n)

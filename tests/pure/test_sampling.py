@@ -129,6 +129,7 @@ def test_positions_sequences_and_seeds_are_independent() -> None:
         assert chance_of(outcomes, pairs) > FALSE_FAIL_RATE
 
 
+@pytest.mark.sample(0)
 def test_the_chi_square_catches_wrong_samplers() -> None:
     params = COMBINATIONS["hot top-k"]
     expected = exact(params)

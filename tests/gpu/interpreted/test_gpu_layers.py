@@ -23,6 +23,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model_of(request.param, "int4", tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.sample(1)
 def test_the_head(model: Model) -> None:
     spec, weights = model
     blocks = [block for block in decoder_blocks(spec) if block.kind in (BlockKind.FINAL_NORM, BlockKind.HEAD)]

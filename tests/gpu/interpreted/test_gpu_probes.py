@@ -23,6 +23,7 @@ TINY = Preset((1, 17), ((1, 70),), 1, 1, 2**16, 0.0, 1.0, 0.0, 1.0)
 ORIGIN = Origin("a test", "2026-11-21", "versions")
 
 
+@pytest.mark.sample(0)
 def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profiling, "MANY_LAYERS", 2)
     monkeypatch.setattr(gpu_profiling, "CALL_SHAPE", replace(gpu_profiling.CALL_SHAPE, n_layers=2))

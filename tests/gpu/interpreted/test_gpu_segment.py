@@ -100,6 +100,7 @@ def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.cpu() - expected).square().sum() / expected.square().sum())
 
 
+@pytest.mark.sample(2)
 def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model: Model) -> None:
     part, executor = segment(model), ReferenceExecutor(*model, MAX_TOKENS, BatchedTorchOps())
     for owner in (part, executor):
@@ -146,6 +147,7 @@ def test_with_the_triton_matmul(tmp_path: Path) -> None:
         assert_same_bits(run(alone, small, Batch.of_sequence(0, position, [token]))[0], whole[position])
 
 
+@pytest.mark.sample(0)
 def test_more_rows_than_a_pass_takes_run_in_turns(llama: Model) -> None:
     at_once, in_parts = segment(llama, range(1)), segment(llama, range(1))
     for part in (at_once, in_parts):
@@ -175,6 +177,7 @@ def test_truncating_rolls_back_exactly(llama: Model) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.sample(1)
 def test_other_kinds_of_cache(llama: Model, kind: str) -> None:
     part, half = segment(llama, kind=kind), segment(llama)
     for one in (part, half):
@@ -216,6 +219,7 @@ class Tape:
         return replay
 
 
+@pytest.mark.sample(0)
 def test_what_was_recorded_once_is_right_while_contexts_grow(llama: Model) -> None:
     tape = Tape(operations("torch"))
     taped, plain = segment(llama, ops=tape.operations, recorder=tape), segment(llama)

@@ -22,6 +22,7 @@ def pool(kind: str, first: int) -> Pages:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_a_page_beyond_two_to_the_31(kind: str) -> None:
     width, found = N_KV_HEADS * HEAD_DIM, []
     x = random(0, N_TOKENS, 3 * width)

@@ -37,6 +37,7 @@ def test_products_equal_float64(kind: str, shape: tuple[int, int, int]) -> None:
     assert nmse(out.check(), reference.matmul(x, weight)) <= BOUND
 
 
+@pytest.mark.sample(0)
 def test_any_number_of_rows() -> None:
     weight = random_matrix("linear", (16, 64))
     for m in (0, 1, 2, 8, 9, 16, 17, 33):
@@ -49,6 +50,7 @@ def test_any_number_of_rows() -> None:
 @pytest.mark.parametrize(
     ("kind", "shape"), [("linear", (16, 1088)), ("codebook", (40, 160)), ("int8", (40, 160)), ("zeros", (40, 160))]
 )
+@pytest.mark.sample(1)
 def test_a_rows_bits_do_not_depend_on_the_others(kind: str, shape: tuple[int, int]) -> None:
     """Every width that a program may have: of one token, of 8, 16 and 32, and of a prompt."""
     weight = random_matrix(kind, shape)
