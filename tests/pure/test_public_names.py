@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -12,7 +13,9 @@ import pytest
 
 import hetero_ee
 from hetero_ee import CalibrationRequest, Conversation, Engine, HardwareProfile, Limits, Plan, Reply, SamplingChanges
+from hetero_ee.options.engine import ENGINE_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.planning.request import EngineOptions
 
 MADE_BY_USERS = (SamplingParams, Limits, CalibrationRequest)
 WITH_METHODS = (Engine, Conversation, Reply, Plan, HardwareProfile, hetero_ee.AsyncTokens, hetero_ee.GenerationResult)
@@ -73,3 +76,12 @@ def test_keyword_arguments_of_sampling_are_its_fields() -> None:
     assert {name: kind for name, kind in changes.items() if name not in looser} == {
         name: kind for name, kind in params.items() if name not in looser
     }
+
+
+def test_keyword_arguments_of_an_engine_are_its_options() -> None:
+    assert set(EngineOptions.__annotations__) == {*ENGINE_OPTIONS, "progress"}
+    explained = Engine.from_pretrained.__doc__ or ""
+    assert not [name for name in EngineOptions.__annotations__ if not re.search(rf"\b{name}\b", explained)]
+    misspelt: Any = {"thread": 2}
+    with pytest.raises(TypeError, match=r"there is no option 'thread'; did you mean threads\?"):
+        Engine.from_pretrained(**misspelt)
