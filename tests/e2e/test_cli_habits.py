@@ -143,7 +143,7 @@ def test_a_name_that_nothing_has(cli: Cli, store: Path, hub: Hub, cache: Path) -
     assert ended.code == 1 and f"Did you mean {store.name}, which hetero-ee models lists?" in ended.err
     assert "Did you mean" not in cli("generate", PROMPT, "-m", "other", *SMALL).err
     (store.parent / f"{store.name}2").symlink_to(store)
-    assert "begins the names of 2 stores" in cli("generate", PROMPT, "-m", "tiny", *SMALL).err
+    assert "is the beginning of 2 stores' names" in cli("generate", PROMPT, "-m", "tiny", *SMALL).err
 
 
 # run, pull, search.

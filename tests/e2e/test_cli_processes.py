@@ -144,7 +144,7 @@ def test_a_signal_in_a_conversion_says_that_it_can_be_gone_on_with(
     assert (process.returncode, out) == (code, b"")
     (partial,) = stores(cache)
     store = partial.with_suffix("")
-    assert rest == f"hetero-ee: the conversion to {store} has stopped; running it again goes on from there.\n".encode()
+    assert rest == f"hetero-ee: the conversion to {store} has stopped; run it again to resume it.\n".encode()
 
 
 @pytest.mark.few(1)

@@ -149,7 +149,7 @@ def test_an_interrupted_conversion_is_gone_on_with(tiny: Path, cache: Path) -> N
         tokens(tiny, quantizer="rtn", progress=interrupt)
     (partial,) = stores(cache)
     assert partial.suffix == ".partial"
-    assert any("running it again goes on from there" in note for note in caught.value.__notes__)
+    assert any("run it again to resume it" in note for note in caught.value.__notes__)
     said = tokens(tiny, quantizer="rtn")
     (store,) = stores(cache)
     shutil.rmtree(store)

@@ -180,7 +180,7 @@ def test_what_can_not_be_read_is_found(store: Path, name: str, monkeypatch: pyte
 
 def test_tensors_that_do_not_fit_the_configuration_are_found(tmp_path: Path) -> None:
     (finding,) = verify(write_store(tmp_path))  # three tensors of no model
-    assert "describes what can't be opened" in finding.what
+    assert "describes weights that can't be opened" in finding.what
 
 
 def test_progress_comes_to_its_end_and_nothing_is_written(store: Path) -> None:

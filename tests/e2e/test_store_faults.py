@@ -310,7 +310,7 @@ def test_an_empty_folder_that_appears_meanwhile_stays(model_folder: Path, tmp_pa
             super().remove_file(file)
             (tmp_path / "store").mkdir()
 
-    with pytest.raises(StoreError, match="appeared there meanwhile"):
+    with pytest.raises(StoreError, match="created there meanwhile"):
         made_store(model_folder, tmp_path / "store", files=Slow())
     assert contents(tmp_path) == {"store": b""}
 

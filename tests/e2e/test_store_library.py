@@ -107,7 +107,7 @@ def test_a_store_is_found_by_the_beginning_of_its_name(model_folder: Path, cache
     second = make_store(model_folder, cache=cache, quantizer="search")
     for name, expected in ((first.name, first), ("tiny-r", first), (second.name, second), ("tiny-s", second)):
         assert stored_model(cache, name).path == expected
-    with pytest.raises(UsageError, match=r"begins the names of 2 stores \(tiny-rtn-\w+, tiny-search-\w+\)"):
+    with pytest.raises(UsageError, match=r"is the beginning of 2 stores' names \(tiny-rtn-\w+, tiny-search-\w+\)"):
         stored_model(cache, "tiny")
     for name in ("", "other", "../stores", "\x1b[2J", str(first)):
         with pytest.raises(UsageError, match="there is no store") as caught:
@@ -299,7 +299,7 @@ def test_a_store_goes_to_a_folder_of_its_own(model_folder: Path, tmp_path: Path)
             made(output)
     with pytest.raises(UsageError, match="not the store of this model"):
         made(store, quantizer="search")
-    with pytest.raises(UsageError, match="is a store already"):
+    with pytest.raises(UsageError, match="is already a store"):
         make_store(store, cache=tmp_path / "cache")
     for quantizer in ("none", "int4", ""):
         with pytest.raises(UsageError, match="codebook, search, rtn"):

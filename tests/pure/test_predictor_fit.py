@@ -132,7 +132,7 @@ def test_states_that_are_not_finite_are_refused() -> None:
     spec, weights = model("llama-relu")
     name = "layers.1.attention.output"
     weights.matrices[name] = DenseWeight(torch.full_like(weights.matrices[name].dequantize(), torch.inf))
-    with pytest.raises(ModelError, match="layer 1 of this model computes what is not finite"):
+    with pytest.raises(ModelError, match="layer 1 of this model computes values that are not finite"):
         PredictorFit(spec, weights, random_chunks(spec), SHORT).predictor()
 
 

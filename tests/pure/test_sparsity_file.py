@@ -69,7 +69,7 @@ FAULTS: dict[str, tuple[Callable[[Arrays], None], str]] = {
     "a record that is no JSON": (with_record(b"{", b"["), "damaged"),
     "thresholds of another type": (with_array("thresholds", np.zeros((5, 20))), "another type or shape"),
     "errors of another shape": (with_array("errors", np.zeros((5, 3), np.float32)), "another type or shape"),
-    "fewer layers of errors": (with_array("errors", np.zeros((4, 20), np.float32)), "of other layers"),
+    "fewer layers of errors": (with_array("errors", np.zeros((4, 20), np.float32)), "have other layers"),
     "a record of another type": (
         with_array("record", np.zeros(4, np.float32)),
         "'record' is missing, or has",

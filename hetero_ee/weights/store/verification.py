@@ -65,7 +65,7 @@ def _findings(folder: Path, progress: Progress | None) -> tuple[Finding, ...]:
 def _surplus(folder: Path) -> Iterator[Finding]:
     for name in sorted(file.name for file in folder.iterdir()):
         if name not in (MANIFEST_FILE, WEIGHTS_FILE, *SMALL_FILES):
-            yield Finding(shown(name), None, None, "is not a file of a store")
+            yield Finding(shown(name), None, None, "does not belong to a store")
 
 
 def _copies(folder: Path, manifest: Manifest) -> Iterator[Finding]:
