@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, HeteroError, ModelError
+from hetero_ee.planning.placement import Placement
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts, read_draft_head
@@ -213,12 +214,12 @@ def test_the_planner_charges_fc_and_what_crosses() -> None:
     spec, profile = replace(MODEL, n_layers=1, sliding_windows=(None,)), reference_profile(LAPTOP)
     facts = DraftHeadFacts(spec, VOCAB, False, (0.8,), Eagle3(default_layers(32)))
     costs = HeadCosts(facts, model, profile, 1)
-    split = ["cpu", *["gpu"] * 40, *["cpu"] * 24, "gpu"]
+    split = [Placement(each) for each in ("cpu", *["gpu"] * 40, *["cpu"] * 24, "gpu")]
     rates, link = costs.rates("a head"), profile.link
     assert rates.by_gpu is not None and link is not None
     for m in (1, 4):
         for on_gpu, drafts, n_far in ((True, rates.by_gpu, 1), (False, rates, 2)):
-            near = ["gpu" if on_gpu else "cpu"] * len(split)
+            near = [Placement("gpu" if on_gpu else "cpu")] * len(split)
             fc_s = drafts.after_verification_s(near, m)
             more_bytes = (n_far * m - 1) * 4 * HIDDEN
             crossing_s = link.transfer.value + more_bytes / link.to_cpu_bytes_per_s.value
