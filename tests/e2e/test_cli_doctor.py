@@ -154,7 +154,9 @@ def test_every_setting_is_shown_with_its_source(cli: Cli, cache: Path, monkeypat
     table = cli("config", "show", "-t", 9).out.splitlines()
     assert [line.split()[0] for line in table[1 : 1 + len(SETTINGS)]] == list(SETTINGS)
     assert table[1].split("  ")[0] == "model" and "demo model" in table[1] and table[1].endswith("default")
-    assert re.fullmatch(r"threads +9 +flag", table[2]) and re.fullmatch(r"offline +false +default", table[6])
+    rows = {line.split()[0]: line for line in table[1 : 1 + len(SETTINGS)]}
+    assert re.fullmatch(r"threads +9 +flag", rows["threads"])
+    assert re.fullmatch(r"offline +false +default", rows["offline"])
 
 
 def test_control_characters_do_not_reach_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
