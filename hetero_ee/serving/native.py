@@ -1,4 +1,4 @@
-"""What belongs to neither OpenAI nor Anthropic but for /v1/models: llama-server's and vLLM's ways to look inside."""
+"""Paths of neither OpenAI nor Anthropic, and /v1/models: what the server runs, as llama-server and vLLM report it."""
 
 from dataclasses import asdict
 
@@ -16,12 +16,16 @@ OWNER = "hetero-ee"
 
 
 async def models(request: Request, served: ServedModel) -> Response:
-    """The one there is."""
+    """Answer with the list of models, which has one entry."""
     return JSONResponse({"object": "list", "data": [_card(served)]})
 
 
 async def model(request: Request, served: ServedModel) -> Response:
-    """By its name. Raises RequestError for another."""
+    """Answer with the model of this name.
+
+    Raises:
+        RequestError: if the server has another one.
+    """
     if request.path_params["name"] != served.settings.model_name:
         raise RequestError(
             f"there is no such model here; this server has {served.settings.model_name}.",
@@ -33,18 +37,18 @@ async def model(request: Request, served: ServedModel) -> Response:
 
 
 async def health(request: Request, served: ServedModel) -> Response:
-    """Whether requests are taken."""
+    """Answer whether the server accepts requests."""
     is_alive = served.scheduler.is_alive
     return JSONResponse({"status": "ok" if is_alive else "error"}, 200 if is_alive else 503)
 
 
 async def metrics(request: Request, served: ServedModel) -> Response:
-    """As Prometheus reads it."""
+    """Answer with the metrics in Prometheus's format."""
     return Response(served.metrics.text(), media_type=METRICS_TYPE)
 
 
 async def props(request: Request, served: ServedModel) -> Response:
-    """As llama-server says what it runs; from `plan` on this server's own."""
+    """Answer with llama-server's properties, then from `plan` on with this server's own."""
     engine, usual = served.engine, asdict(served.usual)
     plan = engine.plan
     return JSONResponse(
@@ -67,7 +71,7 @@ async def props(request: Request, served: ServedModel) -> Response:
 
 
 def _placement(plan: Plan) -> dict[str, object]:
-    """Where each part lies, what that takes of memory and what is expected of it."""
+    """Return where each part is placed, its memory, and the speed expected."""
     parts = [
         {
             "name": each.name,
@@ -89,14 +93,18 @@ def _placement(plan: Plan) -> dict[str, object]:
 
 
 async def tokenizer_info(request: Request, served: ServedModel) -> Response:
-    """As vLLM says it, and lm-evaluation-harness asks for it."""
+    """Answer with special tokens and the chat template, as vLLM does and lm-evaluation-harness needs."""
     special = served.engine.tokenizer.special_tokens
     names = ("bos_token", "eos_token", "pad_token")
     return JSONResponse({name: special.get(name) for name in names} | {"chat_template": served.template})
 
 
 async def tokenize(request: Request, served: ServedModel) -> Response:
-    """llama-server's `content`, or vLLM's `prompt` with what a prompt's beginning needs. Raises RequestError."""
+    """Answer with the tokens of llama-server's `content` or vLLM's `prompt`, which begins like prompts do.
+
+    Raises:
+        RequestError: if there is no text.
+    """
     fields = await read_body(request, served.settings)
     content, prompt = fields.text("content"), fields.text("prompt")
     if content is None and prompt is None:
@@ -109,14 +117,22 @@ async def tokenize(request: Request, served: ServedModel) -> Response:
 
 
 async def detokenize(request: Request, served: ServedModel) -> Response:
-    """Raises RequestError."""
+    """Answer with the text of tokens.
+
+    Raises:
+        RequestError: if one is not a token id.
+    """
     fields = await read_body(request, served.settings)
     text = await served.decode(fields.items("tokens") or [])
     return JSONResponse({"content": text, "prompt": text})
 
 
 async def not_offered(request: Request, served: ServedModel) -> Response:
-    """Raises RequestError."""
+    """Refuse a path that other servers have.
+
+    Raises:
+        RequestError: always.
+    """
     raise RequestError(
         f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions, "
         "/v1/responses and /v1/messages.",

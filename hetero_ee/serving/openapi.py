@@ -108,7 +108,7 @@ COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 async def document(request: Request, served: ServedModel) -> Response:
-    """The document itself."""
+    """Answer with the document."""
     return JSONResponse(openapi())
 
 
@@ -183,7 +183,10 @@ def _posts() -> dict[str, Any]:
 
 
 def _asked(fields: Mapping[str, Schema], refused: Mapping[str, tuple[Any, ...]], *required: str) -> Schema:
-    """A body: null is as if a field were not there. Refused ones have the values alone that ask for nothing."""
+    """Return the schema of a request's body.
+
+    Null counts as absent. Fields that are refused may only have the values that ask for nothing.
+    """
     named = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items() if name not in required}
     nothing = {name: {"enum": [None, *values]} for name, values in refused.items() if name not in fields}
     whole = named | nothing | {name: fields[name] for name in required}
