@@ -57,8 +57,7 @@ def write_certificate(certificate: Certificate, folder: Path, files: FileSystem 
 def read_certificate(folder: Path, calibration: Calibration, key: str) -> Certificate | None:
     """Return the certificate in `folder`, None if there isn't one.
 
-    Raises:
-        StoreError: In one sentence with the way out, also if it certifies other exits than the calibration's.
+    Raises: StoreError: in one sentence with the way out, also if it certifies other exits than the calibration's.
     """
     file = folder / CERTIFICATE_FILE
     found = CERTIFICATE.read(file, key, MAX_BYTES, lambda header, arrays: _certificate(header, arrays, key))

@@ -71,8 +71,7 @@ class CalibrationPlace:
     def find(self) -> Calibration | None:
         """Return the store's own calibration, else the one in its checkpoint, else None.
 
-        Raises:
-            StoreError: It is damaged, or belongs to other weights.
+        Raises: StoreError: it is damaged, or belongs to other weights.
         """
         where = self.where()
         return None if where is None else read_calibration(where, self._spec_in(where), self._key_in(where))
@@ -81,8 +80,7 @@ class CalibrationPlace:
         """Return the certificate of the calibration that `find` returns: the store's own, else the one in its
         checkpoint.
 
-        Raises:
-            StoreError: It is damaged, or belongs to other weights or exits.
+        Raises: StoreError: it is damaged, or belongs to other weights or exits.
         """
         folders = dict.fromkeys(each for each in (self.folder, self.where()) if each is not None)
         where = next((each for each in folders if find_file(each, CERTIFICATE_FILE, StoreError)), None)
@@ -126,9 +124,7 @@ def checkpoint_key(folder: Path, quantization: Quantization) -> str:
     """Return the key of all stores that this quantization makes of the checkpoint in `folder`. Reads all weight files.
 
     Calibrations inside a checkpoint use it, because processors without AVX2 round a few codes of a store differently.
-
-    Raises:
-        CheckpointError: A weight file can't be read.
+    Raises: CheckpointError: A weight file can't be read.
     """
     sums = {}
     for file in weight_files(folder):

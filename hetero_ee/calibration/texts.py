@@ -49,10 +49,7 @@ def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, conte
     """Return chunks of the texts, in order, with an equal share of the tokens from each text.
 
     No chunk spans two texts. Each begins with the begin token if the model has one. Short texts make shorter chunks, so
-    that there are enough for the split.
-
-    Raises:
-        UsageError: The texts are too short.
+    that there are enough for the split. Raises: UsageError: the texts are too short.
     """
     begin = begin_tokens(tokenizer)
     share = -(-n_tokens // max(1, len(texts)))

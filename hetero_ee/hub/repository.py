@@ -67,8 +67,7 @@ class Repository:
     def small_files(self) -> list[RemoteFile]:
         """Return the configuration, the tokenizer's files, and the index if the weights are in several files.
 
-        Raises:
-            ModelError, CheckpointError: The repository does not hold a supported model.
+        Raises: ModelError, CheckpointError: the repository does not hold a supported model.
         """
         self._check_kind()
         index = (INDEX_FILE,) if self.has_index else ()

@@ -65,8 +65,7 @@ def planned_sparse(
 def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves | None) -> ModelSpec:
     """Return the neuron-major model with the shares of neurons that tokens should need, all if nothing is known.
 
-    Raises:
-        UsageError: The request is AUTO, and nothing was calibrated.
+    Raises: UsageError: the request is AUTO, and nothing was calibrated.
     """
     natural = 1.0 if curves is None else curves.active_share
     if request.share is None and curves is None:

@@ -27,8 +27,7 @@ class SparsityRequest:
     def parsed(cls, asked: str | float | None) -> Self | None:
         """Parse EXACT, AUTO, DENSE, PREDICTED, UNPREDICTED or a share. None stands for FFNs that are not neuron-major.
 
-        Raises:
-            UsageError: It is something else.
+        Raises: UsageError: it is something else.
         """
         if asked is None:
             return None

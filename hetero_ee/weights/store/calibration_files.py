@@ -56,10 +56,8 @@ def is_calibrations(path: Path) -> bool:
 def remove_calibration(store: Path, files: FileSystem) -> None:
     """Remove every record of the store, and what interrupted calibrations have left.
 
-    The lock file stays, as a store's does, because another process may wait for it.
-
-    Raises:
-        StoreError: Nothing is removed, because a folder holds other files or a calibration is being written.
+    The lock file stays, as a store's does, because another process may wait for it. Raises: StoreError: nothing is
+    removed, because a folder holds other files or a calibration is being written.
     """
     folder = calibration_folder(store)
     folders = [folder.with_name(folder.name + end) for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)]

@@ -223,10 +223,8 @@ def _named(models: list[StoredModel], name: str) -> StoredModel | None:
 def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = None) -> None:
     """Remove a store of the cache folder and, before it, its calibration.
 
-    Other processes see it disappear at once.
-
-    Raises:
-        StoreError: It is not in the cache folder, holds other files than a store's, or is being written.
+    Other processes see it disappear at once. Raises: StoreError: it is not in the cache folder, holds other files than
+    a store's, or is being written.
     """
     if model.path.parent != cache / STORES_FOLDER or not holds_only_store_files(model.path):
         raise StoreError(f"{model.path} is not in {cache}, or holds more than a store; remove it by hand.")
