@@ -85,7 +85,7 @@ def _placed(problem: Problem, decode: Chain, placement: Placement) -> list[Part]
 def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
     weight_bytes = kv_bytes = 0
     for part, placement in zip(problem.parts, decode, strict=True):
-        if placement in (Placement.CPU, Placement.STREAM) or placement.is_split:
+        if placement == Placement.CPU or placement.needs_buffers:
             weight_bytes += part.weight_bytes
         if not placement.on_gpu:
             kv_bytes += part.kv_bytes(problem.context_tokens)

@@ -214,11 +214,7 @@ def _rooms(
 
 def _resident(part: PartOptions) -> PartOptions:
     """Return the options that need no stream buffers. Split FFNs need them, as they visit for prompts."""
-    return {
-        placement: option
-        for placement, option in part.items()
-        if placement != Placement.STREAM and not placement.is_split
-    }
+    return {placement: option for placement, option in part.items() if not placement.needs_buffers}
 
 
 def _first_layers(options: Sequence[PartOptions], budget_bytes: int) -> Chain | None:

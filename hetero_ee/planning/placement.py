@@ -56,9 +56,14 @@ class Placement(str):
         return self in ("stream", "visit")
 
     @property
+    def needs_buffers(self) -> bool:
+        """Whether the weights are copied to the GPU at each use, or for prompts."""
+        return self not in ("gpu", "cpu", "disk")
+
+    @property
     def is_split(self) -> bool:
         """Whether both devices compute neurons of an FFN."""
-        return self.startswith(HOT)
+        return self[0] == "h"
 
     @property
     def prefill_choices(self) -> "tuple[Placement, ...]":

@@ -1,4 +1,4 @@
-"""The way of a pass through a plan: segments of consecutive blocks on one device."""
+"""The route of a pass through a plan: segments of consecutive blocks on one device."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ DECODE, PREFILL = "decode", "prefill"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Attentions and FFNs in one place, see PlacedPart. is_captured: what comes in is to be kept."""
+    """Consecutive attentions and FFNs with the same placement."""
 
     place: Placement
     blocks: tuple[Block, ...]
-    is_captured: bool = False
+    is_captured: bool = False  # its input is kept
 
     @property
     def on_gpu(self) -> bool:
@@ -28,20 +28,24 @@ class Segment:
 
     @property
     def is_split(self) -> bool:
-        """Whether the CPU computes some neurons of it meanwhile."""
+        """Whether the CPU computes some of its neurons meanwhile."""
         return self.place.is_split
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its weights come over the link each time."""
+        """Whether its weights are copied over the link each time."""
         return self.place.is_streamed
 
 
 class Route:
-    """plan: its parts are those of `blocks`, which are all of the model's. Its own `blocks` are those of layers.
+    """Divides passes into segments by the placements of a plan.
 
-    overlap: the layers that devices compute at the same time, each for other tokens, when decoding. capturing: layers
-    at which segments begin, see Executor.capture.
+    Args:
+        blocks: all blocks of the model; the attribute has only those of layers.
+        capturing: layers at which segments begin, see Executor.capture.
+
+    Attributes:
+        overlap: layers that both devices compute at the same time when decoding, each for other tokens.
     """
 
     def __init__(self, plan: Plan, blocks: Sequence[Block], capturing: Sequence[int] = ()) -> None:
@@ -55,11 +59,11 @@ class Route:
         self._known: dict[tuple[str, range], tuple[Segment, ...]] = {}
 
     def place(self, block: Block, kind: str = DECODE) -> Placement:
-        """Where the block is; kind: "decode" or "prefill"."""
+        """Return the block's placement; `kind` is DECODE or PREFILL."""
         return self._places[kind][block.name]
 
     def segments(self, kind: str, layers: range) -> tuple[Segment, ...]:
-        """Through these layers in order."""
+        """Return the segments of these layers in order."""
         key = kind, layers
         if key not in self._known:
             found: list[Segment] = []

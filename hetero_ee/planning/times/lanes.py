@@ -89,14 +89,14 @@ class Lanes:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
             on_gpu = computes_on_gpu
+            if not on_gpu:
+                cpu = ready = max(cpu, ready) + seconds
+                continue
             if placement.is_split:
                 first_s, hot_s, cold_s = costs.split_s(part, placement, m)
                 start = max(cpu, gpu, ready) + first_s
                 gpu = ready = start + max(hot_s, cold_s)
                 cpu = start + cold_s - transfer_s
-                continue
-            if not on_gpu:
-                cpu = ready = max(cpu, ready) + seconds
                 continue
             start = max(cpu, gpu, ready)
             if placement.is_streamed:

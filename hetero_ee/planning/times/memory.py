@@ -110,16 +110,12 @@ def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], 
     streamed = [
         part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         for part, placement in zip(parts, placements, strict=True)
-        if placement.is_streamed or placement.is_split  # which prompts stream
+        if placement.needs_buffers
     ]
     return N_STREAM_BUFFERS * rounded(max(streamed)) if streamed else 0
 
 
 def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement]) -> int:
     """Return the bytes of pinned buffers in RAM that streamed weights pass through."""
-    streamed = [
-        part.weight_bytes
-        for part, placement in zip(parts, placements, strict=True)
-        if placement.is_streamed or placement.is_split
-    ]
+    streamed = [part.weight_bytes for part, placement in zip(parts, placements, strict=True) if placement.needs_buffers]
     return N_PINNED_BUFFERS * max(streamed, default=0)

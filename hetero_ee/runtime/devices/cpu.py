@@ -1,4 +1,4 @@
-"""The CPU as a device: it computes at once, by the wall clock."""
+"""The CPU as a device, timed by the wall clock."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,16 +20,19 @@ REFUSAL = "can't allocate memory"  # in the RuntimeError of torch's allocator
 
 
 class Reached:
-    """The event of work that is over."""
+    """The event of finished work."""
 
     def wait(self) -> None:
         return
 
 
 class CpuDevice(Device):
-    """clock: seconds, monotonic. available_bytes: memory that the system could still give this process.
+    """The CPU, which computes at once.
 
-    recorder: gets a span for each run, where there is one.
+    Args:
+        clock: monotonic seconds.
+        available_bytes: returns the memory that the system could still give this process.
+        recorder: records a span per run, if given.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class CpuDevice(Device):
         self._capacity_bytes = available_bytes()
 
     def free_bytes(self) -> int:
-        """See Device.free_bytes. Claims count whether they are in use yet or not, other programs' memory as it is."""
+        """See Device.free_bytes. Claims count even if they are not in use yet, as does other programs' memory."""
         return max(0, min(self._available_bytes(), self._capacity_bytes - self.claimed_bytes))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -71,6 +74,10 @@ class CpuDevice(Device):
 def host_machine(
     clock: Callable[[], float] = time.perf_counter, recorder: SpanRecorder | None = None, held_bytes: int = 0
 ) -> Machine:
-    """This computer without a GPU. held_bytes: of weights that a plan claims memory for and that have it already."""
+    """Return this computer without a GPU.
+
+    Args:
+        held_bytes: of weights in memory that a plan claims again.
+    """
     device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes + held_bytes, recorder)
     return Machine(device, None, None, CpuCopier())

@@ -1,4 +1,4 @@
-"""A GPU that torch calls cuda, and its link: launches and copies run by themselves, in streams that events order."""
+"""A GPU that torch calls cuda, and its link: launches and copies run asynchronously, in streams ordered by events."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,9 +15,13 @@ from hetero_ee.runtime.work import joined_name
 
 
 class CudaDevice(Device):
-    """budget_bytes: the most to claim, None for all there is. trace: gets a span a run.
+    """A CUDA or ROCm GPU.
 
-    Computes on the stream that torch uses anyway, so that what was made without `run` is never met half-done.
+    It computes on torch's current stream, so that tensors made without `run` are complete when they are read.
+
+    Args:
+        budget_bytes: maximum to claim, None for all memory.
+        trace: records a span per run.
     """
 
     def __init__(self, driver: CudaDriver, budget_bytes: int | None = None, trace: CudaClock | None = None) -> None:
@@ -27,7 +31,7 @@ class CudaDevice(Device):
             self._queue = CudaStream(driver, driver.compute_stream(), GPU, trace)
 
     def free_bytes(self) -> int:
-        """See Device.free_bytes. Claims count whether they are in use yet or not, other programs' memory as it is."""
+        """See Device.free_bytes. Claims count even if they are not in use yet, as does other programs' memory."""
         driver, claimed_bytes = self._driver, self.claimed_bytes
         with driver_errors("a look at its memory", lambda: 0):
             usable_bytes = driver.free_bytes() + driver.kept_bytes()
@@ -45,10 +49,12 @@ class CudaDevice(Device):
 
 
 class CudaLink:
-    """One stream for weights and one for hidden states each way: hidden states never wait for the copies in line.
+    """The link of a GPU. It has one stream for weights and one for hidden states per direction.
 
-    host_free_bytes: the CPU's memory that is available. `compute` must copy without blocking, between memory that was
-    there before.
+    So hidden states never wait for queued weights. `compute` must copy without blocking, between existing memory.
+
+    Args:
+        host_free_bytes: returns the available memory of the CPU.
     """
 
     def __init__(self, driver: CudaDriver, host_free_bytes: Callable[[], int], trace: CudaClock | None = None) -> None:
@@ -68,11 +74,11 @@ class CudaLink:
         return self._transfers[to].begin(name, compute, after)
 
     def host_buffer(self, n_bytes: int) -> Tensor:
-        """See Link.host_buffer: pinned."""
+        """See Link.host_buffer. The memory is pinned."""
         with driver_errors("a pinned buffer", self._host_free_bytes, device=CPU, n_bytes=n_bytes):
             return self._driver.pinned(n_bytes)
 
     def _queues(self, lanes: Mapping[str, str], trace: CudaClock | None) -> dict[str, CudaStream]:
-        """For each device at the end, a stream of its own."""
+        """Make a stream for each target device."""
         driver = self._driver
         return {to: CudaStream(driver, driver.new_stream(), lane, trace) for to, lane in lanes.items()}

@@ -1,4 +1,4 @@
-"""What the runtime asks of torch.cuda, as a seam: streams, events and memory of one GPU."""
+"""The part of torch.cuda that the runtime uses, behind a protocol: streams, events and memory of one GPU."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,33 +15,33 @@ class CudaDriver(Protocol):
     """
 
     def compute_stream(self) -> Any:
-        """The stream that torch's and Triton's launches go to by themselves."""
+        """Return the stream that torch and Triton launch on by default."""
         ...
 
     def new_stream(self) -> Any: ...
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, launches and copies of this thread go to the stream and its GPU."""
+        """Make launches and copies of this thread use the stream and its GPU."""
         ...
 
     def new_event(self, *, is_timed: bool) -> Any: ...
 
     def free_bytes(self) -> int:
-        """Of the GPU, as the driver says."""
+        """Return the free memory of the GPU, by the driver."""
         ...
 
     def kept_bytes(self) -> int:
-        """That torch has taken from the driver, in use or not."""
+        """Return the memory that torch has reserved, in use or not."""
         ...
 
     def used_bytes(self) -> int:
-        """That tensors take of the kept ones."""
+        """Return the reserved memory that tensors use."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def pinned(self, n_bytes: int) -> Tensor:
-        """uint8 memory of the CPU that the GPU copies from and to by itself."""
+        """Return pinned CPU memory (uint8), which the GPU copies asynchronously."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""This computer with its GPU: the devices, the link and the runner that a plan takes there."""
+"""This computer with its GPU: the devices, the link and the executor of a plan's GPU parts."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry, Warn
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.cpu import CpuDevice
 from hetero_ee.runtime.devices.cuda import CudaDevice, CudaLink
@@ -32,26 +33,29 @@ from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.host.memory import memory_info
 
-N_SLOTS = 64  # sequences that may be open at once: a line of a small table each
-VISIT = "visit"
+N_SLOTS = 64  # sequences that may be open at once; each needs a row of a small table
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that can be used. device: torch's; operations: what computes there."""
+    """A usable GPU."""
 
     device: torch.device
     driver: CudaDriver
     operations: GpuOperations
 
     def reachable_bytes(self) -> int:
-        """Memory that this process has or could have: other programs have the rest."""
+        """Return the memory that this process has or could get."""
         with driver_errors("a look at its memory", lambda: 0):
             return self.driver.free_bytes() + self.driver.kept_bytes()
 
 
 def usable_gpu(model: str | None, warn: Warn) -> Gpu | None:
-    """The GPU of that name, else the one with most memory; None where torch can use none. warn: see Registry."""
+    """Return the GPU of that name, else the one with most memory; None if torch can use none.
+
+    Args:
+        warn: see Registry.
+    """
     if cuda_platform(None) is None:
         return None
     platform = cuda_platform(model)
@@ -61,7 +65,7 @@ def usable_gpu(model: str | None, warn: Warn) -> Gpu | None:
 
 
 def free_ram_bytes() -> int:
-    """Memory that the system could still give this process."""
+    """Return the memory that the system could still give this process."""
     return memory_info(this_host()).available_bytes
 
 
@@ -73,7 +77,14 @@ def cuda_machine(
     recorder: SpanRecorder | None = None,
     ram_bytes: Callable[[], int] = free_ram_bytes,
 ) -> Machine:
-    """recorder: gets what ran where and when. Raises DeviceMemoryError and DeviceLostError."""
+    """Return this computer as a plan uses it.
+
+    Args:
+        recorder: records what ran where and when.
+
+    Raises:
+        DeviceMemoryError, DeviceLostError.
+    """
     cpu = CpuDevice(clock, ram_bytes, recorder)
     if not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuCopier())
@@ -99,15 +110,19 @@ def cuda_machine(
 
 
 def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuExecutor:
-    """What computes the plan's parts on the GPU, where these layers' keys and values lie. Raises DeviceMemoryError."""
+    """Return the executor of the plan's parts on the GPU, with the KV cache of these layers.
+
+    Raises:
+        DeviceMemoryError.
+    """
     places = {part.name: part.decode_placement for part in plan.parts}
     blocks = [(block, places.get(block.name)) for block in decoder_blocks(spec)]  # the final norm has none of its own
     hot = [(block, place.hot_neurons(spec.ffn_size)) for block, place in blocks if place is not None and place.is_split]
     weights = with_first_neurons(weights, hot)
-    kept = [block for block, place in blocks if place == GPU] + [block for block, _ in hot]
-    if places["head"] == GPU and spec.final_norm:
+    kept = [block for block, place in blocks if place == Placement.GPU] + [block for block, _ in hot]
+    if places["head"] == Placement.GPU and spec.final_norm:
         kept.append(blocks[-2][0])
-    visits = any(part.prefill_placement == VISIT and part.kv_bytes for part in plan.parts)
+    visits = any(part.prefill_placement == Placement.VISIT and part.kv_bytes for part in plan.parts)
     with driver_errors("the model", gpu.driver.free_bytes):
         cache = GpuKvCache(
             (len(layers), spec.n_kv_heads, spec.head_dim),
@@ -121,5 +136,5 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
 
 
 def _n_rows(plan: Plan) -> int:
-    """The most of a pass that memory is taken for."""
+    """Return the maximum number of tokens in a pass."""
     return max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)

@@ -1,4 +1,4 @@
-"""One stream of a GPU: work that runs in order, each piece after the events it was given."""
+"""A stream of a GPU, whose work runs in order, each piece after given events."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +12,11 @@ from hetero_ee.runtime.trace import SpanRecorder
 
 
 class CudaEvent:
-    """An event that the GPU reaches by itself. native: the driver's."""
+    """An event that the GPU reaches.
+
+    Args:
+        native: the driver's event.
+    """
 
     def __init__(self, native: Any, driver: CudaDriver) -> None:
         self.native, self._driver = native, driver
@@ -24,7 +28,7 @@ class CudaEvent:
 
 
 class CudaClock:
-    """Puts spans of a GPU on the host's clock: both are read once, when nothing runs."""
+    """Maps spans of a GPU to the host's clock. Both clocks are read once, when nothing runs."""
 
     def __init__(self, driver: CudaDriver, clock: Callable[[], float], recorder: SpanRecorder) -> None:
         self._recorder, self._origin = recorder, driver.new_event(is_timed=True)
@@ -34,7 +38,7 @@ class CudaClock:
         self._origin_s = clock()
 
     def record(self, lane: str, name: str, begin: Any, end: Any) -> None:
-        """The span between two timed events."""
+        """Record the span between two timed events."""
 
         def span() -> Span:
             end.synchronize()
@@ -47,10 +51,14 @@ class CudaClock:
 
 
 class CudaStream:
-    """lane: what its spans are recorded as, where there is a clock for them.
+    """A stream of launches or copies.
 
-    What a `compute` holds is kept until its event is reached: torch would give the memory of a tensor that nobody names
-    any more to the next one, which another stream may be reading still.
+    The stream keeps each `compute` with everything it refers to until its event. Otherwise torch would reuse the memory
+    of tensors without references, while another stream may still read them.
+
+    Args:
+        lane: of its recorded spans.
+        clock: records spans, if given.
     """
 
     def __init__(self, driver: CudaDriver, stream: Any, lane: str, clock: CudaClock | None) -> None:
@@ -58,9 +66,9 @@ class CudaStream:
         self._kept: deque[tuple[Any, object]] = deque()
 
     def begin(self, name: str, compute: Callable[[], T], after: Sequence[Event]) -> tuple[T, CudaEvent]:
-        """Launches what `compute` launches, to run after the events; what it returned, and the event of its end.
+        """Call `compute`, whose launches run after the events. Return its value and the event of its end.
 
-        Events of other devices are waited for here. Raises what `compute` raises, see driver_errors.
+        The host waits for events of other devices. Raises whatever `compute` raises, see driver_errors.
         """
         others = [event for event in after if not isinstance(event, CudaEvent)]
         for event in others:

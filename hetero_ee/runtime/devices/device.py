@@ -1,4 +1,4 @@
-"""Devices and the link between them, as the executor sees them: a seam with a real, an emulated and a faulty side."""
+"""The interface of devices and of the link between them, with real, emulated and faulty implementations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,29 +15,30 @@ CPU, GPU = "cpu", "gpu"
 
 
 class Allocation:
-    """n_bytes of a device's memory, claimed for `purpose` until free(); freeing it again does nothing."""
+    """Memory of a device, claimed for `purpose` until free(). Freeing it again does nothing."""
 
     def __init__(self, purpose: str, n_bytes: int, on_free: "Callable[[Allocation], None]") -> None:
         self.purpose, self.n_bytes = purpose, n_bytes
         self._on_free = on_free
 
     def free(self) -> None:
-        """Gives the bytes back."""
+        """Release the bytes."""
         self._on_free(self)
 
 
 class Event(Protocol):
-    """The end of a piece of work, which other work can be told to start after."""
+    """The end of a piece of work, after which other work can start."""
 
     def wait(self) -> None:
-        """The host waits until it is reached. Raises DeviceLostError."""
+        """Let the host wait until it is reached. Raises: DeviceLostError."""
         ...
 
 
 class Device(ABC):
-    """Something that computes and has memory. name: "cpu" or "gpu"; the CPU is the host.
+    """A processor with memory. Any method may raise DeviceLostError.
 
-    Any method may raise DeviceLostError.
+    Args:
+        name: "cpu" or "gpu"; the CPU is the host.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,19 +47,25 @@ class Device(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Memory that can still be claimed; never below 0."""
+        """Return the memory that can still be claimed, at least 0."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the device with anything in it; it counts where it was claimed. Raises DeviceMemoryError."""
+        """Allocate uninitialized memory, which was claimed before. Raises: DeviceMemoryError."""
 
     @abstractmethod
     def run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> tuple[T, Event]:
-        """Computes once the events are reached: what `compute` returns, and the event of its end.
+        """Call `compute` after the events. On a GPU it launches work.
 
-        works: what it does, in numbers. On a GPU `compute` launches, and its result may only be used after the event,
-        or in later work of the same device, which runs in order. Raises what `compute` raises, an error of the driver
-        as DeviceMemoryError or DeviceLostError.
+        Args:
+            works: describe the work.
+
+        Returns:
+            The value of `compute`, and the event of its end. A GPU's value may only be used after that event, or in
+            later work of the same device, which runs in order.
+
+        Raises:
+            DeviceMemoryError, DeviceLostError: for errors of the driver; other errors of `compute` as they are.
         """
 
     @property
@@ -66,7 +73,12 @@ class Device(ABC):
         return sum(allocation.n_bytes for allocation in self._claims)
 
     def allocate(self, n_bytes: int, purpose: str) -> Allocation:
-        """Claims memory before it is used. Raises DeviceMemoryError, and ValueError below 0; nothing has changed."""
+        """Claim memory before it is used.
+
+        Raises:
+            DeviceMemoryError: if it does not fit. Nothing has changed then.
+            ValueError: if n_bytes is negative.
+        """
         if n_bytes < 0:
             raise ValueError(f"{purpose}: {n_bytes} bytes were asked for, expected 0 or more.")
         free_bytes = self.free_bytes()
@@ -78,27 +90,24 @@ class Device(ABC):
 
 
 class Link(Protocol):
-    """Copies between the CPU's memory and the GPU's. Copies one way keep their order, as do transfers.
+    """Copies between CPU and GPU memory. Copies in one direction keep their order, as do transfers.
 
-    `to` is the device at the end, "cpu" or "gpu". What is read must stay as it is until the copy's event, and what is
-    written must be memory that was there before: made in `compute`, it would be the link's to give away again.
+    `to` is the target device, "cpu" or "gpu". The source must not change until the copy's event. The target must exist
+    before: torch would reuse memory allocated in `compute` for the link's stream.
     """
 
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """Copies n_bytes (weights, keys and values) once the events are reached; `compute` begins the copy.
-
-        Raises like Device.run.
-        """
+        """Copy n_bytes of weights or KV cache after the events; `compute` begins the copy. Raises as Device.run."""
         ...
 
     def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """Copies n_rows of hidden states likewise; its event is reached when the device `to` can use them."""
+        """Copy n_rows of hidden states likewise. The event is reached when the device `to` can use them."""
         ...
 
     def host_buffer(self, n_bytes: int) -> Tensor:
-        """uint8 memory of the CPU that copies run from and to at full speed. Raises DeviceMemoryError."""
+        """Allocate CPU memory (uint8) that is copied at full speed. Raises: DeviceMemoryError."""
         ...

@@ -1,7 +1,7 @@
-"""A machine that is not there: numbers computed on this CPU at once, time taken from a hardware profile.
+"""An emulated machine: this CPU computes at once, and time passes as in a hardware profile.
 
-They share the profile with the planner and nothing else, so that a plan's prediction can be checked against what the
-executor really asks for.
+It shares only the profile and the cost description (hetero_ee/costs) with the planner. So a plan's prediction can be
+checked against the steps that the executor really takes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.costs.work import Work
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, T
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
@@ -22,10 +23,14 @@ from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
 
 
 class EmulatedDevice(Device):
-    """The CPU or the GPU of a profile. The CPU is the host: its work takes the host's time, the GPU's is only begun.
+    """The CPU or the GPU of a profile. The host waits for the CPU's work but not for the GPU's.
 
-    memory_bytes: available there. threads: of the CPU, 0 for the most that were measured. Raises ValueError for
-    a GPU that the profile does not have.
+    Args:
+        memory_bytes: available on the device.
+        threads: of the CPU, 0 for the most that were measured.
+
+    Raises:
+        ValueError: for a GPU that the profile does not have.
     """
 
     def __init__(
@@ -47,13 +52,14 @@ class EmulatedDevice(Device):
         return self._memory_bytes - self.claimed_bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See Device.empty: memory of this CPU."""
+        """See Device.empty. Allocates memory of this CPU."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> tuple[T, Event]:
-        """See Device.run. Works follow one another on the device's lane, the first once the events are reached.
+        """See Device.run. Works follow each other on the device's lane, the first one after the events.
 
-        Raises KeyError for a layout that the profile has no times of; a run that raises takes no time.
+        Raises:
+            KeyError: if the profile did not time a layout. A run that raises takes no time.
         """
         seconds = [work.seconds(self._times, self._disk_bytes_per_s, self._spec) for work in works]
         value = compute()
@@ -64,10 +70,14 @@ class EmulatedDevice(Device):
 
 
 class EmulatedLink:
-    """The link of a profile. row_bytes: of one token's hidden state, whose transfer was measured. beside_cpu: names of
-    what is copied while the CPU reads weights of its own, from the same RAM.
+    """The link of a profile.
 
-    Raises ValueError for a profile without a link.
+    Args:
+        row_bytes: of one token's hidden state, whose transfer was measured.
+        beside_cpu: names of blocks that are copied while the CPU reads weights from the same RAM.
+
+    Raises:
+        ValueError: for a profile without a link.
     """
 
     def __init__(
@@ -79,7 +89,7 @@ class EmulatedLink:
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.copy: the latency, and the bytes at the rate of pinned memory."""
+        """See Link.copy. It costs the latency, and the bytes at the rate of pinned memory."""
         rate = self._times.to_gpu_bytes_per_s if to == GPU else self._times.to_cpu_bytes_per_s
         if to == GPU and name in self._beside_cpu:
             rate = self._times.beside_cpu_bytes_per_s
@@ -90,8 +100,7 @@ class EmulatedLink:
     def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.transfer: what a hidden state was measured to take, what is beyond its bytes at the rate towards
-        the CPU, the slower."""
+        """See Link.transfer. It costs the measured time of one hidden state, and more bytes at the rate to the CPU."""
         value = compute()
         more_bytes = max(0, n_rows * row_bytes - self._row_bytes)
         seconds = self._times.transfer.value + more_bytes / self._times.to_cpu_bytes_per_s.value
@@ -102,11 +111,11 @@ class EmulatedLink:
 
 
 class EmulatedGpuTensor(Tensor):
-    """A tensor of the CPU that counts as one of the emulated GPU; what is computed from it counts as that too."""
+    """A tensor of the CPU that counts as one of the emulated GPU, as does everything computed from it."""
 
 
 class EmulatedCopier:
-    """Of an emulated GPU, whose tensors are the CPU's under another name."""
+    """The copier of an emulated GPU, which only changes the tensors' type."""
 
     def is_on_gpu(self, x: Tensor) -> bool:
         return isinstance(x, EmulatedGpuTensor)
@@ -119,7 +128,7 @@ class EmulatedCopier:
 
 
 def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, timeline: Timeline) -> Machine:
-    """The profile's machine with the plan's budgets and threads, from where the time line is."""
+    """Return the profile's machine with the plan's budgets and threads, from the present time on."""
     cpu = EmulatedDevice(CPU, timeline, profile, spec, plan.ram_budget_bytes, plan.threads)
     if profile.gpu is None or not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuCopier())
@@ -129,11 +138,11 @@ def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, time
 
 
 def _copied_beside_cpu(plan: Plan) -> frozenset[str]:
-    """What is streamed for each token while other layers' weights are read by the CPU."""
+    """Return the parts that are streamed for each token while the CPU reads other layers' weights."""
     layers = [part for part in plan.parts if part.layer is not None]
-    if all(part.decode_placement in ("gpu", "stream") for part in layers):
+    if all(part.decode_placement in (Placement.GPU, Placement.STREAM) for part in layers):
         return frozenset()
-    return frozenset(part.name for part in layers if part.decode_placement == "stream")
+    return frozenset(part.name for part in layers if part.decode_placement == Placement.STREAM)
 
 
 def _times(name: str, profile: HardwareProfile, threads: int) -> DeviceTimes:

@@ -1,4 +1,4 @@
-"""Machine: the devices a plan runs on, and how hidden states move between them."""
+"""Machine: the devices that a plan runs on, and the transfer of hidden states between them."""
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class Copier(Protocol):
-    """Where a tensor lies, and how it gets elsewhere."""
+    """Moves tensors between devices."""
 
     def is_on_gpu(self, x: Tensor) -> bool: ...
 
     def to_gpu(self, x: Tensor) -> Tensor:
-        """The same on the GPU, itself where it is there; begun, not waited for."""
+        """Begin to move x to the GPU and return it there; x itself if it is there."""
         ...
 
     def to_cpu(self, x: Tensor) -> Tensor:
-        """The same on the CPU, itself where it is there; begun, not waited for. Valid until the second call after."""
+        """Begin to move x to the CPU and return it there; x itself if it is there. Valid for one more call."""
         ...
 
 
 class CpuCopier:
-    """Of a machine without a GPU."""
+    """The copier of a machine without a GPU."""
 
     def is_on_gpu(self, x: Tensor) -> bool:
         return False
@@ -47,30 +47,33 @@ class CpuCopier:
         return x
 
 
-# Makes the source of streamed blocks: their weights, the link, and bytes of what comes along with each, by number.
+# Makes the source of streamed blocks from these, their weights, the link, and the bytes copied with each, by number.
 MakeSource = Callable[[Sequence[Block], ModelWeights, Link, Callable[[int], int]], BlockSource]
-BESIDE_ROWS = 128  # of one pass there: more take more memory, fewer read its weights more often
-BESIDE_KV_TYPE = "fp16"  # of a model beside: its last bits change no text
-# Opens on the GPU what computes these blocks of another, small model, with room for so many tokens.
+BESIDE_ROWS = 128  # per pass of a draft head: more need more memory, fewer read its weights more often
+BESIDE_KV_TYPE = "fp16"  # of a draft head, whose last bits change no output
+# Opens an executor on the GPU for these blocks of a draft head, with a cache of this many tokens.
 OpenBeside = Callable[[ModelSpec, ModelWeights, Sequence[Block], int], "BlockExecutor"]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """gpu, link, make_source: None where there is no GPU. open_beside: None where the CPU computes in its place."""
+    """The devices that a plan runs on.
+
+    `gpu`, `link` and `make_source` are None without a GPU. `open_beside` is None if draft heads run on the CPU.
+    """
 
     cpu: Device
     gpu: Device | None
     link: Link | None
     copier: Copier
     make_source: MakeSource | None = None
-    new_worker: Callable[[], futures.Executor] = AtOnce  # of what fetches streamed blocks
+    new_worker: Callable[[], futures.Executor] = AtOnce  # fetches streamed blocks
     open_beside: OpenBeside | None = None
     traffic: Traffic = field(default_factory=Traffic)
-    opened_beside: "list[BlockExecutor]" = field(default_factory=list)  # to be closed with what runs the model
+    opened_beside: "list[BlockExecutor]" = field(default_factory=list)  # closed with the model's executor
 
     def device(self, *, on_gpu: bool) -> Device:
-        """The GPU, or the CPU."""
+        """Return the GPU or the CPU."""
         if not on_gpu:
             return self.cpu
         assert self.gpu is not None, "something is asked of a GPU that is not there"
@@ -79,16 +82,17 @@ class Machine:
     def moved(
         self, name: str, x: Tensor, ready: tuple[Event, ...] = (), *, to_gpu: bool
     ) -> tuple[Tensor, tuple[Event, ...]]:
-        """x (m, columns) on that device, and what must be reached before it is read there; itself where it is there.
+        """Move x (m, columns) to a device, unless it is there. The host waits for what comes to the CPU.
 
-        The host waits for what comes to the CPU. On the other device it lies in a buffer, see Copier.
+        Returns:
+            The tensor there, in a buffer if it was moved (see Copier), and the events to wait for before reading it.
         """
         if self.copier.is_on_gpu(x) == to_gpu:
-            return (x if self.link is not None else x.cpu()), ready  # it may come from a GPU that was given up
+            return (x if self.link is not None else x.cpu()), ready  # it may come from a GPU that is no longer used
         assert self.link is not None, "something is to be moved to a GPU that is not there"
         self.traffic.moved(name, len(x) * x.shape[1] * FLOAT_BYTES, to_gpu=to_gpu)
         move, target = (self.copier.to_gpu, GPU) if to_gpu else (self.copier.to_cpu, CPU)
-        after = ready or (self.device(on_gpu=True).run([], lambda: None)[1],)  # all work the GPU was given so far
+        after = ready or (self.device(on_gpu=True).run([], lambda: None)[1],)  # all work of the GPU so far
         found, event = self.link.transfer(name, len(x), x.shape[1] * FLOAT_BYTES, target, partial(move, x), after)
         if to_gpu:
             return found, (event,)

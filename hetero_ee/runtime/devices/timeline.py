@@ -1,7 +1,7 @@
-"""A discrete-event clock: what runs when on the CPU, the GPU and each direction of the link, in virtual seconds.
+"""A discrete-event clock in virtual seconds for the CPU, the GPU and each direction of the link.
 
-Weights and hidden states have lanes of their own: on a GPU they go in streams of their own, weights in small pieces, so
-that hidden states never wait for the copies in line. What the two take from each other is not counted.
+Weights and hidden states have separate lanes, as they have separate streams on a GPU. There, weights are copied in
+small pieces, so that hidden states never wait for queued copies. That the two share bandwidth is not modelled.
 """
 
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from hetero_ee.runtime.devices.device import CPU, GPU, Event
 TO_GPU, TO_CPU = "to_gpu", "to_cpu"  # weights, keys and values
 ROWS_TO_GPU, ROWS_TO_CPU = "rows_to_gpu", "rows_to_cpu"
 LANES = (CPU, GPU, ROWS_TO_GPU, ROWS_TO_CPU, TO_GPU, TO_CPU)
-COPY_LANES, ROW_LANES = {GPU: TO_GPU, CPU: TO_CPU}, {GPU: ROWS_TO_GPU, CPU: ROWS_TO_CPU}  # by the device at the end
+COPY_LANES, ROW_LANES = {GPU: TO_GPU, CPU: TO_CPU}, {GPU: ROWS_TO_GPU, CPU: ROWS_TO_CPU}  # by target device
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a lane was busy with, from start_s to end_s."""
+    """Work of a lane from start_s to end_s."""
 
     lane: str
     name: str
@@ -26,9 +26,10 @@ class Span:
 
 
 class Timeline:
-    """Begins at 0. Each lane does one thing at a time, in the order of the calls. The CPU's lane is the host.
+    """A timeline that begins at 0. Each lane does one thing at a time, in call order. The CPU's lane is the host.
 
-    spans: everything that took time, in the order of the calls.
+    Attributes:
+        spans: all work with a duration, in call order.
     """
 
     def __init__(self) -> None:
@@ -37,14 +38,18 @@ class Timeline:
 
     @property
     def now_s(self) -> float:
-        """Where the host is."""
+        """Present time of the host."""
         return self._free_s[CPU]
 
     def occupy(
         self, lane: str, name: str, seconds: float, after: Iterable[Event] = (), not_before_s: float = 0.0
     ) -> "Moment":
-        """Runs something of that length as soon as the host has asked for it, the lane is free and the events are
-        reached; the event of its end. On the CPU's lane the host goes along. Raises ValueError below 0 seconds.
+        """Occupy a lane as soon as it is free, the host is here and the events are reached. Return the end's event.
+
+        On the CPU's lane the host advances too.
+
+        Raises:
+            ValueError: if seconds is negative.
         """
         if not seconds >= 0:
             raise ValueError(f"{name} takes {seconds} s, expected 0 or more.")
@@ -56,18 +61,18 @@ class Timeline:
         return Moment(start_s + seconds, self)
 
     def host_wait(self, event: Event) -> None:
-        """The host does nothing until the event is reached."""
+        """Let the host wait for the event."""
         self._free_s[CPU] = max(self.now_s, self._time_s(event))
 
     def _time_s(self, event: Event) -> float:
         if not isinstance(event, Moment) or event.timeline is not self:
-            raise TypeError(f"{event!r} is no event of this time line.")
+            raise TypeError(f"{event!r} is not an event of this timeline.")
         return event.time_s
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event of a time line, reached at time_s."""
+    """An event of a timeline, reached at time_s."""
 
     time_s: float
     timeline: Timeline

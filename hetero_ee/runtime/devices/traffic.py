@@ -1,5 +1,7 @@
-"""Traffic: bytes that went over the link and weights that the CPU read, counted where steps are composed, on real and
-emulated machines alike; named as planning/times/traffic.py expects them."""
+"""Counts the bytes moved over the link and the weights read by the CPU, on real and emulated machines.
+
+The names are those of planning/times/traffic.py, which predicts them.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,18 +15,20 @@ from hetero_ee.planning.times.traffic import CPU_WEIGHTS, over_link
 
 @dataclass(slots=True)
 class Traffic:
-    """n_bytes: since it was made, by kind and direction."""
+    """Bytes since it was made, by kind and direction."""
 
     n_bytes: Counter[str] = field(default_factory=Counter)
     _known: dict[tuple[Product, ...], int] = field(default_factory=dict, repr=False)  # by products
 
     def moved(self, kind: str, n_bytes: int, *, to_gpu: bool) -> None:
-        """So many bytes of a kind went over the link."""
+        """Count bytes of a kind that were moved over the link."""
         self.n_bytes[over_link(kind, to_gpu=to_gpu)] += n_bytes
 
     def read(self, works: Iterable[Work]) -> None:
-        """The CPU did this: each matrix is read once for all tokens, of a sparse FFN the rows that any is expected to
-        need."""
+        """Count the weights that the CPU read for this work.
+
+        Each matrix is read once for all tokens; of a sparse FFN, the rows that any token is expected to need.
+        """
         for work in works:
             if work.products not in self._known:
                 self._known[work.products] = sum(product.n_bytes for product in work.products)
@@ -36,12 +40,12 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TextTraffic:
-    """What a call's tokens moved together, its texts' first ones left out: their prompts' passes gave them."""
+    """Bytes that a call's tokens moved, excluding each sequence's first token, which prefill produces."""
 
     n_bytes: Mapping[str, int]
     n_tokens: int
 
     @property
     def per_token(self) -> dict[str, float]:
-        """The same for one token; nothing where there was none."""
+        """Bytes per token; empty without tokens."""
         return {name: n / self.n_tokens for name, n in self.n_bytes.items()} if self.n_tokens else {}

@@ -230,9 +230,15 @@ class PlannedExecutor(Executor):
             if segment.is_captured:
                 captured = (*captured, flow.hidden)
             flow = self._moved(flow, segment.on_gpu)
-            run = self._streamed if segment.is_streamed else self._split if segment.is_split else self._computed
-            flow = run(batch, flow, segment)
+            flow = self._through_segment(batch, flow, segment)
         return replace(flow, captured=captured)
+
+    def _through_segment(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
+        if segment.is_streamed:
+            return self._streamed(batch, flow, segment)
+        if segment.is_split:
+            return self._split(batch, flow, segment)
+        return self._computed(batch, flow, segment)
 
     def _computed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
         executor, device = self._executor(segment.on_gpu)

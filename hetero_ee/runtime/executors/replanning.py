@@ -24,23 +24,26 @@ from hetero_ee_profiles.units import GIB
 if TYPE_CHECKING:
     from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-SMALLER = 0.85  # of the bytes that were too much: what is left for the plan made instead
-N_SMALLER = 3  # such plans are tried at opening, each of them loaded, before the GPU is given up
-TAKEN_BYTES = 2**29  # of VRAM: what this process takes besides tensors (kernels, graphs, libraries) stays below it
+SMALLER = 0.85  # of the bytes that did not fit, for the next plan
+N_SMALLER = 3  # smaller plans tried at opening, each loaded, before the GPU is given up
+TAKEN_BYTES = 2**29  # of VRAM: more than this process needs besides tensors (kernels, graphs, libraries)
 Warn = Callable[[str], None]
 Replan = Callable[[int, int], Plan]
 
 
 class ReplanningExecutor(Executor):
-    """replan: a plan within so many bytes of GPU memory, 0 for none, and for so many tokens of context; None: errors
-    are passed on. open_plan: makes it ready; where memory is not available, a smaller one is opened. warn: is told in a
-    sentence what was done. reachable_bytes: GPU memory that other programs leave to this one, in use or not; None where
-    there are no others. growth: of a context that nobody asked for.
+    """An executor that opens a smaller plan if the GPU's memory runs out, and one without a GPU if it is lost.
 
-    A step that failed for want of the GPU's memory is repeated once, after the tokens of all open sequences have been
-    read again: their bits do not depend on their batch. The CPU's memory is
-    not the GPU's to make up for. What fails while a prompt's observer is told is the observer's: the prompt's own step
-    is still on its way.
+    A step that failed for lack of VRAM is repeated once, after the tokens of all open sequences were read again: their
+    bits do not depend on their batch. Errors for lack of RAM are passed on, as are errors of a prompt's observer, which
+    runs while the prompt's step is still under way.
+
+    Args:
+        replan: returns a plan within a number of bytes of VRAM (0 for no GPU) and for a context; None passes errors on.
+        open_plan: opens a plan. If memory is not available, a smaller plan is opened.
+        warn: called with a sentence about what was done.
+        reachable_bytes: returns the VRAM that other programs leave to this one; None if there are no others.
+        growth: of a context that was not chosen by the user.
     """
 
     def __init__(

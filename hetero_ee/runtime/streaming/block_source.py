@@ -1,4 +1,4 @@
-"""Where streamed blocks come from: memory mapped from a store, through pinned buffers or, emulated, as they lie."""
+"""Sources of streamed blocks: mapped memory through pinned buffers, or in place on an emulated machine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,16 +13,17 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
-N_PINNED = 3  # one is being filled and one copied from; with the third neither waits for the other
-ALIGNMENT = 256  # bytes, of each tensor in a buffer, as GPUs' allocators have it
-PIECE_BYTES = 4 * 2**20  # of one copy: hidden states that come meanwhile get their turn after a piece
+N_PINNED = 3  # one is being filled, one is being copied, and a third keeps them from waiting for each other
+ALIGNMENT = 256  # bytes, of each tensor in a buffer, as in GPU allocators
+PIECE_BYTES = 4 * 2**20  # per copy: hidden states need to wait for one piece at most
 MoreBytes = Callable[[int], int]
 
 
 class MappedBlocks:
-    """Blocks that an emulated GPU streams: the link is charged, and the tensors stay where they are.
+    """Blocks that an emulated GPU streams: the link is charged, and the tensors stay in place.
 
-    more_bytes: of what comes along with a block, by its number.
+    Args:
+        more_bytes: by block number, bytes that are copied with the block.
     """
 
     n_buffers = N_BUFFERS
@@ -40,14 +41,16 @@ class MappedBlocks:
         return self._link.copy(self._blocks[block].name, n_bytes, GPU, lambda: found, after)
 
     def close(self) -> None:
-        """See BlockSource.close. There is none."""
+        """See BlockSource.close. There are no buffers."""
 
 
 class PinnedBlocks:
-    """Blocks that a GPU streams: mapped memory to a pinned buffer, from there to a device buffer.
+    """Blocks that a GPU streams from mapped memory through a pinned buffer to a device buffer.
 
-    Of one block and buffer, fetch returns the same object each time. The buffers' memory is claimed by who makes this.
-    Raises DeviceMemoryError.
+    For the same block and buffer, fetch returns the same object each time. The caller claims the buffers' memory.
+
+    Raises:
+        DeviceMemoryError: if the buffers don't fit.
     """
 
     n_buffers = N_BUFFERS
@@ -71,7 +74,7 @@ class PinnedBlocks:
 
     @torch.inference_mode()
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
-        """See BlockSource.fetch. Waits until a pinned buffer is free and fills it."""
+        """See BlockSource.fetch. Wait until a pinned buffer is free and fill it."""
         found = self._weights[block]
         index = self._n_fetched % N_PINNED
         self._n_fetched += 1
@@ -99,7 +102,7 @@ class PinnedBlocks:
         self._buffers, self._pinned = [], []
 
     def _on_device(self, block: int, buffer: int) -> ModelWeights:
-        """The block's weights as they lie in the buffer."""
+        """Return the block's weights as views of the buffer."""
         key = block, buffer
         if key not in self._known:
             found = self._weights[block]
@@ -108,7 +111,7 @@ class PinnedBlocks:
 
 
 def block_weights(block: Block, weights: ModelWeights) -> ModelWeights:
-    """Those of the weights that are the block's."""
+    """Return the weights of one block."""
     names = {tensor.name for tensor in block.tensors.values()} | {least_activations(block)}
     return ModelWeights(
         {name: weight for name, weight in weights.matrices.items() if name in names},
@@ -118,7 +121,7 @@ def block_weights(block: Block, weights: ModelWeights) -> ModelWeights:
 
 
 def _tensors(weights: ModelWeights) -> list[Tensor]:
-    """All tensors of the weights, in one order."""
+    """Return all tensors of the weights in a fixed order."""
     return [part for weight in weights.matrices.values() for part in _parts(weight)] + list(weights.vectors.values())
 
 
@@ -134,7 +137,7 @@ def _parts(weight: Weight) -> list[Tensor]:
 
 
 def _with_tensors(weights: ModelWeights, regions: Iterator[Tensor]) -> ModelWeights:
-    """The same weights, their tensors in these regions of bytes, in the order of _tensors."""
+    """Return the weights with their tensors in these regions of bytes, in the order of _tensors."""
 
     def placed(like: Tensor) -> Tensor:
         return next(regions).view(like.dtype).view(like.shape)
@@ -151,7 +154,7 @@ def _with_tensors(weights: ModelWeights, regions: Iterator[Tensor]) -> ModelWeig
 
 
 def _regions(weights: ModelWeights, buffer: Tensor) -> list[Tensor]:
-    """Where each tensor lies in the buffer, uint8."""
+    """Return the region of each tensor in the buffer (uint8)."""
     regions, offset = [], 0
     for part in _tensors(weights):
         regions.append(buffer[offset : offset + part.nbytes])

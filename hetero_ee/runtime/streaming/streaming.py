@@ -1,4 +1,4 @@
-"""Streamed blocks: the copy of the next ones runs under the compute of this one, in alternating buffers."""
+"""Streams blocks: while one is computed, the next ones are copied into alternating buffers."""
 
 import math
 from collections import deque
@@ -10,31 +10,35 @@ from typing import Any, Protocol
 from hetero_ee.runtime.devices.device import Event
 from hetero_ee.weights.model_weights import ModelWeights
 
-N_BUFFERS = 2  # on the device: one is computed from while the other is filled
+N_BUFFERS = 2  # on the device: one is read while the other is filled
 
 
 class BlockSource(Protocol):
-    """Blocks by number, in memory of the CPU, and device buffers for the largest of them."""
+    """Blocks by number in CPU memory, and device buffers for the largest of them."""
 
     n_buffers: int
 
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
-        """Begins the copy of the block into that buffer after the events: its tensors there, and the copy's event.
+        """Begin to copy the block into that buffer after the events. Calls come one at a time.
 
-        Calls come one at a time. Raises DeviceMemoryError, DeviceLostError.
+        Returns:
+            The block's tensors in the buffer, and the event of the copy.
+
+        Raises:
+            DeviceMemoryError, DeviceLostError.
         """
         ...
 
     def close(self) -> None:
-        """Gives the buffers' memory back."""
+        """Free the buffers."""
         ...
 
 
 class AtOnce(Executor):
-    """Runs jobs in the caller's thread."""
+    """An executor that runs jobs in the caller's thread."""
 
     def submit(self, job: Callable[..., Any], /, *arguments: Any, **named: Any) -> "Future[Any]":
-        """The job is over when this returns; its error waits in the future."""
+        """Run the job now. The future holds its result or error."""
         future: Future[Any] = Future()
         try:
             future.set_result(job(*arguments, **named))
@@ -45,7 +49,7 @@ class AtOnce(Executor):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A block on its way to a buffer."""
+    """A block that is being copied to a buffer."""
 
     block: int
     buffer: int
@@ -53,10 +57,11 @@ class _Copy:
 
 
 class WeightStream:
-    """Blocks in a fixed order, again and again: prefetch() begins, then use() and done() for each block alternately.
+    """Streams blocks in a fixed order, repeatedly: first prefetch(), then use() and done() alternately for each block.
 
-    worker: the one thread where blocks are fetched, so that copying from mapped to pinned memory keeps nobody waiting.
-    count: told each block whose copy begins.
+    Args:
+        worker: one thread that fetches blocks, so that copying from mapped to pinned memory delays nothing else.
+        count: called with each block whose copy begins.
     """
 
     def __init__(
@@ -77,16 +82,15 @@ class WeightStream:
 
     @property
     def next_block(self) -> int:
-        """The first that is on its way or, where none is, in line."""
+        """The next block to be used."""
         return self._ahead[0].block if self._ahead else self._order[self._next]
 
     def allow(self, n_blocks: int) -> None:
-        """Until this is called again, no copies begin but of so many blocks, those on their way among them."""
+        """Until the next call, limit copies to n_blocks, including those under way."""
         self._n_allowed = n_blocks - len(self._ahead)
 
     def prefetch(self) -> None:
-        """Begins to copy the next blocks in order to all buffers that are free, or will be after known events, as far
-        as they are allowed."""
+        """Begin to copy the next allowed blocks, to all buffers that are free or will be after known events."""
         while self._free and self._n_allowed > 0:
             self._n_allowed -= 1
             buffer, after = self._free.popleft()
@@ -97,10 +101,11 @@ class WeightStream:
             self._ahead.append(_Copy(block, buffer, fetched))
 
     def use(self, block: int) -> tuple[ModelWeights, Event]:
-        """The next block's tensors on the device, and the event after which they are there; then done() is owed.
+        """Return the next block's tensors on the device, and the event of their copy. Then the caller calls done().
 
-        Raises what the source raised, and ValueError where the order is another or no buffer is left for it; after
-        the former restart() is owed.
+        Raises:
+            ValueError: if the block is not the next one, or no buffer is left for it.
+            DeviceMemoryError, DeviceLostError: from the source. Then the caller calls restart().
         """
         self.prefetch()
         if not self._ahead or self._ahead[0].block != block:
@@ -111,20 +116,23 @@ class WeightStream:
         return found
 
     def done(self, block: int, event: Event) -> None:
-        """Nothing reads the block after this event: its buffer is filled again from there. In the order of use()."""
+        """Release the block's buffer, which nothing reads after this event. Calls come in the order of use()."""
         if not self._in_use or self._in_use[0].block != block:
             raise ValueError(f"block {block} is not the one in use for longest.")
         self._free.append((self._in_use.popleft().buffer, (event,)))
         self.prefetch()
 
     def restart(self, after: Event, order: Sequence[int] | None = None) -> None:
-        """Begins again with the first block, whatever was in use or ahead; nothing reads the buffers after the event.
+        """Begin again with the first block, whatever was in use or copied ahead.
 
-        order: another one from now on. Copies follow with the next prefetch() or use(); those on their way come first,
-        as the link keeps its order.
+        Copies follow with the next prefetch() or use(), after those under way, as the link keeps its order.
+
+        Args:
+            after: nothing reads the buffers after this event.
+            order: a new order; None keeps the present one.
         """
         for copy in self._ahead:
-            copy.fetched.exception()  # waits until the worker has begun it, or has failed to
+            copy.fetched.exception()  # wait until the worker has begun it or failed
         self._order, self._n_allowed = self._order if order is None else tuple(order), math.inf
         self._free = deque((buffer, (after,)) for buffer in range(self._source.n_buffers))
         self._ahead.clear()
@@ -132,7 +140,7 @@ class WeightStream:
         self._next = 0
 
     def close(self) -> None:
-        """Waits until nothing is on its way, then gives the memory back."""
+        """Wait for copies under way, then free the buffers."""
         self._worker.shutdown(wait=True)
         for copy in self._ahead:
             if copy.fetched.exception() is None:

@@ -1,8 +1,8 @@
-"""Streamed blocks of a plan: the GPU computes each from weights that have just come over the link.
+"""Streamed blocks of a plan: the GPU computes each from weights that were just copied.
 
-Blocks follow each other in the order of a pass, and the first ones of the next pass are fetched while this one ends.
-Keys and values of a visiting attention come with its weights, and the new ones go back to the CPU's cache. Where tokens
-may exit, copies run ahead no further than the layers that a pass is sure to take.
+Blocks are copied in the order of a pass, and the first ones of the next pass while this one ends. The KV cache of a
+visiting attention is copied with its weights, and new keys and values go back to the CPU's cache. If tokens may exit,
+copies run ahead only to layers that the pass is sure to reach.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.traffic import KV
 from hetero_ee.runtime.devices.device import CPU, Event
 from hetero_ee.runtime.devices.machine import Machine
@@ -20,20 +21,22 @@ from hetero_ee.runtime.route import DECODE, PREFILL, Route
 from hetero_ee.runtime.streaming.streaming import N_BUFFERS, WeightStream
 from hetero_ee.weights.model_weights import ModelWeights
 
-VISIT = "visit"
-
 
 class Borrowed(Protocol):
-    """Computes one block for the batch on the GPU, from these weights: hidden states before it -> after it."""
+    """Computes one block on the GPU with these weights: hidden states before it -> after it."""
 
     def __call__(self, block: Block, weights: ModelWeights, hidden: Tensor, batch: Batch, /) -> Tensor: ...
 
 
 class WeightStreams:
-    """blocks: every block that is streamed in some pass, by its number in `stream`. kv_bytes_per_token: of a layer.
+    """Runs the streamed blocks of a plan.
 
-    compute: for streamed blocks; visit: for attentions whose keys and values lie on the CPU. exiting: blocks streamed
-    when decoding, where passes take parts of them, one after the other as far as a token goes; else none.
+    Args:
+        blocks: every block that is streamed in some pass, by its number in `stream`.
+        compute: computes a streamed block.
+        visit: computes an attention whose KV cache is on the CPU.
+        kv_bytes_per_token: of one layer.
+        exiting: blocks streamed when decoding, if tokens may exit so that a pass takes only some of them; else none.
     """
 
     def __init__(
@@ -54,18 +57,18 @@ class WeightStreams:
         self._n_left = 0  # blocks of the pass under way
 
     def begin(self, blocks: Sequence[Block]) -> None:
-        """A pass with these streamed blocks follows: their copies begin, unless they have already."""
+        """Announce a pass with these streamed blocks. Their copies begin unless they already have."""
         order = tuple(self._numbers[block.name] for block in blocks)
         if not order:
             return
         first = self._cycle.index(order[0]) if order[0] in self._cycle else 0
         is_part = bool(self._cycle) and order == self._cycle[first : first + len(order)]
         whole = self._cycle if is_part else order
-        known, self._order = self._order, None  # until this is over: what fails in between needs a fresh start
-        goes_on = not is_part or self._stream.next_block == order[0]
-        if whole != known or self._n_left or not goes_on:  # what is left is of a pass that failed
+        known, self._order = self._order, None  # until this ends: after a failure the stream has to restart
+        continues = not is_part or self._stream.next_block == order[0]
+        if whole != known or self._n_left or not continues:  # blocks are left over from a pass that failed
             self._restart((*whole[first:], *whole[:first]) if is_part else order)
-        if is_part:  # the first blocks of the cycle wait for the next token that comes so far
+        if is_part:  # the first blocks of the cycle wait for the next token that reaches them
             self._stream.allow(len(order) + (N_BUFFERS if order[-1] == whole[-1] else 0))
         self._stream.prefetch()
         self._order, self._n_left = whole, len(order)
@@ -73,18 +76,18 @@ class WeightStreams:
     def run(
         self,
         block: Block,
-        place: str,
+        place: Placement,
         batch: Batch,
         hidden: Tensor,
         ready: Sequence[Event],
         work: Work,
     ) -> tuple[Tensor, Event]:
-        """The batch through the next block of the pass, once the events are reached; its event."""
+        """Run the batch through the next block of the pass, after the events. Return the result and its event."""
         gpu, link = self._machine.gpu, self._machine.link
         assert gpu is not None and link is not None, "only a GPU has weights streamed to it"
         number, order = self._numbers[block.name], self._order
-        self._order = None  # until this is over: what fails in between needs a fresh start
-        visits = place == VISIT and block.has_state
+        self._order = None  # until this ends: after a failure the stream has to restart
+        visits = place == Placement.VISIT and block.has_state
         compute = self._visit if visits else self._compute
         weights, copied = self._stream.use(number)
         found, event = gpu.run([work], lambda: compute(block, weights, hidden, batch), (*ready, copied))
@@ -97,7 +100,7 @@ class WeightStreams:
         return found, event
 
     def close(self) -> None:
-        """Ends the copies and frees their buffers."""
+        """Finish the copies and free their buffers."""
         self._stream.close()
 
     def _restart(self, order: tuple[int, ...]) -> None:
@@ -108,7 +111,7 @@ class WeightStreams:
 
 
 def streamed_blocks(route: Route, layers: range) -> list[Block]:
-    """Every block that decoding or reading a prompt streams, in the order of a pass."""
+    """Return every block that decoding or prefill streams, in the order of a pass."""
     names = {
         block.name
         for kind in (DECODE, PREFILL)
@@ -120,11 +123,15 @@ def streamed_blocks(route: Route, layers: range) -> list[Block]:
 
 
 def visiting_bytes(blocks: Sequence[Block], route: Route, kv_bytes: Callable[[int], int]) -> Callable[[int], int]:
-    """What comes along with each block, by number: keys and values of visiting attentions. kv_bytes: a layer's now."""
+    """Return a function of the block number: the bytes of the KV cache that is copied with a visiting attention.
+
+    Args:
+        kv_bytes: present bytes of a layer's KV cache.
+    """
 
     def n_bytes(number: int) -> int:
         block = blocks[number]
-        visits = block.has_state and route.place(block, PREFILL) == VISIT
+        visits = block.has_state and route.place(block, PREFILL) == Placement.VISIT
         return kv_bytes(block.layer) if visits and block.layer is not None else 0
 
     return n_bytes
