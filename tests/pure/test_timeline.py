@@ -209,5 +209,5 @@ def test_time_does_not_run_backwards(seconds: float) -> None:
 
 
 def test_events_of_another_time_line_are_refused(machine: EmulatedMachine) -> None:
-    with pytest.raises(TypeError, match="no event of this time line"):
+    with pytest.raises(TypeError, match="not an event of this timeline"):
         machine.on_cpu("a", 1, [EmulatedMachine().on_cpu("b")])
