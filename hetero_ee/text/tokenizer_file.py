@@ -84,7 +84,7 @@ def check_converted(backend: Any, folder: Path) -> None:
 def check_tokenizer_files(folder: Path, warn: Warn) -> None:
     """Check that every tokenizer file in `folder` is a regular file of bounded size, work and growth.
 
-    Warns if there are so many added tokens that reading needs a while.
+    Warns about many added tokens, which need time to read.
 
     Raises:
         ModelError: names the file and the reason.

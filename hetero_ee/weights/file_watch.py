@@ -22,7 +22,7 @@ class FileWatch:
     def look(self) -> None:
         """Check the files. Raises what `check` raises, and the same error from then on. Costs microseconds per file.
 
-        A file that was deleted or replaced is no change: the mapping keeps the original.
+        A deleted or replaced file counts as unchanged, because the mapping keeps the original.
         """
         if self._damage is not None:
             raise self._damage

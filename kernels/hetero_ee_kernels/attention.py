@@ -102,23 +102,16 @@ def attention_kernel(
 ) -> None:
     """Attention of up to GROUP_BLOCK query heads of a key head for up to ROWS rows of one sequence.
 
-    The grid is (m, n_kv_heads * ceil(GROUP / GROUP_BLOCK), parts). The program of a sequence's first row in a group of
-    ROWS computes the group.
+    The grid is (m, n_kv_heads * ceil(GROUP / GROUP_BLOCK), parts). The first row of a group of ROWS computes the group.
 
     Args:
         queries_ptr: fp32 (m, FEATURES), the query heads from feature FIRST.
-        codes_ptr, scales_ptr, table_ptr: the fields of Pages; scales_ptr is None unless codes are int8.
-        slots_ptr, positions_ptr: int32 (m,), each row's slot in the table and its position.
-        out_ptr: without states_ptr the attention, fp32 or fp16 (m, N_HEADS, HEAD_DIM); else each part's weighted sums
-            of values, fp32 (m, N_HEADS, N_PARTS, HEAD_DIM).
+        codes_ptr, scales_ptr, table_ptr: the fields of Pages. slots_ptr, positions_ptr: int32 (m,).
+        out_ptr: attention (m, N_HEADS, HEAD_DIM), or with states_ptr each part's sums (m, N_HEADS, N_PARTS, HEAD_DIM).
         states_ptr: None, or fp32 (m, N_HEADS, N_PARTS, 2) for each part's greatest score and sum of weights.
-        factor, cap: scale of the scores; their limit if IS_CAPPED.
-        layer, m: layer to read; number of rows.
-        N_LAYERS, N_KV_HEADS, PAGES_PER_SLOT, PAGE: shape of the pages and the table.
+        factor, cap, WINDOW: scale of the scores; their limit if IS_CAPPED; positions that a row sees, 0 for all.
         GROUP, GROUP_BLOCK, ROWS: query heads per key head; query heads and rows per program.
-        HEAD_DIM, DIM_BLOCK, LANES: features per head; rounded up to a power of two; positions per step.
-        WINDOW: positions that a row sees, 0 for all.
-        N_PARTS, PART: parts of the longest context that the table holds; positions per part.
+        DIM_BLOCK, LANES, PART: HEAD_DIM rounded up to a power of two; positions per step; positions per part.
     """
     first_row = tl.program_id(0)
     slot = tl.load(slots_ptr + first_row)
@@ -263,17 +256,8 @@ def attention(
         ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
     """
     check_rows(queries, pages, slots, positions, layer)
-    m, head_dim = queries.shape[0], pages.head_dim
-    n_heads = out.shape[1] // head_dim
-    group = n_heads // pages.n_kv_heads
-    check("out", out, (m, group * pages.n_kv_heads * head_dim), torch.float32, torch.float16)
-    if not 1 <= head_dim <= MAX_HEAD_DIM or group < 1:
-        raise ValueError(f"Output {tuple(out.shape)} is not a multiple of {pages.n_kv_heads} heads of {head_dim}.")
-    if first < 0 or first + out.shape[1] > queries.shape[1] or (window is not None and window < 1):
-        raise ValueError(
-            f"Queries {tuple(queries.shape)} do not hold {out.shape[1]} features from {first}, or window {window} is "
-            "not positive."
-        )
+    m, head_dim, group = queries.shape[0], pages.head_dim, _query_group(queries, pages, window, out, first)
+    n_heads = group * pages.n_kv_heads
     if m == 0:
         return out
     sizes = _sizes(group, head_dim) | {"N_LAYERS": pages.n_layers, "PAGE": PAGE_TOKENS, "N_KV_HEADS": pages.n_kv_heads}
@@ -294,8 +278,8 @@ def attention(
     n_entries = m * n_heads * pages.n_parts
     workspace = attention_workspace(pages, m, n_heads) if workspace is None else workspace
     check("workspace", workspace, (workspace.numel(),))
-    if workspace.numel() < workspace_size(n_entries, head_dim):
-        needed = workspace_size(n_entries, head_dim)
+    needed = workspace_size(n_entries, head_dim)
+    if workspace.numel() < needed:
         raise ValueError(f"The attention workspace has {workspace.numel()} numbers, {needed} are needed.")
     states, sums = workspace, workspace[workspace_size(n_entries, 0) :]
     attend(sums, states, pages.n_parts)
@@ -304,6 +288,21 @@ def attention(
         sums, states, positions, out, **shape, **common, num_warps=COMBINE_WARPS, num_stages=N_STAGES, **UNFUSED
     )
     return out
+
+
+def _query_group(queries: Any, pages: Pages, window: int | None, out: Any, first: int) -> int:
+    """Return the number of query heads per key head. Raises ValueError if out, first or window does not fit."""
+    head_dim = pages.head_dim
+    group: int = out.shape[1] // head_dim // pages.n_kv_heads
+    check("out", out, (queries.shape[0], group * pages.n_kv_heads * head_dim), torch.float32, torch.float16)
+    if not 1 <= head_dim <= MAX_HEAD_DIM or group < 1:
+        raise ValueError(f"Output {tuple(out.shape)} is not a multiple of {pages.n_kv_heads} heads of {head_dim}.")
+    if first < 0 or first + out.shape[1] > queries.shape[1] or (window is not None and window < 1):
+        raise ValueError(
+            f"Queries {tuple(queries.shape)} do not hold {out.shape[1]} features from {first}, or window {window} is "
+            "not positive."
+        )
+    return group
 
 
 def _sizes(group: int, head_dim: int) -> dict[str, int]:

@@ -120,7 +120,7 @@ class FourBitMatrix:
     def _map(self, suffix: str) -> Tensor:
         values = self.tensors.read(self.name + suffix)
         if not (values.abs() <= 1).all() or not values.any():  # NaN is not <= 1
-            raise self.tensors.failure(self.name + suffix, "is no table of values from -1 to 1")
+            raise self.tensors.failure(self.name + suffix, "is not a table of values from -1 to 1")
         return values
 
     def _refuse_non_finite(self, values: Tensor, suffix: str) -> None:
