@@ -1,4 +1,4 @@
-"""Rotary position embedding: which angle each pair of features turns by per position.
+"""Rotary position embedding: the angle per position by which each pair of features rotates.
 
 Sources: RoFormer (arXiv 2104.09864) section 3.2; Llama 3.1's frequency scaling as Meta published it with the weights;
 YaRN (arXiv 2309.00071) with its section on dynamic scaling; LongRoPE (arXiv 2402.13753).
@@ -10,33 +10,33 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How frequencies are stretched for contexts longer than the one trained on first.
+    """How frequencies are stretched for contexts longer than the one in training.
 
-    kind: "default" (none), "linear" (every frequency / factor), "llama3" and "yarn" (only the slow ones), "dynamic" (a
-    larger theta for a longer context) or "longrope" (each frequency / a factor of its own). The last two leave a
-    context as it is up to the original one and stretch all of a longer one.
+    kind: "default" (none), "linear" (every frequency / factor), "llama3" and "yarn" (only slow ones), "dynamic" (a
+    larger theta for a longer context) or "longrope" (each frequency / its own factor). The last two change nothing up
+    to the original context length, and stretch all of a longer context.
     """
 
     kind: str = "default"
     factor: float = 1.0
-    low_frequency_factor: float = 1.0  # full turns over the original context: slower ones are divided by the factor
-    high_frequency_factor: float = 4.0  # the same: faster ones stay
+    low_frequency_factor: float = 1.0  # rotations over the original context; slower ones are divided by the factor
+    high_frequency_factor: float = 4.0  # likewise; faster ones do not change
     original_context_tokens: int = 8192
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()  # beyond the original context
-    magnitude: float = 1.0  # of cosine and sine
-    whole_pairs: bool = True  # "yarn" begins and ends its blend at whole pairs
-    longest_context_tokens: int = 0  # that "yarn", "dynamic" and "longrope" are meant for
+    magnitude: float = 1.0  # factor of cosine and sine
+    whole_pairs: bool = True  # whether "yarn" begins and ends its blend at whole pairs
+    longest_context_tokens: int = 0  # that "yarn", "dynamic" and "longrope" support
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Which features of a head turn, and how fast."""
+    """Which features of a head rotate, and how fast."""
 
     theta: float  # base of the geometric series
-    n_features: int  # leading features of a head that turn (even)
+    n_features: int  # leading features of a head that rotate (even)
     scaling: RopeScaling = RopeScaling()
-    interleaved: bool = False  # a checkpoint's pairs are neighbours; read, they are a half of n_features apart
+    interleaved: bool = False  # adjacent features rotate in the checkpoint; loaded, they are n_features / 2 apart
 
     def inverse_frequencies(self, context_tokens: int = 0) -> list[float]:
         """Return radians per position for each of the n_features / 2 pairs.
@@ -61,7 +61,7 @@ class RopeSpec:
         return plain
 
     def for_context(self, context_tokens: int) -> "RopeSpec":
-        """Return what rotates in every context as this does in one of context_tokens."""
+        """Return the rotary embedding that has, for every context, the angles of this one for context_tokens."""
         scaling, is_long = self.scaling, context_tokens > self.scaling.original_context_tokens
         if scaling.kind == "dynamic":
             theta = self._stretched_theta(context_tokens) if is_long else self.theta

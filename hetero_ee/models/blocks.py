@@ -1,4 +1,4 @@
-"""The decoder as a flat list of blocks: what the loader, the store, the planner and the executor all go through.
+"""The decoder as a flat list of blocks, which the loader, the store, the planner and the executors iterate over.
 
 The blocks of layers hold the parameters that their mixers declare (hetero_ee/layers).
 """
@@ -27,11 +27,11 @@ class Block:
 
     name: str
     kind: BlockKind
-    layer: int | None  # index of the decoder layer, None outside of them
-    tensors: dict[str, TensorSpec]  # by the block's own short names; a tied head names the embedding's
-    mixer: MixerSpec | None = None  # of a layer's block
-    has_norm: bool = True  # without one, an attention or FFN takes its input as it is
-    has_post_norm: bool = False  # whether its output passes one
+    layer: int | None  # index of the decoder layer, None outside of layers
+    tensors: dict[str, TensorSpec]  # by short names within the block; a tied head uses the embedding's
+    mixer: MixerSpec | None = None  # in a layer's block
+    has_norm: bool = True  # whether an attention or FFN normalizes its input
+    has_post_norm: bool = False  # whether it normalizes its output
 
     @property
     def has_state(self) -> bool:
@@ -44,7 +44,7 @@ class Block:
 
 
 def decoder_blocks(spec: ModelSpec) -> list[Block]:
-    """Every block of the decoder in the order a token passes them."""
+    """Return every block of the decoder in the order that tokens pass them."""
     blocks = [_embedding_block(spec)]
     for layer in range(spec.n_layers):
         mixers = spec.layer(layer)
@@ -66,12 +66,12 @@ def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache:
 
 
 def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
-    """Every tensor once, in block order (a tied head adds none)."""
+    """Return every tensor once, in block order (a tied head adds none)."""
     return list({tensor.name: tensor for block in blocks for tensor in block.tensors.values()}.values())
 
 
 def first_matrix(spec: ModelSpec) -> str:
-    """Short name of the matrix that says which neurons of a neuron-major FFN are active."""
+    """Return the short name of the matrix that decides which neurons of a neuron-major FFN are active."""
     return "gate" if spec.gated else "up"
 
 

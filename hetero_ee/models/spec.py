@@ -1,4 +1,4 @@
-"""ModelSpec: the numbers that define a decoder. `read_spec` is its only door from Hugging Face."""
+"""ModelSpec: the numbers that define a decoder. `read_spec` creates it from Hugging Face's configuration."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -13,9 +13,9 @@ from hetero_ee.layers.sparse_ffn import SparseFfnSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer, family by family reduced to the same few switches."""
+    """A decoder-only transformer; families differ only in these fields."""
 
-    architecture: str  # the Hugging Face class name, which names the family
+    architecture: str  # Hugging Face class name, which identifies the family
     n_layers: int
     hidden_size: int
     n_heads: int
@@ -27,40 +27,42 @@ class ModelSpec:
     norm: str  # "rms" or "layer"
     norm_eps: float
     norm_affine: bool = True
-    norm_bias: bool = True  # of a "layer" norm
-    norm_offset: float = 0.0  # what a checkpoint leaves out of norms' scales
-    pre_norm: bool = True  # of each attention's and FFN's input
-    post_norm: bool = False  # of their outputs, before the residual takes them up
+    norm_bias: bool = True  # for a "layer" norm
+    norm_offset: float = 0.0  # constant that a checkpoint leaves out of norms' scales
+    pre_norm: bool = True  # before each attention and FFN
+    post_norm: bool = False  # after each attention and FFN, before the residual addition
     final_norm: bool = True
     activation: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
-    activation_threshold: float  # below it, "fatrelu" is 0
+    activation_threshold: float  # "fatrelu" is 0 below it
     gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
     qkv_bias: bool
     attention_output_bias: bool
     ffn_bias: bool
     qk_norm: bool = False
-    qk_norm_whole: bool = False  # over all heads together, in place of each one alone
-    attention_scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
-    attention_cap: float = 0.0  # scores stay below it, by tanh; 0 without
+    qk_norm_whole: bool = False  # over all heads together instead of each head
+    attention_scale: float | None = None  # of scores; None means 1 / sqrt(head_dim)
+    attention_cap: float = 0.0  # limit of scores, applied by tanh; 0 for none
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attentions and FFNs add
+    residual_scale: float = 1.0  # of the outputs of attentions and FFNs
     logit_scale: float = 1.0
-    logit_cap: float = 0.0  # as attention_cap
+    logit_cap: float = 0.0  # limit of logits, as attention_cap
     rope: RopeSpec | None = None
-    layer_ropes: tuple[RopeSpec | None, ...] | None = None  # for each layer, where not all have `rope`
-    learned_position_offset: int | None = None  # rows skipped in a table of learned positions; None without one
-    sliding_windows: tuple[int | None, ...]  # for each layer the positions a token sees, itself included; None is all
+    layer_ropes: tuple[RopeSpec | None, ...] | None = None  # per layer, if layers differ from `rope`
+    learned_position_offset: int | None = None  # rows skipped in a table of learned positions; None without a table
+    sliding_windows: tuple[int | None, ...]  # per layer: positions a token sees, its own included; None means all
     tied_head: bool
-    context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
+    context_is_fixed: bool = False  # the model has no positions beyond max_context_tokens
     neuron_major: bool = False  # FFN weights are stored neuron by neuron, so that inactive ones need not be read
-    active_shares: tuple[float, float] = (1.0, 1.0)  # of their neurons, that a text's and a prompt's tokens should need
-    first_in_rows: bool = False  # in neuron-major FFNs the gate too (without one, up): a predictor may spare its rows
-    predictor_rank: int = 0  # of what says which neurons to compute the gate of; 0 for none
-    hot_curve: tuple[float, ...] = ()  # of neurons that a text needs, how many are among the first 1/n, 2/n, ... of all
-    predicted_share: float = 1.0  # of neurons, that it is expected to let a text's tokens compute the gate of
-    int8_matrices: tuple[str, ...] = ()  # names of the layers' matrices that are in 8 bits in place of 4
-    own_layers: tuple[LayerSpec | None, ...] = ()  # what defines a layer in place of the numbers above, None for them
-    zero_point_matrices: tuple[str, ...] = ()  # of those whose 4-bit codes have zero points: 5 bits a weight
+    active_shares: tuple[float, float] = (1.0, 1.0)  # expected shares of neurons needed: decoded and prompt tokens
+    first_in_rows: bool = (
+        False  # also stores the gate (or up without a gate) by neurons, so that a predictor skips rows
+    )
+    predictor_rank: int = 0  # of the predictor that selects neurons before the gate; 0 for none
+    hot_curve: tuple[float, ...] = ()  # share of needed neurons that are among the first 1/n, 2/n, ... of all
+    predicted_share: float = 1.0  # expected share of neurons that the predictor selects for decoded tokens
+    int8_matrices: tuple[str, ...] = ()  # names of layers' matrices in 8 instead of 4 bits
+    own_layers: tuple[LayerSpec | None, ...] = ()  # layers defined separately; None for those the fields above define
+    zero_point_matrices: tuple[str, ...] = ()  # names of 4-bit matrices with zero points: 5 bits per weight
 
     @property
     def in_plain_int4(self) -> Self:
@@ -68,11 +70,11 @@ class ModelSpec:
         return replace(self, int8_matrices=(), zero_point_matrices=())
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """Return what rotates the queries and keys of that layer."""
+        """Return the rotary embedding of that layer's queries and keys."""
         return self.rope if self.layer_ropes is None else self.layer_ropes[layer]
 
     def layer(self, layer: int) -> LayerSpec:
-        """Return what defines one layer."""
+        """Return the definition of one layer."""
         if self.own_layers and (own := self.own_layers[layer]) is not None:
             return own
         attention = AttentionSpec(
