@@ -15,7 +15,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import PLAN_VERSION, Plan
 from hetero_ee.planning.problem import resolve
-from hetero_ee.planning.reasons import reasons
+from hetero_ee.planning.reports.reasons import reasons
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import placed_parts, predict
 from hetero_ee_profiles.hardware import HardwareProfile

@@ -12,12 +12,13 @@ from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.options.engine import EARLY_EXIT_MODES
-from hetero_ee.planning.explanation import explained
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.reports.explanation import explained
+from hetero_ee.planning.reports.what_if import Request, what_if
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.planning.statistics import DepthStatistics, ExitRates, Statistics, published_depths, published_statistics
 from hetero_ee.planning.times.costs import Costs
@@ -25,7 +26,6 @@ from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.prediction import predicted_step, predicted_text_s
 from hetero_ee.planning.times.steps import StepTimes, exit_steps
-from hetero_ee.planning.what_if import Request, what_if
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.replans import Replans

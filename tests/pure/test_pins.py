@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.planning.pins import GIB, gib, numbers_pattern
+from hetero_ee.planning.reports.pins import GIB, gib, numbers_pattern
 
 
 @given(st.sets(st.integers(0, 200), min_size=1, max_size=40))

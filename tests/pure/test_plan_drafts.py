@@ -8,10 +8,10 @@ import pytest
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
-from hetero_ee.planning.explanation import explained
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.reports.explanation import explained
 from hetero_ee.planning.schedule import WORTH_IT
 from hetero_ee.planning.statistics import DraftRates, ExitRates, ExitStatistics, Statistics
 from hetero_ee_profiles.records import from_json, to_json

@@ -8,9 +8,9 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import SHAPES, known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.pins import pins, placement_pins
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.reports.pins import pins, placement_pins
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
 from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.planning import LimitOptions

@@ -15,9 +15,9 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.engine import EARLY_EXIT_MODES, RISK
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.pins import pins
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits, shapes_sha256
+from hetero_ee.planning.reports.pins import pins
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee_profiles.records import to_json
 from hetero_ee_profiles.reference import reference_profile

@@ -11,13 +11,13 @@ from hetero_ee.decoding.simulation import of_shapes
 from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.explanation import explained
 from hetero_ee.planning.limits import Limits, parse_override
 from hetero_ee.planning.parts import model_parts
-from hetero_ee.planning.pins import placement_pins
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.reports.explanation import explained
+from hetero_ee.planning.reports.pins import placement_pins
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.sparsity.applied import expecting, planned_sparse

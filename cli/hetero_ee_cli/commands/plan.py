@@ -20,8 +20,8 @@ from hetero_ee_cli.terminal.signals import ending_at_once
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
+    from hetero_ee.planning.reports.what_if import Request
     from hetero_ee.planning.statistics import Statistics
-    from hetero_ee.planning.what_if import Request
     from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -117,8 +117,8 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
         from hetero_ee.options.engine import RISK
         from hetero_ee.planning.hardware import hardware_from
         from hetero_ee.planning.planner import plan as make_plan
+        from hetero_ee.planning.reports.what_if import Request
         from hetero_ee.planning.statistics import Statistics, published_depths, published_statistics
-        from hetero_ee.planning.what_if import Request
         from hetero_ee.weights.store.reader import is_store
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import usable_threads
@@ -182,9 +182,9 @@ def _own_statistics(
 def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:
     """Print the plan in the file, and check that it fits a model if one is named."""
     with ending_at_once():
-        from hetero_ee.planning.explanation import explained
         from hetero_ee.planning.plan import Plan
         from hetero_ee.planning.planner import check_fits
+        from hetero_ee.planning.reports.explanation import explained
         from hetero_ee_profiles.records import to_json
 
     made = Plan.load(file)
@@ -201,8 +201,8 @@ def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:
 
 
 def _explain(request: "Request", subject: _Subject) -> None:
-    from hetero_ee.planning.explanation import explained
-    from hetero_ee.planning.pins import pins
+    from hetero_ee.planning.reports.explanation import explained
+    from hetero_ee.planning.reports.pins import pins
 
     options = [word for pin in pins(request.made, request.limits) for word in pin]
     advice = what_if_lines(request)
@@ -219,7 +219,7 @@ def _explain(request: "Request", subject: _Subject) -> None:
 
 
 def _plot(request: "Request", file: Path | None) -> None:
-    from hetero_ee.planning.what_if import vram_curve
+    from hetero_ee.planning.reports.what_if import vram_curve
 
     curve = vram_curve(request)
     if file is not None:

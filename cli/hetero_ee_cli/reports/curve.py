@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from hetero_ee_profiles.units import GIB
 
 if TYPE_CHECKING:
-    from hetero_ee.planning.what_if import Curve, CurvePoint, Request
+    from hetero_ee.planning.reports.what_if import Curve, CurvePoint, Request
 
 BAR_COLUMNS = 50
 USED, ALL = "you are here", "all layers on the GPU"

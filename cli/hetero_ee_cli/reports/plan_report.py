@@ -11,7 +11,7 @@ from hetero_ee_cli.terminal.output import printable_lines
 from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
-    from hetero_ee.planning.what_if import Request
+    from hetero_ee.planning.reports.what_if import Request
 
 NOTHING = 0.01  # of a rate: changes below it are within what predictions err by
 PROMPT = "Once upon a time"
@@ -28,8 +28,8 @@ LETTER_STYLES = {"G": "green", "b": "blue", "C": "yellow", "s": "magenta", "d": 
 
 def what_if_lines(request: "Request") -> list[str]:
     """Return the speed with one thing changed at a time, the most helpful first, then the useless changes."""
-    from hetero_ee.planning.explanation import change
-    from hetero_ee.planning.what_if import what_if
+    from hetero_ee.planning.reports.explanation import change
+    from hetero_ee.planning.reports.what_if import what_if
 
     now, nothing, rows = request.made.prediction, [], []
     for words, other in what_if(request).items():

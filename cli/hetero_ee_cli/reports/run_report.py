@@ -123,7 +123,7 @@ def _predicted_bytes(made: "Plan") -> dict[str, float]:
 
 def traffic_lines(made: "Plan", traffic: "TextTraffic") -> list[str]:
     """Return what a token moved, next to what the plan expected."""
-    from hetero_ee.planning.explanation import sized
+    from hetero_ee.planning.reports.explanation import sized
 
     found, expected = traffic.per_token, _predicted_bytes(made)
     rows = [
@@ -197,7 +197,7 @@ def exit_lines(found: "ExitStatistics") -> list[str]:
 
 def _mode(engine: "Engine") -> list[str]:
     """Return the mode and why, with how drafting did in the latest text; empty if nothing was planned."""
-    from hetero_ee.planning.explanation import change
+    from hetero_ee.planning.reports.explanation import change
     from hetero_ee.planning.schedule import is_worth_it
 
     made, found = engine.plan, engine.draft_statistics

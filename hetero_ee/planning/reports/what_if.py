@@ -8,10 +8,10 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import bytes_for_all
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.pins import gib
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.problem import resolve
+from hetero_ee.planning.reports.pins import gib
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.units import GIB
