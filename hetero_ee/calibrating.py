@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.runtime.executors.executor import Executor

@@ -15,9 +15,9 @@ from hetero_ee.decoding.constrained.grammars import Grammars
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
 from hetero_ee.decoding.loop import Decoding, DecodingLoop, FullMode, Mode, SeparateModes
+from hetero_ee.decoding.requests import Continuation, Ending, Prompts
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.scoring import prompt_logprobs
-from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.draft_head import resolve_draft_head
@@ -242,7 +242,7 @@ class Engine(CalibratingEngine):
         A greedy text is the same as if its prompt were alone. Sampled, each prompt has noise of its own, by its index.
 
         Args:
-            prompt: Text or a list of token ids, or a list of such prompts.
+            prompt: Request or a list of token ids, or a list of such prompts.
             sampling: SamplingParams, a dictionary or a GenerationConfig; None for the model's own.
             changes: Sampling options to change, as in generate("...", temperature=0.8).
 
@@ -305,13 +305,13 @@ class Engine(CalibratingEngine):
             if drafting is not None:
                 drafting.close(sequence)
 
-    def prompt_logprobs(self, cached_as: int, token_ids: list[int], n_top: int) -> Generator[list[TokenLogprobs]]:
+    def prompt_logprobs(self, kv_sequence: int, token_ids: list[int], n_top: int) -> Generator[list[TokenLogprobs]]:
         """Yield the log-probabilities of a prompt's tokens except the first, several at a time; for servers.
 
         Args:
-            cached_as: An open, empty sequence of the KV cache, which then holds all tokens except the last.
+            kv_sequence: An open, empty sequence of the KV cache, which then holds all tokens except the last.
         """
-        prompt = Continuation(cached_as, token_ids)
+        prompt = Continuation(kv_sequence, token_ids)
 
         def watched() -> Generator[list[TokenLogprobs]]:
             self._look()

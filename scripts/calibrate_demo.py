@@ -25,7 +25,7 @@ from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.texts import text_chunks, text_prompts
 from hetero_ee.config import demo_model_folder
 from hetero_ee.decoding.generation_defaults import GenerationDefaults
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.quantization import Quantization
 

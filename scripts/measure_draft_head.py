@@ -22,7 +22,7 @@ from draft_head_teacher import Teacher
 from stories import read_stories
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
@@ -65,7 +65,7 @@ def acceptance(
 
 def _choice(executor: Executor, params: SamplingParams, number: int, tokens: Sequence[int]) -> Choose:
     """Return the function that chooses the drafts of this request."""
-    text = Text.of_prompt(number, list(tokens), params, Ending(frozenset(), len(tokens)), str, cached_as=number)
+    text = Request.of_prompt(number, list(tokens), params, Ending(frozenset(), len(tokens)), str, kv_sequence=number)
     sampler = DraftSampler()
     return lambda hidden, end, history: sampler.drafted(executor, hidden, end, [(text, history)])[0]
 

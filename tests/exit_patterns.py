@@ -13,7 +13,7 @@ from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.waiting import WaitingToken, advance
+from hetero_ee.speculation.pending import PendingToken, advance
 from tests.executor_support import MAX_TOKENS, Model
 
 VOCABULARY = 131  # of tests/families.py
@@ -40,11 +40,11 @@ def run_exiting(executor: Executor, texts: dict[int, Exiting]) -> dict[int, list
     Tokens that wait go along with later ones of their text.
     """
     n_layers = executor.spec.n_layers
-    waiting: dict[int, list[WaitingToken]] = {sequence: [] for sequence in texts}
+    waiting: dict[int, list[PendingToken]] = {sequence: [] for sequence in texts}
     states: dict[int, list[Tensor]] = {sequence: [] for sequence in texts}
     for position in range(max(len(text.token_ids) for text in texts.values())):
         going = {
-            sequence: WaitingToken(text.token_ids[position], sequence, position)
+            sequence: PendingToken(text.token_ids[position], sequence, position)
             for sequence, text in texts.items()
             if position < len(text.token_ids)
         }

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hetero_ee.decoding.loop import generate
+from hetero_ee.decoding.requests import Ending, Prompts
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.options.sampling import SamplingParams

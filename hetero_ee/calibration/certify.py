@@ -20,8 +20,8 @@ from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.config import Progress
 from hetero_ee.decoding.loop import FullMode, Take, generate
+from hetero_ee.decoding.requests import Ending, Request, step
 from hetero_ee.decoding.scoring import n_changed
-from hetero_ee.decoding.texts import Ending, Text, step
 from hetero_ee.errors import UsageError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import Drafted
@@ -29,9 +29,9 @@ from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit, OnPolicy, levels_of
+from hetero_ee.speculation.pending import PendingToken, advance
 from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
-from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.record import Arrays
 
@@ -39,8 +39,8 @@ ALGORITHM_VERSION = 2  # increases when the bytes change; runs of other versions
 N_PROMPTS = 1500
 TOKENS_A_PROMPT = 64  # judged; prefill gives the token before them
 GROUP_PROMPTS = 32  # prompts in one batch
-CERTIFYING, FOLLOWING = "Certifying", "Following certified texts"
-RISKS = (0.01, 0.02, 0.05)  # at which certified texts are followed
+CERTIFYING, FOLLOWING = "Certifying", "Following certified requests"
+RISKS = (0.01, 0.02, 0.05)  # at which certified requests are followed
 N_FOLLOWED = 2  # groups of prompts
 N_TIMED = 3  # steps before the expected time is reported
 PARAMS = SamplingParams(max_new_tokens=TOKENS_A_PROMPT + 1)
@@ -124,15 +124,17 @@ class CertificateRun:
                 self._progress(FOLLOWING, number, len(allowed))
             counts = [self._followed(each, group) for group in groups if sum(each.shares) > 0]
             n_tokens, n_exited, n_different = map(sum, zip((0, 0, 0), *counts, strict=True))
-            if n_tokens:  # otherwise every text ends at once
+            if n_tokens:  # otherwise every request ends at once
                 yield OnPolicy(each.risk, each.exit_layers[0], n_tokens, n_exited, n_different)
 
     def _followed(self, allowed: CertifiedExit, prompts: Sequence[Chunk]) -> tuple[int, int, int]:
         """Decode in certified mode. Returns the numbers of tokens, of exits and of changed tokens."""
         [exit_layer] = allowed.exit_layers
         policy = Certified({exit_layer: self._heads[exit_layer].end}, allowed)
-        texts, known = followed(self._executor, self._ending, policy, prompts, PARAMS)
-        different = (n_changed(self._executor, text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True))
+        requests, known = followed(self._executor, self._ending, policy, prompts, PARAMS)
+        different = (
+            n_changed(self._executor, request, len(prompt)) for request, prompt in zip(requests, prompts, strict=True)
+        )
         return known.n_tokens, known.n_exited, sum(different)
 
     def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
@@ -173,28 +175,30 @@ class _JudgingMode(FullMode):
         self._sampler = DraftSampler()
         self.rows: dict[int, list[NDArray[np.uint8]]] = {}
 
-    def advance(self, texts: Sequence[Text]) -> list[Take]:
+    def advance(self, requests: Sequence[Request]) -> list[Take]:
         """See Mode."""
-        tokens = [WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1) for text in texts]
-        drafts = np.array([self._drafted(tokens, texts, exit_layer) for exit_layer in self._heads])
+        tokens = [
+            PendingToken(request.token_ids[-1], request.kv_sequence, len(request.token_ids) - 1) for request in requests
+        ]
+        drafts = np.array([self._drafted(tokens, requests, exit_layer) for exit_layer in self._heads])
         final = advance(self._executor, tokens, self._executor.spec.n_layers)
         assert final is not None, "a model has a layer"
         levels = levels_of(drafts[:, :, 1])
         takes: list[Take] = []
-        for row, (text, logits) in enumerate(zip(texts, self._executor.to_logits(final), strict=True)):
-            token = step(text, logits, 0.0)
+        for row, (request, logits) in enumerate(zip(requests, self._executor.to_logits(final), strict=True)):
+            token = step(request, logits, 0.0)
             judged = 2 * levels[:, row] + (drafts[:, row, 0] == token.token_id)
-            self.rows.setdefault(text.sequence, []).append(judged)
+            self.rows.setdefault(request.index, []).append(judged)
             takes.append(partial(list, [token]))
         self._n_steps += 1
         self._tell(self._n_steps)
         return takes
 
-    def _drafted(self, tokens: list[WaitingToken], texts: Sequence[Text], exit_layer: int) -> list[Drafted]:
+    def _drafted(self, tokens: list[PendingToken], requests: Sequence[Request], exit_layer: int) -> list[Drafted]:
         """Return what each sequence's last token would give at an exit layer."""
         hidden = advance(self._executor, tokens, exit_layer)
         assert hidden is not None, "an exit layer is after the embedding"
-        rows = [(text, text.token_ids) for text in texts]
+        rows = [(request, request.token_ids) for request in requests]
         return self._sampler.drafted(self._executor, hidden, self._heads[exit_layer].end, rows, is_verified=False)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.early_exit import EarlyExits, generate_early
@@ -14,7 +14,7 @@ from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.weights.model_weights import UNQUANTIZED
 
-MAX_WAITING = 7  # pending tokens of a sequence
+MAX_PENDING = 7  # pending tokens of a sequence
 N_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 64  # of mode specee
 
 
@@ -23,7 +23,7 @@ def followed(
 ) -> tuple[list[list[int]], ExitStatistics]:
     """Generate from the prompts with exact keys and values, in one batch. Returns the sequences with their prompts."""
     texts, counts = [[*prompt] for prompt in prompts], ExitCounts()
-    exits = EarlyExits(policy, MAX_WAITING)
+    exits = EarlyExits(policy, MAX_PENDING)
     asked = [[*prompt] for prompt in prompts]
     for token in generate_early(executor, asked, params, ending, lambda ids: "", lambda: 0.0, exits, counts):
         texts[token.sequence].append(token.token_id)

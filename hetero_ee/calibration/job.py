@@ -35,7 +35,7 @@ from hetero_ee.calibration.texts import (
     text_prompts,
 )
 from hetero_ee.config import Progress
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import ModelError, StoreError, UsageError, shown
 from hetero_ee.options.evaluation import CALIBRATION_TOKENS, TOKENS
 from hetero_ee.options.option import is_whole

@@ -9,7 +9,7 @@ import numpy as np
 
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError
 from hetero_ee.options.evaluation import CALIBRATION_TOKENS, MIN_CALIBRATION_TOKENS
 from hetero_ee.options.sampling import SamplingParams

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from hetero_ee.decoding.loop import generate
+from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor

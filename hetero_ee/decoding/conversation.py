@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Self, Unpack
 
 from hetero_ee.decoding.reply import Reply
+from hetero_ee.decoding.requests import Continuation, common_length, room_for_reply
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Continuation, common_length, room_for_reply
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.options.sampling import SamplingChanges, SamplingParams
 from hetero_ee.runtime.executors.executor import Executor

@@ -12,19 +12,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import (
+from hetero_ee.decoding.requests import (
     UNCACHED,
     Continuation,
     Ending,
     Prompts,
-    Text,
+    Request,
     last_tokens,
     prefill,
     prompt_chunks,
+    requests_of,
     step,
-    texts_of,
 )
+from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.turns import NEVER, Turns
 from hetero_ee.errors import HeteroError
 from hetero_ee.options.sampling import SamplingParams
@@ -43,7 +43,7 @@ class Mode(Protocol):
 
     observe: Observe | None
 
-    def begin(self, text: Text) -> None:
+    def begin(self, request: Request) -> None:
         """Prepare for a sequence whose prompt is about to be read. The cache holds the part that was read before.
 
         Raises:
@@ -51,11 +51,11 @@ class Mode(Protocol):
         """
         ...
 
-    def advance(self, texts: Sequence[Text]) -> Sequence[Take]:
+    def advance(self, requests: Sequence[Request]) -> Sequence[Take]:
         """Run one step with all these sequences and return what each takes of it, in the same order."""
         ...
 
-    def leave(self, texts: Sequence[Text]) -> None:
+    def leave(self, requests: Sequence[Request]) -> None:
         """Forget everything about the next step of these sequences, so that the cache holds no unverified token."""
         ...
 
@@ -72,21 +72,21 @@ class FullMode:
     def __init__(self, executor: Executor, clock: Callable[[], float]) -> None:
         self._executor, self._clock = executor, clock
 
-    def begin(self, text: Text) -> None:
+    def begin(self, request: Request) -> None:
         pass
 
-    def advance(self, texts: Sequence[Text]) -> list[Take]:
-        logits = self._executor.logits(last_tokens(texts), range(len(texts)))
-        return [partial(self._taken, text, row) for text, row in zip(texts, logits, strict=True)]
+    def advance(self, requests: Sequence[Request]) -> list[Take]:
+        logits = self._executor.logits(last_tokens(requests), range(len(requests)))
+        return [partial(self._taken, request, row) for request, row in zip(requests, logits, strict=True)]
 
-    def leave(self, texts: Sequence[Text]) -> None:
+    def leave(self, requests: Sequence[Request]) -> None:
         pass
 
     def close(self, sequence: int) -> None:
         pass
 
-    def _taken(self, text: Text, logits: Tensor) -> list[GeneratedToken]:
-        return [step(text, logits, self._clock())]
+    def _taken(self, request: Request, logits: Tensor) -> list[GeneratedToken]:
+        return [step(request, logits, self._clock())]
 
 
 class SeparateModes:
@@ -97,28 +97,28 @@ class SeparateModes:
         self._modes: dict[int, Mode] = {}  # by sequence of the KV cache
         self.observe: Observe | None = self._shared.observe
 
-    def begin(self, text: Text) -> None:
+    def begin(self, request: Request) -> None:
         """See Mode."""
-        mode = self._modes[text.cached_as] = self._make()
-        mode.begin(text)
+        mode = self._modes[request.kv_sequence] = self._make()
+        mode.begin(request)
 
-    def advance(self, texts: Sequence[Text]) -> list[Take]:
+    def advance(self, requests: Sequence[Request]) -> list[Take]:
         """See Mode."""
-        return [partial(self._advanced, text) for text in texts]
+        return [partial(self._advanced, request) for request in requests]
 
-    def leave(self, texts: Sequence[Text]) -> None:
+    def leave(self, requests: Sequence[Request]) -> None:
         """See Mode."""
-        for text in texts:
-            mode = self._modes.pop(text.cached_as, None)
+        for request in requests:
+            mode = self._modes.pop(request.kv_sequence, None)
             if mode is not None:
-                mode.leave([text])
+                mode.leave([request])
 
     def close(self, sequence: int) -> None:
         """See Mode."""
         self._shared.close(sequence)
 
-    def _advanced(self, text: Text) -> Sequence[GeneratedToken]:
-        (take,) = self._modes[text.cached_as].advance([text])
+    def _advanced(self, request: Request) -> Sequence[GeneratedToken]:
+        (take,) = self._modes[request.kv_sequence].advance([request])
         return take()
 
 
@@ -139,14 +139,14 @@ class _Running:
     """A sequence in the loop. owns_cache: the loop opened its sequence of the KV cache, and closes it."""
 
     number: int
-    text: Text
+    request: Request
     stop: threading.Event
     owns_cache: bool
 
     @property
     def is_read(self) -> bool:
         """Whether the prompt is read: the first token exists then."""
-        return len(self.text.token_ids) > self.text.n_prompt_tokens
+        return len(self.request.token_ids) > self.request.n_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,17 +191,17 @@ class DecodingLoop:
         shared = self._shared
         shared.look()
         common = params, shared.decode, shared.ending(), shared.clock()
-        texts = shared.turns.alone(lambda: texts_of(prompts, *common))  # the context may grow
+        requests = shared.turns.alone(lambda: requests_of(prompts, *common))  # the context may grow
         joined: list[int] = []
         try:
-            for text in texts:
-                owns_cache = text.cached_as == UNCACHED
+            for request in requests:
+                owns_cache = request.kv_sequence == UNCACHED
                 if owns_cache:
-                    text.cached_as = shared.executor.cache.open_new()
+                    request.kv_sequence = shared.executor.cache.open_new()
                 number, self._next_number = self._next_number, self._next_number + 1
-                self._running[number] = _Running(number, text, stop, owns_cache)
+                self._running[number] = _Running(number, request, stop, owns_cache)
                 joined.append(number)
-                self._mode.begin(text)
+                self._mode.begin(request)
         except BaseException:
             self.leave(*joined)
             raise
@@ -210,11 +210,11 @@ class DecodingLoop:
     def leave(self, *numbers: int) -> None:
         """End these sequences where they are."""
         left = [self._running.pop(number) for number in numbers if number in self._running]
-        self._mode.leave([each.text for each in left])
+        self._mode.leave([each.request for each in left])
         for each in left:
             if each.owns_cache:
                 for close in (self._shared.executor.cache.close, self._mode.close):
-                    close(each.text.cached_as)
+                    close(each.request.kv_sequence)
 
     def step(self) -> list[Stepped]:
         """Read prompts or a chunk of one, and advance the sequences whose prompts were read before.
@@ -264,46 +264,46 @@ class DecodingLoop:
         stepped: list[Stepped] = []
         for each in reading:
 
-            def read(text: Text = each.text) -> Tensor:
-                return prefill(executor, text, observe)
+            def read(request: Request = each.request) -> Tensor:
+                return prefill(executor, request, observe)
 
             try:
                 logits = self._shared.turns.alone(read, each.stop)
             except HeteroError as error:
                 return [Stepped(each.number, error)]
-            takes.append(partial(self._first_token, each.text, logits))
+            takes.append(partial(self._first_token, each.request, logits))
         for each, take in zip(reading, takes, strict=True):
             stepped += self._taken(each, take)
         return stepped
 
     def _read_chunk(self, running: _Running) -> list[Stepped]:
         """Read one chunk of the prompt, so that other sequences wait for no more than that."""
-        text, executor = running.text, self._shared.executor
+        request, executor = running.request, self._shared.executor
         try:
-            n_read = executor.cache.length(text.cached_as)
-            executor.make_room({text.cached_as: text.n_prompt_tokens})
-            chunk = next(prompt_chunks(executor, text, n_read))
+            n_read = executor.cache.length(request.kv_sequence)
+            executor.make_room({request.kv_sequence: request.n_prompt_tokens})
+            chunk = next(prompt_chunks(executor, request, n_read))
             logits = executor.prompt([chunk], self._mode.observe)
         except HeteroError as error:
             return [Stepped(running.number, error)]
-        if n_read + len(chunk) < text.n_prompt_tokens:
+        if n_read + len(chunk) < request.n_prompt_tokens:
             return []
-        return self._taken(running, partial(self._first_token, text, logits))
+        return self._taken(running, partial(self._first_token, request, logits))
 
-    def _first_token(self, text: Text, logits: Tensor) -> list[GeneratedToken]:
-        return [step(text, logits, self._shared.clock())]
+    def _first_token(self, request: Request, logits: Tensor) -> list[GeneratedToken]:
+        return [step(request, logits, self._shared.clock())]
 
     def _advanced(self, decoding: Sequence[_Running]) -> list[Stepped]:
         """Advance these sequences. If that fails, advance each alone, so that one sequence's error ends no other."""
-        texts = [each.text for each in decoding]
+        requests = [each.request for each in decoding]
         try:
-            takes = self._mode.advance(texts)
+            takes = self._mode.advance(requests)
         except HeteroError as error:
             if len(decoding) == 1:
                 return [Stepped(decoding[0].number, error)]
-            self._mode.leave(texts)
-            for text in texts:
-                self._shared.executor.cache.cut(text.cached_as, len(text.token_ids) - 1)
+            self._mode.leave(requests)
+            for request in requests:
+                self._shared.executor.cache.cut(request.kv_sequence, len(request.token_ids) - 1)
             return [stepped for each in decoding for stepped in self._advanced([each])]
         return [stepped for each, take in zip(decoding, takes, strict=True) for stepped in self._taken(each, take)]
 

@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator, Sequence
 from torch import Tensor
 
 from hetero_ee.decoding.logprobs import TokenLogprobs, token_logprobs
-from hetero_ee.decoding.texts import Continuation, Ending, require_room
+from hetero_ee.decoding.requests import Continuation, Ending, require_room
 from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 
@@ -31,9 +31,9 @@ def prompt_logprobs(
     before, and afterwards all but its last token. Raises UsageError where the context has no room for it."""
     token_ids, n_done = prompt.token_ids, 1
     require_room(len(token_ids), ending)
-    executor.make_room({prompt.cached_as: len(token_ids)})
+    executor.make_room({prompt.kv_sequence: len(token_ids)})
     size = min(executor.prompt_chunk_tokens, SCORED_TOKENS)
-    for rows in _logits(executor, prompt.cached_as, token_ids, 1, size):
+    for rows in _logits(executor, prompt.kv_sequence, token_ids, 1, size):
         said = token_ids[n_done : n_done + len(rows)]
         n_done += len(said)
         yield [token_logprobs(logits, token_id, n_top) for logits, token_id in zip(rows, said, strict=True)]

@@ -10,8 +10,8 @@ from itertools import count
 
 from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.decoding.loop import Stepped
+from hetero_ee.decoding.requests import Continuation, room_for_reply
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Continuation, room_for_reply
 from hetero_ee.engine import Engine
 from hetero_ee.errors import DeviceMemoryError, HeteroError, UsageError
 from hetero_ee.options.sampling import SamplingParams

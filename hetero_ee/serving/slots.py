@@ -7,7 +7,7 @@ again. Keys and values of a token depend on the tokens before it alone, so the t
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hetero_ee.decoding.texts import common_length
+from hetero_ee.decoding.requests import common_length
 from hetero_ee.runtime.executors.executor import Executor
 
 CLOSED = -1

@@ -9,7 +9,7 @@ from hetero_ee.calibration.job import WAITING, CalibrationRequest, usable
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.calibration.stages import SPLIT_CHUNKS, Chunk
 from hetero_ee.config import Progress
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import StoreError, UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.executor import Executor

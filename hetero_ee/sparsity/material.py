@@ -15,7 +15,7 @@ from hetero_ee.calibration.run import CalibrationRun
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.texts import chunk_tokens, chunks_identity, own_text_identity, own_writer, text_chunks
 from hetero_ee.config import Progress
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.sparsity.kept import KeptSteps
 from hetero_ee.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""One text's draft-verify step, and how the tokens of drafts are chosen."""
+"""One request's draft-verify step, and how the tokens of drafts are chosen."""
 
 import math
 from collections.abc import Sequence
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hetero_ee.decoding.requests import Request
 from hetero_ee.decoding.result import GRAMMAR
 from hetero_ee.decoding.sampling import RememberedNoise, choose_token
-from hetero_ee.decoding.texts import Text
 from hetero_ee.runtime.choice import all_finite, confidence_of
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.waiting import WaitingToken
+from hetero_ee.speculation.pending import PendingToken
 
 ABSENT = -1e30  # logit of a token that no draft can be: finite, for what tempers, penalizes and adds it up
 
 
 @dataclass(slots=True, eq=False)
 class DraftStep:
-    """What one text drafts and verifies in one go."""
+    """What one request drafts and verifies in one go."""
 
-    text: Text
+    request: Request
     max_drafts: int
-    tokens: list[WaitingToken]  # the text's last token, then the drafts
+    tokens: list[PendingToken]  # the request's last token, then the drafts
     origins: list[str] = field(default_factory=list)  # of each draft: who made it
     chances: list[float] = field(default_factory=list)  # of each draft: that it is right if those before it are
     judged: dict[int, tuple[int, float]] = field(default_factory=dict)  # [i]: after tokens[i], drafted or not
@@ -32,8 +32,8 @@ class DraftStep:
 
     @property
     def history(self) -> list[int]:
-        """Every token of the text, drafts included."""
-        return [*self.text.token_ids, *(token.token_id for token in self.tokens[1:])]
+        """Every token of the request, drafts included."""
+        return [*self.request.token_ids, *(token.token_id for token in self.tokens[1:])]
 
     @property
     def has_room(self) -> bool:
@@ -47,20 +47,19 @@ class DraftStep:
     def add(self, token_id: int, origin: str, chance: float) -> None:
         """A draft becomes the last token."""
         last = self.tokens[-1]
-        self.tokens.append(WaitingToken(token_id, last.sequence, last.position + 1))
+        self.tokens.append(PendingToken(token_id, last.sequence, last.position + 1))
         self.origins.append(origin)
         self.chances.append(chance)
         self.next_guess = None
 
     def add_forced(self) -> bool:
-        """Adds drafts that are certain, as the text's grammar leaves no choice: whether there are any. None may follow
-        its end."""
-        if self.text.constraint is None:
+        """Add the drafts that the grammar forces and return whether there are any. None may follow its end."""
+        if self.request.constraint is None:
             return False
-        forced = self.text.forced_after(self.history)[: self.max_drafts - len(self.origins)]
+        forced = self.request.forced_after(self.history)[: self.max_drafts - len(self.origins)]
         for token_id in forced:
             self.add(token_id, GRAMMAR, 1.0)
-        if self.text.is_complete_after(self.history):
+        if self.request.is_complete_after(self.history):
             self.end()
         return bool(forced)
 
@@ -70,35 +69,37 @@ class DraftStep:
 
 
 class DraftSampler:
-    """Chooses drafts as the texts' sampling would: with the noise that verification will use at the same position."""
+    """Chooses drafts as the requests' sampling does, with the noise that verification uses at the same position."""
 
     def __init__(self) -> None:
         self.noise = RememberedNoise()
 
-    def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
-        """The token that `text` takes after this history, by logits (vocab,)."""
-        noise, n_prompt_tokens, allowed = self.noise.of_draft, text.n_prompt_tokens, text.allowed_after(history)
-        return choose_token(logits, history, text.params, text.sequence, len(history), noise, n_prompt_tokens, allowed)
+    def choose(self, request: Request, history: Sequence[int], logits: Tensor) -> int:
+        """The token that `request` takes after this history, by logits (vocab,)."""
+        noise, n_prompt_tokens, allowed = self.noise.of_draft, request.n_prompt_tokens, request.allowed_after(history)
+        return choose_token(
+            logits, history, request.params, request.index, len(history), noise, n_prompt_tokens, allowed
+        )
 
     def drafted(
         self,
         executor: Executor,
         hidden: Tensor,
         end: DraftEnd,
-        rows: Sequence[tuple[Text, Sequence[int]]],
+        rows: Sequence[tuple[Request, Sequence[int]]],
         *,
         is_verified: bool = True,
     ) -> list[Drafted]:
-        """What follows each of the states (m, hidden), those of texts with these histories.
+        """What follows each of the states (m, hidden), those of requests with these histories.
 
         Chosen and judged on the GPU where the head lies there, unless penalties, a bias or a grammar change logits:
-        then, and where the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that
+        then, and where the CPU has the logits anyway, just as the requests choose, filters included. So are tokens that
         nobody verifies.
         """
         by_gpu = executor.head_on_gpu and not any(
-            text.params.changes_logits or text.constraint is not None for text, _ in rows
+            request.params.changes_logits or request.constraint is not None for request, _ in rows
         )
-        if by_gpu and (is_verified or not any(text.params.is_filtered for text, _ in rows)):
+        if by_gpu and (is_verified or not any(request.params.is_filtered for request, _ in rows)):
             return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
         logits = executor.draft_logits(hidden, end)
         if end.vocabulary is not None:
@@ -106,14 +107,14 @@ class DraftSampler:
             logits = whole.index_copy_(1, end.vocabulary.token_ids, logits)
         return [self._chosen(*row, end, each) for row, each in zip(rows, logits, strict=True)]
 
-    def _noise_of(self, text: Text, history: Sequence[int]) -> DraftNoise:
-        return DraftNoise(text.params.temperature, text.params.seed, text.sequence, len(history))
+    def _noise_of(self, request: Request, history: Sequence[int]) -> DraftNoise:
+        return DraftNoise(request.params.temperature, request.params.seed, request.index, len(history))
 
-    def _chosen(self, text: Text, history: Sequence[int], end: DraftEnd, logits: Tensor) -> Drafted:
+    def _chosen(self, request: Request, history: Sequence[int], end: DraftEnd, logits: Tensor) -> Drafted:
         if not all_finite(logits):
             return Drafted(NO_TOKEN, math.nan)
-        token_id = self.choose(text, history, logits)
-        allowed = text.allowed_after(history)
+        token_id = self.choose(request, history, logits)
+        allowed = request.allowed_after(history)
         if allowed is not None and end.judge is None:  # a judge knows the model's own logits alone
             logits = logits.masked_fill(torch.from_numpy(~allowed), ABSENT)
         return Drafted(token_id, confidence_of(logits, token_id, end.judge))

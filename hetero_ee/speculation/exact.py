@@ -1,6 +1,6 @@
 """Exact speculative decoding: tokens are drafted, then verified by all layers, several in one pass.
 
-A draft-verify step of each text: its last token and drafts after it wait, at the exit layer or before the first; one
+A draft-verify step of each request: its last token and drafts after it wait, at the exit layer or before the first; one
 pass of all that wait through the remaining layers reads their weights once; the full logits of token j choose the token
 after it with that position's noise. Drafts that are that token are kept; the first that is not is corrected, and what
 came after it is rolled back. Every token is thus what full.py chooses, from the same bits. Source: speculative decoding
@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from hetero_ee.decoding.loop import Take, generate
+from hetero_ee.decoding.requests import Ending, Prompts, Request, step
 from hetero_ee.decoding.result import EXIT, FULL_MODEL, GeneratedToken, TokenOrigin
-from hetero_ee.decoding.texts import Ending, Prompts, Text, step
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
@@ -26,10 +26,10 @@ from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
+from hetero_ee.speculation.pending import PendingToken
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.statistics import DraftCounts
-from hetero_ee.speculation.waiting import WaitingToken
 from hetero_ee.text.text_stream import Decode
 
 
@@ -63,24 +63,24 @@ class ExactMode:
         self.observe: Observe | None = self._read if drafting.sources else None
         self._has_warned = False
 
-    def begin(self, text: Text) -> None:
+    def begin(self, request: Request) -> None:
         """Make the draft sources forget what the cache does not hold."""
         for source in self._drafting.sources:
             with self._surviving(source, "forget what was rolled back"):
-                source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
+                source.truncate(request.kv_sequence, self._executor.cache.length(request.kv_sequence))
 
-    def leave(self, texts: Sequence[Text]) -> None:
+    def leave(self, requests: Sequence[Request]) -> None:
         """Roll back the next-token guesses of these sequences."""
-        self._guesses.drop(texts)
+        self._guesses.drop(requests)
 
     def close(self, sequence: int) -> None:
         """Free what the draft sources keep of the sequence."""
         self._drafting.close(sequence)
 
-    def advance(self, texts: Sequence[Text]) -> list[Take]:
-        """Drafts of every text and one pass that verifies them all; timed without whoever takes the tokens."""
+    def advance(self, requests: Sequence[Request]) -> list[Take]:
+        """Drafts of every request and one pass that verifies them all; timed without whoever takes the tokens."""
         switch, start_s = self._drafting.switch, self._clock()
-        steps = self._drafted(texts) if switch is None or switch.drafts else self._undrafted(texts)
+        steps = self._drafted(requests) if switch is None or switch.drafts else self._undrafted(requests)
         verified = self._verify(steps)
         timing = _Timing(switch, len(steps), sum(len(each.tokens) for each in steps), self._clock() - start_s)
         return [partial(self._taken, timing, *each) for each in verified]
@@ -95,23 +95,25 @@ class ExactMode:
             timing.add(self._clock() - start_s, len(tokens))
         return tokens
 
-    def _drafted(self, texts: Sequence[Text]) -> list[DraftStep]:
-        steps = [self._begun(text, self._guesses.take(text) or _last_token(text)) for text in texts]
+    def _drafted(self, requests: Sequence[Request]) -> list[DraftStep]:
+        steps = [
+            self._begun(request, self._guesses.take(request) or PendingToken.last_of(request)) for request in requests
+        ]
         self._drafter.draft(steps)
         return steps
 
-    def _undrafted(self, texts: Sequence[Text]) -> list[DraftStep]:
-        self._guesses.drop(texts)
-        return [self._begun(text, _last_token(text)) for text in texts]
+    def _undrafted(self, requests: Sequence[Request]) -> list[DraftStep]:
+        self._guesses.drop(requests)
+        return [self._begun(request, PendingToken.last_of(request)) for request in requests]
 
-    def _begun(self, text: Text, last: WaitingToken) -> DraftStep:
+    def _begun(self, request: Request, last: PendingToken) -> DraftStep:
         """With the drafts that are certain."""
-        begun = DraftStep(text, min(self._drafting.draft_length, text.tokens_left) - 1, [last])
+        begun = DraftStep(request, min(self._drafting.draft_length, request.tokens_left) - 1, [last])
         begun.add_forced()
         return begun
 
     def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Sequence[Tensor], Tensor]]:
-        """All waiting tokens through the remaining layers and the lm_head: each step's states, see DraftSource.observe,
+        """All pending tokens through the remaining layers and the lm_head: each step's states, see DraftSource.observe,
         and logits."""
         normed = self._executor.final_norm(self._guesses.run_remaining_layers(steps))
         logits, states = self._executor.lm_head(normed), (normed, *self._executor.captured)
@@ -123,8 +125,8 @@ class ExactMode:
         self, drafted: DraftStep, states: Sequence[Tensor], logits: Tensor, n_in_pass: int
     ) -> list[GeneratedToken]:
         """The step's tokens, up to the first wrong draft's correction; everything else is rolled back. n_in_pass:
-        tokens that the pass took of all texts."""
-        text, rule, n_verified = drafted.text, self._drafting.rule, len(drafted.tokens)
+        tokens that the pass took of all requests."""
+        request, rule, n_verified = drafted.request, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
         n_accepted = 0
         for index in range(n_verified):
@@ -132,7 +134,7 @@ class ExactMode:
             if index > 0 and not all_finite(logits[index]):
                 break
             noise = self._sampler.noise.of_token
-            tokens.append(step(text, logits[index], self._clock(), noise))
+            tokens.append(step(request, logits[index], self._clock(), noise))
             token_id = tokens[-1].token_id
             if index in drafted.judged:
                 judged_id, confidence = drafted.judged[index]
@@ -140,13 +142,13 @@ class ExactMode:
             is_right = index + 1 < n_verified and drafted.tokens[index + 1].token_id == token_id
             n_accepted += is_right
             tokens[-1] = replace(tokens[-1], origin=self._origin(drafted, index, is_right=is_right))
-            if text.finished or not is_right:
+            if request.finished or not is_right:
                 break
-        self._roll_back(text, drafted.tokens[0].position, states)
+        self._roll_back(request, drafted.tokens[0].position, states)
         rule.settle(n_verified, len(tokens), n_in_pass)
         self._counts.add_step(drafted.origins, n_accepted, len(tokens))
-        if text.finished:
-            self._sampler.noise.close(text.sequence)
+        if request.finished:
+            self._sampler.noise.close(request.index)
         return tokens
 
     def _origin(self, drafted: DraftStep, index: int, *, is_right: bool) -> TokenOrigin:
@@ -155,14 +157,14 @@ class ExactMode:
         depth = self._drafting.exit_layer if name == EXIT else self._executor.spec.n_layers
         return TokenOrigin(name, depth, index, len(drafted.origins))
 
-    def _roll_back(self, text: Text, first_position: int, states: Sequence[Tensor]) -> None:
-        """Keeps in the cache what is the text's: all but its last token, which only a right guess has put there."""
-        n_true = len(text.token_ids) - 1
-        if not self._guesses.keep_if_right(text):
-            self._executor.cache.truncate(text.cached_as, n_true)
-        token_ids = text.token_ids[first_position:n_true]
+    def _roll_back(self, request: Request, first_position: int, states: Sequence[Tensor]) -> None:
+        """Keeps in the cache what is the request's: all but its last token, which only a right guess has put there."""
+        n_true = len(request.token_ids) - 1
+        if not self._guesses.keep_if_right(request):
+            self._executor.cache.truncate(request.kv_sequence, n_true)
+        token_ids = request.token_ids[first_position:n_true]
         verified = [x[: len(token_ids)] for x in states]
-        self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), verified)
+        self._observe(Batch.of_sequence(request.kv_sequence, first_position, token_ids), verified)
 
     def _read(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """The sources read a chunk of a prompt: the prompt's time, of which each one's part is counted."""
@@ -186,7 +188,7 @@ class ExactMode:
 
     @contextmanager
     def _surviving(self, source: DraftSource, what: str) -> Iterator[None]:
-        """Inside, a source that finds no memory, in a cache that texts share too, costs its drafts alone."""
+        """Inside, a source that finds no memory, in a cache that requests share too, costs its drafts alone."""
         try:
             yield
         except (DeviceMemoryError, DeviceLostError, UsageError) as error:
@@ -200,20 +202,16 @@ class ExactMode:
 
 @dataclass(slots=True)
 class _Timing:
-    """Of one pass: what its texts' parts take, for the switch."""
+    """Of one pass: what its requests' parts take, for the switch."""
 
     switch: SpeculationSwitch | None
-    n_left: int  # of its texts
+    n_left: int  # of its requests
     n_in_pass: int  # tokens
     seconds: float
     n_tokens: int = 0  # that came out
 
     def add(self, seconds: float, n_tokens: int) -> None:
-        """A text has taken its tokens."""
+        """A request has taken its tokens."""
         self.n_left, self.seconds, self.n_tokens = self.n_left - 1, self.seconds + seconds, self.n_tokens + n_tokens
         if self.switch is not None and not self.n_left:
             self.switch.ended(self.seconds, self.n_tokens)
-
-
-def _last_token(text: Text) -> WaitingToken:
-    return WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1)

@@ -10,12 +10,12 @@ from hetero_ee.decoding.result import EXIT
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
+from hetero_ee.speculation.pending import advance, stacked
 from hetero_ee.speculation.stop_rule import StopRule
-from hetero_ee.speculation.waiting import advance, stacked
 
 
 class ExitDrafter:
-    """Drafts of all texts in lockstep; their tokens share each pass through the layers before the exit layer."""
+    """Drafts of all requests in lockstep; their tokens share each pass through the layers before the exit layer."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class ExitDrafter:
         """Adds each step's drafts; all its tokens wait at the exit layer."""
         together = steps
         while steps:
-            waiting = [token for step in steps for token in step.tokens if token.depth < self._exit_layer]
-            if waiting:
-                advance(self._executor, waiting, self._exit_layer)
+            pending = [token for step in steps for token in step.tokens if token.depth < self._exit_layer]
+            if pending:
+                advance(self._executor, pending, self._exit_layer)
             asked = [step for step in steps if step.has_room or self._may_guess(step)]
             steps = self._draft_once(asked, sum(len(step.tokens) for step in together))
 
     def _may_guess(self, step: DraftStep) -> bool:
-        return self._guesses_next and len(step.tokens) < step.text.tokens_left
+        return self._guesses_next and len(step.tokens) < step.request.tokens_left
 
     def _draft_once(self, steps: Sequence[DraftStep], n_in_pass: int) -> list[DraftStep]:
-        """Adds a draft to each step whose last token exits here; those steps. n_in_pass: tokens of all texts by now."""
+        """Add a draft to each step whose last token exits here, and return those. n_in_pass: tokens of all so far."""
         if not steps:
             return []
         hidden = stacked([step.tokens[-1] for step in steps])
         assert hidden is not None, "an exit layer is after the embedding"
-        judged = self._sampler.drafted(self._executor, hidden, self._end, [(s.text, s.history) for s in steps])
+        judged = self._sampler.drafted(self._executor, hidden, self._end, [(s.request, s.history) for s in steps])
         added = []
         for step, draft in zip(steps, judged, strict=True):
             self._rule.n_beside = n_in_pass - len(step.tokens)
@@ -64,7 +64,7 @@ class ExitDrafter:
         if token_id == NO_TOKEN:
             self._warn("exits' logits are not finite")
             return False
-        if step.text.ends_with(token_id):
+        if step.request.ends_with(token_id):
             return False
         step.next_guess = token_id
         if not step.has_room:

@@ -7,7 +7,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.runtime.drafted import Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
@@ -63,7 +63,7 @@ class SequenceDrafter:
 
     def _begins_again(self, step: DraftStep, source: DraftSource, first: int) -> bool:
         """The same up to drafts that must follow one of the source's: whether it has to go on after those."""
-        if step.text.constraint is not None and not source.is_free and step.origins:
+        if step.request.constraint is not None and not source.is_free and step.origins:
             n_before = len(step.origins)  # drafts, each of which it has to read
             if not self._is_worth(step, source, self._rule.mean_chance, n_before):
                 return False
@@ -82,8 +82,8 @@ class SequenceDrafter:
         return False
 
     def _drafts(self, step: DraftStep, source: DraftSource) -> Generator[Draft]:
-        drafts = source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))
-        return drafts if step.text.constraint is None else _legal(step, drafts)
+        drafts = source.drafts(step.request.kv_sequence, step.history, partial(self._choose, step.request))
+        return drafts if step.request.constraint is None else _legal(step, drafts)
 
     def _is_worth(self, step: DraftStep, source: DraftSource, chance: float, n_before: int = 0) -> bool:
         return self._rule.is_worth([*step.chances, chance], (1 + n_before) * source.draft_s)
@@ -91,12 +91,12 @@ class SequenceDrafter:
     def _next(self, drafts: Generator[Draft]) -> Draft | None:
         try:
             return next(drafts, None)
-        except (DeviceMemoryError, DeviceLostError, UsageError) as error:  # the last of a cache that texts share
+        except (DeviceMemoryError, DeviceLostError, UsageError) as error:  # the last of a cache that requests share
             self._warn(f"{error} No drafts follow in this step")
             return None
 
     def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> None:
-        """The draft, if there is room; a token that ends the text, or is not the model's, ends the step's drafts."""
+        """The draft, if there is room; a token that ends the request, or is not the model's, ends the step's drafts."""
         if not step.has_room:
             return
         chance = draft.confidence
@@ -108,25 +108,25 @@ class SequenceDrafter:
             self._rule.spend(source.draft_s)
             step.judge(draft.token_id, draft.confidence)
             chance = self._rule.chance(draft.confidence)
-        if step.text.ends_with(draft.token_id):
+        if step.request.ends_with(draft.token_id):
             step.end()
         else:
             step.add(draft.token_id, source.name, chance)
 
-    def _choose(self, text: Text, hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
-        return self._sampler.drafted(self._executor, hidden, end, [(text, history)])[0]
+    def _choose(self, request: Request, hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
+        return self._sampler.drafted(self._executor, hidden, end, [(request, history)])[0]
 
 
 def _legal(step: DraftStep, drafts: Generator[Draft]) -> Generator[Draft]:
-    """Those before the first that the text's grammar does not let follow."""
+    """Those before the first that the request's grammar does not let follow."""
     history = step.history
     with closing(drafts):
         for draft in drafts:
-            allowed = step.text.allowed_after(history)
+            allowed = step.request.allowed_after(history)
             is_token = allowed is not None and 0 <= draft.token_id < len(allowed)
             if allowed is not None and is_token and not allowed[draft.token_id]:
                 return
             history.append(draft.token_id)
             yield draft
-            if not is_token or step.text.ends_with(draft.token_id) or step.text.is_complete_after(history):
+            if not is_token or step.request.ends_with(draft.token_id) or step.request.is_complete_after(history):
                 return

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.config import demo_model_folder
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.early_exit import EarlyExits, score_early
@@ -59,16 +59,16 @@ class Timed:
         self._judge = self._policy.judging(executor, sampler)
         return self
 
-    def begin(self, text: Text) -> None:
+    def begin(self, text: Request) -> None:
         pass
 
-    def exit_layers(self, text: Text) -> Sequence[int]:
+    def exit_layers(self, text: Request) -> Sequence[int]:
         start_s = time.process_time()
         found = self._known.exit_layers(text)
         self.seconds += time.process_time() - start_s
         return found
 
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Request]) -> list[int | None]:
         start_s = time.process_time()
         found = self._known.judge(exit_layer, hidden, texts)
         self.seconds += time.process_time() - start_s
@@ -77,7 +77,7 @@ class Timed:
     def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
         return self._known.logits(exit_layer, hidden)
 
-    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
+    def given_out(self, text: Request, depth: int, hidden: Tensor) -> None:
         start_s = time.process_time()
         self._known.given_out(text, depth, hidden)
         self.seconds += time.process_time() - start_s

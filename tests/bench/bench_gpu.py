@@ -41,7 +41,7 @@ from gpu_tables import agreeing_tokens, failures, goals, markdown, products
 
 from hetero_ee.config import cache_folder
 from hetero_ee.decoding.benchmark import DraftedWay, bench_run, bench_text, bench_text_run
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.registry import Registry

@@ -21,7 +21,7 @@ from exit_demo import HEAD, OPENINGS, Stories
 from exit_wall import this_profile
 
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Continuation, Ending
+from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.request import PlanRequest

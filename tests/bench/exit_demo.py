@@ -8,8 +8,8 @@ from exit_rows import EMULATED, Row, StepCounts, Timed, described_row, full_row,
 from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
 from hetero_ee.decoding.loop import generate
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.request import PlanRequest

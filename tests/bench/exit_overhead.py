@@ -19,7 +19,7 @@ import torch
 from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
 
-from hetero_ee.decoding import sampling, texts
+from hetero_ee.decoding import requests, sampling
 from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.options.sampling import SamplingParams
@@ -43,7 +43,7 @@ N_ROUNDS = 7  # of both modes, for each median
 SOURCE_CALLS = ("observe", "truncate", "close")
 CHOOSE, NOISE, FINITE, CONFIDENCE, RULE_CALL, SOURCE = "choose", "noise", "finite", "confidence", "rule", "source"
 PLACES = {
-    CHOOSE: [(module, "choose_token") for module in (texts, drafts)],
+    CHOOSE: [(module, "choose_token") for module in (requests, drafts)],
     NOISE: [(sampling, "gumbel_noise")],
     FINITE: [(module, "all_finite") for module in (drafts, exact)],
 }

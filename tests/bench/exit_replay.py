@@ -13,8 +13,8 @@ from exit_rows import REPLAYED, Row, StepCounts, Timed, described_row, full_row,
 from torch import Tensor
 
 from hetero_ee.decoding.loop import generate
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec

@@ -15,7 +15,7 @@ import torch
 
 from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.plan import Plan
@@ -110,7 +110,7 @@ def drafts_of(executor: Executor, source: DraftHeadSource, params: SamplingParam
     half = N_TOKENS // 2
     source.read_prompt(0, 0, tokens[:half], states[:half])
     source.observe(0, half, tokens[half:-1], states[half:])
-    text = Text.of_prompt(0, tokens, params, ENDING, str, cached_as=0)
+    text = Request.of_prompt(0, tokens, params, ENDING, str, kv_sequence=0)
     sampler = DraftSampler()
     choose: Choose = lambda hidden, end, history: sampler.drafted(executor, hidden, end, [(text, history)])[0]  # noqa: E731
     with closing(source.drafts(0, tokens, choose)) as drafts:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.texts import Continuation, Ending
+from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import DraftEnd

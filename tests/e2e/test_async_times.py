@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
@@ -95,8 +95,8 @@ def test_each_right_guess_saves_its_time_on_the_gpu_and_nothing_else_changes(hea
 class KeepsWrongOnes(AsyncDrafting):
     """Takes every guess for the right one, whatever the text says there."""
 
-    def keep_if_right(self, text: Text) -> bool:
-        guess = self._begun.get(text.sequence)
+    def keep_if_right(self, text: Request) -> bool:
+        guess = self._begun.get(text.index)
         if guess is not None:
             guess.token_id = text.token_ids[-1]
         return super().keep_if_right(text)

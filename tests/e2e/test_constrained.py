@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from hetero_ee import Engine, UsageError
-from hetero_ee.decoding.texts import Continuation
+from hetero_ee.decoding.requests import Continuation
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT
 from hetero_ee_profiles.reference import reference_profile

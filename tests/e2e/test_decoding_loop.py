@@ -9,7 +9,7 @@ import pytest
 
 from hetero_ee import DecodingLoop, Engine, HeteroError
 from hetero_ee.decoding.loop import Decoding, FullMode, Mode, SeparateModes
-from hetero_ee.decoding.texts import Continuation, Ending
+from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.decoding.turns import NEVER, Turns
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.drafting import Drafting

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.executors.executor import Executor

@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from hetero_ee.decoding.loop import generate
+from hetero_ee.decoding.requests import Continuation, Ending, Prompts, Request
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Continuation, Ending, Prompts, Text
 from hetero_ee.errors import UsageError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
@@ -34,22 +34,22 @@ class Scripted:
         self._executor = executor
         return self
 
-    def begin(self, text: Text) -> None:
+    def begin(self, text: Request) -> None:
         pass
 
-    def exit_layers(self, text: Text) -> Sequence[int]:
+    def exit_layers(self, text: Request) -> Sequence[int]:
         return range(1, self._n_layers)
 
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Request]) -> list[int | None]:
         rows = self.logits(exit_layer, hidden)
-        wanted = [self._depths.get((text.sequence, len(text.token_ids))) for text in texts]
+        wanted = [self._depths.get((text.index, len(text.token_ids))) for text in texts]
         return [int(row.argmax()) if depth == exit_layer else None for row, depth in zip(rows, wanted, strict=True)]
 
     def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
         return self._executor.to_logits(hidden)
 
-    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
-        self.told.append((text.sequence, depth))
+    def given_out(self, text: Request, depth: int, hidden: Tensor) -> None:
+        self.told.append((text.index, depth))
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def early(
     policy: Scripted,
     prompts: Prompts,
     counts: ExitCounts | None = None,
-    max_waiting: int = 8,
+    max_pending: int = 8,
     **params: object,
 ) -> list[GeneratedToken]:
-    exits = EarlyExits(policy, max_waiting)
+    exits = EarlyExits(policy, max_pending)
     sampling = SamplingParams(max_new_tokens=N_NEW).changed(**params)
     ending = Ending(frozenset(), executor.cache.max_tokens)
     return list(generate_early(executor, prompts, sampling, ending, lambda ids: "", lambda: 0.0, exits, counts))
@@ -104,7 +104,7 @@ def test_tokens_are_those_of_one_token_at_a_time(executor: Executor, seed: int) 
     n_layers = executor.spec.n_layers
     depths = script(seed, n_layers, 0.7)
     counts = ExitCounts()
-    found = by_text(early(executor, Scripted(depths, n_layers), PROMPTS, counts, max_waiting=1 + seed))
+    found = by_text(early(executor, Scripted(depths, n_layers), PROMPTS, counts, max_pending=1 + seed))
     statistics = counts.statistics(n_layers)
     assert statistics.n_tokens == len(PROMPTS) * (N_NEW - 1)
     assert statistics.n_exited > 0
@@ -138,7 +138,7 @@ def test_the_cache_holds_what_is_whole(executor: Executor, model: Model) -> None
     n_layers, prompt = executor.spec.n_layers, PROMPTS[0]
     sequence = executor.cache.open_new()
     depths = {(0, position): 1 for position in range(20, 40)}
-    tokens = early(executor, Scripted(depths, n_layers), Continuation(sequence, prompt), max_waiting=100)
+    tokens = early(executor, Scripted(depths, n_layers), Continuation(sequence, prompt), max_pending=100)
     whole = executor.cache.length(sequence)
     assert set(executor.cache.lengths(sequence)) == {whole}
     assert len(prompt) <= whole < len(prompt) + N_NEW - 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.options.sampling import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.known_shapes import known_spec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee import Engine
-from hetero_ee.decoding import texts
+from hetero_ee.decoding import requests
 from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
@@ -170,7 +170,7 @@ def of_the_next_position(
 def test_noise_of_the_wrong_position_is_found(engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run.full()
     with monkeypatch.context() as patch:
-        patch.setattr(texts, "choose_token", of_the_next_position)
+        patch.setattr(requests, "choose_token", of_the_next_position)
         said = run.exact(DRAFTING)
     with pytest.raises(AssertionError):
         check_identity(expected, said)

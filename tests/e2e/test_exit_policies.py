@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.early_exit import EarlyExits, generate_early, score_early
 from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.statistics import DraftCounts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.sampling import SamplingParams

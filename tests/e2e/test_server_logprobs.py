@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hetero_ee import Engine, SamplingParams
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.scoring import score
-from hetero_ee.decoding.texts import Ending
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.draft_sources import ScriptedSource, oracle

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
-from hetero_ee.calibration.following import MAX_WAITING, NEW_TOKENS, PROMPT_TOKENS, specee_depths
-from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.calibration.following import MAX_PENDING, NEW_TOKENS, PROMPT_TOKENS, specee_depths
+from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
@@ -69,7 +69,7 @@ def test_judged_as_the_paper_says(converted_demo: None, engine: Engine, with_dra
     policy = SpecEE(heads, calibration.schedule, n_layers, stub)  # type: ignore[arg-type]
     params = SamplingParams()
     judge = policy.judging(executor, DraftSampler())
-    text = Text.of_prompt(0, prompt, params, Ending(frozenset(), 512), lambda ids: "")
+    text = Request.of_prompt(0, prompt, params, Ending(frozenset(), 512), lambda ids: "")
     recent, n_exits = RecentExits(calibration.schedule, n_layers), 0
     sequence = executor.cache.open_new()
     for token_id in ids:
@@ -118,7 +118,7 @@ def test_followed_texts_are_those_of_one_at_a_time(engine: Engine) -> None:
     alone = np.zeros(n_layers + 1, int)
     for chunk in chunks:
         counts, params = ExitCounts(), SamplingParams(max_new_tokens=NEW_TOKENS)
-        exits = EarlyExits(policy, MAX_WAITING)
+        exits = EarlyExits(policy, MAX_PENDING)
         asked = [list(chunk[:PROMPT_TOKENS])]
         assert [*generate_early(executor, asked, params, ending, lambda ids: "", lambda: 0.0, exits, counts)]
         alone += np.array(counts.statistics(n_layers).depths)
@@ -132,7 +132,7 @@ class _Known:
     def __init__(self, kept: list[object]) -> None:
         self.ids = torch.tensor([13, 15, 267, 282])
 
-    def of(self, executor: object, text: Text) -> torch.Tensor:
+    def of(self, executor: object, text: Request) -> torch.Tensor:
         return self.ids
 
     def observe(self, sequence: int, position: int, token_id: int, normed: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.decoding.benchmark import bench_run
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch

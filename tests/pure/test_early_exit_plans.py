@@ -29,7 +29,7 @@ from hetero_ee.planning.times.steps import StepTimes, exit_steps
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.replans import Replans
-from hetero_ee.speculation.waiting import WaitingToken, advance
+from hetero_ee.speculation.pending import PendingToken, advance
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP, dummy
@@ -229,11 +229,11 @@ def ran(made: Plan, ends: list[int]) -> tuple[float, dict[str, float]]:
     timeline = Timeline()
     executor = dummy(SPEC, made, PROFILE, timeline)
     try:
-        sequence, waiting, noise = executor.cache.open_new(), list[WaitingToken](), [DraftNoise(0.0, 0, 0, 0)]
+        sequence, waiting, noise = executor.cache.open_new(), list[PendingToken](), [DraftNoise(0.0, 0, 0, 0)]
         executor.prompt([Batch.of_sequence(sequence, 0, [0] * CONTEXT)])
         before, start_s = dict(executor.traffic.n_bytes), timeline.now_s
         for position, end in enumerate(ends, CONTEXT):
-            waiting.append(WaitingToken(0, sequence, position))
+            waiting.append(PendingToken(0, sequence, position))
             for exit_layer in (layer for layer in made.exit_layers if layer <= end):
                 hidden = advance(executor, waiting, exit_layer)
                 assert hidden is not None

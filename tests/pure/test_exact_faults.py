@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_ee.decoding.requests import Continuation
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.texts import Continuation
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError, UsageError
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.drafted import DraftEnd

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.decoding.requests import Continuation
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
-from hetero_ee.decoding.texts import Continuation
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.texts import Ending, Text, prefill
+from hetero_ee.decoding.requests import Ending, Request, prefill
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.exit_drafter import ExitDrafter
+from hetero_ee.speculation.pending import PendingToken, advance
 from hetero_ee.speculation.stop_rule import FixedThreshold
-from hetero_ee.speculation.waiting import WaitingToken, advance
 from tests.scripted_model import PROMPT, Says, ScriptedModel, numbers, successor
 
 EXIT_LAYER, NAN = 4, float("nan")
@@ -34,10 +34,10 @@ def drafted(
     ending = Ending(frozenset() if end is None else frozenset({end}), context_tokens=200)
     steps = []
     for sequence, depth in enumerate(depths):
-        text = Text.of_prompt(sequence, PROMPT, params, ending, numbers, model.cache.open_new())
+        text = Request.of_prompt(sequence, PROMPT, params, ending, numbers, model.cache.open_new())
         prefill(model, text)
         text.token_ids.append(6)
-        last = WaitingToken(6, text.cached_as, len(PROMPT))
+        last = PendingToken(6, text.kv_sequence, len(PROMPT))
         advance(model, [last], depth)
         steps.append(DraftStep(text, min(draft_length, text.tokens_left) - 1, [last]))
     scripted.passes.clear()

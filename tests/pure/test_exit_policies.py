@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.errors import UsageError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import DraftEnd
@@ -57,7 +57,7 @@ class Case:
         self.texts = []
         for sequence in range(m):
             prompt = random.integers(0, VOCABULARY, int(random.integers(1, 6))).tolist()
-            text = Text.of_prompt(sequence, prompt, sampling, ENDING, lambda ids: "")
+            text = Request.of_prompt(sequence, prompt, sampling, ENDING, lambda ids: "")
             text.token_ids += random.integers(0, VOCABULARY, int(random.integers(1, MAX_NEW))).tolist()
             self.texts.append(text)
         self.predictors = [a_predictor(random) for _ in LAYERS]
@@ -98,7 +98,7 @@ class Case:
         row, text = self.logits[place, number], self.texts[number]
         if not all(map(isfinite, row.tolist())):
             return None
-        return choose_token(row, text.token_ids, self.sampling, text.sequence, len(text.token_ids))
+        return choose_token(row, text.token_ids, self.sampling, text.index, len(text.token_ids))
 
     def confidences(self, number: int) -> list[float]:
         """Of the predictors at each exit layer; NaN where the logits are not finite."""
@@ -193,7 +193,7 @@ def test_skipdecode_by_its_definition(seed: int, sampling: SamplingParams, is_sp
 
 def test_skipdecode_asks_for_one_layer_that_falls_and_forgets_texts_that_ended() -> None:
     case = Case(3, SAMPLINGS[0])
-    case.texts = [Text.of_prompt(n, [1] * (1 + n), SAMPLINGS[0], ENDING, lambda ids: "") for n in range(2)]
+    case.texts = [Request.of_prompt(n, [1] * (1 + n), SAMPLINGS[0], ENDING, lambda ids: "") for n in range(2)]
     policy = SkipDecodePolicy(case.ends, first=1.0, last=0.2)
     judge = policy.judging(case.executor, DraftSampler())
     asked = []
@@ -203,7 +203,7 @@ def test_skipdecode_asks_for_one_layer_that_falls_and_forgets_texts_that_ended()
         asked.append([list(judge.exit_layers(text)) for text in case.texts])
         assert step == 0 or (asked[-1][0] == asked[-1][1] and len(asked[-1][0]) <= 1)
     assert [layers[0] for layers in asked[1:]] == [[8], [8], [8], [6], [5], [5], [5], [3]]
-    behind = Text.of_prompt(2, [1], SAMPLINGS[0], ENDING, lambda ids: "")
+    behind = Request.of_prompt(2, [1], SAMPLINGS[0], ENDING, lambda ids: "")
     behind.token_ids.append(0)
     judge.exit_layers(behind)
     assert judge.exit_layers(case.texts[0]) == []  # the text behind has to pass every layer
@@ -248,6 +248,6 @@ def test_nothing_is_remembered_of_a_position_whose_token_is_given_out() -> None:
     judge = PatiencePolicy(case.ends, patience=1).judging(case.executor, sampler)
     for text in case.texts:
         judge.exit_layers(text)
-        judge.judge(2, torch.tensor([[text.sequence, 2.0]]), [text])
+        judge.judge(2, torch.tensor([[text.index, 2.0]]), [text])
         judge.given_out(text, 2, torch.zeros(2))
     assert not sampler.noise._kept

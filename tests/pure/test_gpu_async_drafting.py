@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.times.overlap import Overlap

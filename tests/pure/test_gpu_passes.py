@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.options.sampling import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.known_shapes import known_spec

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hetero_ee.config import READING
 from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_text_run
+from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.decoding.result import collect
-from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.options.sampling import SamplingParams

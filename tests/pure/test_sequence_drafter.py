@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
+from hetero_ee.speculation.pending import PendingToken
 from hetero_ee.speculation.sequence_drafter import SequenceDrafter
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import Choose, Draft
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
-from hetero_ee.speculation.waiting import WaitingToken
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import HIDDEN, N_LAYERS, VOCABULARY, Next, ScriptedModel, decoding, numbers
 
@@ -46,8 +46,8 @@ def marginal() -> MarginalRule:
 
 def drafted(rule: StopRule, *sources: Said, max_drafts: int = 4) -> DraftStep:
     params = SamplingParams(20, stop_token_ids=(END,))
-    text = Text.of_prompt(0, TEXT, params, Ending(frozenset(), 200), numbers, cached_as=0)
-    step = DraftStep(text, max_drafts, [WaitingToken(TEXT[-1], 0, len(TEXT) - 1)])
+    text = Request.of_prompt(0, TEXT, params, Ending(frozenset(), 200), numbers, kv_sequence=0)
+    step = DraftStep(text, max_drafts, [PendingToken(TEXT[-1], 0, len(TEXT) - 1)])
     sampler, warnings = DraftSampler(), list[str]()
     model: Any = ScriptedModel(cycle, cycle)
     SequenceDrafter(model, sources, rule, sampler, warnings.append).draft([step])
@@ -193,8 +193,8 @@ class Counting:
 )
 def test_forced_drafts_come_between_and_no_other_is_illegal(drafts: list[int], expected: list[int]) -> None:
     grammar: Any = Counting([[3], [4], [5, 6], [8], [7]])
-    text = Text.of_prompt(0, TEXT, SamplingParams(20), Ending(frozenset(), 200, None, lambda _: grammar), numbers, 0)
-    step = DraftStep(text, 8, [WaitingToken(TEXT[-1], 0, len(TEXT) - 1)])
+    text = Request.of_prompt(0, TEXT, SamplingParams(20), Ending(frozenset(), 200, None, lambda _: grammar), numbers, 0)
+    step = DraftStep(text, 8, [PendingToken(TEXT[-1], 0, len(TEXT) - 1)])
     step.add_forced()
     model: Any = ScriptedModel(cycle, cycle)
     source = Said(FREE, dict.fromkeys(drafts, SURE))

@@ -2,8 +2,7 @@
 
 Confidence: top-1 minus top-2 softmax of the exit's logits, over the whole vocabulary (section 3, "softmax response").
 Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3, the decaying threshold; tau = 4 there),
-since
-early mistakes change more of the text. Source: CALM (arXiv 2207.07061). They bound the risk by choosing lambda; mode
+since early mistakes change more tokens. Source: CALM (arXiv 2207.07061). They bound the risk by choosing lambda; mode
 certified does that here. The logits are copied to the CPU, which computes the confidence.
 """
 
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
@@ -58,12 +57,12 @@ class _CalmJudge(HeadJudge):
         super().__init__(executor, sampler, policy.ends)
         self._policy = policy
 
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        rows = zip(texts, self.logits(exit_layer, hidden), strict=True)
-        return [self._judged(text, logits) for text, logits in rows]
+    def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
+        rows = zip(requests, self.logits(exit_layer, hidden), strict=True)
+        return [self._judged(request, logits) for request, logits in rows]
 
-    def _judged(self, text: Text, logits: Tensor) -> int | None:
-        decayed = 0.9 * self._policy.threshold + 0.1 * math.exp(-self._policy.decay * self.progress(text))
+    def _judged(self, request: Request, logits: Tensor) -> int | None:
+        decayed = 0.9 * self._policy.threshold + 0.1 * math.exp(-self._policy.decay * self.progress(request))
         if margin(logits) >= min(1.0, max(0.0, decayed)):  # NaN reaches none
-            return self._sampler.choose(text, text.token_ids, logits)
+            return self._sampler.choose(request, request.token_ids, logits)
         return None

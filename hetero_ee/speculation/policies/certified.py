@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
@@ -28,10 +28,10 @@ class Certified:
 
 
 class _GreedyJudge(ThresholdJudge):
-    def begin(self, text: Text) -> None:
+    def begin(self, request: Request) -> None:
         """See ExitJudge.
 
         Raises:
-            UsageError: if the text is not greedy.
+            UsageError: if the request is not greedy.
         """
-        check_sampling(text.params)
+        check_sampling(request.params)

@@ -11,7 +11,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
@@ -26,7 +26,7 @@ class DraftCandidates:
     def __init__(self, source: DraftSource, warn: Callable[[str], None]) -> None:
         self._source, self._warn = source, warn
 
-    def of(self, executor: Executor, text: Text) -> Tensor | None:
+    def of(self, executor: Executor, request: Request) -> Tensor | None:
         """Return int64 (k,) candidates for the next token, or None if the head has none."""
         found: list[Tensor] = []
 
@@ -38,7 +38,7 @@ class DraftCandidates:
             found.append(ids if end.vocabulary is None else end.vocabulary.token_ids[ids])
             return Drafted(int(found[0][0]), 1.0)
 
-        with self._surviving(), closing(self._source.drafts(text.cached_as, text.token_ids, choose)) as drafts:
+        with self._surviving(), closing(self._source.drafts(request.kv_sequence, request.token_ids, choose)) as drafts:
             next(drafts, None)
         return found[0] if found else None
 

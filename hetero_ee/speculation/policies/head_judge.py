@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
@@ -18,10 +18,10 @@ class HeadJudge:
         self._executor, self._sampler, self._ends = executor, sampler, ends
         self._exit_layers = tuple(sorted(ends))
 
-    def begin(self, text: Text) -> None:
+    def begin(self, request: Request) -> None:
         """See ExitJudge."""
 
-    def exit_layers(self, text: Text) -> Sequence[int]:
+    def exit_layers(self, request: Request) -> Sequence[int]:
         """See ExitJudge."""
         return self._exit_layers
 
@@ -29,19 +29,19 @@ class HeadJudge:
         """See ExitJudge."""
         return self._executor.draft_logits(hidden, self._ends[exit_layer])
 
-    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
+    def given_out(self, request: Request, depth: int, hidden: Tensor) -> None:
         """See ExitJudge. The noise of the token's position is no longer needed."""
-        self._sampler.noise.close(text.sequence)
+        self._sampler.noise.close(request.index)
 
-    def drafted(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[Drafted]:
+    def drafted(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[Drafted]:
         """Return the token that each sequence's sampling chooses at this exit layer, with the end's confidence."""
-        rows = [(text, text.token_ids) for text in texts]
+        rows = [(request, request.token_ids) for request in requests]
         return self._sampler.drafted(self._executor, hidden, self._ends[exit_layer], rows, is_verified=False)
 
-    def progress(self, text: Text) -> float:
+    def progress(self, request: Request) -> float:
         """Return t / N: generated tokens as a share of the most that there may be, 0 to 1."""
-        n_tokens = len(text.token_ids) - text.n_prompt_tokens
-        return n_tokens / max(1, n_tokens + text.tokens_left)
+        n_tokens = len(request.token_ids) - request.n_prompt_tokens
+        return n_tokens / max(1, n_tokens + request.tokens_left)
 
 
 class ThresholdJudge(HeadJudge):
@@ -53,8 +53,8 @@ class ThresholdJudge(HeadJudge):
         super().__init__(executor, sampler, ends)
         self._threshold = threshold
 
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        found = self.drafted(exit_layer, hidden, texts)
+    def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
+        found = self.drafted(exit_layer, hidden, requests)
         return [  # a confidence of NaN reaches no threshold
             each.token_id if each.token_id != NO_TOKEN and each.confidence >= self._threshold else None
             for each in found

@@ -1,10 +1,8 @@
 """Patience: a token exits if several exit layers in a row agree.
 
-The likeliest token must be the same at that many judged layers in a row, counting the first; in sampled text, the token
-that
-its position's noise makes likeliest. Source: PABEE (arXiv 2006.04152, section 3.2), which counts agreements: its
-patience is
-this one minus one.
+The likeliest token must be the same at that many judged layers in a row, counting the first. If the request is sampled,
+the token that its position's noise makes likeliest counts. Source: PABEE (arXiv 2006.04152, section 3.2), which counts
+agreements: its patience is this one minus one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.option import is_whole
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
@@ -47,15 +45,15 @@ class _PatienceJudge(HeadJudge):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: PatiencePolicy) -> None:
         super().__init__(executor, sampler, policy.ends)
         self._patience = policy.patience
-        self._said: dict[int, tuple[int, int]] = {}  # by Text.sequence: the token last said, and how often in a row
+        self._said: dict[int, tuple[int, int]] = {}  # by Request.index: the token last said, and how often in a row
 
-    def exit_layers(self, text: Text) -> Sequence[int]:
-        self._said[text.sequence] = NO_TOKEN, 0
-        return super().exit_layers(text)
+    def exit_layers(self, request: Request) -> Sequence[int]:
+        self._said[request.index] = NO_TOKEN, 0
+        return super().exit_layers(request)
 
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        found = self.drafted(exit_layer, hidden, texts)
-        return [self._judged(text.sequence, drafted.token_id) for text, drafted in zip(texts, found, strict=True)]
+    def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
+        found = self.drafted(exit_layer, hidden, requests)
+        return [self._judged(request.index, drafted.token_id) for request, drafted in zip(requests, found, strict=True)]
 
     def _judged(self, sequence: int, token_id: int) -> int | None:
         last_id, n_said = self._said[sequence]

@@ -12,7 +12,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
@@ -42,15 +42,15 @@ class _QExitJudge(HeadJudge):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: QExitPolicy) -> None:
         super().__init__(executor, sampler, policy.ends)
         self._quantile = policy.quantile
-        self._cumulated: dict[int, float] = {}  # by Text.sequence: p_1 + ... + p_l so far
+        self._cumulated: dict[int, float] = {}  # by Request.index: p_1 + ... + p_l so far
 
-    def exit_layers(self, text: Text) -> Sequence[int]:
-        self._cumulated[text.sequence] = 0.0
-        return super().exit_layers(text)
+    def exit_layers(self, request: Request) -> Sequence[int]:
+        self._cumulated[request.index] = 0.0
+        return super().exit_layers(request)
 
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        found = self.drafted(exit_layer, hidden, texts)
-        return [self._judged(text.sequence, drafted) for text, drafted in zip(texts, found, strict=True)]
+    def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
+        found = self.drafted(exit_layer, hidden, requests)
+        return [self._judged(request.index, drafted) for request, drafted in zip(requests, found, strict=True)]
 
     def _judged(self, sequence: int, drafted: Drafted) -> int | None:
         if drafted.token_id == NO_TOKEN or not isfinite(drafted.confidence):

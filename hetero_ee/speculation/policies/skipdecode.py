@@ -1,12 +1,9 @@
-"""SkipDecode: the exit layer falls linearly with the position and is the same for all sequences of a step. Nothing is
-judged.
+"""SkipDecode: the exit layer falls linearly with the position and is the same for all requests of a step.
 
-It falls from a share `first` of the layers at a text's beginning to `last` at its longest possible length, rounded up
-to an
-exit layer; in a step the deepest sequence counts. The depth never grows, so a token's keys and values exist where later
-ones
-attend. Source: SkipDecode (arXiv 2307.02628, section 3), whose models are fine-tuned for it and keep their last layers.
-Here a token passes the first ones and leaves through the exit's head.
+No token is judged. The depth falls from the share `first` of the layers at a request's first token to `last` at its
+longest, rounded up to an exit layer; the deepest request of a step counts. As the depth never grows, a token's keys and
+values exist wherever later tokens read them. Source: SkipDecode (arXiv 2307.02628, section 3), whose models are
+fine-tuned for it and keep their last layers. Here a token passes the first ones and leaves through the exit's head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text
+from hetero_ee.decoding.requests import Request
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
@@ -31,7 +28,7 @@ class SkipDecodePolicy:
     """
 
     ends: Mapping[int, DraftEnd]
-    first: float = 1.0  # share of the layers that a text's first tokens pass
+    first: float = 1.0  # share of the layers that a request's first tokens pass
     last: float = 0.5  # that its last ones pass
 
     def __post_init__(self) -> None:
@@ -49,24 +46,23 @@ class _SkipDecodeJudge(HeadJudge):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: SkipDecodePolicy) -> None:
         super().__init__(executor, sampler, policy.ends)
         self._policy = policy
-        self._texts: dict[int, Text] = {}  # by Text.sequence: all that were ever asked for
+        self._requests: dict[int, Request] = {}  # by Request.index: all that were ever asked for
 
-    def exit_layers(self, text: Text) -> Sequence[int]:
-        """Return one exit layer, or all possible ones at a text's first token, when the step's other sequences may be
-        unknown."""
-        is_known = text.sequence in self._texts
-        self._texts[text.sequence] = text
+    def exit_layers(self, request: Request) -> Sequence[int]:
+        """Return one exit layer; at a request's first token all possible ones, as others may still be unknown."""
+        is_known = request.index in self._requests
+        self._requests[request.index] = request
         depth = self._depth()
         return [each for each in self._exit_layers if each >= depth][: 1 if is_known else None]
 
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+    def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
         if exit_layer < self._depth():
-            return [None] * len(texts)
-        found = self.drafted(exit_layer, hidden, texts)
+            return [None] * len(requests)
+        found = self.drafted(exit_layer, hidden, requests)
         return [None if each.token_id == NO_TOKEN else each.token_id for each in found]
 
     def _depth(self) -> float:
         """Return the layers that the step's tokens pass."""
         n_layers, first, last = self._executor.spec.n_layers, self._policy.first, self._policy.last
-        progress = min(self.progress(text) for text in self._texts.values() if not text.finished)
+        progress = min(self.progress(request) for request in self._requests.values() if not request.finished)
         return n_layers * (first + (last - first) * progress)

@@ -1,7 +1,7 @@
-"""Tokens that wait: the one state of speculative decoding.
+"""Pending tokens: the one state of speculative and early-exit decoding.
 
 A token of a sequence has passed `depth` layers, and its keys and values exist in exactly those. No token passes a layer
-before all earlier tokens of its sequence have. Source: tokens that wait as in EE-LLM (arXiv 2312.04916); derived.
+before all earlier tokens of its sequence have. Source: pending tokens as in EE-LLM (arXiv 2312.04916); derived.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hetero_ee.decoding.requests import Request
 from hetero_ee.kv.batch import Batch
 
 
 @dataclass(slots=True, eq=False)
-class WaitingToken:
+class PendingToken:
     """One token between two passes."""
 
     token_id: int
@@ -24,20 +25,25 @@ class WaitingToken:
     depth: int = 0  # layers passed
     hidden: Tensor | None = None  # (hidden,) after them; None before the embedding
 
+    @classmethod
+    def last_of(cls, request: Request) -> "PendingToken":
+        """Return the request's last token before it has passed any layer."""
+        return cls(request.token_ids[-1], request.kv_sequence, len(request.token_ids) - 1)
+
 
 class LayerRunner(Protocol):
-    """What tokens are advanced by: an executor."""
+    """Runs layers: an executor."""
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run."""
         ...
 
 
-def advance(executor: LayerRunner, tokens: Sequence[WaitingToken], to_layer: int) -> Tensor | None:
-    """Brings the tokens through the layers up to `to_layer`, the shallowest first.
+def advance(executor: LayerRunner, tokens: Sequence[PendingToken], to_layer: int) -> Tensor | None:
+    """Run the tokens through the layers up to `to_layer`, the shallowest first.
 
-    tokens: by sequence, in order of position. Each pass takes along all that wait where it begins, so that a layer's
-    weights are read once for all of them. Returns the hidden states (m, hidden), None where no layer was passed.
+    tokens: by sequence, in order of position. Each pass takes along all that are pending where it begins, so weights
+    are read once for all of them. Returns the states (m, hidden), None where no layer was passed.
     """
     while True:
         depth = min(token.depth for token in tokens)
@@ -53,8 +59,8 @@ def advance(executor: LayerRunner, tokens: Sequence[WaitingToken], to_layer: int
             return hidden
 
 
-def batch_of(tokens: Sequence[WaitingToken]) -> Batch:
-    """The tokens as one batch."""
+def batch_of(tokens: Sequence[PendingToken]) -> Batch:
+    """Return the tokens as one batch."""
     return Batch(
         tuple(token.token_id for token in tokens),
         tuple(token.sequence for token in tokens),
@@ -62,8 +68,8 @@ def batch_of(tokens: Sequence[WaitingToken]) -> Batch:
     )
 
 
-def stacked(tokens: Sequence[WaitingToken]) -> Tensor | None:
-    """Their hidden states (m, hidden), None before the embedding."""
+def stacked(tokens: Sequence[PendingToken]) -> Tensor | None:
+    """Return their hidden states (m, hidden), None before the embedding."""
     states = [token.hidden for token in tokens if token.hidden is not None]
     if len(states) < 2:
         return states[0][None] if states else None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetero_ee.speculation.waiting import WaitingToken, advance, batch_of
+from hetero_ee.speculation.pending import PendingToken, advance, batch_of
 from tests.scripted_model import N_LAYERS, ScriptedModel, successor
 
 # Of each token its sequence, position and depth.
@@ -42,10 +42,10 @@ CASES: dict[str, tuple[list[Token], int, list[Pass]]] = {
 def test_tokens_move_in_as_few_passes_as_can_be(name: str) -> None:
     tokens, to_layer, expected = CASES[name]
     model = ScriptedModel(successor, successor)
-    waiting = [WaitingToken(7 * sequence + position, sequence, position) for sequence, position, _ in tokens]
+    waiting = [PendingToken(7 * sequence + position, sequence, position) for sequence, position, _ in tokens]
     for sequence in (0, 1):
         assert model.cache.open_new() == sequence
-        advance(model, [WaitingToken(5, sequence, 0)], N_LAYERS)  # type: ignore[arg-type]
+        advance(model, [PendingToken(5, sequence, 0)], N_LAYERS)  # type: ignore[arg-type]
     for token, (_, _, depth) in zip(waiting, tokens, strict=True):
         advance(model, [token], depth)  # type: ignore[arg-type]
     model.passes.clear()
@@ -65,7 +65,7 @@ def test_tokens_move_in_as_few_passes_as_can_be(name: str) -> None:
 
 def test_before_the_embedding_there_is_no_state() -> None:
     model = ScriptedModel(successor, successor)
-    waiting = [WaitingToken(4, 0, 0), WaitingToken(5, 1, 0)]
+    waiting = [PendingToken(4, 0, 0), PendingToken(5, 1, 0)]
     assert advance(model, waiting, 0) is None and model.passes == []  # type: ignore[arg-type]
     batch = batch_of(waiting)
     assert (batch.token_ids, batch.sequences, batch.positions) == ((4, 5), (0, 1), (0, 0))

@@ -1,0 +1,217 @@
+"""The requests being decoded: how each begins, takes a token and ends, in every mode."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hetero_ee.config import READING, Progress
+from hetero_ee.decoding.logprobs import token_logprobs
+from hetero_ee.decoding.result import FinishReason, GeneratedToken
+from hetero_ee.decoding.sampling import Allowed, choose_token
+from hetero_ee.errors import UsageError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.runtime.choice import Noise
+from hetero_ee.runtime.executors.executor import Executor, Observe
+from hetero_ee.text.text_stream import Decode, TextStream
+
+if TYPE_CHECKING:
+    from hetero_ee.decoding.constrained.constraint import Constraint
+
+UNCACHED = -1  # no sequence of the KV cache has this number
+
+
+@dataclass(slots=True)
+class Ending:
+    """What ends a request in addition to its sampling parameters."""
+
+    eos_token_ids: frozenset[int]
+    context_tokens: int  # prompt and generated tokens together
+    grow: Callable[[int], int] | None = None  # grows the context, see Executor.grow
+    constrain: Callable[[SamplingParams], "Constraint | None"] | None = None  # makes the grammar of a new request
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Return whether the context holds n_tokens. If it does not, it grows if it can."""
+        if n_tokens > self.context_tokens and self.grow is not None:
+            self.context_tokens = self.grow(n_tokens)
+        return n_tokens <= self.context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A prompt whose first tokens are in a sequence of the KV cache already.
+
+    The sequence holds fewer tokens than the prompt and stays open. Whenever a token is emitted, it holds every token
+    before that one. After a pass that failed it may hold more, which are not to be trusted.
+    """
+
+    kv_sequence: int
+    token_ids: list[int]
+
+
+Prompts = Sequence[list[int]] | Continuation
+
+
+@dataclass(slots=True)
+class Request:
+    """A prompt and what was generated after it so far."""
+
+    index: int  # of the prompt in its list; a part of the noise it is sampled with
+    token_ids: list[int]  # prompt and generated tokens
+    n_prompt_tokens: int
+    stream: TextStream
+    params: SamplingParams
+    ending: Ending
+    kv_sequence: int = UNCACHED  # its sequence in the KV cache
+    began_s: float = 0.0  # by the clock that its tokens are timed by
+    finished: bool = False
+    constraint: "Constraint | None" = None
+
+    @classmethod
+    def of_prompt(
+        cls,
+        index: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        ending: Ending,
+        decode: Decode,
+        kv_sequence: int = UNCACHED,
+        began_s: float = 0.0,
+    ) -> "Request":
+        """Make the request for a prompt, with nothing generated yet."""
+        stream = TextStream(decode, prompt_ids, params.stop)
+        constraint = None if ending.constrain is None else ending.constrain(params)
+        ids = list(prompt_ids)
+        return cls(index, ids, len(ids), stream, params, ending, kv_sequence, began_s, constraint=constraint)
+
+    def allowed_after(self, history: Sequence[int]) -> Allowed | None:
+        """Return the tokens that may follow the history (prompt, tokens and drafts), None if all may."""
+        return None if self.constraint is None else self.constraint.allowed(history[self.n_prompt_tokens :])
+
+    def forced_after(self, history: Sequence[int]) -> list[int]:
+        """Return the tokens that the grammar forces after the history."""
+        return [] if self.constraint is None else self.constraint.forced(history[self.n_prompt_tokens :])
+
+    def is_complete_after(self, history: Sequence[int]) -> bool:
+        """Return whether the grammar lets nothing follow the history."""
+        return self.constraint is not None and self.constraint.is_complete(history[self.n_prompt_tokens :])
+
+    @property
+    def tokens_left(self) -> int:
+        """Upper bound of the tokens still to be generated."""
+        in_context = self.ending.context_tokens - len(self.token_ids)
+        if self.params.max_new_tokens is None:
+            return in_context
+        return min(in_context, self.n_prompt_tokens + self.params.max_new_tokens - len(self.token_ids))
+
+    def ends_with(self, token_id: int) -> bool:
+        """Return whether this token ends the request; its request is then left out."""
+        is_eos = token_id in self.ending.eos_token_ids and not self.params.ignore_eos
+        return is_eos or token_id in self.params.stop_token_ids
+
+
+def requests_of(
+    prompts: Prompts, params: SamplingParams, decode: Decode, ending: Ending, began_s: float = 0.0
+) -> list[Request]:
+    """Make a request for each prompt. Raises UsageError if the context can't hold the longest one."""
+    longest = max(map(len, [prompts.token_ids] if isinstance(prompts, Continuation) else prompts), default=0)
+    require_room(longest, ending)
+    if isinstance(prompts, Continuation):
+        return [Request.of_prompt(0, prompts.token_ids, params, ending, decode, prompts.kv_sequence, began_s)]
+    return [
+        Request.of_prompt(sequence, ids, params, ending, decode, began_s=began_s)
+        for sequence, ids in enumerate(prompts)
+    ]
+
+
+def require_room(n_prompt_tokens: int, ending: Ending) -> None:
+    """Raise UsageError if the context can't hold such a prompt and a token after it."""
+    if not ending.has_room(n_prompt_tokens + 1):
+        raise UsageError(
+            f"the prompt has {n_prompt_tokens} tokens, the context holds {ending.context_tokens}, and no plan for more "
+            "fits this machine; shorten it, or leave more memory to it."
+        )
+
+
+def room_for_reply(context_tokens: int, params: SamplingParams) -> int:
+    """Return the tokens to keep free for a reply: a quarter of the context, or its most tokens if those are fewer."""
+    return min(params.max_new_tokens or context_tokens, max(1, context_tokens // 4))
+
+
+def common_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the longest common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def prefill(executor: Executor, request: Request, observe: Observe | None = None) -> Tensor:
+    """Read what the cache lacks of the prompt, in chunks, and return its last token's logits (vocab,).
+
+    Reports the progress before each chunk and at the end.
+    """
+    executor.make_room({request.kv_sequence: request.n_prompt_tokens})
+    n_cached = executor.cache.length(request.kv_sequence)
+    n_missing = request.n_prompt_tokens - n_cached
+    tell = executor.progress
+    try:
+        return executor.prompt(prompt_chunks(executor, request, n_cached, tell), observe)
+    finally:  # also where Ctrl-C or an error ends it: what shows how far it is goes away
+        if tell is not None:
+            tell(READING, n_missing, n_missing)
+
+
+def prompt_chunks(executor: Executor, request: Request, n_cached: int, tell: Progress | None = None) -> Iterator[Batch]:
+    """Yield what the cache lacks of the prompt, in chunks, and report the progress to `tell`."""
+    prompt, n_tokens = request.token_ids[: request.n_prompt_tokens], executor.prompt_chunk_tokens
+    for first in range(n_cached, len(prompt), n_tokens):
+        if tell is not None:
+            tell(READING, first - n_cached, len(prompt) - n_cached)
+        yield Batch.of_sequence(request.kv_sequence, first, prompt[first : first + n_tokens], is_prompt=True)
+
+
+def last_tokens(requests: Sequence[Request]) -> Batch:
+    """Return the batch of each request's last token."""
+    return Batch(
+        tuple(request.token_ids[-1] for request in requests),
+        tuple(request.kv_sequence for request in requests),
+        tuple(len(request.token_ids) - 1 for request in requests),
+    )
+
+
+def step(request: Request, logits: Tensor, now_s: float, noise: Noise | None = None) -> GeneratedToken:
+    """Choose the request's next token and append it. noise: see choose_token."""
+    history, params = request.token_ids, request.params
+    allowed = request.allowed_after(history)
+    token_id = choose_token(
+        logits, history, params, request.index, len(history), noise, request.n_prompt_tokens, allowed
+    )
+    token = taken(request, token_id, now_s)
+    if params.logprobs is None:
+        return token
+    return replace(token, logprobs=token_logprobs(logits, token_id, params.logprobs))
+
+
+def taken(request: Request, token_id: int, now_s: float) -> GeneratedToken:
+    """Append a chosen token, which may end the request."""
+    position = len(request.token_ids)
+    request.token_ids.append(token_id)
+    is_end = request.ends_with(token_id)
+    piece = "" if is_end else request.stream.add(token_id)
+    reason = _finish_reason(request, is_end)
+    if reason is not None:
+        request.finished = True
+        piece += request.stream.finish()
+    elapsed_s = now_s - request.began_s
+    return GeneratedToken(piece, token_id, request.index, position, reason, elapsed_s, request.stream.stopped_by)
+
+
+def _finish_reason(request: Request, is_end: bool) -> FinishReason | None:
+    if is_end or request.stream.stopped or request.is_complete_after(request.token_ids):
+        return FinishReason.STOP
+    if len(request.token_ids) - request.n_prompt_tokens == request.params.max_new_tokens:
+        return FinishReason.LENGTH
+    if not request.ending.has_room(len(request.token_ids) + 1):
+        return FinishReason.CONTEXT
+    return None
