@@ -84,7 +84,7 @@ def test_the_stop_sequence_is_named(client: anthropic.Anthropic, stream: bool) -
         ),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop_sequences": [""]}, "stop_sequences holds ''"),
-        ({"extra_body": {"temperature": -1.0}}, "temperature is -1.0"),
+        ({"extra_body": {"temperature": -1.0}}, "temperature is -1"),
     ],
 )
 def test_what_is_not_offered_is_refused(client: anthropic.Anthropic, changes: Any, words: str) -> None:
