@@ -45,11 +45,11 @@ def open_plan(
     route = Route(plan, decoder_blocks(spec))
     with ExitStack() as opened:
         claims = _claimed(plan, machine, opened)
-        cpu = make_cpu(route.attention_layers(on_gpu=False))
+        cpu = make_cpu(route.state_layers(on_gpu=False))
         opened.callback(cpu.close)
         gpu, streams = None, None
         if any(term.device == GPU for term in plan.memory):
-            gpu = (make_gpu or make_cpu)(route.attention_layers(on_gpu=True))
+            gpu = (make_gpu or make_cpu)(route.state_layers(on_gpu=True))
             opened.callback(gpu.close)
             streams = _streams(spec, weights, plan, route, machine, cpu, gpu)
         executor = PlannedExecutor(spec, weights, plan, machine, cpu, gpu, streams, claims)

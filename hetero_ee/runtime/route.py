@@ -75,10 +75,7 @@ class Route:
             self._known[key] = tuple(found)
         return self._known[key]
 
-    def attention_layers(self, on_gpu: bool) -> tuple[int, ...]:
-        """Return the layers whose state is on the GPU, or on the CPU: where it is read when decoding."""
-        return tuple(layer for layer in range(len(self.blocks) // 2) if self.attention_on_gpu(layer) == on_gpu)
-
-    def attention_on_gpu(self, layer: int) -> bool:
-        """Return whether the layer's state is on the GPU."""
-        return self.place(self.blocks[2 * layer]).on_gpu
+    def state_layers(self, on_gpu: bool) -> tuple[int, ...]:
+        """Return the layers whose state is on the GPU, or on the CPU: where their first block decodes."""
+        firsts = self.blocks[::2]
+        return tuple(layer for layer, block in enumerate(firsts) if self.place(block).on_gpu == on_gpu)

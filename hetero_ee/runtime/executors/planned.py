@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """Hidden states on their way. ready: what must be reached before a device may read them. captured: on the way."""
+    """Hidden states between two devices.
+
+    A device may read them once the events in `ready` are reached. `captured` are the states kept so far.
+    """
 
     hidden: Tensor
     ready: tuple[Event, ...] = ()
@@ -45,8 +48,12 @@ class _Flow:
 
 
 class PlannedExecutor(Executor):
-    """gpu: None where the plan puts nothing there. streams: of streamed weights. claims: memory to give back at the
-    end. What it returns lies where it was computed, but logits, which are the CPU's.
+    """Runs a plan on a machine. Results stay on the device that computed them, except logits, which are the CPU's.
+
+    Args:
+        gpu: None if the plan puts nothing there.
+        streams: of streamed weights; None if there are none.
+        claims: memory to free at the end.
     """
 
     def __init__(

@@ -288,7 +288,7 @@ class ReplanningExecutor(Executor):
             plan = self._replan(n_bytes, plan.context_tokens)  # not in the handler, see above
 
     def _tell_of(self, problem: str) -> None:
-        """What went wrong, and what was done."""
+        """Warn of the problem and say what was done."""
         budget = f"Planned again within {self.plan.vram_budget_bytes / GIB:.2f} GiB of VRAM; continuing."
         self._warn(f"{problem} {budget if _uses_gpu(self.plan) else 'Continuing without the GPU.'}")
 
@@ -321,7 +321,7 @@ def _fewer_bytes(plan: Plan) -> int:
 
 
 def _missing(executor: PlannedExecutor, prompt: Batch) -> list[Batch]:
-    """What its cache lacks of a sequence's prompt, in chunks of its own size; where it has all, the last ones again."""
+    """Return the chunks of a prompt that the executor's cache lacks, or the last ones if it has all."""
     n_tokens, sequence = executor.prompt_chunk_tokens, prompt.sequences[0]
     first, end = prompt.positions[0], prompt.positions[-1] + 1
     start = max(first, executor.cache.length(sequence))
