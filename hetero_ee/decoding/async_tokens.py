@@ -1,4 +1,4 @@
-"""Tokens for asyncio: each step of a text runs in a thread, so that the event loop stays free."""
+"""Tokens for asyncio: each step runs in a thread, so that the event loop stays free."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class AsyncTokens(AsyncIterator[GeneratedToken]):
-    """The tokens of one text. Cancelling the task that waits for one ends the text and frees its memory first; so does
+    """The tokens of one request. Cancelling the task that waits for one ends it and frees its memory first; so does
     aclose(), and leaving the loop. Nothing is computed before the first is asked for.
     """
 
     def __init__(self, tokens: Generator[GeneratedToken], stop: Event) -> None:
-        """stop: ends a long prompt in its middle where it is set."""
+        """stop: set to end the request while a long prompt is read."""
         self._tokens, self._stop = tokens, stop
 
     async def __anext__(self) -> GeneratedToken:
@@ -30,11 +30,11 @@ class AsyncTokens(AsyncIterator[GeneratedToken]):
         return token
 
     async def aclose(self) -> None:
-        """Ends the text where it is. Closing twice does nothing."""
+        """End the request where it is. Closing twice does nothing."""
         await self._in_thread(lambda tokens: tokens.close())
 
     async def _in_thread(self, action: Callable[[Generator[GeneratedToken]], T]) -> T:
-        """What it returns or raises. A cancellation waits for its end: a pass that has begun can't be left alone."""
+        """Run the action in a thread. A cancellation waits for its end, since a running pass can't be interrupted."""
         held = [self._tokens]
 
         def work() -> T:

@@ -18,7 +18,7 @@ EXECUTOR_SAMPLE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """n_prompt tokens in one go, or n_gen one by one."""
+    """A run of n_prompt tokens at once, or of n_gen one by one."""
 
     n_prompt: int
     n_gen: int
@@ -27,7 +27,7 @@ class BenchRun:
 
     @property
     def name(self) -> str:
-        """As llama-bench calls it: pp512, tg128, with @ d1024 after that many tokens."""
+        """The name in llama-bench: pp512, tg128, with @ d1024 after that many tokens."""
         test = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
         return f"{test} @ d{self.n_depth}" if self.n_depth else test
 
@@ -95,7 +95,7 @@ def bench_reading_run(
     repetitions: int,
     clock: Callable[[], float],
 ) -> BenchRun:
-    """bench_run of a prompt that draft sources read too, up to its first token."""
+    """Time a prompt that draft sources read too, up to its first token."""
     params, ending = SamplingParams(max_new_tokens=1), Ending(frozenset(), executor.cache.max_tokens)
     samples = []
     for repetition in range(repetitions + 1):
@@ -126,7 +126,7 @@ def bench_text_run(
     repetitions: int,
     clock: Callable[[], float],
 ) -> BenchRun:
-    """n_gen tokens by a speculative mode, generated once more than is timed.
+    """Time n_gen tokens of a speculative mode, after one run that is not timed.
 
     Drafts come true in text alone, so it is the model's own, greedy and with no end: after n_depth tokens of it come a
     first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
@@ -142,7 +142,7 @@ def bench_text_run(
 
 
 def bench_text(executor: Executor, n_tokens: int, clock: Callable[[], float]) -> list[int]:
-    """The text that bench_text_run generates: a first token, and what the model says after it, greedily."""
+    """Return the tokens that bench_text_run generates: a first one, and the model's greedy ones after it."""
     text = [FIRST_TOKEN_ID]
     if n_tokens:
         params, ending = SamplingParams(max_new_tokens=n_tokens), Ending(frozenset(), executor.cache.max_tokens)
@@ -164,7 +164,7 @@ def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> floa
 
 
 def _make_room(executor: Executor, sequence: int, length: int, n_tokens: int) -> None:
-    """So that the cache does not grow while the clock runs: it doubles, which a short run pays for a long text."""
+    """Grow the cache before the clock runs: it doubles, a cost that a short run would pay for a long one."""
     executor.cache.admit(Batch.of_sequence(sequence, length, [FIRST_TOKEN_ID] * n_tokens))
     executor.cache.truncate(sequence, length)
 

@@ -1,4 +1,4 @@
-"""A reply while it is generated: an iterator over its tokens that can say at any time what it amounts to."""
+"""A reply while it is generated: an iterator over its tokens that has the result so far."""
 
 from collections.abc import Generator, Iterator
 from typing import Self
@@ -31,16 +31,16 @@ class Reply(Iterator[GeneratedToken]):
 
     @property
     def n_prefilled_tokens(self) -> int:
-        """Tokens of the conversation before it that are computed for it."""
+        """Tokens of the conversation before it that were computed for it."""
         return self.n_prompt_tokens - self.n_cached_tokens
 
     @property
     def result(self) -> GenerationResult | None:
-        """What has been said so far; None before the first token."""
+        """The reply so far, None before the first token."""
         return collect(self._seen, self.n_cached_tokens) if self._seen else None
 
     def finish(self) -> GenerationResult:
-        """Generates the rest and returns the whole. Raises HeteroError where it was ended before its first token."""
+        """Generate the rest and return the whole. Raises HeteroError if it was ended before its first token."""
         for _ in self:
             pass
         if self.result is None:
@@ -48,7 +48,7 @@ class Reply(Iterator[GeneratedToken]):
         return self.result
 
     def close(self) -> None:
-        """Ends it where it is."""
+        """End the reply where it is."""
         self._tokens.close()
 
     def __iter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What generation returns: one record a token while it runs, one for the whole when it is done."""
+"""Results of generation: a record per token while it runs, and one for the whole."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,7 +11,7 @@ GRAMMAR = "grammar"  # of a token that had to follow, which is why it was drafte
 
 
 class FinishReason(StrEnum):
-    """Why a text ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"  # an end token, a stop token, a stop string, or the end of a grammar
     LENGTH = "length"  # max_new_tokens
@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenOrigin:
-    """Who proposed a token, after how many layers it was known, and its place in the step that brought it."""
+    """Proposer of a token, the layers after which it was known, and its place in its step."""
 
     name: str  # FULL_MODEL, EXIT, GRAMMAR, or of a draft source
     depth: int  # layers: of the exit, or all
@@ -29,13 +29,13 @@ class TokenOrigin:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether a draft foretold it."""
+        """Whether it was drafted and accepted."""
         return self.n_drafted > 0 and self.name != FULL_MODEL
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One generated token; the texts of all tokens joined are the whole text."""
+    """One generated token. The texts of all tokens, joined, are the whole text."""
 
     text: str  # what it adds: empty while part of a character or of a possible stop string is held back
     token_id: int
@@ -70,12 +70,12 @@ class GenerationResult:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """The same as prompt_s, by the name that benchmarks have for it."""
+        """prompt_s by the name that benchmarks use."""
         return self.prompt_s
 
     @property
     def tokens_per_s(self) -> float:
-        """The same as generated_tokens_per_s."""
+        """generated_tokens_per_s by a shorter name."""
         return self.generated_tokens_per_s
 
     @property
@@ -99,7 +99,7 @@ class GenerationResult:
 
 
 def collect(tokens: list[GeneratedToken], n_cached_tokens: int = 0) -> GenerationResult:
-    """The result that one sequence's tokens amount to, at least one. Cut short, its reason is `length`."""
+    """Return the result of one request's tokens, at least one. If cut short, its reason is `length`."""
     first_s, last_s = tokens[0].elapsed_s, tokens[-1].elapsed_s
     return GenerationResult(
         text="".join(token.text for token in tokens),

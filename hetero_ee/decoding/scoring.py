@@ -1,4 +1,4 @@
-"""What the full model says of a text that is there already."""
+"""The full model's logits and log-probabilities for given tokens."""
 
 from collections.abc import Generator, Iterator, Sequence
 
@@ -13,8 +13,7 @@ SCORED_TOKENS = 128  # in one pass beside other texts: their logits, a vocabular
 
 
 def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
-    """What this text's tokens after its prompt would have been chosen from: logits (vocab,) and the layers passed, all
-    of them, for each. The text has a sequence of its own."""
+    """Yield what each token after the prompt would be chosen from: logits (vocab,), and the layers passed (all)."""
     sequence = executor.cache.open_new()
     try:
         for rows in _logits(executor, sequence, token_ids, n_prompt_tokens, executor.prompt_chunk_tokens):
@@ -27,8 +26,13 @@ def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) ->
 def prompt_logprobs(
     executor: Executor, prompt: Continuation, n_top: int, ending: Ending
 ) -> Generator[list[TokenLogprobs]]:
-    """Of each token of a prompt but the first, given those before it: some of them a pass. Its sequence holds nothing
-    before, and afterwards all but its last token. Raises UsageError where the context has no room for it."""
+    """Yield the log-probabilities of a prompt's tokens except the first, several per pass.
+
+    Its sequence must be empty, and then holds all tokens except the last.
+
+    Raises:
+        UsageError: if the context is too small.
+    """
     token_ids, n_done = prompt.token_ids, 1
     require_room(len(token_ids), ending)
     executor.make_room({prompt.kv_sequence: len(token_ids)})
@@ -40,7 +44,7 @@ def prompt_logprobs(
 
 
 def n_changed(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> int:
-    """Of this text's tokens after its prompt, those that the full model would not have chosen there, greedily."""
+    """Count the tokens after the prompt that the full model would not have chosen greedily."""
     said = (int(logits.argmax()) for logits, _ in score(executor, token_ids, n_prompt_tokens))
     return sum(token_id != each for token_id, each in zip(token_ids[n_prompt_tokens:], said, strict=True))
 
@@ -48,7 +52,7 @@ def n_changed(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int
 def _logits(
     executor: Executor, sequence: int, token_ids: Sequence[int], n_prompt_tokens: int, size: int
 ) -> Iterator[Tensor]:
-    """(m, vocab) of what tokens after the prompt would be chosen from, in passes of at most `size` tokens."""
+    """Yield logits (m, vocab) that choose the tokens after the prompt, in passes of at most `size` tokens."""
     for first in range(0, len(token_ids) - 1, size):
         chunk = list(token_ids[first : min(first + size, len(token_ids) - 1)])
         wanted = executor.hidden(Batch.of_sequence(sequence, first, chunk))[max(0, n_prompt_tokens - 1 - first) :]

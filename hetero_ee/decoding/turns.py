@@ -1,4 +1,4 @@
-"""Texts that several threads generate with one model: they take turns, token by token."""
+"""A lock by which threads that generate with one model alternate, step by step."""
 
 import threading
 import weakref
@@ -15,19 +15,19 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Whose step it is. progress: what `tell` passes on to."""
+    """Lets one step run at a time. progress: called with the progress of prompts."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._lock = threading.RLock()  # its own thread may take it again: where a step collects a dropped text
         self._texts: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
-        self._stop = NEVER  # of the text whose step it is
+        self._stop = NEVER  # of the request whose step runs
         self._is_closed = False
 
     def taking(self, tokens: Generator[T], stop: threading.Event = NEVER) -> Generator[T]:
-        """The tokens, each step of them alone. stop: ends the text even while its prompt is read.
+        """Yield the tokens, computing each step alone. stop: ends them, even while a prompt is read.
 
-        Raises HeteroError where all was closed meanwhile.
+        Raises HeteroError if everything was closed meanwhile.
         """
         self._texts.add(tokens)
         try:
@@ -38,21 +38,21 @@ class Turns:
                 tokens.close()
 
     def tell(self, stage: str, n_done: int, n_all: int) -> None:
-        """How far a prompt is read. Raises HeteroError where its text was stopped."""
+        """Report how far a prompt is read. Raises HeteroError if its request was stopped."""
         if self._progress is not None:
             self._progress(stage, n_done, n_all)
         if self._stop.is_set():
             raise HeteroError("this text was stopped while its prompt was read.")
 
     def close(self) -> None:
-        """Ends every text."""
+        """End all generation."""
         with self._lock:
             self._is_closed = True
             for tokens in list(self._texts):
                 tokens.close()
 
     def alone(self, action: Callable[[], T], stop: threading.Event = NEVER) -> T:
-        """What the action returns, no step beside it. stop: as in `taking`. Raises HeteroError where all was closed."""
+        """Run the action alone and return its result. stop: as in `taking`. Raises HeteroError if closed."""
         with self._lock:
             if self._is_closed:
                 raise HeteroError(CLOSED)

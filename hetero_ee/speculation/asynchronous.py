@@ -1,10 +1,10 @@
 """Asynchronous drafting: while the CPU verifies, the GPU already runs the likeliest next token.
 
-A step's last token has a likeliest successor too, its next-token guess, though no draft was made of it. Where all
-drafts are right and the full model says the guess after them, the next step's first token has passed layers already;
-else it is rolled back as any wrong draft. The pending tokens reach the CPU before the guess begins, so that nobody
-waits for it. Emulated, with the rates published for Llama-2-7B: 9, 3 and 1 % faster with 25, 50 and 75 % of the layers
-on the CPU (docs/early_exit.md). Source: derived.
+A step's last token has a likeliest successor too, its next-token guess, which is not drafted. If all drafts are right
+and the full model chooses the guess after them, the next step's first token has passed some layers already. Otherwise
+it is rolled back like a wrong draft. The pending tokens reach the CPU before the guess starts, so nothing waits for it.
+Emulated, with the rates published for Llama-2-7B: 9, 3 and 1 % faster with 25, 50 and 75 % of the layers on the CPU
+(docs/early_exit.md). Source: derived.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class AsyncDrafting:
         self._begun: dict[int, PendingToken] = {}  # by Request.kv_sequence
 
     def run_remaining_layers(self, steps: Sequence[DraftStep]) -> Tensor:
-        """Hidden states (m, hidden) of all steps' tokens after the last layer; the guesses run meanwhile."""
+        """Return all steps' states (m, hidden) after the last layer, and run the guesses meanwhile."""
         tokens = [token for step in steps for token in step.tokens]
         overlap = self._executor.overlap if self._max_layers else None
         guessing = [step for step in steps if overlap is not None and self._may_follow(step)]
@@ -55,11 +55,11 @@ class AsyncDrafting:
         return True
 
     def take(self, request: Request) -> PendingToken | None:
-        """The request's last token where it was guessed."""
+        """Return the request's last token if it was guessed."""
         return self._begun.pop(request.kv_sequence, None)
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Rolls back every guess of these requests."""
+        """Roll back the guesses of these requests."""
         for request in requests:
             guess = self._begun.pop(request.kv_sequence, None)
             if guess is not None and request.kv_sequence in self._executor.cache.sequences:
@@ -69,12 +69,12 @@ class AsyncDrafting:
         return step.next_guess is not None and len(step.tokens) < step.request.tokens_left
 
     def _begin(self, steps: Sequence[DraftStep], n_layers: int) -> None:
-        """The guesses through the first layers; nobody waits for them."""
+        """Start the guesses' first layers, without waiting for them."""
         guesses = {step.request.kv_sequence: _guess_of(step) for step in steps}
         try:
             advance(self._executor, list(guesses.values()), n_layers)
         except (DeviceMemoryError, UsageError):  # of memory, or of a cache that all requests share
-            # No reason to fail, where no smaller plan was made for them; there will hardly be room for more later.
+            # Guesses are optional: give them up, as later ones will hardly find memory either.
             self._max_layers = 0
             return
         self._begun |= guesses

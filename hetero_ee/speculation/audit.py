@@ -29,7 +29,7 @@ class ExitAudit:
         self.n_audited = self.n_different = 0
 
     def observe(self, differs: bool) -> None:
-        """An audited exit: whether the full model chose otherwise."""
+        """Record whether the full model chose another token at an audited exit."""
         self.n_audited += 1
         self.n_different += differs
         for place, stake in enumerate(STAKES):
@@ -41,11 +41,11 @@ class ExitAudit:
 
     @property
     def is_breached(self) -> bool:
-        """Whether exits were found to differ too often; stays so."""
+        """Whether exits were found to differ too often, at any time."""
         return self._log_best >= -math.log(FALSE_ALARM)
 
 
 def is_audited(seed: int, sequence: int, position: int, share: float = AUDITED_SHARE) -> bool:
-    """Whether the exit at this position is one of those looked at: drawn by hash, the same in every run."""
+    """Return whether the exit at this position is audited: drawn by a hash, the same in every run."""
     data = struct.pack("<3Q", *(each % 2**64 for each in (seed, sequence, position)))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") < share * 2**64

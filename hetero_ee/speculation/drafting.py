@@ -20,19 +20,19 @@ class Drafter(Protocol):
     """Makes a step's drafts."""
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
-        """Adds drafts to each step; all tokens of all steps then wait at one layer."""
+        """Add drafts to each step. All tokens of all steps are then pending at one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Drafts by early exit after `exit_layer` layers, or, where that is 0, by sources. Raises UsageError."""
+    """Drafts by early exit after `exit_layer` layers, or by sources if that is 0. Raises UsageError."""
 
     exit_layer: int
-    draft_length: int  # tokens of one text in one verification, 1 to MAX_DRAFT_LENGTH
+    draft_length: int  # tokens of one request in one verification, 1 to MAX_DRAFT_LENGTH
     rule: StopRule  # whether one more draft is worth it
     exit_end: DraftEnd | None = None  # what makes drafts of states at the exit layer
     sources: tuple[DraftSource, ...] = ()
-    warn: Callable[[str], None] | None = None  # told, once in a text, that something could not draft
+    warn: Callable[[str], None] | None = None  # called, once per loop, if something could not draft
     switch: SpeculationSwitch | None = None  # whether drafting is faster than not; None drafts always
     async_layers: int = 0  # that a next-token guess passes on the GPU while the CPU verifies
 
@@ -48,7 +48,7 @@ class Drafting:
             source.close(sequence)
 
     def drafter(self, executor: Executor, sampler: DraftSampler, warn: Callable[[str], None]) -> Drafter:
-        """What makes the drafts of one call's texts. Raises UsageError where no layer is left after the exit layer."""
+        """Make the drafter for one loop. Raises UsageError if no layer is left after the exit layer."""
         spec, end = executor.spec, self.exit_end
         if self.exit_layer >= spec.n_layers:
             raise UsageError(f"exit layer is {self.exit_layer}; expected 0 to {spec.n_layers - 1}, of this model.")

@@ -1,4 +1,4 @@
-"""One request's draft-verify step, and how the tokens of drafts are chosen."""
+"""A request's draft-verify step, and how drafts are sampled."""
 
 import math
 from collections.abc import Sequence
@@ -20,19 +20,21 @@ ABSENT = -1e30  # logit of a token that no draft can be: finite, for what temper
 
 @dataclass(slots=True, eq=False)
 class DraftStep:
-    """What one request drafts and verifies in one go."""
+    """The drafts of one request that are verified together."""
 
     request: Request
     max_drafts: int
     tokens: list[PendingToken]  # the request's last token, then the drafts
-    origins: list[str] = field(default_factory=list)  # of each draft: who made it
-    chances: list[float] = field(default_factory=list)  # of each draft: that it is right if those before it are
-    judged: dict[int, tuple[int, float]] = field(default_factory=dict)  # [i]: after tokens[i], drafted or not
-    next_guess: int | None = None  # likeliest token after the last one, though no draft was made of it
+    origins: list[str] = field(default_factory=list)  # the proposer of each draft
+    chances: list[float] = field(default_factory=list)  # chance of each draft to be right if those before it are
+    judged: dict[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # by i: token and confidence after tokens[i], drafted or not
+    next_guess: int | None = None  # likeliest token after the last one, if it was not drafted
 
     @property
     def history(self) -> list[int]:
-        """Every token of the request, drafts included."""
+        """All tokens of the request, with the drafts."""
         return [*self.request.token_ids, *(token.token_id for token in self.tokens[1:])]
 
     @property
@@ -41,11 +43,11 @@ class DraftStep:
         return len(self.origins) < self.max_drafts
 
     def end(self) -> None:
-        """No draft may follow those that there are."""
+        """Allow no further draft."""
         self.max_drafts = len(self.origins)
 
     def add(self, token_id: int, origin: str, chance: float) -> None:
-        """A draft becomes the last token."""
+        """Append a draft."""
         last = self.tokens[-1]
         self.tokens.append(PendingToken(token_id, last.sequence, last.position + 1))
         self.origins.append(origin)
@@ -64,7 +66,7 @@ class DraftStep:
         return bool(forced)
 
     def judge(self, token_id: int, confidence: float) -> None:
-        """Keeps what was judged to follow the last token, drafted or not."""
+        """Remember the token judged to follow the last one, drafted or not."""
         self.judged[len(self.tokens) - 1] = token_id, confidence
 
 
@@ -75,7 +77,7 @@ class DraftSampler:
         self.noise = RememberedNoise()
 
     def choose(self, request: Request, history: Sequence[int], logits: Tensor) -> int:
-        """The token that `request` takes after this history, by logits (vocab,)."""
+        """Sample the request's token after this history from logits (vocab,)."""
         noise, n_prompt_tokens, allowed = self.noise.of_draft, request.n_prompt_tokens, request.allowed_after(history)
         return choose_token(
             logits, history, request.params, request.index, len(history), noise, n_prompt_tokens, allowed
@@ -90,11 +92,11 @@ class DraftSampler:
         *,
         is_verified: bool = True,
     ) -> list[Drafted]:
-        """What follows each of the states (m, hidden), those of requests with these histories.
+        """Sample a token after each of the states (m, hidden) and judge it. rows: the requests and their histories.
 
-        Chosen and judged on the GPU where the head lies there, unless penalties, a bias or a grammar change logits:
-        then, and where the CPU has the logits anyway, just as the requests choose, filters included. So are tokens that
-        nobody verifies.
+        If the head is on the GPU, it chooses there, without filters. The CPU chooses exactly as the request samples if
+        penalties, a bias or a grammar change the logits, if it has the logits anyway, and for tokens that are not
+        verified.
         """
         by_gpu = executor.head_on_gpu and not any(
             request.params.changes_logits or request.constraint is not None for request, _ in rows
@@ -115,6 +117,6 @@ class DraftSampler:
             return Drafted(NO_TOKEN, math.nan)
         token_id = self.choose(request, history, logits)
         allowed = request.allowed_after(history)
-        if allowed is not None and end.judge is None:  # a judge knows the model's own logits alone
+        if allowed is not None and end.judge is None:  # a judge was fitted to the model's own logits
             logits = logits.masked_fill(torch.from_numpy(~allowed), ABSENT)
         return Drafted(token_id, confidence_of(logits, token_id, end.judge))

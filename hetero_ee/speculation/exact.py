@@ -1,10 +1,11 @@
 """Exact speculative decoding: tokens are drafted, then verified by all layers, several in one pass.
 
-A draft-verify step of each request: its last token and drafts after it wait, at the exit layer or before the first; one
-pass of all that wait through the remaining layers reads their weights once; the full logits of token j choose the token
-after it with that position's noise. Drafts that are that token are kept; the first that is not is corrected, and what
-came after it is rolled back. Every token is thus what full.py chooses, from the same bits. Source: speculative decoding
-by a model's own early layers, LayerSkip (arXiv 2404.16710); derived for the shared noise.
+A draft-verify step of a request has its last token and drafts after it, pending at the exit layer or before the first.
+One pass takes the pending tokens of all requests through the remaining layers, so those weights are read once. The full
+logits of token j choose the token after it, with that position's noise. Drafts equal to the chosen tokens are kept; at
+the first other one the chosen token replaces it, and everything after it is rolled back. So every token is what full
+mode chooses, from the same bits. Source: self-speculative decoding, LayerSkip (arXiv 2404.16710); derived for the
+shared noise.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +79,7 @@ class ExactMode:
         self._drafting.close(sequence)
 
     def advance(self, requests: Sequence[Request]) -> list[Take]:
-        """Drafts of every request and one pass that verifies them all; timed without whoever takes the tokens."""
+        """Draft for every request and verify all drafts in one pass. The time of taking the tokens is added later."""
         switch, start_s = self._drafting.switch, self._clock()
         steps = self._drafted(requests) if switch is None or switch.drafts else self._undrafted(requests)
         verified = self._verify(steps)
@@ -107,14 +108,16 @@ class ExactMode:
         return [self._begun(request, PendingToken.last_of(request)) for request in requests]
 
     def _begun(self, request: Request, last: PendingToken) -> DraftStep:
-        """With the drafts that are certain."""
+        """Begin a step with the drafts that the grammar forces."""
         begun = DraftStep(request, min(self._drafting.draft_length, request.tokens_left) - 1, [last])
         begun.add_forced()
         return begun
 
     def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Sequence[Tensor], Tensor]]:
-        """All pending tokens through the remaining layers and the lm_head: each step's states, see DraftSource.observe,
-        and logits."""
+        """Run all pending tokens through the remaining layers and the lm_head.
+
+        Returns each step with its states, as DraftSource.observe takes them, and its logits.
+        """
         normed = self._executor.final_norm(self._guesses.run_remaining_layers(steps))
         logits, states = self._executor.lm_head(normed), (normed, *self._executor.captured)
         self._counts.n_passes += 1
@@ -124,13 +127,16 @@ class ExactMode:
     def _accepted(
         self, drafted: DraftStep, states: Sequence[Tensor], logits: Tensor, n_in_pass: int
     ) -> list[GeneratedToken]:
-        """The step's tokens, up to the first wrong draft's correction; everything else is rolled back. n_in_pass:
-        tokens that the pass took of all requests."""
+        """Return the step's tokens up to the first draft that is wrong, corrected, and roll back the rest.
+
+        Args:
+            n_in_pass: tokens of all requests in the pass.
+        """
         request, rule, n_verified = drafted.request, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
         n_accepted = 0
         for index in range(n_verified):
-            # A token that full.py would fail at is left for a step of its own, after the tokens that come before.
+            # A token at which full mode would fail gets a step of its own, so that the tokens before it are emitted.
             if index > 0 and not all_finite(logits[index]):
                 break
             noise = self._sampler.noise.of_token
@@ -152,13 +158,13 @@ class ExactMode:
         return tokens
 
     def _origin(self, drafted: DraftStep, index: int, *, is_right: bool) -> TokenOrigin:
-        """Of the step's token of this index, which a draft has foretold or not."""
+        """Return the origin of the step's token at this index. is_right: whether a draft predicted it."""
         name = drafted.origins[index] if is_right else FULL_MODEL
         depth = self._drafting.exit_layer if name == EXIT else self._executor.spec.n_layers
         return TokenOrigin(name, depth, index, len(drafted.origins))
 
     def _roll_back(self, request: Request, first_position: int, states: Sequence[Tensor]) -> None:
-        """Keeps in the cache what is the request's: all but its last token, which only a right guess has put there."""
+        """Cut the cache to the request's tokens except the last, unless a right guess is that one already."""
         n_true = len(request.token_ids) - 1
         if not self._guesses.keep_if_right(request):
             self._executor.cache.truncate(request.kv_sequence, n_true)
@@ -167,7 +173,7 @@ class ExactMode:
         self._observe(Batch.of_sequence(request.kv_sequence, first_position, token_ids), verified)
 
     def _read(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
-        """The sources read a chunk of a prompt: the prompt's time, of which each one's part is counted."""
+        """Let the sources read a chunk of a prompt, and count the time of each."""
         sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
             start_s = self._clock()
@@ -177,7 +183,7 @@ class ExactMode:
             self._counts.add_reading(source.name, self._clock() - start_s)
 
     def _observe(self, batch: Batch, states: Sequence[Tensor]) -> None:
-        """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""
+        """Pass one sequence's verified tokens to the sources, in place of their own guesses."""
         if not self._drafting.sources:
             return
         sequence, first_position = batch.sequences[0], batch.positions[0]
@@ -188,7 +194,7 @@ class ExactMode:
 
     @contextmanager
     def _surviving(self, source: DraftSource, what: str) -> Iterator[None]:
-        """Inside, a source that finds no memory, in a cache that requests share too, costs its drafts alone."""
+        """Turn a source's lack of memory, also in the shared cache, into a warning: only its drafts are lost."""
         try:
             yield
         except (DeviceMemoryError, DeviceLostError, UsageError) as error:
@@ -202,16 +208,16 @@ class ExactMode:
 
 @dataclass(slots=True)
 class _Timing:
-    """Of one pass: what its requests' parts take, for the switch."""
+    """Adds up the time of one pass and of taking its tokens, for the switch."""
 
     switch: SpeculationSwitch | None
-    n_left: int  # of its requests
-    n_in_pass: int  # tokens
+    n_left: int  # requests that have not taken their tokens yet
+    n_in_pass: int  # tokens in the pass
     seconds: float
-    n_tokens: int = 0  # that came out
+    n_tokens: int = 0  # tokens emitted
 
     def add(self, seconds: float, n_tokens: int) -> None:
-        """A request has taken its tokens."""
+        """Add the time in which a request took its tokens."""
         self.n_left, self.seconds, self.n_tokens = self.n_left - 1, self.seconds + seconds, self.n_tokens + n_tokens
         if self.switch is not None and not self.n_left:
             self.switch.ended(self.seconds, self.n_tokens)

@@ -1,4 +1,4 @@
-"""ExitDrafter: drafts by early exit. A token whose state at the exit layer already tells what follows is drafted on.
+"""ExitDrafter: drafts by early exit, from the states of pending tokens at the exit layer.
 
 Source: LayerSkip (arXiv 2404.16710) for self-speculation, SpecEE (arXiv 2504.08850) for the predictor that decides.
 """
@@ -15,7 +15,7 @@ from hetero_ee.speculation.stop_rule import StopRule
 
 
 class ExitDrafter:
-    """Drafts of all requests in lockstep; their tokens share each pass through the layers before the exit layer."""
+    """Drafts for all requests in lockstep: their tokens share each pass through the layers before the exit layer."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class ExitDrafter:
         *,
         guesses_next: bool,
     ) -> None:
-        """guesses_next: a token that no draft may follow is judged too, for what is drafted asynchronously after it."""
+        """guesses_next: also judge tokens that no draft may follow, for the next-token guess after them."""
         self._executor, self._exit_layer, self._end, self._rule = executor, exit_layer, end, rule
         self._sampler, self._warn, self._guesses_next = sampler, warn, guesses_next
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
-        """Adds each step's drafts; all its tokens wait at the exit layer."""
+        """Add each step's drafts. All its tokens are then pending at the exit layer."""
         together = steps
         while steps:
             pending = [token for step in steps for token in step.tokens if token.depth < self._exit_layer]
@@ -60,7 +60,7 @@ class ExitDrafter:
         return added
 
     def _try_draft(self, step: DraftStep, token_id: int, confidence: float) -> bool:
-        """Whether a draft was added, by what the head makes of the last token's state."""
+        """Add the token that the head chose as a draft if it is worth it, and return whether it was added."""
         if token_id == NO_TOKEN:
             self._warn("exits' logits are not finite")
             return False

@@ -1,4 +1,4 @@
-"""ExitStatistics: after how many layers tokens were given out, counted while they are."""
+"""ExitStatistics: after how many layers tokens were emitted."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ExitStatistics:
-    """Counts of all texts together, each text's first token left out: its prompt's pass gave it."""
+    """Exit counts summed over all requests. Excludes each request's first token, which prefill produces."""
 
-    depths: tuple[int, ...]  # [n]: tokens given out after n layers
-    reached: tuple[int, ...]  # [n]: steps whose deepest token passed n layers; a step takes a token of every text
+    depths: tuple[int, ...]  # [n]: tokens emitted after n layers
+    reached: tuple[int, ...]  # [n]: steps whose deepest token passed n layers; a step takes a token of every request
     judged: tuple[int, ...]  # [n]: tokens judged after n layers
 
     @property
@@ -27,7 +27,7 @@ class ExitStatistics:
 
     @property
     def mean_depth(self) -> float:
-        """Layers after which a token was given out; 0 for none."""
+        """Mean number of layers after which a token was emitted; 0 without tokens."""
         return sum(depth * n for depth, n in enumerate(self.depths)) / self.n_tokens if self.n_tokens else 0.0
 
     @property
@@ -36,7 +36,7 @@ class ExitStatistics:
         return sum(self.judged) / self.n_tokens if self.n_tokens else 0.0
 
     def passes_per_token(self, layer: int) -> float:
-        """How often the layer's weights were read, for each token that was given out; 0 for none."""
+        """Return how often the layer's weights were read per emitted token; 0 without tokens."""
         return sum(self.reached[layer + 1 :]) / self.n_tokens if self.n_tokens else 0.0
 
 

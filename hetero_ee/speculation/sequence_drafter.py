@@ -1,4 +1,4 @@
-"""SequenceDrafter: draft sequences proposed by sources that need none of the model's layers."""
+"""SequenceDrafter: drafts proposed by sources that need none of the model's layers."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -17,7 +17,7 @@ from hetero_ee.speculation.stop_rule import StopRule
 
 
 class SequenceDrafter:
-    """Asks sources that compute, then free ones to go on; a free one begins where it is expected to save more."""
+    """Asks computing sources first, then free ones. A free source begins if it is expected to save more time."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SequenceDrafter:
         self._executor, self._rule, self._sampler, self._warn = executor, rule, sampler, warn
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
-        """Adds each step's drafts; all its tokens wait before the first layer."""
+        """Add each step's drafts. All its tokens are then pending before the first layer."""
         for step in steps:
             self._rule.n_beside = sum(len(each.tokens) for each in steps) - len(step.tokens)
             if self._computing and self._begun_by_a_free_source(step):
@@ -41,7 +41,7 @@ class SequenceDrafter:
                 self._extend(step, source)
 
     def _begun_by_a_free_source(self, step: DraftStep) -> bool:
-        """Whether a free source's drafts, added here, save more than any number of computed ones would."""
+        """Add a free source's drafts if they save more time than computed ones, and return whether they were added."""
         chances = [self._rule.mean_chance] * step.max_drafts
         computed_s = max(self._rule.best_length(chances, source.draft_s)[1] for source in self._computing)
         for source in self._free:
@@ -55,14 +55,16 @@ class SequenceDrafter:
         return False
 
     def _extend(self, step: DraftStep, source: DraftSource) -> None:
-        """Adds the source's drafts while they are worth their time; one that computes is always asked for the first, so
-        that its chance stays known."""
+        """Add the source's drafts while they are worth their time.
+
+        A computing source always makes the first one, so that its chance stays known.
+        """
         first = len(step.origins)
         while self._begins_again(step, source, first):
             pass
 
     def _begins_again(self, step: DraftStep, source: DraftSource, first: int) -> bool:
-        """The same up to drafts that must follow one of the source's: whether it has to go on after those."""
+        """Add drafts up to ones that the grammar forces, and return whether the source continues after those."""
         if step.request.constraint is not None and not source.is_free and step.origins:
             n_before = len(step.origins)  # drafts, each of which it has to read
             if not self._is_worth(step, source, self._rule.mean_chance, n_before):
@@ -96,7 +98,7 @@ class SequenceDrafter:
             return None
 
     def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> None:
-        """The draft, if there is room; a token that ends the request, or is not the model's, ends the step's drafts."""
+        """Add the draft if it fits. A token that ends the request, or that the model lacks, ends the step's drafts."""
         if not step.has_room:
             return
         chance = draft.confidence
@@ -118,7 +120,7 @@ class SequenceDrafter:
 
 
 def _legal(step: DraftStep, drafts: Generator[Draft]) -> Generator[Draft]:
-    """Those before the first that the request's grammar does not let follow."""
+    """Yield the drafts before the first that the request's grammar forbids."""
     history = step.history
     with closing(drafts):
         for draft in drafts:

@@ -14,7 +14,7 @@ DECAY = 0.5  # of what was known of a kind, each time it is tried again
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps of one kind; the first of each trial, cold, is left out."""
+    """Timed steps of one kind, except the first of each trial, which is cold."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -29,7 +29,7 @@ class _Kind:
 
 @dataclass(slots=True)
 class SpeculationSwitch:
-    """Ask `drafts` before a step, tell `ended` after it. Goes on from text to text."""
+    """Read `drafts` before a step and call `ended` after it. Keeps its state from request to request."""
 
     drafts: bool = True  # whether the next step drafts
     _kinds: dict[bool, _Kind] = field(default_factory=lambda: {True: _Kind(), False: _Kind()})
@@ -39,7 +39,7 @@ class SpeculationSwitch:
     _held: float = HELD_TOKENS
 
     def ended(self, seconds: float, n_tokens: int) -> None:
-        """A step of the kind that `drafts` said took so long and brought so many tokens."""
+        """Record a step of the kind that `drafts` names: its seconds and emitted tokens."""
         if not self._is_cold:
             kind = self._kinds[self.drafts]
             kind.seconds, kind.tokens = kind.seconds + seconds, kind.tokens + n_tokens

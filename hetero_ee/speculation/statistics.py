@@ -1,4 +1,4 @@
-"""DraftStatistics: what drafting brought, counted while it runs."""
+"""DraftStatistics: what drafting gained, counted while it runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ class OriginCounts:
 
     origin: str
     n_drafted: int
-    n_checked: int  # those that follow right ones only, so that the full model judged them
-    n_accepted: int  # those it agreed with
+    n_checked: int  # that follow only right ones, so the full model judged them
+    n_accepted: int  # that it agreed with
 
     @property
     def precision(self) -> float:
@@ -24,12 +24,12 @@ class OriginCounts:
 
 @dataclass(frozen=True, slots=True)
 class DraftStatistics:
-    """Counts of all texts together, each text's first token left out: its prompt's pass gave it."""
+    """Draft counts summed over all requests. Excludes each request's first token, which prefill produces."""
 
     n_layers: int
     exit_layer: int
-    n_passes: int  # of the later layers; each takes a step of every text that is not finished
-    n_steps: int  # of single texts
+    n_passes: int  # of the later layers; each takes a step of every running request
+    n_steps: int  # of single requests
     n_verified: int  # tokens that a verification took
     n_tokens: int  # that came out
     drafted_runs: tuple[int, ...]  # [n]: steps with n drafts

@@ -24,7 +24,7 @@ STEP_DECAY = 0.98  # of seconds and tokens at each step: half is forgotten after
 
 
 class FixedThreshold:
-    """Goes on while a draft's chance is at least `threshold`: where no costs are known. Learns nothing."""
+    """Continues while a draft's chance is at least `threshold`; for unknown costs. Learns nothing."""
 
     mean_chance = 1.0  # another computed draft is always worth asking for
     draft_s = 0.0
@@ -65,7 +65,7 @@ class MarginalRule:
 
     def __init__(self, draft_s: float, verify_s: Callable[[int], float]) -> None:
         self.draft_s, self._verify_s = draft_s, cache(verify_s)
-        self.n_beside = 0  # tokens of other texts in the pass that drafts are for
+        self.n_beside = 0  # tokens of other requests in the pass that drafts are for
         self._prior = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
         self._right = [0.0] * len(self._prior)
         self._checked = [0.0] * len(self._prior)
@@ -74,26 +74,26 @@ class MarginalRule:
 
     @property
     def seconds_per_token(self) -> float:
-        """What a token takes now, by the costs."""
+        """Seconds per token at present, by the costs."""
         return self._seconds / self._tokens
 
     @property
     def mean_chance(self) -> float:
-        """That a draft is right of which nothing is known yet."""
+        """Chance that a draft is right whose confidence is unknown."""
         right = PRIOR_DRAFTS * sum(self._prior) + sum(self._right)
         return right / (PRIOR_DRAFTS * len(self._prior) + sum(self._checked))
 
     def chance(self, confidence: float) -> float:
-        """That a draft of this confidence is right: the mean of its bin's Beta posterior."""
+        """Return the chance that a draft of this confidence is right: the mean of its bin's Beta posterior."""
         index = bisect_right(BIN_EDGES, confidence)
         return (PRIOR_DRAFTS * self._prior[index] + self._right[index]) / (PRIOR_DRAFTS + self._checked[index])
 
     def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
-        """Whether the last of these drafts is worth draft_s seconds and its token in the verification."""
+        """Return whether the last of these drafts is worth draft_s seconds and its token in the verification."""
         return prod(chances) * self.seconds_per_token > draft_s + self._token_s(len(chances))
 
     def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
-        """How many of these drafts, each draft_s seconds to make, save most, and the seconds that they save."""
+        """Return how many of these drafts, each costing draft_s seconds, save most time, and how many seconds."""
         best, saved_s = (0, 0.0), 0.0
         for n in range(1, len(chances) + 1):
             saved_s += prod(chances[:n]) * self.seconds_per_token - draft_s - self._token_s(n)
@@ -101,24 +101,26 @@ class MarginalRule:
         return best
 
     def audit(self, confidence: float, was_right: bool) -> None:
-        """What verification found of a draft, made or not, that follows right tokens."""
+        """Learn from a verification whether a draft of this confidence, made or not, was right."""
         index = bisect_right(BIN_EDGES, confidence)
         self._right[index] = DRAFT_DECAY * self._right[index] + was_right
         self._checked[index] = DRAFT_DECAY * self._checked[index] + 1
 
     def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
-        """A text's step has ended: of n_verified tokens n_tokens came out. n_in_pass: with those of other texts, which
-        share its time."""
+        """Learn from a request's step: n_verified tokens were verified and n_tokens emitted.
+
+        n_in_pass: tokens of all requests in the pass, which share its time.
+        """
         verify_s = self._verify_s(n_in_pass) * n_verified / n_in_pass
         self._seconds = STEP_DECAY * self._seconds + n_verified * self.draft_s + verify_s
         self._tokens = STEP_DECAY * self._tokens + n_tokens
 
     def spend(self, seconds: float) -> None:
-        """A step takes so much longer than its tokens do."""
+        """Add seconds that a step needs in addition to its tokens."""
         self._seconds += seconds
 
     def _token_s(self, n_tokens: int) -> float:
-        """Seconds that one more token adds to the verification of n_tokens of its text."""
+        """Return the seconds that one more token adds to the verification of n_tokens of its request."""
         n_before = self.n_beside + n_tokens
         return self._verify_s(n_before + 1) - self._verify_s(n_before)
 

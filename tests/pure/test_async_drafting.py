@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.kv.batch import Batch
+from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.overlap import Overlap, overlap
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting
@@ -213,7 +214,8 @@ def test_the_overlap_of_devices(layers: str, expected: Overlap | None) -> None:
     """g: the GPU; c: the CPU; s: streamed to the GPU; d: the disk, read by the CPU. Attention and FFN of each layer."""
     names = {"g": "gpu", "c": "cpu", "s": "stream", "d": "disk"}
     for head in ("gpu", "cpu"):
-        assert overlap(["cpu", *(names[kind] for kind in layers.replace(" ", "")), head]) == expected
+        placements = ["cpu", *(names[kind] for kind in layers.replace(" ", "")), head]
+        assert overlap([Placement(each) for each in placements]) == expected
 
 
 def test_layers_of_an_overlap_by_exit_layer() -> None:
