@@ -186,7 +186,7 @@ def test_it_takes_the_plans_memory_and_gives_it_back(model: Model) -> None:
     drafts_of(executor, source, GREEDY, 0)
     (beside,) = executor.machine.opened_beside
     inner: Any = beside.inner  # type: ignore[attr-defined]
-    weights = sum(each.matrix.tiles.nbytes + each.matrix.scales.nbytes for each in inner._resident.linears.values())
+    weights = sum(each.matrix.tiles.nbytes + each.matrix.scales.nbytes for each in inner._resident.matrices.values())
     states = sum(piece.nbytes for piece in source._sequences[0].states._pieces)
     rows: Any = source.end.vocabulary
     assert 0 < weights + states + inner.cache.n_bytes + rows.rows.n_bytes <= n_bytes
