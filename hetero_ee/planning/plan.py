@@ -52,6 +52,11 @@ class PlacedPart:
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
 
+    @property
+    def kind(self) -> str:
+        """Name of the part within its layer, such as "attention" or "ffn"."""
+        return self.name.rpartition(".")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class TimeTerm:

@@ -50,11 +50,10 @@ def _title(plan: Plan) -> str:
 def _map(plan: Plan) -> list[str]:
     n_layers = 1 + max(part.layer or 0 for part in plan.parts)
     lines = [f"{'layer':10} 0{n_layers - 1:>{max(1, n_layers - 1)}}"]
-    for kind in ("attention", "ffn"):
-        parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
-        lines.append(f"{kind:10} {_letters(parts)}")
-    for part in (plan.parts[0], plan.parts[-1]):
-        lines.append(f"{part.name:10} {_letters([part])}")
+    for kind in dict.fromkeys(part.kind for part in plan.parts if part.layer is not None):
+        letters = {part.layer: _letter(part) for part in plan.parts if part.kind == kind}
+        lines.append(f"{kind:10} {''.join(letters.get(layer, ' ') for layer in range(n_layers))}".rstrip())
+    lines += [f"{part.name:10} {_letter(part)}" for part in (plan.parts[0], plan.parts[-1])]
     used = {part.decode_placement[0] for part in plan.parts}
     n_streamed = sum(part.prefill_placement == "visit" for part in plan.parts)
     if n_streamed:
@@ -62,8 +61,8 @@ def _map(plan: Plan) -> list[str]:
     return [*lines, f"{'':10} {', '.join(text for letter, text in LEGEND.items() if letter in used)}"]
 
 
-def _letters(parts: Sequence[PlacedPart]) -> str:
-    return "".join(LEGEND[part.decode_placement[0]][0] for part in parts)
+def _letter(part: PlacedPart) -> str:
+    return LEGEND[part.decode_placement[0]][0]
 
 
 def _memory(plan: Plan) -> list[str]:

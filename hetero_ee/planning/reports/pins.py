@@ -8,7 +8,6 @@ from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import PlacedPart, Plan
 from hetero_ee_profiles.units import GIB
 
-KINDS = ("attention", "ffn")
 Pin = tuple[str, str]  # an option and its value
 
 
@@ -45,24 +44,25 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
     n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len(layers) // 2)
     uses_gpu = any(_target(part).on_gpu for part in layers)
     outer = [] if (head == "gpu") == uses_gpu else [("-ot", f"head={head}")]  # where layers are, unless it is said
-    ways = [[*_patterns(layers, dict.fromkeys(KINDS)), *outer]]
-    usual = {kind: _most_common([_target(part) for part in layers if part.name.endswith(kind)]) for kind in KINDS}
+    kinds = list(dict.fromkeys(part.kind for part in layers))
+    ways = [[*_patterns(layers, dict.fromkeys(kinds)), *outer]]
+    usual = {kind: _most_common([_target(part) for part in layers if part.kind == kind]) for kind in kinds}
     rules = [(f".*{kind}", where) for kind, where in usual.items()]
     if len(set(usual.values())) == 1:
-        rules = [("layers.*", usual[KINDS[0]])]
+        rules = [("layers.*", usual[kinds[0]])]
     ways.append([*_patterns(layers, usual), *(("-ot", f"{pattern}={where}") for pattern, where in rules), *outer])
     if n_whole:
         others = [part for part in layers if (part.layer or 0) >= n_whole]
-        ways.append([("-ngl", str(n_whole)), *_patterns(others, dict.fromkeys(KINDS, Placement.CPU)), *outer])
+        ways.append([("-ngl", str(n_whole)), *_patterns(others, dict.fromkeys(kinds, Placement.CPU)), *outer])
     return min(ways, key=lambda way: sum(len(option) + len(value) for option, value in way))
 
 
 def _patterns(layers: Sequence[PlacedPart], usual: Mapping[str, Placement | None]) -> Iterator[Pin]:
     """Yield an override for each group of parts that are not at their usual placement."""
     found: dict[tuple[Placement, tuple[int, ...]], list[str]] = {}
-    for kind in KINDS:
-        parts = [part for part in layers if part.name.endswith(kind)]
-        for placement in sorted({_target(part) for part in parts if _target(part) != usual[kind]}):
+    for kind, usual_placement in usual.items():
+        parts = [part for part in layers if part.kind == kind]
+        for placement in sorted({_target(part) for part in parts if _target(part) != usual_placement}):
             numbers = tuple(part.layer or 0 for part in parts if _target(part) == placement)
             found.setdefault((placement, numbers), []).append(kind)
     for (placement, numbers), kinds in found.items():
