@@ -11,6 +11,7 @@ from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, repl
 from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed, read_if_there
 
 IDENTITY = "identity"
+OF = "/"  # between a step's name and an array's
 MAX_BYTES = 64 * 2**30
 SAVING_SHARE = 0.05  # a wide model's equations have gigabytes
 
@@ -70,3 +71,41 @@ class PartialCalibration:
         """Remove the file, once the calibration is complete."""
         with store_errors(self._file):
             remove_if_there(self._file, self._files)
+
+
+class KeptSteps:
+    """Results of a run's steps, as `arrays`. partial: where they are saved, None to save nothing."""
+
+    def __init__(self, partial: PartialCalibration | None = None) -> None:
+        self._partial = partial
+        self.arrays: Arrays = partial.load() if partial else {}
+
+    def once(self, step: str, make: Callable[[], Arrays], forgets: str = "") -> Arrays:
+        """Return the arrays (at least one) that `make` returns, or returned in an earlier run for this step.
+
+        Args:
+            forgets: An array of another step, as "step/array", that is not needed once this step is done.
+        """
+        start = step + OF
+        found = {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
+        if not found:
+            found = make()
+            self.arrays |= {start + name: array for name, array in found.items()}
+            self.arrays.pop(forgets, None)
+            self.save_in_time()
+        return found
+
+    @property
+    def is_time(self) -> bool:
+        """Whether save_in_time would save now."""
+        return self._partial is not None and self._partial.is_time
+
+    def save_in_time(self) -> None:
+        """Save all arrays, unless the last save was a short time ago."""
+        if self._partial is not None:
+            self._partial.save_in_time(self.arrays)
+
+    def remove(self) -> None:
+        """Remove the file, once the fit is complete."""
+        if self._partial is not None:
+            self._partial.remove()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from hetero_ee.calibration.fitting import fit_calibration
-from hetero_ee.calibration.partial import PartialCalibration
+from hetero_ee.calibration.partial import KeptSteps, PartialCalibration
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.stages import (
     CHOOSE,
@@ -24,14 +24,13 @@ from hetero_ee.calibration.stages import (
     Stage,
     is_in,
 )
+from hetero_ee.calibration.texts import written_chunks
 from hetero_ee.config import Progress
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
-from hetero_ee.weights.store.record import Arrays
 
 ALGORITHM_VERSION = 3  # increases when the numbers change; runs of other versions are not resumed
-WRITING, CALIBRATING = "Writing text to calibrate on", "Calibrating"
-TEXT = "text"  # name of the model's own text in a partial file
+CALIBRATING = "Calibrating"
 DONE = "done."  # before a stage's name in a partial file: chunks that it has seen, and whether it is finished
 
 
@@ -65,8 +64,8 @@ class CalibrationRun:
         partial: PartialCalibration | None,
         progress: Progress | None = None,
     ) -> None:
-        self._executor, self._settings, self._partial, self._progress = executor, settings, partial, progress
-        self._kept: Arrays = partial.load() if partial else {}
+        self._executor, self._settings, self._progress = executor, settings, progress
+        self._steps = KeptSteps(partial)
         self._n_done = self._n_all = 0
 
     def calibrate(self, chunks: Sequence[Chunk], description: str) -> Calibration:
@@ -108,29 +107,7 @@ class CalibrationRun:
 
         Chunks that an earlier run has saved are not written again.
         """
-        chunks, n_calls = self._kept_text()
-        while (n_written := sum(map(len, chunks))) < n_tokens:
-            if self._progress:
-                self._progress(WRITING, n_written, n_tokens)
-            found = write(n_calls)
-            if not found:
-                break
-            chunks += found
-            n_calls += 1
-            self._kept[f"{TEXT}.tokens"] = np.array([token for chunk in chunks for token in chunk])
-            self._kept[f"{TEXT}.lengths"] = np.array([len(chunk) for chunk in chunks])
-            self._kept[DONE + TEXT] = np.array([n_calls, 0])
-            if self._partial is not None:
-                self._partial.save_in_time(self._kept)
-        return chunks
-
-    def _kept_text(self) -> tuple[list[Chunk], int]:
-        """Return the saved chunks, and the number of calls that wrote them."""
-        if DONE + TEXT not in self._kept:
-            return [], 0
-        ends = self._kept[f"{TEXT}.lengths"].cumsum()[:-1]
-        chunks = [tuple(part.tolist()) for part in np.split(self._kept[f"{TEXT}.tokens"], ends)]
-        return chunks, int(self._kept[DONE + TEXT][0])
+        return written_chunks(write, n_tokens, self._steps, self._progress)
 
     def _pass(self, stage: Stage, chunks: Sequence[Chunk]) -> None:
         """Run the stage on all of its chunks, from where it was saved."""
@@ -149,24 +126,24 @@ class CalibrationRun:
     def _restored(self, stage: Stage) -> tuple[int, bool]:
         """Restore the stage. Returns the number of chunks that it has seen, and whether it is finished."""
         start = f"{stage.name}."
-        state = self._kept.get(DONE + stage.name)
+        state = self._steps.arrays.get(DONE + stage.name)
         if state is None:
             return 0, False
         stage.restore(
-            {name.removeprefix(start): array for name, array in self._kept.items() if name.startswith(start)},
+            {name.removeprefix(start): array for name, array in self._steps.arrays.items() if name.startswith(start)},
             bool(state[1]),
         )
         return int(state[0]), bool(state[1])
 
     def _save(self, stage: Stage, n_taken: int, *, is_finished: bool) -> None:
         """Save every stage's arrays if it is time. Arrays of finished stages stay in memory for the next save."""
-        if self._partial is None or not (is_finished or self._partial.is_time):
+        if not (is_finished or self._steps.is_time):
             return
         start = f"{stage.name}."
-        self._kept = {name: array for name, array in self._kept.items() if not name.startswith(start)}
-        self._kept |= {start + name: array for name, array in stage.arrays().items()}
-        self._kept[DONE + stage.name] = np.array([n_taken, int(is_finished)])
-        self._partial.save_in_time(self._kept)
+        others = {name: array for name, array in self._steps.arrays.items() if not name.startswith(start)}
+        self._steps.arrays = others | {start + name: array for name, array in stage.arrays().items()}
+        self._steps.arrays[DONE + stage.name] = np.array([n_taken, int(is_finished)])
+        self._steps.save_in_time()
 
     def _map_exit_layers(self) -> list[int]:
         """Return the exit layers that get a map: all, or evenly spread ones if memory allows no more."""

@@ -3,11 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from functools import partial
+from itertools import count, zip_longest
 
 import numpy as np
 
+from hetero_ee.calibration.partial import KeptSteps
 from hetero_ee.calibration.stages import Chunk
+from hetero_ee.config import Progress
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError
@@ -15,7 +18,9 @@ from hetero_ee.options.evaluation import CALIBRATION_TOKENS, MIN_CALIBRATION_TOK
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.weights.store.record import Arrays
 
+WRITING = "Writing text to calibrate on"
 CHUNK_TOKENS = 256
 MIN_CHUNK_TOKENS = 8  # shorter ones say little
 MIN_CHUNKS = 16  # four for each quarter of the split
@@ -163,6 +168,30 @@ def own_writer(
         return [tuple(text) for text in texts if len(text) >= MIN_CHUNK_TOKENS]
 
     return write if prompts else lambda _: []
+
+
+def written_chunks(
+    write: Callable[[int], Sequence[Chunk]], n_tokens: int, steps: KeptSteps, progress: Progress | None
+) -> list[Chunk]:
+    """Return write(0), write(1), ... until they have n_tokens or a call gives none. `steps` keeps the chunks."""
+
+    def arrays(number: int) -> Arrays:
+        found = write(number)
+        tokens = np.array([token for chunk in found for token in chunk], np.int64)
+        return {"tokens": tokens, "lengths": np.array([*map(len, found)], np.int64)}
+
+    chunks: list[Chunk] = []
+    for number in count():
+        if (n_written := sum(map(len, chunks))) >= n_tokens:
+            break
+        if progress:
+            progress(WRITING, n_written, n_tokens)
+        found = steps.once(f"text {number}", partial(arrays, number))
+        if not len(found["lengths"]):
+            break
+        parts = np.split(found["tokens"], found["lengths"].cumsum()[:-1])
+        chunks += [tuple(part.tolist()) for part in parts]
+    return chunks
 
 
 def begin_tokens(tokenizer: Tokenizer) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.calibration.partial import KeptSteps
 from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
 from hetero_ee.config import Progress
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
@@ -17,7 +18,6 @@ from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.curves import Measurement, SparsityCurves, largest_within
 from hetero_ee.sparsity.dealing import SHARES
 from hetero_ee.sparsity.held_out import HeldOut
-from hetero_ee.sparsity.kept import KeptSteps
 from hetero_ee.sparsity.recorder import ErrorRecorder, FfnRecorder, ScoreRecorder, Scores
 from hetero_ee.sparsity.thresholds import Thresholds, down_norms, neuron_blocks
 from hetero_ee.weights.model_weights import ModelWeights

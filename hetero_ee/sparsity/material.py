@@ -6,22 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from hetero_ee.calibration.job import OWN_TEXT, CalibrationRequest, require_enough, resumable
 from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.calibration.partial import PartialCalibration
-from hetero_ee.calibration.run import CalibrationRun
+from hetero_ee.calibration.partial import KeptSteps, PartialCalibration
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.calibration.texts import chunk_tokens, chunks_identity, own_text_identity, own_writer, text_chunks
+from hetero_ee.calibration.texts import (
+    chunk_tokens,
+    chunks_identity,
+    own_text_identity,
+    own_writer,
+    text_chunks,
+    written_chunks,
+)
 from hetero_ee.config import Progress
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.sparsity.kept import KeptSteps
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX
 from hetero_ee.weights.store.filesystem import FileSystem
-from hetero_ee.weights.store.record import Arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +78,6 @@ class Material:
         n_tokens, context_tokens = self._sizes
         size = chunk_tokens(context_tokens, n_tokens)
         write = own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
-
-        def written(number: int) -> list[Chunk]:
-            found = kept.once(f"text {number}", lambda: _arrays(write(number)))
-            ends = found["lengths"].cumsum()[:-1]
-            return [tuple(part.tolist()) for part in np.split(found["tokens"], ends) if len(part)]
-
-        run = CalibrationRun(self.executor, self.request.settings, None, self.progress)
-        chunks = run.written(written, n_tokens)
+        chunks = written_chunks(write, n_tokens, kept, self.progress)
         require_enough(len(chunks))
         return chunks
-
-
-def _arrays(chunks: list[Chunk]) -> Arrays:
-    tokens = np.array([token for chunk in chunks for token in chunk], np.int64)
-    return {"tokens": tokens, "lengths": np.array([*map(len, chunks)], np.int64)}

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.calibration.partial import PartialCalibration
+from hetero_ee.calibration.partial import KeptSteps, PartialCalibration
 from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.fit import SparsityFit
-from hetero_ee.sparsity.kept import KeptSteps
 from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.sparsity.prediction.file import layer_arrays
 from hetero_ee.sparsity.prediction.fit import PredictorFit

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.calibration.partial import OF, KeptSteps
 from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
 from hetero_ee.config import Progress
 from hetero_ee.errors import ModelError
@@ -20,7 +21,6 @@ from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.held_out import HeldOut
-from hetero_ee.sparsity.kept import OF, KeptSteps
 from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.sparsity.prediction.file import layer_arrays, parsed_layer
 from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement, least_within
