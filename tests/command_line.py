@@ -29,6 +29,13 @@ class Ended:
 Cli = Callable[..., Ended]
 
 
+def complaint(ended: Ended, code: int) -> str:
+    """Return the one line on standard error of a command that ended with that exit code and printed nothing else."""
+    assert ended.code == code and ended.out == ""
+    assert re.fullmatch(r"hetero-ee: [^\n]+\n", ended.err), ended.err
+    return ended.err
+
+
 def stores(cache: Path) -> list[Path]:
     """What lies in the cache's folder of stores: whole ones and parts, but not the locks, which are never deleted."""
     return sorted(path for path in cache.glob("stores/*") if path.suffix != ".lock")

@@ -1,11 +1,13 @@
 """A Hub on this machine for the tests of Hugging Face ids, and a cache that is not the user's."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.hub_server import Hub, running_hub
+from tests.plotting import fake_matplotlib
 
 
 @pytest.fixture
@@ -47,3 +49,9 @@ def hub(hub_server: Hub, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> It
     huggingface_hub.close_session()  # made again, without a proxy
     yield hub_server
     huggingface_hub.close_session()
+
+
+@pytest.fixture
+def matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matplotlib that saves what it draws as text."""
+    monkeypatch.setitem(sys.modules, "matplotlib", fake_matplotlib())

@@ -6,8 +6,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ from hetero_ee_profiles.machine import this_machine
 from hetero_ee_profiles.measurement import derived
 from hetero_ee_profiles.records import read_record, write_record
 from hetero_ee_profiles.reference import reference_profile
-from tests.command_line import Cli, Ended
+from tests.command_line import Cli, Ended, complaint
 from tests.e2e.test_calibration import text_of
 
 
@@ -42,43 +40,6 @@ def calibrated(cli: Cli, model: Path, text: Path, *more: object) -> Ended:
 
 def calibrations(cache: Path) -> list[Path]:
     return sorted(cache.glob("stores/*.calibration"))
-
-
-def complaint(ended: Ended, code: int) -> str:
-    """The one line that a refusal says."""
-    assert ended.code == code and ended.out == ""
-    assert re.fullmatch(r"hetero-ee: [^\n]+\n", ended.err), ended.err
-    return ended.err
-
-
-class FakeFigure:
-    """What is drawn of matplotlib's Figure; saved as a file with the labels."""
-
-    def __init__(self, **_: Any) -> None:
-        self.labels: list[str] = []
-
-    def add_subplot(self) -> "FakeFigure":
-        return self
-
-    def plot(self, places: list[int], values: list[float], *, label: str, **_: Any) -> None:
-        assert len(places) == len(values) and all(0 <= value <= 1 for value in values)
-        self.labels.append(label)
-
-    def set(self, **_: Any) -> None: ...
-    def set_title(self, title: str) -> None: ...
-    def grid(self, **_: Any) -> None: ...
-    def legend(self) -> None: ...
-
-    def savefig(self, file: Path, *, format: str, **_: Any) -> None:
-        file.write_text("\n".join([format, *self.labels]))
-
-
-@pytest.fixture
-def matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matplotlib that can draw what we draw."""
-    package: Any = ModuleType("matplotlib")
-    package.figure = SimpleNamespace(Figure=FakeFigure)
-    monkeypatch.setitem(sys.modules, "matplotlib", package)
 
 
 def test_the_table_the_cost_and_where_it_lies(cli: Cli, tiny: Path, text: Path, cache: Path) -> None:

@@ -5,7 +5,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hetero_ee.evaluation.open_mode import EngineMode
 from hetero_ee.kv.batch import Batch
 from hetero_ee.planning.limits import Limits
 from hetero_ee_profiles.reference import reference_profile
-from tests.command_line import Cli, Ended
+from tests.command_line import Cli, complaint
 from tests.emulation import LAPTOP
 
 SHORT = ["--prompts", 2, "--prompt-tokens", 4, "-n", 8, "-t", 1]
@@ -29,45 +28,6 @@ def text(tmp_path: Path) -> Path:
     file = tmp_path / "stories.txt"
     file.write_text(STORIES)
     return file
-
-
-def complaint(ended: Ended, code: int) -> str:
-    assert ended.code == code and ended.out == ""
-    assert re.fullmatch(r"hetero-ee: [^\n]+\n", ended.err), ended.err
-    return ended.err
-
-
-class FakeFigure:
-    """What is drawn of matplotlib's Figure; saved as a file with the labels and the points of each line."""
-
-    def __init__(self, **_: Any) -> None:
-        self.lines: list[str] = []
-
-    def add_subplot(self) -> "FakeFigure":
-        return self
-
-    def errorbar(self, x: list[float], y: list[float], *, label: str, xerr: Any, yerr: Any, **_: Any) -> None:
-        assert all(len(side) == len(x) == len(y) and min(side, default=0) >= 0 for side in (*xerr, *yerr))
-        assert x == sorted(x)
-        self.lines.append(f"{label} {len(x)}")
-
-    def annotate(self, words: str, *_: Any, **__: Any) -> None:
-        self.lines.append(f"at {words}")
-
-    def set(self, **_: Any) -> None: ...
-    def set_title(self, title: str, **_: Any) -> None: ...
-    def grid(self, **_: Any) -> None: ...
-    def legend(self, **_: Any) -> None: ...
-
-    def savefig(self, file: Path, *, format: str, **_: Any) -> None:
-        file.write_text("\n".join([format, *self.lines]))
-
-
-@pytest.fixture
-def matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    package: Any = ModuleType("matplotlib")
-    package.figure = SimpleNamespace(Figure=FakeFigure)
-    monkeypatch.setitem(sys.modules, "matplotlib", package)
 
 
 def test_full_mode_alone_needs_no_plan(cli: Cli, tiny: Path, text: Path) -> None:
