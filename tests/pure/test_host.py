@@ -71,10 +71,11 @@ def test_this_host_has_facts() -> None:
 
 @pytest.mark.parametrize("features", [set(), {"avx2"}, {"avx2", "avxvnni"}, {*NAMES}, {"dotprod"}, {"avx512vnni"}])
 def test_the_instruction_set_is_the_one_the_matmul_chooses(features: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetero_ee_cpu_ops import tile_group
+    from hetero_ee_cpu_ops import tile_group, tile_kind
 
-    monkeypatch.setattr(tile_group, "target_has", lambda context, feature: feature in features)
-    emitter = tile_group.Emitter(None, None, 16)
+    for module in (tile_group, tile_kind):
+        monkeypatch.setattr(module, "target_has", lambda context, feature: feature in features)
+    emitter = tile_group.Emitter(None, None, tile_kind.LINEAR)
     chosen = [
         (emitter.has_vnni, "AVX-512 VNNI"),
         (emitter.has_vnni_256, "AVX-VNNI"),
