@@ -180,7 +180,7 @@ def test_unusable_prompts(
         (["-ngl99"], "there is no option -ngl99. Did you mean -ngl 99? See hetero-ee generate --help."),
         (["-ot=a=gpu", "-ngl=x"], "-ngl / --gpu-layers is 'x'"),
         (["-otx=gpu"], "Did you mean -ot x=gpu?"),
-        (["--colour"], "No such option: --colour"),
+        (["--colour"], "No such option"),
         (["--model"], "--model"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
