@@ -1,4 +1,4 @@
-"""What torch, Triton and the GPU's driver raise, told apart: no memory, a device that fails, or neither."""
+"""Classifies errors of torch, Triton and the GPU's driver: out of memory, a failing device, or neither."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,10 +23,12 @@ WAYS_OUT = {
 def driver_errors(
     purpose: str, free_bytes: Callable[[], int], *, device: str = "gpu", n_bytes: int | None = None
 ) -> Iterator[None]:
-    """Inside, errors of the driver become DeviceMemoryError or DeviceLostError; all others stay as they are.
+    """Turn the driver's errors inside the block into DeviceMemoryError or DeviceLostError.
 
-    purpose: what is being done; device: whose memory may run out there, free_bytes: how much of it is free; n_bytes:
-    asked for, None where only torch knows.
+    Args:
+        purpose: The work inside the block, for messages.
+        device: The device whose memory may run out, with free_bytes free.
+        n_bytes: The requested bytes, or None if only torch knows them.
     """
     try:
         yield
@@ -43,7 +45,7 @@ def _is_of_driver(error: RuntimeError) -> bool:
 
 
 def _asked_bytes(error: RuntimeError) -> int | None:
-    """As torch's own message has it."""
+    """Return the requested bytes from torch's own message."""
     found = ASKED.search(str(error))
     return round(float(found[1]) * UNITS[found[2]]) if found else None
 
@@ -63,7 +65,7 @@ def _lost(purpose: str, error: RuntimeError) -> DeviceLostError:
 
 
 def memory_error(device: str, purpose: str, n_bytes: int | None, free_bytes: int) -> DeviceMemoryError:
-    """What to raise where the device has no n_bytes for `purpose`; None: nobody has said how many."""
+    """Return the error for a device without n_bytes for `purpose`; None if their number is unknown."""
     free = f"{max(free_bytes, 0) / MIB:.1f} MiB"
     asked = f"more on the {device.upper()} than the {free} that are free"
     if n_bytes is not None:

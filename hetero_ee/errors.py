@@ -1,4 +1,4 @@
-"""Every error the engine raises on purpose: one sentence that names the thing, the number and the way out."""
+"""All errors that the engine raises on purpose: one sentence that names the thing, the number and the way out."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ class StoreError(HeteroError):
 
 
 class DamagedStoreError(StoreError):
-    """What a store holds was read, and is not what it has to be: a checksum, a size, a value, a manifest's field."""
+    """A store's content is wrong: a checksum, a size, a value, a field of the manifest."""
 
 
 class DiskFullError(StoreError):
-    """There is not enough room on a disk, found before or in the middle of writing; nothing half-written is left."""
+    """A disk has too little space, found before or during writing; nothing half-written is left."""
 
 
 class DeviceMemoryError(HeteroError):
-    """A device has less memory free than was asked for; what was there before is as it was. device: "cpu" or "gpu"."""
+    """A device has too little free memory; its content is unchanged. device: "cpu" or "gpu"."""
 
     def __init__(self, message: str, device: str = "gpu") -> None:
         super().__init__(message)
@@ -36,11 +36,11 @@ class DeviceMemoryError(HeteroError):
 
 
 class DeviceLostError(HeteroError):
-    """A device answers with an error that no later work on it will survive: a fault, a reset, a removed card."""
+    """A device reports an error that no later work on it will survive: a fault, a reset, a removed card."""
 
 
 def shown(value: object) -> str:
-    """A value from outside as a message quotes it: short, whatever it is."""
+    """Return an external value as messages quote it, shortened."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to write out integers of more than 4300 digits
@@ -49,7 +49,7 @@ def shown(value: object) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence on a name that is none: the one that was meant, else all there are."""
+    """Return the end of a sentence about an unknown name: a similar known name, else all known names."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."

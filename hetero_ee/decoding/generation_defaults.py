@@ -1,4 +1,4 @@
-"""What a model's files say of how to generate with it: sampling and the tokens that end a text."""
+"""Generation defaults from a model's files: sampling and end tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,26 +16,34 @@ from hetero_ee.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """generation_config.json; where there is none config.json, which held the same fields and still counts there."""
+    """Fields of generation_config.json or, if there is none, of config.json, which formerly held them."""
 
     file: Path
     values: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises ModelError."""
+        """Read the defaults of a model's folder.
+
+        Raises:
+            ModelError: if the file is invalid.
+        """
         file = find_file(folder, "generation_config.json") or folder / CONFIG_FILE
         return cls(file, read_config_file(file))
 
     def sampling(self) -> SamplingParams:
-        """As it says, as far as that is offered. Raises ModelError for values that make no sense."""
+        """Return the supported sampling parameters.
+
+        Raises:
+            ModelError: if a value is invalid.
+        """
         try:
             return SamplingParams.from_hf({k: v for k, v in self.values.items() if k not in generation_keys.ALL})
         except UsageError as error:
             raise ModelError(f"{self.file}: {error}") from error
 
     def warn_of_ignored(self, context_tokens: int, warn: Callable[[str], None]) -> None:
-        """Says what of it is not offered. context_tokens: the model's own."""
+        """Report the unsupported fields. context_tokens: the model's own."""
         if asked := generation_keys.ignored(self.values, context_tokens):
             warn(
                 f"{self.file.name} asks for {asked}, which hetero_ee does not do; the text may differ from "
@@ -43,7 +51,7 @@ class GenerationDefaults:
             )
 
     def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The first that names any: generation_config.json, config.json, the tokenizer."""
+        """Return the end tokens that generation_config.json, config.json or else the tokenizer names."""
         in_config = read_config_file(self.file.parent).get("eos_token_id")
         for named in (self.values.get("eos_token_id"), in_config, tokenizer.eos_token_id):
             ids = named if isinstance(named, list) else [named]

@@ -1,8 +1,10 @@
-"""Sampling: which token follows, from logits and from noise that depends on the position alone.
+"""Sampling: chooses the next token from logits and from noise that depends only on the position.
 
 Gumbel-max: argmax(logits / temperature + g), g = -log(-log(u)), draws from softmax(logits / temperature). The noise of
-a position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before
-it were computed: a draft can later be checked against the very token that the full model draws. Derived.
+a
+position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before it
+were
+computed: a draft can later be checked against the very token that the full model draws. Derived.
 """
 
 import math
@@ -32,11 +34,15 @@ def choose_token(
     n_prompt_tokens: int = 0,
     allowed: Allowed | None = None,
 ) -> int:
-    """The token at `position`: (vocab,) fp32 logits, every token id before it, -> id. The lowest id wins a tie.
+    """Return the token at `position`, from logits (vocab,) fp32 and every token id before it. The lowest id wins a tie.
 
-    noise: gumbel_noise, from who may have it already. n_prompt_tokens: of the history, the first ones. allowed: the
-    tokens to choose from, one at least; None for all.
-    Raises HeteroError for logits that are not finite: whatever came out would be noise.
+    Args:
+        noise: Computes gumbel_noise or remembers it.
+        n_prompt_tokens: First tokens of the history that are the prompt.
+        allowed: The tokens to choose from, at least one; None for all.
+
+    Raises:
+        HeteroError: if the logits are not finite.
     """
     if not all_finite(logits):
         raise HeteroError(f"the model's logits at position {position} are not finite; its weights may be damaged.")
@@ -49,24 +55,24 @@ def choose_token(
 
 
 class RememberedNoise:
-    """gumbel_noise of drafts' positions, each computed once: where a draft is chosen, then where its token is."""
+    """gumbel_noise of drafts' positions, computed once for choosing the draft and again used for its token."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, int, int], Tensor] = {}
 
     def of_draft(self, n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
-        """As gumbel_noise; kept."""
+        """Return gumbel_noise and keep it."""
         key = n_tokens, seed, sequence, position
         if key not in self._kept:
             self._kept[key] = gumbel_noise(*key)
         return self._kept[key]
 
     def close(self, sequence: int) -> None:
-        """The sequence has ended; what was kept for it goes."""
+        """Drop the noise of a sequence that has ended."""
         self._kept = {key: noise for key, noise in self._kept.items() if key[2] != sequence}
 
     def of_token(self, n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
-        """As gumbel_noise; kept no longer."""
+        """Return gumbel_noise and drop it."""
         key = n_tokens, seed, sequence, position
         return self._kept.pop(key) if key in self._kept else gumbel_noise(*key)
 
@@ -78,20 +84,20 @@ def filtered_scores(
     n_prompt_tokens: int = 0,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """float64 (vocab,) of whose softmax choose_token draws at temperature > 0; -inf for tokens that are left out."""
+    """Return float64 (vocab,) whose softmax choose_token draws from at temperature > 0; -inf for excluded tokens."""
     scores = _only(allowed, _changed(logits, history, params, n_prompt_tokens))
     return _filtered(tempered(scores, params.temperature), params)
 
 
 def _only(allowed: Allowed | None, scores: Tensor) -> Tensor:
-    """-inf for the others. Before temperature and filters, which are then those of the tokens that may follow."""
+    """Set all other tokens to -inf, before temperature and filters, which then apply to the allowed tokens."""
     if allowed is None:
         return scores
     return scores.cpu().masked_fill(torch.from_numpy(~allowed), -math.inf)
 
 
 def _changed(logits: Tensor, history: Sequence[int], params: SamplingParams, n_prompt_tokens: int) -> Tensor:
-    """The repeat penalty first, then what is added, so that an added amount is as large as it says."""
+    """Apply the repeat penalty first, then additive changes, so that these have their full size."""
     if not params.changes_logits:
         return logits
     added = dict(params.logit_bias)
@@ -113,7 +119,7 @@ def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor
 
 
 def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
-    """-inf for every token that top-k, then top-p, then min-p leave out; ties at the edge go to the lowest ids."""
+    """Set every token that top-k, then top-p, then min-p exclude to -inf. Ties at the edge go to the lowest ids."""
     n_kept = len(scores) if params.top_k == 0 else min(params.top_k, len(scores))
     if n_kept == len(scores) and params.top_p == 1 and params.min_p == 0:
         return scores
@@ -130,10 +136,11 @@ def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
-    """Ids of the n_kept greatest, the greatest first, of equals the lowest id.
+    """Return the ids of the n_kept greatest scores, greatest first, lowest id first among equals.
 
-    NumPy's quick partition and quick sort, which don't keep the order of equals, and what puts that right: a tenth of
-    the time of a stable sort of everything.
+    It uses NumPy's fast partition and sort, which don't keep the order of equals, and corrects that: a tenth of the
+    time of a
+    stable sort of everything.
     """
     n_left_out = len(scores) - n_kept
     if n_left_out > 0:

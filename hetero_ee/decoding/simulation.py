@@ -1,4 +1,4 @@
-"""Simulation: what a prompt and its text take on an emulated machine, beside what the planner predicted."""
+"""Simulation: time of a prompt and its text on an emulated machine, with the planner's prediction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 @dataclass(frozen=True, slots=True)
 class LaneTime:
-    """Seconds that one of timeline.LANES was busy for a prompt, and for the text behind it."""
+    """Seconds that one of timeline.LANES was busy for a prompt and for the generated tokens."""
 
     lane: str
     prompt_s: float
@@ -31,9 +31,9 @@ class LaneTime:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Emulated seconds, and those that were predicted. Nothing in here was measured on the machine it names.
+    """Emulated and predicted seconds. Nothing here was measured on the machine it names.
 
-    text: None where only times were asked for. predicted_generation_s: None where nothing tells how good drafts are.
+    text: None if only times were requested. predicted_generation_s: None if the acceptance of drafts is unknown.
     """
 
     hardware: str
@@ -50,12 +50,12 @@ class Simulation:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Emulated."""
+        """Emulated prompt tokens per second."""
         return self.n_prompt_tokens / self.prompt_s if self.prompt_s else 0.0
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Emulated, of the tokens after the first."""
+        """Emulated tokens per second after the first token."""
         return (self.n_generated_tokens - 1) / self.generation_s if self.generation_s else 0.0
 
 
@@ -67,7 +67,7 @@ def of_text(
     statistics: Statistics,
     spans: Sequence[Span],
 ) -> Simulation:
-    """What an emulated engine made of one prompt, the first thing it did. statistics: that the plan was made by."""
+    """Return the simulation of an emulated engine's first request. statistics: those that the plan was made with."""
     return _simulation(
         spec,
         plan,
@@ -83,9 +83,10 @@ def of_text(
 def of_shapes(
     spec: ModelSpec, plan: Plan, profile: HardwareProfile, n_prompt_tokens: int, n_new_tokens: int
 ) -> tuple[Simulation, list[Span]]:
-    """Times alone: every pass of a prompt and a text of these lengths, with nothing computed. And what ran when.
+    """Return the times of a prompt and a text of these lengths, without computing anything, and the spans of all work.
 
-    Raises UsageError where the two are more than the plan's context, or the plan more than the machine.
+    Raises:
+        UsageError: if they exceed the plan's context, or the plan exceeds the machine.
     """
     if n_prompt_tokens + n_new_tokens > plan.context_tokens:
         raise UsageError(
@@ -108,7 +109,7 @@ def of_shapes(
 
 
 def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Callable[[], float]) -> float:
-    """The seconds of the prompt and its first token. Closes the executor."""
+    """Return the seconds of the prompt and its first token. Closes the executor."""
     try:
         sequence, chunk = executor.cache.open_new(), executor.prompt_chunk_tokens
         executor.prompt(
@@ -151,7 +152,7 @@ def _simulation(
 
 
 def lane_times(spans: Sequence[Span], start_s: float, prompt_s: float, generation_s: float) -> tuple[LaneTime, ...]:
-    """How long each lane was busy from start_s on, for that many seconds of prompt and of text."""
+    """Return how long each lane was busy from start_s on, during the prompt's and the text's seconds."""
     middle_s = start_s + prompt_s
     end_s = middle_s + generation_s
     return tuple(

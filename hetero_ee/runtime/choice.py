@@ -1,4 +1,4 @@
-"""The likeliest token of logits with the noise of its position, and how sure it is: what heads on a CPU draft by."""
+"""The likeliest token of logits with its position's noise, and its confidence: how heads on a CPU draft."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
 
 
 def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
-    """Standard Gumbel noise (n_tokens,), float64, the same for the same three numbers whatever was drawn before."""
+    """Return standard Gumbel noise (n_tokens,), float64, a function of (seed, sequence, position)."""
     key, counter = (np.array(words, np.uint64) for words in ((seed, 0), (0, 0, sequence, position)))
     bits = np.random.Philox(key=key, counter=counter).random_raw(n_tokens)
     bits >>= 12
@@ -23,24 +23,24 @@ def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tens
 
 
 def all_finite(logits: Tensor) -> bool:
-    """Whether every one is. A sum that is finite says so, and takes an eighth of the time of looking at each."""
+    """Return whether every logit is finite. A finite sum shows that in an eighth of the time of checking each."""
     return math.isfinite(logits.sum().item()) or bool(torch.isfinite(logits).all())
 
 
 def tempered(scores: Tensor, temperature: float) -> Tensor:
-    """scores / temperature, float64, shifted so that the best is 0: the smallest temperature can't make it infinite."""
+    """Return scores / temperature, float64, shifted so that the best is 0: the smallest temperature can't make it
+    infinite."""
     values = scores.numpy(force=True)
     return torch.from_numpy(values.astype(np.float64)).sub_(float(values.max())).div_(temperature)
 
 
 def confidence_of(logits: Tensor, place: int, judge: Judge | None) -> float:
-    """How sure the choice of logits[place] is: the judge's word, without one the softmax there."""
+    """Return the confidence in the choice of logits[place]: the judge's or, without one, the softmax."""
     return float(torch.softmax(logits, 0)[place]) if judge is None else judge.of_row(logits)
 
 
 def drafted(logits: Tensor, noise: DraftNoise, judge: Judge | None, token_ids: Tensor | None = None) -> Drafted:
-    """The draft that follows by logits (n,) on the CPU. token_ids: int64 (n,), the tokens that they are of; None for
-    all, from 0 on."""
+    """Return the draft from logits (n,) on the CPU. token_ids: int64 (n,), their tokens; None for all, from 0 on."""
     if not all_finite(logits):
         return Drafted(NO_TOKEN, math.nan)
     scores = logits

@@ -1,4 +1,4 @@
-"""What a head is asked for where drafts are made: a token and how sure it is, instead of a vocabulary of logits."""
+"""Requests of drafting to a head: a token and its confidence instead of a vocabulary of logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from torch import Tensor
 from hetero_ee.weights.weight import Weight
 
 NO_TOKEN = -1  # of a row whose logits are not finite
-LEAST_TEMPERATURE = 1e-5  # below it fp32 has no room for the noise beside the logits
+LEAST_TEMPERATURE = 1e-5  # below it fp32 can't represent the noise added to the logits
 
 
 @dataclass(frozen=True, slots=True)
 class DraftNoise:
     """How the token at one position is chosen: with the noise that verification uses there.
 
-    Filters (top-k, top-p, min-p) are left out: without them another token comes out only where verification would not
-    have kept the noisy best, at most 1 - top_p of the time.
+    Filters (top-k, top-p, min-p) are left out. That changes the token only if verification would not have kept the
+    noisy best, at
+    most 1 - top_p of the time.
     """
 
     temperature: float  # 0 is greedy
@@ -36,15 +37,16 @@ class Drafted(NamedTuple):
 
 
 class Judge(Protocol):
-    """Says how sure the likeliest token is, from the logits of the likeliest ones."""
+    """Estimates from the logits of the likeliest tokens whether the best one is right."""
 
     @property
     def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """fp32 (h, 3k), (h,), (h,), (1,): of k logits, their softmax and its change; ReLU and sigmoid."""
+        """The network for GPUs: fp32 (h, 3k), (h,), (h,), (1,); inputs are k logits, their softmax and its change; ReLU
+        and sigmoid."""
         ...
 
     def of_row(self, logits: Tensor) -> float:
-        """The same on the CPU: logits (vocab,) -> 0 to 1, NaN where they are not finite."""
+        """Return the estimate on the CPU from logits (vocab,): 0 to 1, or NaN if they are not finite."""
         ...
 
 
@@ -67,8 +69,8 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftEnd:
-    """From hidden states to drafts: final norm, map, head, judge. To be made once: executors keep what they made of it,
-    by identity."""
+    """From hidden states to drafts: final norm, map, head, judge. Make it once: executors keep derived data by its
+    identity."""
 
     is_normed: bool = False  # the states have passed the final norm, or need none
     state_map: StateMap | None = None
@@ -77,8 +79,8 @@ class DraftEnd:
 
 
 def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
-    """int32 (m, 5) on the CPU, as the GPU's kernels take it: seed, low word first, sequence, position, and the bits of
-    1 / temperature, 0 where it is 0 or so small that the noise no longer counts."""
+    """Return int32 (m, 5) on the CPU for the GPU's kernels: seed, low word first, sequence, position, and the bits of 1
+    / temperature, or 0 if it is 0 or so small that the noise no longer counts."""
     words = np.empty((len(noise), 5), np.int32)
     for row, one in zip(words, noise, strict=True):
         inverse = 0.0 if one.temperature < LEAST_TEMPERATURE else 1 / one.temperature
@@ -89,13 +91,13 @@ def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
 
 
 def drafted_of(rows: Tensor) -> list[Drafted]:
-    """int32 (m, 2) on the CPU, ids and the bits of confidences, as they cross the link."""
+    """Return drafts from int32 (m, 2) on the CPU, ids and the bits of confidences, as transferred."""
     confidences = rows[:, 1].contiguous().view(torch.float32)
     return [Drafted(int(i), float(c)) for i, c in zip(rows[:, 0].tolist(), confidences.tolist(), strict=True)]
 
 
 def drafted_rows(drafted: Sequence[Drafted]) -> Tensor:
-    """The same the other way round."""
+    """Return drafts as int32 (m, 2), the inverse of drafted_of."""
     rows = torch.empty(len(drafted), 2, dtype=torch.int32)
     for row, one in zip(rows, drafted, strict=True):
         row[0] = one.token_id

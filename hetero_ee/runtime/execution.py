@@ -26,7 +26,7 @@ from hetero_ee.runtime.streaming.weight_streams import WeightStreams, streamed_b
 from hetero_ee.weights.model_weights import ModelWeights
 
 TOKEN_ID = 0  # of warm-up passes
-Layers = tuple[int, ...]  # those whose keys and values lie on a device
+Layers = tuple[int, ...]  # those whose keys and values are on a device
 
 
 def open_plan(
@@ -37,9 +37,11 @@ def open_plan(
     make_cpu: Callable[[Layers], HostExecutor],
     make_gpu: Callable[[Layers], BlockExecutor] | None = None,
 ) -> PlannedExecutor:
-    """What runs the plan on this machine. To be closed. make_gpu: make_cpu where None, for a GPU that is emulated.
+    """Return an executor of the plan on this machine, to be closed. make_gpu: None for make_cpu, for an emulated GPU.
 
-    Raises UsageError for a plan of another model, DeviceMemoryError where a device lacks what the plan takes.
+    Raises:
+        UsageError: if the plan is for another model.
+        DeviceMemoryError: if a device has too little memory for the plan.
     """
     check_fits(plan, spec)
     route = Route(plan, decoder_blocks(spec))
@@ -98,12 +100,12 @@ def _streams(
 
 
 def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:
-    """Keys and values of these layers in the CPU's memory."""
+    """Return the KV cache of these layers in the CPU's memory."""
     return CpuKvCache(len(layers), spec.n_kv_heads, spec.head_dim, plan.context_tokens, layers, kind=plan.kv_type)
 
 
 def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation]:
-    """Every byte of the plan, claimed; `opened` gives it back."""
+    """Claim every byte of the plan; `opened` releases it."""
     devices: dict[str, Device] = {CPU: machine.cpu} | ({GPU: machine.gpu} if machine.gpu is not None else {})
     claims = []
     for term in plan.memory:
@@ -114,13 +116,15 @@ def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation
 
 
 def warmed_up(executor: PlannedExecutor) -> PlannedExecutor:
-    """The executor, after a warm-up: a whole chunk of a prompt through all blocks, and every number of tokens that the
-    plan's verifications take.
+    """Return the executor after a warm-up: a whole prompt chunk through all blocks, and every verification size of the
+    plan.
 
-    What the first long prompt would have no memory for fails at once; kernels are compiled and graphs recorded on the
-    way, so that the first steps of a text need not; nothing stays in the cache. A plan without a GPU is left as it is:
-    the CPU's memory is not refused a pass, and opening would take as long as a prompt. Raises what the passes raise,
-    DeviceMemoryError where memory runs out, and has closed the executor then.
+    Missing memory for a long prompt then shows at once, and kernels are compiled and graphs recorded. Nothing stays in
+    the cache. A
+    plan without a GPU skips this: the CPU's memory does not refuse a pass, and opening would take as long as a prompt.
+
+    Raises:
+        DeviceMemoryError: if memory runs out. The executor is then closed, as after any error of the passes.
     """
     if not executor.plan.n_bytes(GPU):
         return executor
@@ -146,13 +150,13 @@ def _pass_largest(executor: PlannedExecutor) -> None:
 
 
 def _longest_verification(plan: Plan) -> int:
-    """Tokens. Draft sequences are as long as their stop rule likes, see speculation/opening.py."""
+    """Return the tokens of the longest verification. Stop rules limit draft sequences, see speculation/opening.py."""
     return min(max(plan.draft_length, BEST_OF_DRAFTS if plan.drafts == SEQUENCE else 1), MAX_DECODE_TOKENS)
 
 
 def _pass_step(executor: PlannedExecutor, batch: Batch) -> None:
-    """As drafted and verified: to the plan's exit layer, where it has one, and on from there. With as many rows as a
-    verification has, also up to the exit layer: so many texts draft at once."""
+    """Run one draft and verification: to the plan's exit layer, if it has one, and on from there. With the rows of a
+    verification also up to the exit layer, since that many sequences may draft at once."""
     every, exit_layer = range(executor.spec.n_layers), executor.plan.exit_layer or 0
     hidden = None
     for layers in (every[:exit_layer], every[exit_layer:]):

@@ -1,4 +1,4 @@
-"""Growth: larger plans for a context that nobody asked for, made when a text needs more tokens than it holds."""
+"""Growth: larger plans for a default context, made when a request needs more tokens than it holds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,22 +7,22 @@ from functools import partial
 from hetero_ee.planning.context import grown
 from hetero_ee.planning.plan import Plan
 
-SAME_SPEED = 0.01  # a smaller change of the rate is none
+SAME_SPEED = 0.01  # smaller changes of the rate are not reported
 
 
 @dataclass(slots=True)
 class Growth:
-    """What an executor grows by. Planning is not tried again for what it has refused."""
+    """How an executor's context grows. Refused plans are not tried again."""
 
-    plan_for: Callable[[Plan, int], Plan]  # one for so many tokens in place of this; raises UsageError
-    token_s: Callable[[Plan, int], float | None]  # expected seconds of a token of a text after so many
+    plan_for: Callable[[Plan, int], Plan]  # replaces this plan by one for that many tokens; raises UsageError
+    token_s: Callable[[Plan, int], float | None]  # expected seconds per token after that many tokens
     most_tokens: int  # the model's own context
     warn: Callable[[str], None]  # told in a sentence of each growth
     refused_tokens: int | None = None
     outgrown: list[int] = field(default_factory=list)  # contexts that were too short
 
     def larger(self, plan: Plan, n_tokens: int) -> Plan | None:
-        """A plan for n_tokens at least; None where this one is enough, or none can be made."""
+        """Return a plan for at least n_tokens, or None if this one suffices or none can be made."""
         if n_tokens <= plan.context_tokens or (self.refused_tokens is not None and n_tokens >= self.refused_tokens):
             return None
         found = grown(partial(self.plan_for, plan), plan.context_tokens, n_tokens, self.most_tokens)
@@ -31,7 +31,7 @@ class Growth:
         return found
 
     def tell(self, before: Plan, after: Plan) -> None:
-        """Says that the one is run in place of the other."""
+        """Report that one plan replaces the other."""
         self.outgrown.append(before.context_tokens)
         depth = before.context_tokens
         old_s, new_s = self.token_s(before, depth), self.token_s(after, depth)

@@ -1,4 +1,4 @@
-"""Where the CPU kernels' compiled form is kept: a folder that nobody else may write to, whose files are checked."""
+"""The cache of compiled CPU kernels: a folder that only its owner may write to, whose files are checked."""
 
 import hashlib
 import os
@@ -17,9 +17,9 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def kernel_cache_folder(cache: Path) -> Path:
-    """One folder for each state of the kernels' sources, so that an edit can't meet what was compiled before it.
+    """Return the folder for this state of the kernels' sources, so that an edit never meets older compiled code.
 
-    What lies in it is keyed by the compilers' versions, CPU name and features besides, but not by imported modules.
+    Its files are also keyed by the compilers' versions, CPU name and features, but not by imported modules.
     """
     spec = find_spec("hetero_ee_cpu_ops")
     assert spec is not None and spec.origin is not None
@@ -31,7 +31,7 @@ def kernel_cache_folder(cache: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class KernelCache:
-    """A folder of compiled kernels; filled once what a first token needs has been compiled into it."""
+    """A folder of compiled kernels. It is filled once everything that a first token needs has been compiled."""
 
     folder: Path
     is_trusted: bool = True  # False: nothing is read or written there, and each process compiles for itself
@@ -39,11 +39,11 @@ class KernelCache:
 
     @property
     def keeps(self) -> bool:
-        """Whether what is compiled now is there at the next start."""
+        """Whether code compiled now is kept for the next start."""
         return self.is_trusted and self.is_writable
 
     def is_filled(self) -> bool:
-        """Whether all that was there when it was filled still is."""
+        """Whether all files that existed when it was filled still exist."""
         try:
             names = (self.folder / FILLED_FILE).read_text(encoding="ascii").split()
         except (OSError, UnicodeDecodeError):
@@ -51,7 +51,12 @@ class KernelCache:
         return self.is_trusted and all((self.folder / name).is_file() for name in names)
 
     def set_filled(self) -> None:
-        """Raises DiskFullError, and StoreError for another trouble with the disk."""
+        """Mark the cache as filled.
+
+        Raises:
+            DiskFullError: if the disk is full.
+            StoreError: if it can't be written otherwise.
+        """
         from hetero_ee_cpu_ops.kernel_files import SUFFIX
 
         if self.keeps:
@@ -61,10 +66,11 @@ class KernelCache:
 
 
 def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCache:
-    """Makes compiled kernels be kept below `cache`; call before the first one runs.
+    """Keep compiled kernels below `cache`. Call this before the first kernel runs.
 
-    Damaged files are removed, to be compiled again. A folder that can't be trusted is not used: then each process
-    compiles for itself, as it does what is missing in one that can't be written to. progress: is told in a sentence.
+    Damaged files are removed and compiled again. An untrusted folder is not used, and a read-only one gets no new
+    files: each
+    process then compiles for itself. `progress` receives a sentence about it.
     """
     import numba
 
@@ -91,7 +97,7 @@ def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCac
 
 
 def _problem(folder: Path) -> str:
-    """Why compiled code there can't be trusted, made private where it is new; empty where it can."""
+    """Return why compiled code in the folder can't be trusted, or an empty string. A new folder is made private."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -109,7 +115,8 @@ def _problem(folder: Path) -> str:
 
 
 def _remove_damaged(folder: Path) -> int:
-    """How many there were. What a process that was killed left unfinished goes too, but is no damage."""
+    """Remove damaged files and return their number. Unfinished files of killed processes are removed too, but not
+    counted."""
     from hetero_ee_cpu_ops.kernel_files import SUFFIX, is_unfinished, read_kernel
 
     n_damaged = 0

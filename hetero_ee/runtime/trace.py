@@ -1,4 +1,4 @@
-"""A trace of what the devices and the link did when: Chrome's JSON, for chrome://tracing and Perfetto."""
+"""Traces of the devices' and the link's work over time: Chrome's JSON, for chrome://tracing and Perfetto."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -26,22 +26,22 @@ MICROSECONDS = 1e6
 
 
 class SpanRecorder:
-    """Collects the spans of devices that run by the wall clock."""
+    """Collects spans of devices that run by the wall clock."""
 
     def __init__(self) -> None:
         self._found: list[Callable[[], Span]] = []
 
     def add(self, span: Span) -> None:
-        """A span that is over."""
+        """Add a finished span."""
         self._found.append(lambda: span)
 
     def add_later(self, span: Callable[[], Span]) -> None:
-        """A span whose times are known when its work is through; `span` is called when spans are asked for."""
+        """Add a span whose times are known once its work is finished; `span` is called when spans are requested."""
         self._found.append(span)
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """What is recorded inside is dropped."""
+        """Drop spans recorded inside the block."""
         n_before = len(self._found)
         try:
             yield
@@ -49,19 +49,21 @@ class SpanRecorder:
             del self._found[n_before:]
 
     def spans(self) -> list[Span]:
-        """Everything recorded, by beginning; the devices must be through with it."""
+        """Return all spans by start time. The devices must have finished."""
         return sorted((span() for span in self._found), key=lambda span: span.start_s)
 
 
 def write_trace(file: Path, spans: Iterable[Span], title: str) -> None:
-    """Writes the spans to `file`, whole or not at all. title: what the trace is of.
+    """Write the spans to `file`, completely or not at all, under this title.
 
-    Raises UsageError where the file can't be written, DiskFullError where its disk is full.
+    Raises:
+        UsageError: if the file can't be written.
+        DiskFullError: if its disk is full.
     """
     text = json.dumps({"traceEvents": [*_names(title), *map(_event, spans)], "displayTimeUnit": "ms"})
     target = file.resolve()
     if target.exists() and not target.is_file():
-        raise UsageError(f"the trace can't be written to {file}, which is no plain file; name another one.")
+        raise UsageError(f"the trace can't be written to {file}, which is not a regular file; name another one.")
     try:
         write_whole(text, target)
     except OSError as error:
@@ -74,7 +76,7 @@ def write_trace(file: Path, spans: Iterable[Span], title: str) -> None:
 
 
 def _names(title: str) -> Iterator[dict[str, Any]]:
-    """What viewers call the process and its lanes, and the lanes' order."""
+    """Return the events that name the process and its lanes, and order the lanes."""
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": title}}
     for thread, lane in enumerate(LANES):
         place = {"ph": "M", "pid": PROCESS, "tid": thread}

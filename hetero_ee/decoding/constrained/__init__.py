@@ -1,1 +1,1 @@
-"""Texts that keep to a grammar: what may follow at each place, and what must."""
+"""Constrained output: which tokens may follow, and which must."""

@@ -1,8 +1,10 @@
-"""Constraint: what a grammar lets follow in one text, by llguidance's matcher.
+"""Constraint: the tokens that a grammar allows next in one text, by llguidance's matcher.
 
-A text may be asked about with drafts after it, and then without them: what was found for the longer one is kept until
-it turns out otherwise, so that a verification finds the masks that its drafts were chosen under. Where the grammar
-forces bytes, the mask leaves the one token that the tokenizer would begin them with, so that forced tokens are certain.
+A text may be queried with drafts after it, and then without them. What was found for the longer one is kept until it
+turns
+out otherwise, so that a verification finds the masks of its drafts. If the grammar forces bytes, the mask leaves only
+the
+token that the tokenizer would begin them with, so that forced tokens are certain.
 """
 
 from collections.abc import Sequence
@@ -17,9 +19,10 @@ MAX_MASKS = 32  # kept of the latest places: more than a draft-verify step has
 
 
 class Constraint:
-    """One text's; for one thread. Some 20 to 120 microseconds a token (demo model, a busy 2-core Zen 4, 2026-11-24).
+    """The constraint of one text, for one thread. 20 to 120 microseconds per token (demo model, a busy 2-core Zen 4,
+    2026-11-24).
 
-    matcher: at its beginning, nobody else's. n_tokens: the model's vocabulary. banned: tokens that may not end it.
+    matcher: at its beginning, not shared. n_tokens: the model's vocabulary. banned: tokens that may not end the text.
     """
 
     def __init__(self, matcher: LLMatcher, n_tokens: int, banned: Sequence[int] = ()) -> None:
@@ -28,9 +31,10 @@ class Constraint:
         self._masks: dict[int, NDArray[np.bool_]] = {}  # by the number of tokens before them
 
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """(vocab,), after these tokens of the text: which may follow. After the last one those that end a text.
+        """Return a mask (vocab,) of the tokens that may follow these. After the end, it has the end tokens.
 
-        Raises HeteroError where the grammar takes too much memory or time to go on.
+        Raises:
+            HeteroError: if the grammar needs too much memory or time.
         """
         generated = list(generated)
         known = self._masks.get(len(generated))
@@ -50,7 +54,7 @@ class Constraint:
         return mask
 
     def forced(self, generated: Sequence[int]) -> list[int]:
-        """The tokens that must follow these ones, as far as there is no choice."""
+        """Return the tokens that must follow these, as far as there is no choice."""
         self._go_to(list(generated))
         found = self._matcher.compute_ff_tokens()
         return found if max(found, default=0) < self._n_tokens else []
@@ -67,7 +71,7 @@ class Constraint:
         return self._taken[: len(generated)] == generated
 
     def _go_to(self, generated: list[int]) -> None:
-        """The matcher behind these tokens, each of which was allowed there."""
+        """Move the matcher behind these tokens, each of which was allowed."""
         n_common = len(self._taken)
         if generated[:n_common] != self._taken:
             pairs = enumerate(zip(self._taken, generated, strict=False))

@@ -1,4 +1,4 @@
-"""Grammars: what sampling parameters ask a text to keep to, compiled by llguidance for one model's tokenizer."""
+"""Grammars of sampling parameters, compiled by llguidance for one model's tokenizer."""
 
 import json
 import re
@@ -26,10 +26,10 @@ UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class Grammars:
-    """Of one model. For several threads."""
+    """Grammars of one model. For several threads."""
 
     def __init__(self, tokenizer_json: Callable[[], str], n_tokens: int, end_token_ids: Collection[int]) -> None:
-        """tokenizer_json: as in tokenizer.json, asked for once. n_tokens: the model's vocabulary."""
+        """Take a tokenizer. tokenizer_json: content of tokenizer.json, read once. n_tokens: the model's vocabulary."""
         self._tokenizer_json, self._n_tokens = tokenizer_json, n_tokens
         self._end_token_ids = sorted(end_token_ids)
         self._tokenizer: LLTokenizer | None = None
@@ -37,9 +37,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, params: SamplingParams) -> "Constraint | None":
-        """A new text's; None where it may say anything. Compiles each grammar once, which may take a second.
+        """Return a new text's constraint, or None without one. Compiles each grammar once, which may take a second.
 
-        Raises UsageError for a grammar or schema that is none, or asks for what can't be held to.
+        Raises:
+            UsageError: if a grammar or schema is invalid or can't be enforced.
         """
         if not params.is_constrained:
             return None
@@ -98,7 +99,11 @@ class Grammars:
 
 
 def _grammar_text(params: SamplingParams) -> str:
-    """As llguidance takes it. Raises ValueError."""
+    """Return the grammar in llguidance's format.
+
+    Raises:
+        ValueError: if a schema is invalid.
+    """
     from llguidance import LLMatcher, grammar_from
 
     if params.json_schema is not None:
@@ -108,7 +113,7 @@ def _grammar_text(params: SamplingParams) -> str:
 
 
 def _reason(error: str) -> str:
-    """The rest of a sentence."""
+    """Return the rest of a sentence about the error."""
     if found := UNIMPLEMENTED.search(error):
         names = ", ".join(json.loads(f"[{found[1]}]"))
         return f"asks for {names}, which a text can't be held to here; leave that out"
@@ -116,7 +121,7 @@ def _reason(error: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    """The first line, and of a message of several the one that says what is wrong."""
+    """Return the first line, or in a message of several lines the one with the reason."""
     first, *others = [line.strip() for line in text.splitlines() if line.strip()] or ["it is refused"]
     line = " ".join([first, *(each for each in others if each.startswith("error:"))])[:300].rstrip(" .;:")
     return line if line.isprintable() else ascii(line)[1:-1]
