@@ -138,7 +138,7 @@ def test_wrong_operands_are_refused() -> None:
         with pytest.raises(ValueError, match="Activations are"):
             matmul(wrong, weight)
     for out in (torch.empty(2, 32), torch.empty(2, 16, dtype=torch.float64), torch.empty(16, 2).T):
-        with pytest.raises(ValueError, match="out is"):
+        with pytest.raises(ValueError, match="Output"):
             matmul(x, weight, out.to(DEVICE))
 
 
@@ -157,7 +157,7 @@ def test_wrong_matrices_are_refused() -> None:
         (tiles, scales, 0, codebook, 33),
         (tiles, scales, 0, codebook, 16),
     ):
-        with pytest.raises(ValueError, match=r"tiles|scales"):
+        with pytest.raises(ValueError, match=r"(?i)tiles|scales"):
             TileMatrix(*arguments)
 
 

@@ -178,7 +178,7 @@ def test_wrong_matrices_are_refused() -> None:
     good = torch.from_numpy(codes), torch.from_numpy(scales), 0, FITTED, 64
     for wrong, message in (
         ((good[0][:, :16], *good[1:]), "Codes are"),
-        ((good[0], good[1].float(), *good[2:]), "scales are"),
+        ((good[0], good[1].float(), *good[2:]), "Scales are"),
         ((*good[:3], (-64, *FITTED[1:]), 64), "codebook"),
         ((*good[:4], 100), "Codes are"),
         ((good[0].T.contiguous().T, *good[1:]), "contiguous"),
