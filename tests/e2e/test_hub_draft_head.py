@@ -33,8 +33,8 @@ def test_the_first_use_downloads_two_files_and_the_second_nothing(hub: Hub, tmp_
             {"config.json": b"{}", "pytorch_model.bin": b"useless"},
             r"pytorch_model\.bin.*never read.*convert_draft",
         ),
-        ({"config.json": b"{}"}, r"holds no model\.safetensors, a draft head's weights"),
-        ({"model.safetensors": b"useless"}, r"holds no config\.json"),
+        ({"config.json": b"{}"}, r"has no model\.safetensors, a draft head's weights"),
+        ({"model.safetensors": b"useless"}, r"has no config\.json"),
     ],
 )
 def test_what_is_no_head_is_refused_before_it_is_downloaded(hub: Hub, files: dict[str, bytes], words: str) -> None:

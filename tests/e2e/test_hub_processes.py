@@ -78,7 +78,7 @@ def test_without_the_hub_it_says_so_and_goes_on(
     monkeypatch.setattr(constants, "ENDPOINT", DEAD_ADDRESS)
     ended = cli("generate", PROMPT, "-m", ID, *PLAIN)
     assert (ended.code, ended.out) == (0, said)
-    assert ended.err.startswith(f"localhost:9 can't be asked; using {ID} as it is in the cache.\n[ prompt")
+    assert ended.err.startswith(f"localhost:9 cannot be reached; using {ID} from the cache.\n[ prompt")
 
 
 @pytest.mark.parametrize(

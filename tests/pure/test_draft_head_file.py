@@ -62,7 +62,7 @@ def test_what_a_head_may_have_beside_them(tmp_path: Path, dtype: torch.dtype) ->
         ({"vocab_size": 32000}, ["vocabulary of 32000", f"model {VOCAB}"]),
         ({"hidden_size": 96}, ["hidden size of 96", f"model {HIDDEN}"]),
         ({"num_hidden_layers": 2}, ["num_hidden_layers is 2", "has 1"]),
-        ({"mlp_bias": True}, ["no layer that a draft head can have"]),
+        ({"mlp_bias": True}, ["not a layer that a draft head can have"]),
         ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, ["Qwen3ForCausalLM"]),
         ({"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 9}, ["OPTForCausalLM"]),
         ({"hidden_size": "many"}, ["hidden_size", "'many'"]),

@@ -253,5 +253,5 @@ def test_a_transfer_is_half_the_way_there_and_back() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
 def test_without_a_gpu() -> None:
     assert cuda_platform(None) is None
-    with pytest.raises(RuntimeError, match=r"torch .* for .* can't use it"):
+    with pytest.raises(RuntimeError, match=r"torch .* for .* cannot use it"):
         cuda_platform("NVIDIA GeForce RTX 3060")

@@ -153,7 +153,7 @@ def test_what_is_no_grammar_is_refused(grammars: Grammars, grammar: str) -> None
 
 
 def test_a_grammar_and_a_schema_are_one_too_many() -> None:
-    with pytest.raises(UsageError, match="keeps to one of them"):
+    with pytest.raises(UsageError, match="are both given; leave one out"):
         SamplingParams(json_schema=PERSON, grammar="start: /a/")
     with pytest.raises(UsageError, match="expected a JSON Schema that is an object"):
         SamplingParams(json_schema="[]")

@@ -89,7 +89,7 @@ def test_features_count_the_change_since_the_exit_layer_evaluated_last() -> None
 def test_tokens_are_drawn_over_every_first_exit_layer_and_every_gap() -> None:
     n_exit_layers, m = 5, 600
     partial = some_logits(n_exit_layers, m, seed=2)
-    features, is_right, took = partial.drawn(np.random.default_rng(3))
+    features, is_right, took = partial.sampled(np.random.default_rng(3))
     for exit_layer in range(2, n_exit_layers + 1):
         pairs = [(first, previous) for first in range(1, exit_layer) for previous in range(first, exit_layer)]
         counts = dict.fromkeys(pairs, 0)
@@ -104,7 +104,7 @@ def test_tokens_are_drawn_over_every_first_exit_layer_and_every_gap() -> None:
 
 def test_the_same_seed_draws_the_same_tokens() -> None:
     partial = some_logits(4, 50)
-    one, same, other = (partial.drawn(np.random.default_rng(seed))[0] for seed in (1, 1, 2))
+    one, same, other = (partial.sampled(np.random.default_rng(seed))[0] for seed in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
     assert (one != other).any()
 
