@@ -238,7 +238,7 @@ def test_where_the_template_comes_from(own_tiny: Path) -> None:
     (own_tiny / "tokenizer_config.json").write_text(config.replace("{", "{" + named % "rag" + ",", 1))
     with (
         Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine,
-        pytest.raises(ModelError, match=r"2 chat templates.*none of them named default"),
+        pytest.raises(ModelError, match=r"2 chat templates.*none of them called default"),
     ):
         engine.chat()
 

@@ -226,4 +226,4 @@ def test_a_search_without_a_hub_ends_in_a_sentence(
     assert "offline" in cli("search", "qwen3", "--offline").err
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", DEAD_ADDRESS)
     ended = cli("search", "qwen3")
-    assert refused(ended, cache) == 1 and "localhost:9 can't be reached" in ended.err
+    assert refused(ended, cache) == 1 and "localhost:9 cannot be reached" in ended.err

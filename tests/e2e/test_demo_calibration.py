@@ -80,7 +80,7 @@ def test_it_is_refused_for_another_model(copy: Path, tmp_path: Path, change: str
     elif change == "configuration":
         config = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
-    with pytest.raises(StoreError, match=r"other weights than these; run hetero-ee calibrate"):
+    with pytest.raises(StoreError, match=r"another model or other weights; run hetero-ee calibrate"):
         place(copy, tmp_path / "store", "rtn" if change == "quantizer" else None).find()
 
 

@@ -195,7 +195,7 @@ def test_no_body_makes_the_server_fail(server: RunningServer) -> None:
         ({"n_slots": 0}, "n_slots is 0"),
         ({"api_key": ""}, "api_key is empty"),
         ({"api_key": "caf\xe9"}, "api_key is empty"),
-        ({"cors_origins": ("*",)}, "cors_origin is"),
+        ({"cors_origins": ("*",)}, "cors_origins is"),
         ({"request_timeout_s": 0.0}, "request_timeout_s is 0"),
     ],
 )
