@@ -157,7 +157,7 @@ def test_a_grammar_and_a_schema_are_one_too_many() -> None:
         SamplingParams(json_schema=PERSON, grammar="start: /a/")
     with pytest.raises(UsageError, match="expected a JSON Schema that is an object"):
         SamplingParams(json_schema="[]")
-    with pytest.raises(UsageError, match="expected text"):
+    with pytest.raises(UsageError, match="expected some text"):
         SamplingParams(grammar=3)  # type: ignore[arg-type]
 
 
