@@ -55,7 +55,7 @@ class NormalEquations:
         return torch.cholesky_solve(self.targets, torch.linalg.cholesky(self.products + self._penalty(ridge)))
 
     def energy(self, ridge: float) -> Tensor:
-        """Return the centred S of the features with the ridge added, (hidden, hidden)."""
+        """Return the centred Gram matrix of the features with the ridge on its diagonal, (hidden, hidden)."""
         sums, inner = self.products[-1, :-1], self.products[:-1, :-1]
         return inner - torch.outer(sums, sums) / self.products[-1, -1] + self._penalty(ridge)[:-1, :-1]
 

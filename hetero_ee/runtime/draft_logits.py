@@ -32,7 +32,7 @@ class DraftLogits:
         return self._logits.finish(ops, ops.linear(self._mapped(ops, x), self._head, LOGITS))
 
     def some(self, ops: Ops, x: Array, token_ids: Any) -> Array:
-        """Return the logits (m, k) of chosen tokens, each row its own. Only the model's head is sliced."""
+        """Return the logits (m, k) of the tokens `token_ids` (m, k). Only for ends that use the model's own head."""
         return self._logits.finish(ops, ops.sliced_head(self._mapped(ops, x), self._head, token_ids))
 
     def _mapped(self, ops: Ops, x: Array) -> Array:

@@ -39,7 +39,7 @@ class SpeculationSwitch:
     _held: float = HELD_TOKENS
 
     def ended(self, seconds: float, n_tokens: int) -> None:
-        """Record a step of the kind that `drafts` names: its seconds and emitted tokens."""
+        """Record a finished step, which drafted if `self.drafts` is set: its seconds and emitted tokens."""
         if not self._is_cold:
             kind = self._kinds[self.drafts]
             kind.seconds, kind.tokens = kind.seconds + seconds, kind.tokens + n_tokens

@@ -110,7 +110,7 @@ class Checkpoint:
         return all_tensors(decoder_blocks(self.spec))
 
     def _neuron_order(self, name: str) -> Tensor | None:
-        """Return the order of gate and up's neurons if down's columns are sorted by their groups, else None."""
+        """Return the order for gate's and up's neurons if down's columns are grouped, else None."""
         prefix, _, short = name.removesuffix("_bias").rpartition(".")
         if not prefix.endswith(".ffn") or short not in ("gate_up", "up"):
             return None

@@ -58,7 +58,7 @@ def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
 
 
 def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
-    """Load the checkpoint's weights unquantized, fp32; those saved as fp32 are mapped.
+    """Load the checkpoint's weights unquantized, as fp32. Tensors saved as fp32 are mapped from the file.
 
     A file of which only rights or names changed counts as unchanged.
     """

@@ -116,7 +116,7 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
     profile = options.get("profile") or read_settings().value("profile")
     if placed.asking and placed.plan is None and profile == OFF:
         raise UsageError(
-            f"{placed.asking} needs a plan, and the setting profile is off; drop {placed.asking}, or set it to auto."
+            f"{placed.asking} needs a plan, and profile is off; drop {placed.asking}, or set profile to auto."
         )
     with ending_at_once():
         from hetero_ee.engine import Engine

@@ -70,7 +70,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Plan that was run."""
+    """A plan, and what was measured when it ran."""
 
     spec: "ModelSpec"
     plan: "Plan"

@@ -202,7 +202,7 @@ class BlockExecutor(HeadExecutor, Protocol):
         ...
 
     def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
-        """Return what the block adds to the hidden states, without its norms and scale: (m, K) -> (m, hidden).
+        """Return the mixer's output (m, hidden) for its normed input x (m, K), before any post-norm and residual scale.
 
         The batch is admitted already.
         """

@@ -152,7 +152,7 @@ class ReplanningExecutor(Executor):
             self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
 
     def _taken(self, chunks: Iterable[Batch], taken: list[Batch]) -> Iterator[Batch]:
-        """The chunks, remembered one by one as they are asked for, and put into the list."""
+        """Yield `chunks` and append each to `taken`, so that they can be run again."""
         for batch in chunks:
             self._remember(batch)
             taken.append(batch)

@@ -54,7 +54,7 @@ class NestedQuantState(QuantState):
 
 @dataclass(frozen=True, slots=True)
 class FourBitMatrix:
-    """A SavedMatrix in 4 bits with its headers and its state checked."""
+    """A SavedMatrix in bitsandbytes' 4 bits, whose headers and quantization state were checked."""
 
     name: str
     shape: tuple[int, int]

@@ -164,7 +164,7 @@ def _shape_samples(
 def probe_calls(
     platform: GpuPlatform, calls: Sequence[Work], n_parts: int, is_capturable: bool, sampling: Sampling
 ) -> tuple[float, ...]:
-    """Return the seconds of 1 / n_parts of all the calls, made one after the other."""
+    """Time all calls, made one after the other, and return each repeat's seconds divided by n_parts."""
 
     def everything() -> None:
         for call in calls:
