@@ -110,7 +110,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a picture of another kind": (["--plot", "modes.jpg"], "expected a name that ends in .png or .svg"),
     "no such hardware": (["--hardware", "abacus"], "is not a shipped profile"),
     "two machines": (["--hardware", LAPTOP, "--profile", "off"], "drop one of them"),
-    "a plan while there is none": (["--prompts", "2", "-ngl", "2"], "the setting profile is off"),
+    "a plan while there is none": (["--prompts", "2", "-ngl", "2"], "and profile is off"),
 }
 
 

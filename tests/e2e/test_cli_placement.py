@@ -83,7 +83,7 @@ def test_nothing_is_measured_or_planned_where_the_setting_says_off(
     assert ended.err == "" or "Measuring" not in ended.err
     assert not data.exists()
     refusal = cli("generate", *ARGUMENTS, "--mode", "exact")
-    assert refusal.code == 2 and "--mode needs a plan, and the setting profile is off" in refusal.err
+    assert refusal.code == 2 and "--mode needs a plan, and profile is off" in refusal.err
 
 
 def test_a_kept_profile_makes_a_plan_that_may_be_exact(cli: Cli, kept: Path, story: str) -> None:
