@@ -36,7 +36,6 @@ class Fields:
         return name in self._values and self._values[name] is None
 
     def names(self) -> list[str]:
-        """Return the names of all fields."""
         return list(self._values)
 
     def integer(self, name: str, default: int | None = None, smallest: int = 1, largest: int = MAX_SIZE) -> int:
@@ -52,7 +51,6 @@ class Fields:
         return float(value)
 
     def optional_integer(self, name: str) -> int | None:
-        """Return the integer, or None if the field is missing or null."""
         return None if self.get(name) is None else self.integer(name)
 
     def refuse_flag(self, name: str, what: str) -> None:

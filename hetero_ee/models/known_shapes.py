@@ -1,12 +1,14 @@
 """Shapes of well-known models, for planning and timing without their weights."""
 
-from typing import Any
-
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.hf_config import spec_from_hf
 from hetero_ee.models.spec import ModelSpec
 
-# hidden, ffn, layers, heads, KV heads, vocabulary, context. Source: the models' published config.json files.
+FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+# Source: the models' published config.json files.
 SHAPES = {
     "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000, 2048),
     "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
@@ -19,15 +21,4 @@ def known_spec(name: str) -> ModelSpec:
     """Return the shapes of the model called `name`. Raises UsageError."""
     if name not in SHAPES:
         raise UsageError(f"{shown(name)} is not a model with known shapes; choose one of {', '.join(SHAPES)}.")
-    hidden, ffn, layers, heads, kv_heads, vocabulary, context = SHAPES[name]
-    config: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": context,
-    }
-    return spec_from_hf(config, name)
+    return spec_from_hf({"model_type": "llama", **dict(zip(FIELDS, SHAPES[name], strict=True))}, name)

@@ -70,11 +70,9 @@ class ModelSpec:
         return replace(self, int8_matrices=(), zero_point_matrices=())
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """Return the rotary embedding of that layer's queries and keys."""
         return self.rope if self.layer_ropes is None else self.layer_ropes[layer]
 
     def layer(self, layer: int) -> LayerSpec:
-        """Return the definition of one layer."""
         if self.own_layers and (own := self.own_layers[layer]) is not None:
             return own
         attention = AttentionSpec(
@@ -105,7 +103,6 @@ class ModelSpec:
 
     @property
     def embedding(self) -> EmbeddingSpec:
-        """Return what defines the embedding."""
         return EmbeddingSpec(self.hidden_size, self.learned_position_offset or 0, self.embedding_scale)
 
     @property
@@ -115,17 +112,14 @@ class ModelSpec:
 
     @property
     def norms(self) -> NormSpec:
-        """Return the kind of the hidden states' norms."""
         return NormSpec(self.norm, self.norm_eps)
 
     @property
     def ropes(self) -> set[RopeSpec]:
-        """All that any layer has."""
         return set(self.layer_ropes or (self.rope,)) - {None}  # type: ignore[return-value]
 
     @property
     def query_size(self) -> int:
-        """Features of all query heads."""
         return self.n_heads * self.head_dim
 
     @property

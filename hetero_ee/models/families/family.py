@@ -9,12 +9,13 @@ from hetero_ee.models.spec import ModelSpec
 
 MAX_LAYERS = 1000
 FULL, SLIDING = "full_attention", "sliding_attention"
+TANH_GELU = "gelu_pytorch_tanh"
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    TANH_GELU: "gelu_tanh",
     "relu": "relu",
     "fatrelu": "fatrelu",
 }
@@ -63,6 +64,11 @@ def read_layer_kinds(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
 
 def sliding_windows(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def read_window(fields: Fields) -> int | None:
+    """Return the window: null means none; a missing field means the class's default, as in Mistral's first release."""
+    return None if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096)
 
 
 def activation(fields: Fields, field: str, default: str) -> tuple[str, float]:

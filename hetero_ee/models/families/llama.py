@@ -18,6 +18,25 @@ TENSOR_NAMES = {
     "final_norm.norm": ("model.norm",),
     "head.tokens": ("lm_head",),
 }
+NORMED_HEADS = TENSOR_NAMES | {
+    "layers.{n}.attention.query_norm": ("model.layers.{n}.self_attn.q_norm",),
+    "layers.{n}.attention.key_norm": ("model.layers.{n}.self_attn.k_norm",),
+}
+# Further names of families, where they differ from Llama's.
+QKV = {"layers.{n}.attention.qkv": ("model.layers.{n}.self_attn.qkv_proj",)}
+GATE_UP = {"layers.{n}.ffn.gate_up": ("model.layers.{n}.mlp.gate_up_proj",)}
+TWO_MATRICES = {
+    "layers.{n}.ffn.up": ("model.layers.{n}.mlp.c_fc",),
+    "layers.{n}.ffn.down": ("model.layers.{n}.mlp.c_proj",),
+}
+
+
+def post_norms(attention: str, ffn: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of norms after attention and FFN."""
+    return {
+        "layers.{n}.attention.post_norm": (f"model.layers.{{n}}.{attention}",),
+        "layers.{n}.ffn.post_norm": (f"model.layers.{{n}}.{ffn}",),
+    }
 
 
 def read_spec(fields: Fields, architecture: str, *, rotates_part: bool = False, interleaved: bool = False) -> ModelSpec:

@@ -11,17 +11,8 @@ from hetero_ee.models.fields import MAX_SIZE, Fields
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones are 1 to 64
 KINDS = ("default", "linear", "llama3", "longrope", "yarn", "dynamic")
 KNOWN_FIELDS = {
-    "rope_theta",
-    "rope_type",
-    "type",
-    "partial_rotary_factor",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "short_factor",
-    "long_factor",
-    "attention_factor",
+    *("rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
 YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"}  # the last has no effect
 
