@@ -6,17 +6,17 @@ along N, + 8, too; and for interleaved groups `X.weight_g_idx`. int-quantized ha
 int8. mxfp4-pack-quantized has `X.weight_packed`, uint8 (N, K / 2), and `X.weight_scale`, a byte e for 2^(e - 127).
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hetero_ee.models.saved_format import GROUP_COLUMNS
 from hetero_ee.weights.blocks import Blocks
-from hetero_ee.weights.formats.grouped_codes import GroupedCodes, checked_groups, packed_size, unpacked
+from hetero_ee.weights.formats.grouped_codes import GroupedCodes, packed_size, unpacked
 from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
-from hetero_ee.weights.formats.saved_matrix import FLOATS, RawTensors
+from hetero_ee.weights.formats.saved_matrix import FLOATS, Layout, StoredMatrix
 from hetero_ee.weights.gguf_blocks import mxfp4_blocks
 
 PACKED, PLAIN = ".weight_packed", ".weight"
@@ -28,90 +28,70 @@ NOT_A_NUMBER = 255  # as an exponent of MXFP4
 class CompressedMatrix(GroupedMatrix):
     """A SavedMatrix of integers; `module` is X."""
 
-    def __post_init__(self) -> None:
-        (n_rows, n_columns), bits = self.shape, self.bits
+    def layout(self) -> Layout:
+        (n_rows, n_columns), bits, groups = self.shape, self.bits, self.n_groups
+        one_for_all = ((1,), (), (1, 1)) if groups == 1 else ()
+        found: dict[str, tuple[Any, ...]] = {PLAIN: (("I8",), self.shape)}
+        zeros: tuple[Any, ...] = (("I8",), (n_rows, groups), *one_for_all)
         if self.is_packed:
-            self.tensors.require(self.module + PACKED, ("I32",), (n_rows, packed_size(n_columns, bits)))
-            self.tensors.require(self.module + SHAPE, ("I64", "I32"), (2,))
-        else:
-            self.tensors.require(self.module + PLAIN, ("I8",), self.shape)
-        one_for_all = ((1,), (), (1, 1)) if self.n_groups == 1 else ()
-        self.tensors.require(self.module + SCALE, FLOATS, (n_rows, self.n_groups), *one_for_all)
-        if not self.saved.symmetric and self.is_packed:
-            self.tensors.require(self.module + ZERO_POINT, ("I32",), (packed_size(n_rows, bits), self.n_groups))
-        elif not self.saved.symmetric:
-            self.tensors.require(self.module + ZERO_POINT, ("I8",), (n_rows, self.n_groups), *one_for_all)
-        if self.saved.reordered:
-            self.tensors.require(self.module + GROUPS, ("I32", "I64"), (n_columns,))
+            found = {PACKED: (("I32",), (n_rows, packed_size(n_columns, bits))), SHAPE: (("I64", "I32"), (2,))}
+            zeros = (("I32",), (packed_size(n_rows, bits), groups))
+        found[SCALE] = (FLOATS, (n_rows, groups), *one_for_all)
+        if not self.saved.symmetric:
+            found[ZERO_POINT] = zeros
+        return found | ({GROUPS: (("I32", "I64"), (n_columns,))} if self.saved.reordered else {})
 
     @property
     def is_packed(self) -> bool:
-        return self.module + PACKED in self.tensors.names
-
-    @property
-    def tensor_names(self) -> Set[str]:
-        own = (PACKED, SHAPE) if self.is_packed else (PLAIN,)
-        more = (*(() if self.saved.symmetric else (ZERO_POINT,)), *((GROUPS,) if self.saved.reordered else ()))
-        return {self.module + suffix for suffix in (*own, SCALE, *more)}
+        return self.has(PACKED)
 
     def codes(self) -> GroupedCodes:
         n_rows, n_columns = self.shape
         if self.is_packed:
             self._check_shape()
-            codes = unpacked(self.tensors.read(self.module + PACKED), self.bits).flatten(1)[:, :n_columns]
+            codes = unpacked(self.read(PACKED), self.bits).flatten(1)[:, :n_columns]
         else:
-            codes = self.tensors.read(self.module + PLAIN).view(torch.uint8) ^ 128
-        scales = self.tensors.finite(self.module + SCALE).view(-1, self.n_groups).expand(n_rows, -1)
+            codes = self.read(PLAIN).view(torch.uint8) ^ 128
+        scales = self.finite(SCALE).view(-1, self.n_groups).expand(n_rows, -1)
         return GroupedCodes(self.bits, codes, scales, self.groups(), self._zeros())
 
     def groups(self) -> Tensor:
         """Return the group of each column, int64 (K,)."""
-        if not self.saved.reordered:
-            return GroupedMatrix.groups(self)
-        return checked_groups(self.tensors, self.module + GROUPS, self.n_groups)
+        return self.checked_groups(GROUPS) if self.saved.reordered else GroupedMatrix.groups(self)
 
     def _zeros(self) -> Tensor | None:
         """Return zero points, int16 (N, G); None if all are the middle code."""
         if self.saved.symmetric:
             return None
-        stored = self.tensors.read(self.module + ZERO_POINT)
+        stored = self.read(ZERO_POINT)
         if not self.is_packed:
             return (stored.view(torch.uint8) ^ 128).view(-1, self.n_groups).expand(self.shape[0], -1).to(torch.int16)
         words = unpacked(stored, self.bits).permute(0, 2, 1)
         return words.reshape(-1, self.n_groups)[: self.shape[0]].to(torch.int16)
 
     def _check_shape(self) -> None:
-        found = self.tensors.read(self.module + SHAPE).tolist()
+        found = self.read(SHAPE).tolist()
         if found != list(self.shape):
-            raise self.tensors.failure(self.module + SHAPE, f"is {found}, expected {list(self.shape)}")
+            raise self.failure(SHAPE, f"is {found}, expected {list(self.shape)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Matrix:
+class Mxfp4Matrix(StoredMatrix):
     """A SavedMatrix in MXFP4; `module` is X."""
 
-    module: str
-    shape: tuple[int, int]
-    tensors: RawTensors
-
-    def __post_init__(self) -> None:
+    def layout(self) -> Layout:
         n_rows, n_columns = self.shape
         if n_columns % GROUP_COLUMNS:
-            raise self.tensors.failure(self.module + PACKED, f"has rows of {n_columns}, no multiple of {GROUP_COLUMNS}")
-        self.tensors.require(self.module + PACKED, ("U8",), (n_rows, n_columns // 2))
-        self.tensors.require(self.module + SCALE, ("U8", "F8_E8M0"), (n_rows, n_columns // GROUP_COLUMNS))
-
-    @property
-    def tensor_names(self) -> Set[str]:
-        return {self.module + PACKED, self.module + SCALE}
+            raise self.failure(PACKED, f"has rows of {n_columns}, no multiple of {GROUP_COLUMNS}")
+        n_scales = n_columns // GROUP_COLUMNS
+        return {PACKED: (("U8",), (n_rows, n_columns // 2)), SCALE: (("U8", "F8_E8M0"), (n_rows, n_scales))}
 
     def dequantize(self) -> Tensor:
         return self.blocks(in_8_bits=False).dequantize()
 
     def blocks(self, *, in_8_bits: bool) -> Blocks:
-        packed, exponents = (self.tensors.read(self.module + suffix) for suffix in (PACKED, SCALE))
-        exponents = exponents.view(torch.uint8)
+        packed, exponents = self.read(PACKED), self.read(SCALE).view(torch.uint8)
         if (exponents == NOT_A_NUMBER).any():
             index = [int(i) for i in (exponents == NOT_A_NUMBER).nonzero()[0]]
-            raise self.tensors.failure(self.module + SCALE, f"gives nan at {index}")
+            raise self.failure(SCALE, f"gives nan at {index}")
         return mxfp4_blocks(torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1), exponents)

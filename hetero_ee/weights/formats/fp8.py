@@ -4,15 +4,13 @@ A matrix `X.weight` (N, K) is stored as `X.weight`, e4m3, and `X.weight_scale_in
 of the weights, although transformers' and DeepSeek's name suggests a divisor.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hetero_ee.models.saved_format import SavedFormat
 from hetero_ee.weights.blocks import Blocks
-from hetero_ee.weights.formats.saved_matrix import FLOATS, RawTensors
+from hetero_ee.weights.formats.saved_matrix import FLOATS, Layout, StoredMatrix
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
@@ -22,26 +20,16 @@ ENTRY_BITS = 7  # of an int8 value without its sign
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Matrix:
+class Fp8Matrix(StoredMatrix):
     """A SavedMatrix in FP8; `module` is X."""
 
-    module: str
-    shape: tuple[int, int]
-    saved: SavedFormat
-    tensors: RawTensors
-
-    def __post_init__(self) -> None:
+    def layout(self) -> Layout:
         n_rows, n_columns = self.shape
-        self.tensors.require(self.module + WEIGHT, (E4M3,), self.shape)
         rows, columns = self.saved.block_rows, self.saved.group_size
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (n_rows, 1), (n_rows,))
         if rows and columns:
             shapes = ((-(-n_rows // rows), -(-n_columns // columns)),)
-        self.tensors.require(self._scale_name, FLOATS, *shapes)
-
-    @property
-    def tensor_names(self) -> Set[str]:
-        return {self.module + WEIGHT, self._scale_name}
+        return {WEIGHT: ((E4M3,), self.shape), self._scale: (FLOATS, *shapes)}
 
     def dequantize(self) -> Tensor:
         return self._values() * self._scales().repeat_interleave(self._columns, dim=1)[:, : self.shape[1]]
@@ -66,16 +54,15 @@ class Fp8Matrix:
         return min(self.saved.group_size or self.shape[1], self.shape[1])
 
     @property
-    def _scale_name(self) -> str:
-        found = [self.module + suffix for suffix in SCALES if self.module + suffix in self.tensors.names]
-        return (found or [self.module + SCALES[0]])[0]
+    def _scale(self) -> str:
+        return next(filter(self.has, SCALES), SCALES[0])
 
     def _values(self) -> Tensor:
-        return self.tensors.finite(self.module + WEIGHT)
+        return self.finite(WEIGHT)
 
     def _scales(self) -> Tensor:
         """Return scales, fp32 (N, blocks of columns)."""
-        (n_rows, _), scales, rows = self.shape, self.tensors.finite(self._scale_name), self.saved.block_rows
+        (n_rows, _), scales, rows = self.shape, self.finite(self._scale), self.saved.block_rows
         if rows:
             return scales.repeat_interleave(min(rows, n_rows), dim=0)[:n_rows]
         return scales.view(-1, 1).expand(n_rows, 1)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from hetero_ee.weights.blocks import LEAST_VALUE, Blocks
-from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.tiles import TILE_COLUMNS
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 
@@ -83,23 +82,3 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 def packed_size(n: int, bits: int) -> int:
     """Return the number of words that hold n codes."""
     return -(-n * bits // WORD_BITS)
-
-
-def n_groups(n_columns: int, group_size: int | None) -> int:
-    """Return the number of groups per row."""
-    return -(-n_columns // (group_size or n_columns))
-
-
-def checked_groups(tensors: RawTensors, name: str, n_groups: int) -> Tensor:
-    """Return the group of each column from the tensor `name`, int64 (K,). Raises CheckpointError."""
-    groups = tensors.read(name).long()
-    outside = (groups < 0) | (groups >= n_groups)
-    if outside.any():
-        index = int(outside.nonzero()[0])
-        raise tensors.failure(name, f"has group {int(groups[index])} at [{index}], expected 0 to {n_groups - 1}")
-    return groups
-
-
-def groups_in_order(n_columns: int, group_size: int | None) -> Tensor:
-    """Return the group of each column, int64 (K,), if groups are consecutive columns."""
-    return torch.arange(n_columns) // (group_size or n_columns)

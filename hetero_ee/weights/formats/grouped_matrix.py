@@ -1,26 +1,19 @@
 """The common part of saved matrices of integers in groups."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hetero_ee.models.saved_format import SavedFormat
 from hetero_ee.weights.blocks import Blocks
-from hetero_ee.weights.formats.grouped_codes import GroupedCodes, groups_in_order, n_groups
-from hetero_ee.weights.formats.saved_matrix import RawTensors
+from hetero_ee.weights.formats.grouped_codes import GroupedCodes
+from hetero_ee.weights.formats.saved_matrix import StoredMatrix
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedMatrix(ABC):
-    """A SavedMatrix except for its tensors; `module` is the common prefix of their names."""
-
-    module: str
-    shape: tuple[int, int]
-    saved: SavedFormat
-    tensors: RawTensors
-    in_order: bool = False  # whether columns are read sorted by their groups
+class GroupedMatrix(StoredMatrix):
+    """A SavedMatrix except for its tensors."""
 
     @property
     def bits(self) -> int:
@@ -28,7 +21,7 @@ class GroupedMatrix(ABC):
 
     @property
     def n_groups(self) -> int:
-        return n_groups(self.shape[1], self.saved.group_size)
+        return -(-self.shape[1] // (self.saved.group_size or self.shape[1]))
 
     def dequantize(self) -> Tensor:
         return self._read().dequantize()
@@ -42,7 +35,18 @@ class GroupedMatrix(ABC):
 
     def groups(self) -> Tensor:
         """Return the group of each column, int64 (K,). Raises CheckpointError."""
-        return groups_in_order(self.shape[1], self.saved.group_size)
+        return torch.arange(self.shape[1]) // (self.saved.group_size or self.shape[1])
+
+    def checked_groups(self, suffix: str) -> Tensor:
+        """Return the group of each column as the file has them, int64 (K,). Raises CheckpointError."""
+        groups = self.read(suffix).long()
+        outside = (groups < 0) | (groups >= self.n_groups)
+        if outside.any():
+            index = int(outside.nonzero()[0])
+            raise self.failure(
+                suffix, f"has group {int(groups[index])} at [{index}], expected 0 to {self.n_groups - 1}"
+            )
+        return groups
 
     @abstractmethod
     def codes(self) -> GroupedCodes:

@@ -82,7 +82,7 @@ def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_orde
             return fp8.Fp8Matrix(module, shape, said, tensors)
     elif said and said.method != BITSANDBYTES:
         if said.values == "mxfp4" and compressed_tensors.PACKED in marks:
-            return compressed_tensors.Mxfp4Matrix(module, shape, tensors)
+            return compressed_tensors.Mxfp4Matrix(module, shape, said, tensors)
         if compressed_tensors.PACKED in marks or stored_type == "I8":
             return compressed_tensors.CompressedMatrix(module, shape, said, tensors, in_order)
     if marks:

@@ -1,17 +1,20 @@
 """The interface of quantized matrices in a checkpoint, and access to its tensors."""
 
-from collections.abc import Callable, Collection, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, shown
+from hetero_ee.models.saved_format import SavedFormat
 from hetero_ee.weights.blocks import Blocks
 
 FLOATS = ("F32", "F16", "BF16")  # safetensors' types that scales may have
+Layout = Mapping[str, tuple[Any, ...]]  # suffix of a tensor -> its possible types, then its possible shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,41 @@ class RawTensors:
             index = [int(i) for i in (~finite).nonzero()[0]]
             raise self.failure(name, f"gives {values[tuple(index)].item()} at {index}")
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix(ABC):
+    """Tensors of a SavedMatrix, whose types and shapes are checked; `module` is the common prefix of their names."""
+
+    module: str
+    shape: tuple[int, int]
+    saved: SavedFormat
+    tensors: RawTensors
+    in_order: bool = False  # whether columns are read sorted by their groups
+
+    def __post_init__(self) -> None:
+        for suffix, (kinds, *shapes) in self.layout().items():
+            self.tensors.require(self.module + suffix, kinds, *shapes)
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Return what the configuration says of the matrix's tensors. Raises CheckpointError for impossible sizes."""
+
+    @property
+    def tensor_names(self) -> Set[str]:
+        return {self.module + suffix for suffix in self.layout()}
+
+    def has(self, suffix: str) -> bool:
+        return self.module + suffix in self.tensors.names
+
+    def read(self, suffix: str) -> Tensor:
+        return self.tensors.read(self.module + suffix)
+
+    def finite(self, suffix: str) -> Tensor:
+        return self.tensors.finite(self.module + suffix)
+
+    def failure(self, suffix: str, problem: str) -> CheckpointError:
+        return self.tensors.failure(self.module + suffix, problem)
 
 
 class SavedMatrix(Protocol):
