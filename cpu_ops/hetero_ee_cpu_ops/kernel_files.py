@@ -6,8 +6,10 @@ was compiled from and begins with a digest of its name and content, so no index 
 """
 
 import hashlib
+import os
 import pickle
 import platform
+import stat
 import time
 import uuid
 from collections.abc import Callable
@@ -28,6 +30,9 @@ from numba.core.sigutils import normalize_signature
 SUFFIX, UNFINISHED = ".kernel", ".unfinished"
 UNFINISHED_S = 600  # writing a kernel never needs that long
 DIGEST_BYTES = hashlib.sha256().digest_size
+PRIVATE = 0o600
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+OPENING = sum(getattr(os, flag, 0) for flag in ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 COMPILED_WITH = f"python {platform.python_version()}, numba {numba.__version__}, llvmlite {llvmlite.__version__}"
 
 
@@ -105,10 +110,30 @@ def compiled_chunk(function: Callable[[int, int], None]) -> Any:
     return callback
 
 
+def why_foreign(found: os.stat_result) -> str:
+    """Return why others may have written a file or folder, or an empty string."""
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        return "it is another user's"
+    return "other users may write to it" if os.name == "posix" and found.st_mode & WRITABLE_BY_OTHERS else ""
+
+
+def read_own(file: Path) -> bytes:
+    """Return the content of a regular file that only this user can have written, even if its folder was exchanged.
+
+    Raises:
+        OSError: if it is not such a file. A pipe does not block, and a link is not followed.
+    """
+    with open(os.open(file, OPENING), "rb") as opened:  # noqa: PTH123 - by its descriptor
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode) or why_foreign(found):
+            raise OSError(f"{file} is not a regular file of this user's")
+        return opened.read()
+
+
 def read_kernel(file: Path) -> bytes | None:
     """Return the payload that write_kernel wrote; None if the file is missing, damaged or of another kernel."""
     try:
-        content = file.read_bytes()
+        content = read_own(file)
     except OSError:
         return None
     payload = content[DIGEST_BYTES:]
@@ -124,6 +149,7 @@ def write_kernel(file: Path, payload: bytes) -> None:
     unfinished = file.with_name(f"{file.stem}-{uuid.uuid4().hex[:16]}{UNFINISHED}")
     try:
         unfinished.write_bytes(_digest(file, payload) + payload)
+        unfinished.chmod(PRIVATE)  # whatever the umask: files of a group are not read again
         unfinished.replace(file)
     except BaseException:
         unfinished.unlink(missing_ok=True)

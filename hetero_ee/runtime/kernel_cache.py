@@ -12,8 +12,6 @@ from hetero_ee.config import Progress
 from hetero_ee.weights.store.filesystem import store_errors
 
 FILLED_FILE = "filled"
-PRIVATE = 0o700
-WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def kernel_cache_folder(cache: Path) -> Path:
@@ -44,8 +42,10 @@ class KernelCache:
 
     def is_filled(self) -> bool:
         """Whether all files that existed when it was filled still exist."""
+        from hetero_ee_cpu_ops.kernel_files import read_own
+
         try:
-            names = (self.folder / FILLED_FILE).read_text(encoding="ascii").split()
+            names = read_own(self.folder / FILLED_FILE).decode("ascii").split()
         except (OSError, UnicodeDecodeError):
             return False
         return self.is_trusted and all((self.folder / name).is_file() for name in names)
@@ -57,12 +57,13 @@ class KernelCache:
             DiskFullError: if the disk is full.
             StoreError: if it can't be written otherwise.
         """
-        from hetero_ee_cpu_ops.kernel_files import SUFFIX
+        from hetero_ee_cpu_ops.kernel_files import PRIVATE, SUFFIX
 
         if self.keeps:
             names = sorted(file.name for file in self.folder.glob(f"*{SUFFIX}"))
             with store_errors(self.folder):
                 (self.folder / FILLED_FILE).write_text("\n".join(names), encoding="ascii")
+                (self.folder / FILLED_FILE).chmod(PRIVATE)
 
 
 def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCache:
@@ -98,20 +99,29 @@ def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCac
 
 def _problem(folder: Path) -> str:
     """Return why compiled code in the folder can't be trusted, or an empty string. A new folder is made private."""
+    from hetero_ee_cpu_ops.kernel_files import why_foreign
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            folder.mkdir(PRIVATE)
+            folder.mkdir(0o700)
         found = folder.lstat()
+        replaceable = [parent for parent in folder.absolute().parents if _lets_others_rename(parent)]
     except OSError as error:
         return error.strerror or str(error)
     if not stat.S_ISDIR(found.st_mode):
         return "it is no folder"
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        return "it is another user's"
-    if os.name == "posix" and found.st_mode & WRITABLE_BY_OTHERS:
-        return "other users may write to it"
+    if problem := why_foreign(found) or (f"other users may write to {replaceable[0]}" if replaceable else ""):
+        return problem
     return "" if os.access(folder, os.R_OK | os.X_OK) else "it is not readable"
+
+
+def _lets_others_rename(folder: Path) -> bool:
+    """Return whether other users may rename what is in the folder. Many systems give each user a group of their own."""
+    found = folder.stat()
+    if os.name != "posix" or found.st_mode & stat.S_ISVTX:
+        return False
+    return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and found.st_gid != os.getegid()))
 
 
 def _remove_damaged(folder: Path) -> int:

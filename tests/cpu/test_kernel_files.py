@@ -198,6 +198,23 @@ class TestFolder:
         [said] = remarks(tmp_path)
         assert "other users may write to it" in said and str(folder) in said and "HETERO_EE_CACHE_DIR" in said
 
+    @pytest.mark.parametrize("name", ["", "kernels"])
+    def test_that_others_may_rename_is_not_used(self, tmp_path: Path, name: str) -> None:
+        kernel_cache_folder(tmp_path / "cache").mkdir(parents=True)
+        (tmp_path / "cache" / name).chmod(0o777)
+        assert f"other users may write to {(tmp_path / 'cache' / name)}" in remarks(tmp_path / "cache")[0]
+        (tmp_path / "cache" / name).chmod(0o1777)  # only owners rename here
+        assert remarks(tmp_path / "cache") == []
+
+    def test_a_pipe_in_it_is_removed(self, tmp_path: Path) -> None:
+        folder = kernel_cache_folder(tmp_path)
+        folder.mkdir(parents=True)
+        for name in (f"a{SUFFIX}", FILLED_FILE):
+            os.mkfifo(folder / name)
+        assert "1 file of the compiled CPU kernels was damaged" in remarks(tmp_path)[0]
+        assert [path.name for path in folder.iterdir()] == [FILLED_FILE]
+        assert not KernelCache(folder).is_filled()
+
     def test_of_another_user_is_not_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_cache_folder(tmp_path).mkdir(parents=True)
         owner = os.geteuid()
@@ -266,3 +283,21 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="I/O error"):
         kernel_files.write_kernel(tmp_path / f"a{SUFFIX}", b"code")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_file_that_others_may_have_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder may have been exchanged for another since it was checked."""
+    file, former = tmp_path / f"a{SUFFIX}", os.umask(0o002)
+    try:
+        write_kernel(file, b"code")
+    finally:
+        os.umask(former)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / file.name).symlink_to(file)
+    assert read_kernel(file) == b"code" and read_kernel(tmp_path / "links" / file.name) is None
+    file.chmod(0o666)
+    assert read_kernel(file) is None
+    file.chmod(0o644)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert read_kernel(file) is None
