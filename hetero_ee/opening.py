@@ -19,6 +19,7 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
 from hetero_ee.sparsity.applied import made_sparse
 from hetero_ee.sparsity.job import order_or_warn
@@ -99,6 +100,7 @@ def read_model(
     Raises:
         HeteroError: if a file is missing or damaged, or the options do not fit the model.
     """
+    use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec, neuron_major = read_spec(folder), sparsity is not None
     first_in_rows = sparsity is not None and sparsity.first_in_rows

@@ -29,7 +29,6 @@ N_CONNECTIONS = 4
 N_ATTEMPTS = 3
 STOP_S = 1.0  # longest wait for running requests after Ctrl-C
 REPORT_S = 0.1
-HASHED_BYTES = 2**20  # read at once
 PAUSE_S = 1.0  # before the first retry; later pauses are longer
 
 T = TypeVar("T")
@@ -152,10 +151,7 @@ class Download:
         is_sha256 = len(file.digest) == 64
         digest = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
         with open_regular(path) as opened:
-            while piece := opened.read(HASHED_BYTES):
-                self.go_on(file.name, 0)
-                digest.update(piece)
-        return digest.hexdigest()
+            return hashlib.file_digest(opened, lambda: digest).hexdigest()
 
     def go_on(self, name: str, n_bytes: int) -> None:
         """Count transferred bytes of a file. Raises: _StoppedError: if the download has to end."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -47,8 +47,8 @@ class PlacedPart:
     prefill_s: float  # of a chunk of the prompt
 
     def __post_init__(self) -> None:
-        for field in ("decode_placement", "prefill_placement"):  # text, as in plan files and overrides, is read too
-            object.__setattr__(self, field, Placement(getattr(self, field)))
+        for name in ("decode_placement", "prefill_placement"):  # text, as in plan files and overrides, is read too
+            object.__setattr__(self, name, Placement(getattr(self, name)))
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
 
@@ -128,8 +128,9 @@ class Plan:
     name: str | None = None  # of the model, as the user typed it
     exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, ascending; (): chosen by its policy
     risk: float | None = None  # of mode certified
+    checksum: str | None = field(default=None, compare=False)  # in files: of all other fields; None in older ones
 
-    ADDED_FIELDS: ClassVar = ("exit_layers", "risk")  # may be missing in files of this version
+    ADDED_FIELDS: ClassVar = ("exit_layers", "risk", "checksum")  # may be missing in files of this version
     # Fields of older files, with the values that mean what plans mean now.
     REMOVED_FIELDS: ClassVar = {"exit_kv": (None, LAZY)}
 
@@ -169,6 +170,12 @@ class Plan:
             decided += [self.exit_layers, self.risk, LAZY]
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
+    @property
+    def sealed(self) -> "Plan":
+        """The plan with its checksum, by which `load` notices a changed number."""
+        values = asdict(replace(self, checksum=None))
+        return replace(self, checksum=hashlib.sha256(json.dumps(values).encode()).hexdigest())
+
     def n_bytes(self, device: str) -> int:
         """Memory of all terms on the device."""
         return sum(term.n_bytes for term in self.memory if term.device == device)
@@ -191,18 +198,21 @@ class Plan:
 
     def save(self, file: Path) -> None:
         """Writes the plan as JSON, whole or not at all. Raises OSError."""
-        write_record(self, file)
+        write_record(self.sealed, file)
 
     @classmethod
     def load(cls, file: Path) -> "Plan":
         """Reads what `save` wrote. Raises UsageError naming what is wrong with it."""
         try:
-            return read_record(cls, file)
+            found = read_record(cls, file)
+            if found.checksum not in (None, found.sealed.checksum):
+                raise ValueError("it was changed after it was made")
         except (OSError, ValueError) as error:
             problem = str(error).removeprefix("it: ").split("; ")[0]  # of two ways out this one
             raise UsageError(
                 f"the plan {file} can't be used ({problem}); make one with hetero-ee plan --json."
             ) from error
+        return found
 
 
 def _check_numbers(made: Plan) -> None:

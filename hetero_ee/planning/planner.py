@@ -86,7 +86,8 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
     if last is not None and last >= spec.n_layers:
         raise UsageError(f"the plan exits after layer {shown(last)} and the model has {spec.n_layers}; make a new one.")
     check_context(spec, made.context_tokens, "the plan's context of")
-    expected = [(part.name, part.layer) for part in model_parts(spec, made.kv_type)]
+    parts = model_parts(spec, made.kv_type)
+    expected = [(part.name, part.layer) for part in parts]
     found = [(part.name, part.layer) for part in made.parts]
     if found != expected:
         first = next(a or b for a, b in zip_longest(found, expected) if a != b)
@@ -94,6 +95,13 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
             f"the plan's {len(found)} parts are not the model's {len(expected)}, from {shown(first[0])} on; make a new "
             "one."
         )
+    for placed, part in zip(made.parts, parts, strict=True):
+        sizes = part.weight_bytes, part.kv_bytes(made.context_tokens)
+        if (placed.weight_bytes, placed.kv_bytes) != sizes:
+            raise UsageError(
+                f"the plan says {placed.weight_bytes} and {placed.kv_bytes} bytes of weights and KV cache of "
+                f"{part.name}, the model has {sizes[0]} and {sizes[1]}; make a new one."
+            )
 
 
 def shapes_sha256(spec: ModelSpec) -> str:

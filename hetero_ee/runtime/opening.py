@@ -63,7 +63,7 @@ def open_on_cpu(
     """
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
-    kernels = use_kernel_cache(cache_folder(), progress)
+    kernels = use_kernel_cache(cache_folder())
     from hetero_ee.runtime.executors.cpu import (  # the kernels look where to be cached when imported
         COMPILING,
         CpuExecutor,

@@ -28,7 +28,6 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed."""
         return self.stopped_by is not None
 
     def add(self, token_id: int) -> str:

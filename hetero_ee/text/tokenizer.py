@@ -58,17 +58,21 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of the ids without special tokens."""
-        return str(self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Return the text of the ids without special tokens. Raises ModelError for unknown ids."""
+        return self._decoded(token_ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token inside a text, with its leading space, or a special token's name."""
         # Some decoders strip the beginning of a text, so the second of two tokens is used.
-        once, twice = (
-            str(self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            for ids in ([token_id], [token_id, token_id])
-        )
+        once, twice = (self._decoded(ids, skip_special_tokens=False) for ids in ([token_id], [token_id, token_id]))
         return twice[len(once) :]
+
+    def _decoded(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        try:
+            return str(self._backend.decode(token_ids, **options))
+        except Exception as error:
+            raise ModelError(f"the tokenizer fails on token {token_ids[-1]} ({_first_line(error)}).") from error
 
     def as_json(self) -> str:
         """Return the content of tokenizer.json, including added tokens. Raises UsageError for a Python tokenizer."""

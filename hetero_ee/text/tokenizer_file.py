@@ -47,25 +47,18 @@ STAGES = {
 }
 # Most output bytes per input byte of a step. Normal forms: UAX 15, table of expansion factors.
 _GROWTH = {
-    "BertNormalizer": 6,
-    "NFC": 3,
-    "NFD": 3,
-    "NFKC": 11,
-    "NFKD": 11,
-    "Lowercase": 2,
-    "ByteLevel": 2,
-    "Metaspace": 4,
-    "BPEDecoder": 3,
-    "WordPiece": 2,
-    "CTC": 3,
-} | dict.fromkeys(
-    (
-        *("Strip", "StripNormalizer", "StripAccents", "Nmt", "BertPreTokenizer", "CharDelimiterSplit", "Whitespace"),
-        *("WhitespaceSplit", "Split", "Punctuation", "Digits", "UnicodeScripts", "FixedLength", "Fuse"),
-        *("ByteFallback", "BertProcessing", "RobertaProcessing"),
-    ),
-    1,
-)
+    kind: growth
+    for growth, kinds in (
+        (1, "Strip StripNormalizer StripAccents Nmt BertPreTokenizer CharDelimiterSplit Whitespace WhitespaceSplit"),
+        (1, "Split Punctuation Digits UnicodeScripts FixedLength Fuse ByteFallback BertProcessing RobertaProcessing"),
+        (2, "Lowercase ByteLevel WordPiece"),
+        (3, "NFC NFD BPEDecoder CTC"),
+        (4, "Metaspace"),
+        (6, "BertNormalizer"),
+        (11, "NFKC NFKD"),
+    )
+    for kind in kinds.split()
+}
 
 _PLAIN_ITEM = re.compile(r"([^\\^$.|?*+()\[\]{}])(?:\{(\d{1,3}),\}|\+)?")
 _PLAIN = re.compile(rf"(?:\\A)?((?:{_PLAIN_ITEM.pattern})+)")

@@ -251,6 +251,9 @@ def _in_each(order: Tensor, n_rows: int) -> Tensor:
 def _open(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    from hetero_ee_cpu_ops.bus_error import report_bus_errors
+
+    report_bus_errors()  # since safetensors maps the file
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -1,10 +1,14 @@
 """Detect that files mapped into memory have been written to, which would change the weights."""
 
 import os
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from hetero_ee.errors import HeteroError
+
+LOWEST_PRIORITY = 19
 
 
 class FileWatch:
@@ -18,6 +22,19 @@ class FileWatch:
         self._seen = {file: _inode_and_times(file) for file in files}
         self._check = check
         self._damage: HeteroError | None = None
+
+    def check_later(self, check: Callable[[], None]) -> None:
+        """Run `check` in a thread that gets only time nobody else needs; `look` raises its HeteroError."""
+
+        def run() -> None:
+            with suppress(AttributeError, OSError):  # systems without priorities of threads
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            try:
+                check()
+            except HeteroError as error:
+                self._damage = error
+
+        threading.Thread(target=run, name="checksums", daemon=True).start()
 
     def look(self) -> None:
         """Check the files. Raises what `check` raises, and the same error from then on. Costs microseconds per file.

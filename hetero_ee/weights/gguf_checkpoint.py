@@ -1,17 +1,14 @@
 """Read the weights of a GGUF file, one tensor at a time, in the form of the Hugging Face checkpoint of the model."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.gguf.architectures import architecture_of
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
 from hetero_ee.hub.gguf.folder import gguf_files
-from hetero_ee.hub.gguf.header import GgufTensor
+from hetero_ee.hub.gguf.header import GgufTensor, tensor_bytes
 from hetero_ee.hub.gguf.names import INTERLEAVED, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.layers.tensors import TensorSpec
@@ -39,7 +36,6 @@ class GgufCheckpoint:
         self._architecture = architecture_of(self._header)
         self._parts = checkpoint_parts(spec)
         self._check_shapes(self._header.file)
-        self._bytes = {file: _mapped(file) for file in files}
 
     @property
     def title(self) -> str:
@@ -93,9 +89,8 @@ class GgufCheckpoint:
 
     def _raw(self, tensor: GgufTensor) -> Tensor:
         """Return the bytes of each row, uint8 (N, bytes); a vector is one row."""
-        data = np.array(self._bytes[tensor.file][tensor.start : tensor.start + tensor.n_bytes])
         n_rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]
-        return torch.from_numpy(data).view(n_rows, -1)
+        return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8).view(n_rows, -1)
 
     def _order(self, part: Part) -> Tensor | None:
         """Return the order that the file's rows must be read in; None if they are in order.
@@ -141,11 +136,3 @@ def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoin
     """Open the weights of a model folder. Raises CheckpointError or UsageError."""
     files = gguf_files(folder)
     return GgufCheckpoint(folder, files, spec) if files else Checkpoint(folder, spec)
-
-
-def _mapped(file: Path) -> Any:
-    """Map the file read-only and return its bytes, uint8."""
-    try:
-        return np.memmap(file, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} can't be mapped into memory ({error}).") from error

@@ -85,25 +85,19 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
         if found is None:
             kind = "quantized" if is_quantized(tensor.role) else "fp32"
-            raise DamagedStoreError(
-                f"{folder} lacks the {kind} tensor {tensor.name}; delete {folder} and convert again."
-            )
+            raise damaged(folder, f" lacks the {kind} tensor {tensor.name}")
         if tensor.role is TensorRole.VOCABULARY and isinstance(found, TileWeight) and found.layout == ZEROS:
-            raise DamagedStoreError(
-                f"{folder}: tensor {tensor.name} has zero points, which embeddings and heads never have; "
-                f"delete {folder} and convert again."
-            )
+            raise damaged(folder, f": tensor {tensor.name} has zero points, which embeddings and heads never have")
         if tuple(found.shape) != tensor.shape:
-            raise DamagedStoreError(
-                f"{folder}: tensor {tensor.name} has shape {tuple(found.shape)}, expected {tensor.shape}; "
-                f"delete {folder} and convert again."
-            )
+            shapes = f"{tuple(found.shape)}, expected {tensor.shape}"
+            raise damaged(folder, f": tensor {tensor.name} has shape {shapes}")
     extra = (weights.matrices.keys() | weights.vectors.keys()) - {tensor.name for tensor in tensors}
     if extra:
-        raise DamagedStoreError(
-            f"{folder} holds {min(extra)!r:.80}, which {spec.architecture} does not have; "
-            "delete that folder and convert again."
-        )
+        raise damaged(folder, f" holds {min(extra)!r:.80}, which {spec.architecture} does not have")
+
+
+def damaged(folder: Path, problem: str) -> DamagedStoreError:
+    return DamagedStoreError(f"{folder}{problem}; delete {folder} and convert again.")
 
 
 def expanded(weights: ModelWeights) -> ModelWeights:

@@ -27,7 +27,7 @@ SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
 CODEBOOK_SAMPLE_GROUPS = 2**12  # groups that a codebook is fitted on: four times as many changed the error by 0.1 %
 CODEBOOK_ROUNDS = 12
 FITTED_LIMIT = (
-    32  # of fitted entries, which AVX2 code multiplies almost as fast as linear codes; wider: 1.5 times slower
+    32  # of fitted entries: AVX2 code is nearly as fast as with linear codes; wider ones are 1.5 times slower
 )
 FITTED_TRIALS = 100  # number of evenly spaced sizes tried for the largest entry before rounding
 LEAST_FITTED = 0.6  # smallest tried size, as a share of the limit
@@ -49,21 +49,6 @@ def quantize(weight: Tensor, quantizer: str, workers: Workers = map) -> TileWeig
         UsageError: for nf4 if bitsandbytes is not installed.
     """
     return QUANTIZERS[quantizer](weight, workers)
-
-
-def _round_to_nearest(weight: Tensor, workers: Workers) -> TileWeight:
-    """Round to nearest, with the weight of largest magnitude as -8. No search: fast, and the baseline."""
-    return _quantize_int4(weight, LINEAR_CODEBOOK, 0, workers)
-
-
-def _search_scale(weight: Tensor, workers: Workers) -> TileWeight:
-    """Use the linear codebook; each group tries scales around the plain one and keeps the least squared error."""
-    return _quantize_int4(weight, LINEAR_CODEBOOK, SEARCH_STEPS, workers)
-
-
-def _with_fitted_codebook(weight: Tensor, workers: Workers) -> TileWeight:
-    """Fit a codebook of -32 .. 32 to each tensor (Lloyd's algorithm with scales), then search scales with it."""
-    return _quantize_int4(weight, _fit_codebook(weight), SEARCH_STEPS, workers)
 
 
 def _normal_float(weight: Tensor, workers: Workers) -> TileWeight:
@@ -97,9 +82,12 @@ def _eight_bit(weight: Tensor, workers: Workers) -> TileWeight:
 
 
 INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
-    "codebook": _with_fitted_codebook,
-    "search": _search_scale,
-    "rtn": _round_to_nearest,
+    # A codebook of -32 .. 32 is fitted to each tensor (Lloyd's algorithm with scales), then scales are searched.
+    "codebook": lambda weight, workers: _quantize_int4(weight, _fit_codebook(weight), SEARCH_STEPS, workers),
+    # Each group tries scales around the plain one, and keeps the least squared error.
+    "search": lambda weight, workers: _quantize_int4(weight, LINEAR_CODEBOOK, SEARCH_STEPS, workers),
+    # The weight of largest magnitude becomes -8, without a search: fast, and the baseline.
+    "rtn": lambda weight, workers: _quantize_int4(weight, LINEAR_CODEBOOK, 0, workers),
     "nf4": _normal_float,
 }
 TABLE_QUANTIZERS = ("nf4",)  # with fixed codebooks, whose entries go up to 127
@@ -333,9 +321,8 @@ def _apart(values: Tensor) -> Tensor:
 
 def _safe_inverse(scales: Tensor) -> Tensor:
     """Return 1 / scale, and 0 for a group of zeros."""
-    return torch.where(
-        scales == 0, torch.zeros_like(scales), 1 / torch.where(scales == 0, torch.ones_like(scales), scales)
-    )
+    is_0 = scales == 0
+    return torch.where(is_0, torch.zeros_like(scales), 1 / torch.where(is_0, torch.ones_like(scales), scales))
 
 
 def _padded_groups(weight: Tensor) -> Tensor:

@@ -309,3 +309,12 @@ def test_many_added_tokens_are_said_to_take_time(own_tiny: Path) -> None:
     settings(added_tokens_decoder=added(20_001))(own_tiny)
     Engine.from_pretrained(own_tiny, quantizer="none", threads=1, progress=lambda stage, *_: said.append(stage)).close()
     assert said.count("The tokenizer has 20,001 added tokens, so reading it needs some time") == 1
+
+
+def test_a_class_that_knows_fewer_tokens_than_the_model_is_a_typed_error(own_tiny: Path) -> None:
+    settings(tokenizer_class="ByT5Tokenizer")(own_tiny)
+    with (
+        Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine,
+        pytest.raises(ModelError, match=r"the tokenizer fails on token \d+ \(bytes must be in range"),
+    ):
+        engine.generate([1000], max_new_tokens=20, ignore_eos=True)

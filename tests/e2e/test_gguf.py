@@ -1,6 +1,7 @@
 """GGUF files: their weights in the store as they are or nearly, their models against transformers, their tokenizers."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
+from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.kv.batch import Batch
@@ -338,3 +340,37 @@ def test_parts_are_the_file_that_was_split(tmp_path: Path) -> None:
     after = Source.of(gguf_folder(parts[0], configuration_only=True))
     now = {file.name for file in set(after.files) - set(before.files) if file.name.endswith(".gguf")}
     assert now == {parts[2].name}
+
+
+def test_metadata_changed_in_place_is_read_again(tmp_path: Path, cache: Path) -> None:
+    """Even if the file's time is restored, as some editors of metadata do."""
+    file = tmp_path / "model.gguf"
+    write_gguf(random_model("llama", **SMALL), file, lambda name: "F32")
+    folder = gguf_folder(file, configuration_only=True)
+    (folder / "tokenizer.json").write_text("of the older header")
+    before, times, data = read_spec(folder), file.stat(), bytearray(file.read_bytes())
+    place = data.index(b"llama.rope.freq_base") + len("llama.rope.freq_base") + 4
+    data[place : place + 4] = np.float32(12345).tobytes()
+    with file.open("r+b") as opened_file:
+        opened_file.write(data)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="has changed since it was translated"):
+        open_checkpoint(folder, before)
+    after = read_spec(gguf_folder(file, configuration_only=True))
+    assert before.rope is not None and after.rope is not None
+    assert (before.rope.theta, after.rope.theta) == (10000.0, 12345.0)
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_file_cut_short_during_its_conversion_is_refused(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(random_model("llama", **SMALL), file, lambda name: "F32")
+    folder = gguf_folder(file, configuration_only=True)
+    spec, quantization = read_spec(folder), Quantization.of_model(folder, None)
+
+    def cut(*_: object) -> None:
+        os.truncate(file, 4096)
+
+    with pytest.raises(CheckpointError, match="was cut short while it was read"):
+        convert(folder, spec, tmp_path / "store", quantization, progress=cut)
+    assert not list(tmp_path.glob("store*/"))

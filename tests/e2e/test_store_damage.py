@@ -1,10 +1,11 @@
-"""Damage to a store: verify finds every bit of it, and opening refuses all but that of tiles."""
+"""Damage to a store: verify finds every bit of it, opening refuses all but that of tiles, which are read after it."""
 
 import errno
 import os
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.errors import CheckpointError, HeteroError, StoreError
+from hetero_ee.errors import CheckpointError, DamagedStoreError, HeteroError, StoreError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.quantizers import QUANTIZERS
-from hetero_ee.weights.store.manifest import read_manifest
+from hetero_ee.weights.store.manifest import Region, read_manifest
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.verification import Finding, verify
 from hetero_ee.weights.weight import TileWeight
@@ -46,6 +47,10 @@ def tile_bytes(store: Path) -> np.ndarray:
             if region.part != "tiles":
                 unread[region.offset : region.end] = False
     return unread
+
+
+def tile_regions(store: Path) -> list[Region]:
+    return [region for entry in read_manifest(store).entries for region in entry.regions if region.part == "tiles"]
 
 
 def flip(file: Path, bit: int) -> None:
@@ -220,3 +225,34 @@ def test_a_manifest_of_other_small_files_is_refused(store: Path) -> None:
     (store / "manifest.json").write_bytes(replace(manifest, files=manifest.files[1:]).to_json())
     with pytest.raises(StoreError, match=r"config\.json is not in the store's manifest; put the original back"):
         open_store(store, read_spec(store))
+
+
+def test_every_flipped_bit_of_tiles_is_found_soon_after_opening(shared_store: Path) -> None:
+    choose, unread = random.Random(1), np.flatnonzero(tile_bytes(shared_store))
+    tiles = [
+        region for entry in read_manifest(shared_store).entries for region in entry.regions if region.part == "tiles"
+    ]
+    flipped = [8 * choose.randrange(region.offset, region.end) + choose.randrange(8) for region in tiles * 8]
+    assert len(flipped) > 40 and {bit // 8 for bit in flipped} <= set(unread.tolist())
+    for bit in flipped:
+        flip(shared_store / "weights.bin", bit)
+        watch = open_store(shared_store, read_spec(shared_store)).watch
+        assert watch is not None
+        with pytest.raises(DamagedStoreError, match=r"the tiles of tensor .* do not match their checksum"):
+            for _ in range(1000):
+                watch.look()
+                time.sleep(0.01)
+        flip(shared_store / "weights.bin", bit)
+
+
+def test_tiles_overwritten_later_are_found(store: Path) -> None:
+    watch = open_store(store, read_spec(store)).watch
+    region = next(
+        region for entry in read_manifest(store).entries for region in entry.regions if region.part == "tiles"
+    )
+    assert watch is not None
+    watch.look()
+    time.sleep(0.1)
+    flip(store / "weights.bin", 8 * region.offset)
+    with pytest.raises(DamagedStoreError, match="the tiles of tensor"):
+        watch.look()

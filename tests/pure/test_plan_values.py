@@ -299,3 +299,29 @@ def test_any_change_of_a_plan_runs_or_is_refused(tmp_path_factory: pytest.TempPa
         opens_and_runs(made)
     except UsageError as error:
         assert str(error) and "\n" not in str(error)
+
+
+def changed(body: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The body of a plan with another number in its second part, or in its prediction."""
+    if name in body["parts"][1]:
+        body["parts"][1][name] = value
+    else:
+        body["prediction"][name] = value
+    return body
+
+
+@pytest.mark.parametrize("name", ["weight_bytes", "kv_bytes", "decode_s", "prefill_s", "request_s"])
+def test_a_plan_that_was_changed_after_it_was_made_is_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    GOOD.save(file)
+    file.write_text(json.dumps(changed(json.loads(file.read_text()), name, 1)))
+    with pytest.raises(UsageError, match=r"can't be used \(it was changed after it was made\); make one with"):
+        Plan.load(file)
+
+
+@pytest.mark.parametrize("name", ["weight_bytes", "kv_bytes"])
+def test_a_plan_with_other_bytes_than_the_model_is_refused_without_a_checksum(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(changed(json.loads(to_json(GOOD)), name, 1)))
+    with pytest.raises(UsageError, match=r"bytes of weights and KV cache of layers\.0\.attention, the model has"):
+        check_fits(Plan.load(file), SPEC)

@@ -67,12 +67,14 @@ def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, 
 
         from hetero_ee.weights.store.library import make_store
     from hetero_ee.config import cache_folder
+    from hetero_ee.runtime.kernel_cache import use_kernel_cache
     from hetero_ee.sparsity.request import SparsityRequest
     from hetero_ee.weights.store.reader import is_store
     from hetero_ee_profiles.host.process import usable_threads
 
     asked = SparsityRequest.parsed(options.get("sparsity"))
     torch.set_num_threads(1)
+    use_kernel_cache(cache_folder())
     with stage_progress() as progress:
         folder = engine.model_folder(model, progress)
         if keeps_stores and is_store(folder):

@@ -105,7 +105,7 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
     if wanted.as_json:
         from hetero_ee_profiles.records import to_json
 
-        print(to_json(request.made), end="")
+        print(to_json(request.made.sealed), end="")
     elif wanted.curve or wanted.curve_file:
         _plot(request, wanted.curve_file)
     else:
@@ -195,7 +195,7 @@ def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:
             )
         check_fits(made, spec)
     if subject.wanted.as_json:
-        print(to_json(made), end="")
+        print(to_json(made.sealed), end="")
     else:
         show(explained(made))
 

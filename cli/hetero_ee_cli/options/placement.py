@@ -120,9 +120,8 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         )
     with ending_at_once():
         from hetero_ee.engine import Engine
-        from hetero_ee.weights.model_weights import UNQUANTIZED
 
-    engine = Engine.from_pretrained(
+    return Engine.from_pretrained(
         plan=placed.plan,
         limits=placed.limits if placed.asking and placed.plan is None else None,
         draft_head=placed.options.draft_head,
@@ -130,8 +129,3 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         progress=progress,
         **options,
     )
-    if engine.quantizer != UNQUANTIZED:  # weights stay mapped for as long as it runs
-        from hetero_ee_cpu_ops.bus_error import report_bus_errors
-
-        report_bus_errors()
-    return engine

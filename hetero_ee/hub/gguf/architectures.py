@@ -9,7 +9,6 @@ from typing import Any
 
 from hetero_ee.errors import shown
 from hetero_ee.hub.gguf.header import GgufHeader
-from hetero_ee.hub.gguf.metadata import Metadata
 
 Config = dict[str, Any]  # fields of config.json; None if the file does not have one
 # (field of config.json, key in the file) of the norms' epsilon.
@@ -30,7 +29,7 @@ class GgufArchitecture:
     hf_class: str
     norm_eps: tuple[str, str] = RMS
     fields: Mapping[str, str] = field(default_factory=dict)  # further fields of config.json -> keys
-    more: Callable[[Metadata, Config], Config] | None = None  # computes fields that no key holds directly
+    more: Callable[[GgufHeader, Config], Config] | None = None  # computes fields that no key holds directly
     names: Mapping[str, str] = field(default_factory=dict)  # modules that are named differently from Llama's
     is_interleaved: bool = False  # adjacent rows of queries and keys rotate together, not the halves of a head
     rotates_part: bool = False  # only a part of a head rotates
@@ -39,13 +38,13 @@ class GgufArchitecture:
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
     """Return the file's architecture. Raises ModelError if it is not supported."""
-    metadata = Metadata(header)
-    if not isinstance(metadata.name, str) or metadata.name not in ARCHITECTURES:
-        raise metadata.failure(
-            f"architecture {shown(metadata.name or 'none named')} is not supported in GGUF files; "
+    name = header.architecture
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise header.failure(
+            f"architecture {shown(name or 'none named')} is not supported in GGUF files; "
             f"supported are {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[metadata.name]
+    return ARCHITECTURES[name]
 
 
 def head_share(config: Config) -> Any:
@@ -56,83 +55,85 @@ def head_share(config: Config) -> Any:
     return hidden_size // n_heads
 
 
-def _gemma_2(metadata: Metadata, config: Config) -> Config:
-    return _one_theta(metadata) | _pattern(metadata, 2) | _query_scalar(config, GEMMA_2_27B_LAYERS)
+def _gemma_2(header: GgufHeader, config: Config) -> Config:
+    return _one_theta(header) | _pattern(header, 2) | _query_scalar(config, GEMMA_2_27B_LAYERS)
 
 
-def _gemma_3(metadata: Metadata, config: Config) -> Config:
+def _gemma_3(header: GgufHeader, config: Config) -> Config:
     """Rope scaling applies to layers that see all positions; without a window all layers do."""
-    near = metadata.get(NEAR_THETA)
-    thetas = {"rope_theta": _theta(metadata), "rope_local_base_freq": DEFAULT_THETA if near is None else near}
-    every = _pattern(metadata, 6) if metadata.get(WINDOW) else {"sliding_window_pattern": 1}
+    near = header.get(NEAR_THETA)
+    thetas = {"rope_theta": _theta(header), "rope_local_base_freq": DEFAULT_THETA if near is None else near}
+    every = _pattern(header, 6) if header.get(WINDOW) else {"sliding_window_pattern": 1}
     return thetas | every | _query_scalar(config, GEMMA_3_27B_LAYERS)
 
 
-def _olmo(metadata: Metadata, config: Config) -> Config:
+def _olmo(header: GgufHeader, config: Config) -> Config:
     """OLMo 2, or with a window OLMo 3, whose files use the same architecture name."""
-    if not metadata.get(WINDOW):
+    if not header.get(WINDOW):
         return {}
-    thetas = _one_theta(metadata) | {"rope_theta": _theta(metadata)}
-    return {"architectures": ["Olmo3ForCausalLM"]} | thetas | _pattern(metadata, 4)
+    thetas = _one_theta(header) | {"rope_theta": _theta(header)}
+    return {"architectures": ["Olmo3ForCausalLM"]} | thetas | _pattern(header, 4)
 
 
-def _granite(metadata: Metadata, config: Config) -> Config:
+def _granite(header: GgufHeader, config: Config) -> Config:
     """A factor that is missing or 0 is not applied; the attention scale is then the usual one."""
-    if metadata.get("rope.scaling.finetuned") is False:
-        raise metadata.failure("its heads do not rotate (rope.scaling.finetuned is false), which is not supported")
-    head_dim, scale = config["head_dim"], metadata.get("attention.scale")
+    if header.get("rope.scaling.finetuned") is False:
+        raise header.failure("its heads do not rotate (rope.scaling.finetuned is false), which is not supported")
+    head_dim, scale = config["head_dim"], header.get("attention.scale")
     usual = head_dim**-0.5 if type(head_dim) is int and head_dim > 0 else None
     return {
         "attention_multiplier": scale or usual,
-        "embedding_multiplier": metadata.get("embedding_scale") or 1.0,
-        "residual_multiplier": metadata.get("residual_scale") or 1.0,
-        "logits_scaling": metadata.needed("logit_scale"),
+        "embedding_multiplier": header.get("embedding_scale") or 1.0,
+        "residual_multiplier": header.get("residual_scale") or 1.0,
+        "logits_scaling": header.needed("logit_scale"),
     }
 
 
-def _use_bias(metadata: Metadata, config: Config) -> Config:
+def _use_bias(header: GgufHeader, config: Config) -> Config:
     return {"use_bias": config["attention_bias"]}
 
 
-def _seed_oss(metadata: Metadata, config: Config) -> Config:
-    return {"attention_out_bias": metadata.has_tensor("blk.0.attn_output.bias")}
+def _seed_oss(header: GgufHeader, config: Config) -> Config:
+    return {"attention_out_bias": "blk.0.attn_output.bias" in header.tensors}
 
 
-def _stablelm(metadata: Metadata, config: Config) -> Config:
+def _stablelm(header: GgufHeader, config: Config) -> Config:
     """Files claim a parallel residual that the model may not have; as in llama.cpp, the FFN's norm decides."""
     return {
         "use_qkv_bias": config["attention_bias"],
-        "use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight"),
-        "qk_layernorm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in header.tensors,
     }
 
 
-def _glm_4(metadata: Metadata, config: Config) -> Config:
-    if metadata.get("rope.dimension_sections") is not None:
-        raise metadata.failure("it rotates by several positions (GLM-4V), which is not supported")
-    if n_layers := metadata.get("nextn_predict_layers"):
-        raise metadata.failure(f"it has {shown(n_layers)} layers that predict further tokens, which are not supported")
+def _glm_4(header: GgufHeader, config: Config) -> Config:
+    if header.get("rope.dimension_sections") is not None:
+        raise header.failure("it rotates by several positions (GLM-4V), which is not supported")
+    if n_layers := header.get("nextn_predict_layers"):
+        raise header.failure(f"it has {shown(n_layers)} layers that predict further tokens, which are not supported")
     return {}
 
 
-def _theta(metadata: Metadata) -> Any:
-    value = metadata.get(THETA)
+def _theta(header: GgufHeader) -> Any:
+    value = header.get(THETA)
     return DEFAULT_THETA if value is None else value
 
 
-def _one_theta(metadata: Metadata) -> Config:
-    if metadata.get(NEAR_THETA) not in (None, _theta(metadata)):
-        raise metadata.failure(f"{metadata.name}.{NEAR_THETA} is not {THETA}, which is not supported")
+def _one_theta(header: GgufHeader) -> Config:
+    if header.get(NEAR_THETA) not in (None, _theta(header)):
+        raise header.failure(f"{header.architecture}.{NEAR_THETA} is not {THETA}, which is not supported")
     return {}
 
 
-def _pattern(metadata: Metadata, every: int) -> Config:
+def _pattern(header: GgufHeader, every: int) -> Config:
     """Return which layers have the window, from a flag per layer; a number must be the family's own."""
-    pattern = metadata.get(PATTERN)
+    pattern = header.get(PATTERN)
     if isinstance(pattern, list) and all(isinstance(flag, bool) for flag in pattern):
         return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
     if pattern not in (None, every):
-        raise metadata.failure(f"{metadata.name}.{PATTERN} is {shown(pattern)}, expected {every} or a flag per layer")
+        raise header.failure(
+            f"{header.architecture}.{PATTERN} is {shown(pattern)}, expected {every} or a flag per layer"
+        )
     return {}
 
 

@@ -4,12 +4,9 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from hetero_ee.errors import CheckpointError, shown
+from hetero_ee.errors import shown
 from hetero_ee.hub.gguf.architectures import DEFAULT_THETA, THETA, WINDOW, architecture_of, head_share
-from hetero_ee.hub.gguf.header import GgufHeader, GgufTensor
-from hetero_ee.hub.gguf.metadata import Metadata
-from hetero_ee.hub.regular_file import reason_of
-from hetero_ee_profiles.opened_file import open_regular
+from hetero_ee.hub.gguf.header import GgufHeader, tensor_bytes
 
 # Hugging Face's field -> the key that follows the architecture's name.
 _KEYS = {
@@ -48,71 +45,69 @@ def hf_generation_config(header: GgufHeader) -> dict[str, Any]:
 
 class _Reader:
     def __init__(self, header: GgufHeader) -> None:
-        self._header, self._architecture, self._metadata = header, architecture_of(header), Metadata(header)
+        self._header, self._architecture = header, architecture_of(header)
 
     def config(self) -> dict[str, Any]:
-        metadata, architecture, tensors = self._metadata, self._architecture, self._header.tensors
+        header, architecture, tensors = self._header, self._architecture, self._header.tensors
         if EMBEDDING not in tensors:
-            raise metadata.failure(f"tensor {EMBEDDING} is missing, so this file does not hold a whole model")
-        if n_experts := metadata.get("expert_count"):
-            raise metadata.failure(f"it is a mixture of {shown(n_experts)} experts, which are not supported")
-        config = {field: (metadata.needed if field in _NEEDED else metadata.even)(key) for field, key in _KEYS.items()}
-        config |= {field: metadata.even(key) for field, key in architecture.fields.items()}
+            raise header.failure(f"tensor {EMBEDDING} is missing, so this file does not hold a whole model")
+        if n_experts := header.get("expert_count"):
+            raise header.failure(f"it is a mixture of {shown(n_experts)} experts, which are not supported")
+        config = {field: (header.needed if field in _NEEDED else header.even)(key) for field, key in _KEYS.items()}
+        config |= {field: header.even(key) for field, key in architecture.fields.items()}
         eps_field, eps_key = architecture.norm_eps
-        config[eps_field] = metadata.needed(eps_key)
+        config[eps_field] = header.needed(eps_key)
         if config["head_dim"] is None:
             config["head_dim"] = head_share(config)
         if config["num_key_value_heads"] is None:
             config["num_key_value_heads"] = config["num_attention_heads"]
-        value_size = metadata.get("attention.value_length")
+        value_size = header.get("attention.value_length")
         if value_size not in (None, config["head_dim"]):
-            raise metadata.failure(f"value heads have {shown(value_size)} features, unlike queries and keys")
+            raise header.failure(f"value heads have {shown(value_size)} features, unlike queries and keys")
         config |= {
             "architectures": [architecture.hf_class],
             "vocab_size": tensors[EMBEDDING].shape[0],
             "tie_word_embeddings": HEAD not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-            "sliding_window": metadata.get(WINDOW) or None,
+            "sliding_window": header.get(WINDOW) or None,
         }
         config |= self._rope(config)
-        config |= architecture.more(metadata, config) if architecture.more else {}
+        config |= architecture.more(header, config) if architecture.more else {}
         return {name: value for name, value in config.items() if value is not None}
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return rope_scaling of any kind with its parameters, including the share of a head that rotates."""
-        metadata, head_dim = self._metadata, config["head_dim"]
-        theta = metadata.get(THETA)
-        n_features = metadata.get("rope.dimension_count")
+        header, head_dim = self._header, config["head_dim"]
+        theta = header.get(THETA)
+        n_features = header.get("rope.dimension_count")
         rope: dict[str, Any] = {"rope_theta": DEFAULT_THETA if theta is None else theta, "rope_type": "default"}
         if n_features not in (None, head_dim):
             rotates_part = self._architecture.rotates_part
             if not rotates_part or type(n_features) is not int or type(head_dim) is not int or head_dim < 1:
-                raise metadata.failure(
-                    f"{shown(n_features)} of a head's {shown(head_dim)} features rotate, expected all"
-                )
+                raise header.failure(f"{shown(n_features)} of a head's {shown(head_dim)} features rotate, expected all")
             rope["partial_rotary_factor"] = n_features / head_dim
-        kind = metadata.get("rope.scaling.type")
-        factor = metadata.get("rope.scaling.factor") or metadata.get("rope.scale_linear")
+        kind = header.get("rope.scaling.type")
+        factor = header.get("rope.scaling.factor") or header.get("rope.scale_linear")
         context_tokens = config["max_position_embeddings"]
-        original = metadata.get("rope.scaling.original_context_length") or context_tokens
+        original = header.get("rope.scaling.original_context_length") or context_tokens
         found = set(ROPE_TENSORS) & set(self._header.tensors)
         if found and not self._architecture.has_rope_factors:
-            raise metadata.failure(f"it has rotary factors in {min(found)}, which its architecture does not support")
+            raise header.failure(f"it has rotary factors in {min(found)}, which its architecture does not support")
         if FACTORS in found or {LONG_FACTORS, SHORT_FACTORS} <= found:
             is_one = FACTORS in found
             short, long = ([*self._factors(FACTORS if is_one else name)] for name in (SHORT_FACTORS, LONG_FACTORS))
-            magnitude = metadata.get("rope.scaling.attn_factor")
+            magnitude = header.get("rope.scaling.attn_factor")
             rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
             rope |= {"attention_factor": 1.0 if magnitude is None else magnitude}
             rope |= {"original_max_position_embeddings": context_tokens if is_one else original}
         elif kind == "yarn":
             rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
-            rope |= {name: metadata.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+            rope |= {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         elif kind == "linear" or (kind is None and factor not in (None, 0, 1)):
             rope |= {"rope_type": "linear", "factor": factor}
         elif kind not in (None, "none"):
-            raise metadata.failure(f"rope.scaling.type is {shown(kind)}, which needs factors that the file lacks")
+            raise header.failure(f"rope.scaling.type is {shown(kind)}, which needs factors that the file lacks")
         used = {name: value for name, value in rope.items() if value is not None}
         original = {"original_max_position_embeddings": used.get("original_max_position_embeddings")}
         return {"rope_scaling": used} | original
@@ -120,15 +115,7 @@ class _Reader:
     def _factors(self, name: str) -> Iterator[float]:
         tensor = self._header.tensors[name]
         if tensor.type.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
-            raise self._metadata.failure(
+            raise self._header.failure(
                 f"tensor {name} is {tensor.type.name} {list(tensor.shape)}, expected a few F32 factors"
             )
-        return (value for (value,) in struct.iter_unpack("<f", self._bytes(tensor)))
-
-    def _bytes(self, tensor: GgufTensor) -> bytes:
-        try:
-            with open_regular(tensor.file) as opened:
-                opened.seek(tensor.start)
-                return opened.read(tensor.n_bytes).ljust(tensor.n_bytes, b"\0")
-        except OSError as error:
-            raise CheckpointError(f"{tensor.file} can't be read ({reason_of(error)}).") from error
+        return (value for (value,) in struct.iter_unpack("<f", tensor_bytes(tensor)))

@@ -6,8 +6,8 @@ any model folder; the weights are read from the GGUF file itself.
 
 import hashlib
 import json
+import os
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -20,12 +20,13 @@ from hetero_ee.hub.gguf.parts import base_name, part_files, read_model_header
 from hetero_ee.hub.gguf.tokenizer import tokenizer_files
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of
 from hetero_ee.models.hf_config import INT8_FIELD, ZEROS_FIELD, spec_from_hf
+from hetero_ee_profiles.opened_file import open_regular
 from hetero_ee_profiles.records import from_json
 
 FOLDERS = "gguf"  # in the cache
 NOTE_FILE = "gguf.json"  # only trusted in that folder: elsewhere it could name any file
 MAX_NOTE_BYTES = 2**23  # for the most parts with the longest paths
-TRANSLATION_VERSION = 3  # a new version makes every folder again
+TRANSLATION_VERSION = 4  # a new version makes every folder again
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -36,14 +37,22 @@ class _NotedFile:
     file: str
     n_bytes: int
     mtime_ns: int
+    header_bytes: int = 0
+    sha256: str = ""  # programs that edit metadata may restore a file's time
 
     @classmethod
-    def of(cls, file: Path) -> Self:
+    def of(cls, file: Path, header_bytes: int = 0) -> Self:
         try:
-            status = file.stat()
+            with open_regular(file) as opened:
+                status, header = os.fstat(opened.fileno()), opened.read(header_bytes)
         except OSError as error:
             raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
-        return cls(str(file), status.st_size, status.st_mtime_ns)
+        return cls(str(file), status.st_size, status.st_mtime_ns, header_bytes, hashlib.sha256(header).hexdigest())
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file is still the same. A longer header would begin with other bytes."""
+        return self.of(Path(self.file), self.header_bytes) == self
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +60,6 @@ class _Note:
     """All parts of the model."""
 
     files: tuple[_NotedFile, ...]
-
-    @classmethod
-    def of(cls, files: Sequence[Path]) -> Self:
-        return cls(tuple(map(_NotedFile.of, files)))
 
 
 def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
@@ -67,23 +72,24 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
         ModelError, CheckpointError, StoreError: if the file is unsupported or damaged, or the cache cannot be written.
     """
     parts = part_files(file)
-    note = _Note.of(parts)
-    key = hashlib.sha256(json.dumps([TRANSLATION_VERSION, asdict(note)]).encode()).hexdigest()[:16]
+    identity = [TRANSLATION_VERSION, *(asdict(_NotedFile.of(part)) for part in parts)]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in base_name(parts[0]))[:64].strip(".") or "model"
     folder = cache_folder() / FOLDERS / key / name
-    has_config, has_tokenizer = (folder / NOTE_FILE).is_file(), (folder / TOKENIZER_FILE).is_file()
-    if has_config and (has_tokenizer or configuration_only):
+    is_current = _is_current(folder)
+    if is_current and (configuration_only or (folder / TOKENIZER_FILE).is_file()):
         return folder
     header = read_model_header(parts)
     config = hf_config(header)
     spec = spec_from_hf(config, str(header.file))
     config |= {INT8_FIELD: int8_matrices(header, spec), ZEROS_FIELD: zero_point_matrices(header, spec)}
     files = {} if configuration_only else tokenizer_files(header)  # tokenizer.json is last, so it implies the others
-    if not has_config:
+    if not is_current:
+        note = _Note(tuple(_NotedFile.of(part, header.header_bytes[part]) for part in parts))
         values = {"config.json": config, "generation_config.json": hf_generation_config(header)}
         noted = values | {NOTE_FILE: asdict(note)}
         files = {name: json.dumps(value, indent=1) for name, value in noted.items()} | files
-    _write(folder, files)
+    _write(folder, files, replaces=not is_current)
     return folder
 
 
@@ -101,19 +107,32 @@ def gguf_files(folder: Path) -> list[Path]:
     if found is None:
         return []
     try:
-        note = from_json(_Note, read_file(found, MAX_NOTE_BYTES, "such a note", CheckpointError).decode())
+        note = _read_note(found)
     except ValueError as error:
         raise CheckpointError(f"{found} can't be read ({error}); delete {folder}.") from error
     for noted in note.files:
-        if _NotedFile.of(Path(noted.file)) != noted:
+        if not noted.is_current:
             raise CheckpointError(f"{noted.file} has changed since it was translated; open it again.")
     return [Path(noted.file) for noted in note.files]
 
 
-def _write(folder: Path, files: dict[str, str]) -> None:
-    """Write the files in this order, each atomically."""
+def _is_current(folder: Path) -> bool:
+    try:
+        return all(noted.is_current for noted in _read_note(folder / NOTE_FILE).files)
+    except (CheckpointError, ValueError):  # not there, damaged, or the files are gone
+        return False
+
+
+def _read_note(file: Path) -> _Note:
+    return from_json(_Note, read_file(file, MAX_NOTE_BYTES, "such a note", CheckpointError).decode())
+
+
+def _write(folder: Path, files: dict[str, str], *, replaces: bool) -> None:
+    """Write the files in this order, each atomically. replaces: a tokenizer there is of another header."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if replaces:
+            (folder / TOKENIZER_FILE).unlink(missing_ok=True)
         for name, text in files.items():
             partial = folder / f"{name}.{uuid.uuid4().hex[:8]}.partial"
             try:

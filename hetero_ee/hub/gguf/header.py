@@ -9,11 +9,12 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
-from hetero_ee.errors import CheckpointError, shown
+from hetero_ee.errors import CheckpointError, ModelError, shown
 from hetero_ee.hub.gguf.tensor_types import TENSOR_TYPES, TensorType
 from hetero_ee.hub.json_text import stand_in
 from hetero_ee.hub.regular_file import reason_of
@@ -59,6 +60,34 @@ class GgufHeader:
     file: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
+    header_bytes: Mapping[Path, int] = field(default_factory=dict)  # of each file
+
+    @property
+    def architecture(self) -> Value | None:
+        """The name that begins the keys of the model's metadata, in supported files a string."""
+        return self.metadata.get("general.architecture")
+
+    def get(self, key: str) -> Any:
+        """Return the architecture's value, None if it is missing."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def even(self, key: str) -> Any:
+        """Return the value; if there is a list with one value per layer, they must all be equal."""
+        value = self.get(key)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise self.failure(f"{self.architecture}.{key} differs from layer to layer, which is not supported")
+            return value[0]
+        return value
+
+    def needed(self, key: str) -> Any:
+        value = self.even(key)
+        if value is None:
+            raise self.failure(f"{self.architecture}.{key} is missing")
+        return value
+
+    def failure(self, what: str) -> ModelError:
+        return ModelError(f"{self.file}: {what}.")
 
 
 def is_gguf(file: Path) -> bool:
@@ -84,7 +113,25 @@ def read_gguf_header(file: Path) -> GgufHeader:
         raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
     except ValueError as error:
         raise CheckpointError(f"{file} {_damaged(error)}.") from error
-    return GgufHeader(file, metadata, tensors)
+    return GgufHeader(file, metadata, tensors, {file: cursor.position})
+
+
+def tensor_bytes(tensor: GgufTensor) -> bytearray:
+    """Read a tensor. Not from a map of the file, since a process that reads beyond the end of one is killed.
+
+    Raises:
+        CheckpointError: if its file can't be read, or was cut short since its header was read.
+    """
+    data = bytearray(tensor.n_bytes)
+    try:
+        with open_regular(tensor.file) as opened:
+            opened.seek(tensor.start)
+            n_read = opened.readinto(data)
+    except OSError as error:
+        raise CheckpointError(f"{tensor.file} can't be read ({reason_of(error)}).") from error
+    if n_read < tensor.n_bytes:
+        raise CheckpointError(f"{tensor.file} was cut short while it was read; get the file again.")
+    return data
 
 
 def _damaged(reason: object) -> str:

@@ -38,7 +38,6 @@ INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
-    """Return the GGUF name of a tensor of a Hugging Face checkpoint."""
     module, _, ending = hf_name.rpartition(".")
     layer = _LAYER.fullmatch(module)
     if layer is None:

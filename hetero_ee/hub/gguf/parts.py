@@ -65,7 +65,8 @@ def read_model_header(files: Sequence[Path]) -> GgufHeader:
                 f"{header.file} claims {shown(n_tensors)} tensors in all parts, but they have {len(tensors)}; "
                 "get all parts again."
             )
-    return replace(headers[0], tensors=tensors)
+    header_bytes = {header.file: header.header_bytes[header.file] for header in headers}
+    return replace(headers[0], tensors=tensors, header_bytes=header_bytes)
 
 
 def _check_place(header: GgufHeader, index: int, n_parts: int) -> None:

@@ -71,7 +71,7 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     except BaseException as error:  # bare Exceptions, and panics of Rust code, which derive from BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise vocabulary.failure(f"its tokenizer can't be made ({shown(str(error))})") from error
+        raise header.failure(f"its tokenizer can't be made ({shown(str(error))})") from error
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     files = {"tokenizer_config.json": json.dumps(config | vocabulary.special_tokens())}
     template = header.metadata.get("tokenizer.chat_template")
@@ -82,23 +82,23 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
 
 class _Vocabulary:
     def __init__(self, header: GgufHeader) -> None:
-        self._header = header
+        self._header, self._fail = header, header.failure
         self.kind, self._pre = self._get("model"), self._get("pre")
         if self.kind not in ("llama", "gpt2"):
-            raise self.failure(f"its tokenizer is of kind {shown(self.kind)}; supported are llama and gpt2")
+            raise self._fail(f"its tokenizer is of kind {shown(self.kind)}; supported are llama and gpt2")
         if self.kind == "gpt2" and (not isinstance(self._pre, str) or self._pre not in SPLITTINGS):
-            raise self.failure(
+            raise self._fail(
                 f"its tokenizer splits text by {shown(self._pre)} (tokenizer.ggml.pre), which is unknown; known are "
                 f"{', '.join(SPLITTINGS)}; give the original model in safetensors"
             )
         self.tokens: list[str] = self._list("tokens", str)
         self._types: list[int] = self._list("token_type", int, [NORMAL] * len(self.tokens))
         if len(self._types) != len(self.tokens):
-            raise self.failure(f"it has {len(self.tokens)} tokens and types of {len(self._types)}")
+            raise self._fail(f"it has {len(self.tokens)} tokens and types of {len(self._types)}")
         self._ids = {token: index for index, token in reversed(list(enumerate(self.tokens)))}
         n_added = sum(kind in (CONTROL, USER_DEFINED) for kind in self._types)
         if n_added > MAX_ADDED_TOKENS:
-            raise self.failure(f"it has {n_added} control and user-defined tokens, expected at most {MAX_ADDED_TOKENS}")
+            raise self._fail(f"it has {n_added} control and user-defined tokens, expected at most {MAX_ADDED_TOKENS}")
 
     def byte_level(self) -> Any:
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -137,9 +137,6 @@ class _Vocabulary:
         named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         return {field: text for field, name in named.items() if (text := self._special(name)) is not None}
 
-    def failure(self, what: str) -> ModelError:
-        return ModelError(f"{self._header.file}: {what}.")
-
     def _completed(self, tokenizer: Any, *, adds_begin: bool) -> Any:
         from tokenizers import AddedToken, processors
 
@@ -162,16 +159,16 @@ class _Vocabulary:
     def _written_merges(self) -> list[tuple[str, str]]:
         merges = [tuple(merge.split(" ")) for merge in self._list("merges", str)]
         if any(len(merge) != 2 for merge in merges):
-            raise self.failure("its tokenizer has a merge that is not of two pieces")
+            raise self._fail("its tokenizer has a merge that is not of two pieces")
         return merges
 
     def _implied_merges(self) -> list[tuple[str, str]]:
         """Return the merges that the scores imply: each piece from any two it can be cut into, the best score first."""
         scores, ids = self._list("scores", float), self._ids
         if len(scores) != len(self.tokens):
-            raise self.failure(f"it has {len(self.tokens)} tokens and scores of {len(scores)}")
+            raise self._fail(f"it has {len(self.tokens)} tokens and scores of {len(scores)}")
         if (n_cuts := sum(len(token) ** 2 for token in self.tokens)) > MAX_CUTS:
-            raise self.failure(f"the squared lengths of its tokens add up to {n_cuts}, expected at most {MAX_CUTS}")
+            raise self._fail(f"the squared lengths of its tokens add up to {n_cuts}, expected at most {MAX_CUTS}")
         found: list[tuple[float, int, int, int, str, str]] = []
         for token, index in ids.items():
             if self._types[index] != NORMAL:
@@ -187,7 +184,7 @@ class _Vocabulary:
         if index is None:
             return None
         if type(index) is not int or not 0 <= index < len(self.tokens):
-            raise self.failure(f"{name}_token_id is {shown(index)}, expected one of its {len(self.tokens)} tokens")
+            raise self._fail(f"{name}_token_id is {shown(index)}, expected one of its {len(self.tokens)} tokens")
         return self.tokens[index]
 
     def _flag(self, name: str, default: bool) -> bool:
@@ -199,7 +196,7 @@ class _Vocabulary:
         if values is None:
             values = default
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
-            raise self.failure(f"tokenizer.ggml.{name} is {shown(values)}, expected a list of {kind.__name__}")
+            raise self._fail(f"tokenizer.ggml.{name} is {shown(values)}, expected a list of {kind.__name__}")
         return values
 
     def _get(self, name: str) -> Any:

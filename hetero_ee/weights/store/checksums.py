@@ -52,15 +52,17 @@ def first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
     """Return the first region whose bytes do not match its checksum, None if all match. Uses several threads."""
     regions = list(regions)
     n_threads = min(MAX_THREADS, os.cpu_count() or 1)
+
+    def damaged_of(first: int) -> Region | None:
+        with open_regular(file, buffering=0) as opened:
+            return damaged_region(opened, regions[first::n_threads])
+
     with ThreadPoolExecutor(n_threads) as pool:
-        found = pool.map(lambda first: _first_damaged(file, regions[first::n_threads]), range(n_threads))
-        damaged = [region for region in found if region is not None]
+        damaged = [region for region in pool.map(damaged_of, range(n_threads)) if region is not None]
     return min(damaged, key=lambda region: region.offset, default=None)
 
 
-def _first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
-    with open_regular(file, buffering=0) as opened:
-        for region in regions:
-            if sha256_of(opened, region.offset, region.n_bytes) != region.sha256:
-                return region
-    return None
+def damaged_region(file: BinaryIO, regions: Iterable[Region]) -> Region | None:
+    """Return the first region, in their order, whose bytes do not match its checksum, None if all match."""
+    found = (region for region in regions if sha256_of(file, region.offset, region.n_bytes) != region.sha256)
+    return next(found, None)

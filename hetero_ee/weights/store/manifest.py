@@ -47,7 +47,6 @@ class Region:
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
         return self.offset + self.n_bytes
 
 

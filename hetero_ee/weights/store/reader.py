@@ -1,14 +1,16 @@
 """Opens stores: folders with int4 weights, their manifest, and the model's configuration and tokenizer files.
 
-Weights are memory-mapped, and all checksums except those of the tiles are checked first. writer.py writes stores.
+Weights are memory-mapped, and all checksums are checked, those of the tiles after opening. writer.py writes stores.
 """
 
 import hashlib
 import mmap
 import os
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,11 +22,13 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, check_complete
 from hetero_ee.weights.rows import RowWeight
-from hetero_ee.weights.store.checksums import first_damaged
+from hetero_ee.weights.store.checksums import damaged_region, first_damaged
 from hetero_ee.weights.store.manifest import ROWS, WEIGHTS_FILE, CopiedFile, Entry, Manifest, check_size, read_manifest
 from hetero_ee.weights.store.names import MANIFEST_FILE
 from hetero_ee.weights.tiles import TILE_BYTES, tile_grid
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.host.host import this_host
+from hetero_ee_profiles.host.memory import memory_info
 from hetero_ee_profiles.opened_file import open_regular
 
 
@@ -48,8 +52,8 @@ def checked_manifest(folder: Path) -> Manifest:
 def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) -> ModelWeights:
     """Map the store's weights into memory, read-only. Pages are read when they are first used.
 
-    Scales, fp32 tensors and the small files are compared with their checksums. Tiles, most of the bytes, are not. The
-    weights' watch compares scales and fp32 tensors again if the file was written to.
+    Scales, fp32 tensors and the small files are compared with their checksums at once. The weights' watch compares
+    tiles, most of the bytes, meanwhile, unless they exceed the free RAM, and all again if the file was written to.
 
     Args:
         manifest: What checked_manifest has returned, if it was called before.
@@ -62,12 +66,15 @@ def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) 
 
     def check(_: Path) -> None:
         check_size(folder, manifest)
-        _check_regions(folder, manifest)
+        _check_regions(folder, manifest, ("scales", "values", "tiles"))
 
     watch = FileWatch([folder / WEIGHTS_FILE], check)
-    _check_regions(folder, manifest)
+    _check_regions(folder, manifest, ("scales", "values"))
     weights = mapped_weights(folder, manifest, spec)
     _check_finite(folder, weights)
+    if manifest.weights_bytes < memory_info(this_host()).available_bytes:
+        opened = open_regular(folder / WEIGHTS_FILE, buffering=0)  # now: another file may get its name
+        watch.check_later(lambda: _check_regions(folder, manifest, ("tiles",), opened))
     return replace(weights, watch=watch)
 
 
@@ -117,10 +124,15 @@ def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
     return None if is_same else "does not match its checksum in the store's manifest"
 
 
-def _check_regions(folder: Path, manifest: Manifest) -> None:
-    entry_of = {region: entry for entry in manifest.entries for region in entry.regions if region.part != "tiles"}
+def _check_regions(folder: Path, manifest: Manifest, parts: Collection[str], opened: BinaryIO | None = None) -> None:
+    """Compare regions with their checksums: of `opened` in this thread, or of the folder's file in several."""
+    entry_of = {region: entry for entry in manifest.entries for region in entry.regions if region.part in parts}
     try:
-        damaged = first_damaged(folder / WEIGHTS_FILE, entry_of)
+        if opened is None:
+            damaged = first_damaged(folder / WEIGHTS_FILE, entry_of)
+        else:
+            with opened:
+                damaged = damaged_region(opened, entry_of)
     except OSError as error:
         raise StoreError(f"{folder / WEIGHTS_FILE} can't be read ({error}); check its disk.") from error
     if damaged:
@@ -143,11 +155,14 @@ def _check_finite(folder: Path, weights: ModelWeights) -> None:
 
 
 def _mapped(file: Path) -> Tensor:
-    """Map the file read-only and return its bytes (uint8).
+    """Map the file read-only and return its bytes (uint8). From then on, SIGBUS ends the process with a message.
 
     A private writable mapping would make Linux reserve memory for the whole file, so stores larger than RAM, the main
     use case, could not be opened.
     """
+    from hetero_ee_cpu_ops.bus_error import report_bus_errors  # which imports Numba
+
+    report_bus_errors()
     try:
         with open_regular(file) as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)

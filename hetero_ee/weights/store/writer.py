@@ -88,7 +88,6 @@ class StoreWriter:
         return allocated_bytes(os.fstat(self._weights.fileno()))
 
     def allocate(self, n_bytes: int) -> None:
-        """Reserve the disk space of the weights."""
         with store_errors(self._target):
             self._files.allocate(self._weights, n_bytes)
 
