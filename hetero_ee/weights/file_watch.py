@@ -24,7 +24,7 @@ class FileWatch:
         self._damage: HeteroError | None = None
 
     def check_later(self, check: Callable[[], None]) -> None:
-        """Run `check` in a thread that gets only time nobody else needs; `look` raises its HeteroError."""
+        """Run `check` in a thread of the lowest priority; `look` raises its HeteroError."""
 
         def run() -> None:
             with suppress(AttributeError, OSError):  # systems without priorities of threads
