@@ -30,16 +30,20 @@ class Entry:
     """A compiled function that Python calls. It keeps the GIL unless `nogil`: releasing it for a few microseconds of
     work lets another Python thread hold it for milliseconds."""
 
-    __slots__ = ("_compiled", "_function", "_nogil", "_signature")
+    __slots__ = ("_compiled", "_compiling", "_function", "_nogil", "_signature")
 
     def __init__(self, function: Callable[..., int], signature: Any, *, nogil: bool = False) -> None:
         self._function, self._signature, self._nogil = function, signature, nogil
         self._compiled: Any = None
+        self._compiling = Lock()
 
     def __call__(self, *arguments: Any) -> int:
         """Call the function. Raises ValueError if an array's dtype, dimensions or layout differ from the signature."""
         if self._compiled is None:
-            self._compiled = compiled(self._function, signature=self._signature, nogil=self._nogil)
+            with self._compiling:
+                self._compiled = self._compiled or compiled(
+                    self._function, signature=self._signature, nogil=self._nogil
+                )
         try:
             return self._compiled(*arguments)
         except TypeError:

@@ -276,8 +276,8 @@ def _printable(text: object) -> str:
 
 def refuse_non_finite(tensor: Tensor, name: str, file: Path) -> None:
     for first, chunk in enumerate(torch.split(tensor.flatten(), CHECK_ELEMENTS)):
-        finite = torch.isfinite(chunk)
-        if not finite.all():
+        if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():  # a quarter of the time for all of them
+            finite = torch.isfinite(chunk)
             flat = first * CHECK_ELEMENTS + int((~finite).nonzero()[0])
             index = [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
             raise CheckpointError(

@@ -1,5 +1,6 @@
-"""Converts a checkpoint to a store, one tensor at a time, so that memory never holds more than one tensor."""
+"""Converts a checkpoint to a store. Memory holds two tensors: while one is written, the next one is read."""
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from hetero_ee.hub.model_id import model_name
 from hetero_ee.layers.tensors import TensorSpec, is_in_rows
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.blocks import KeptCodes
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, is_quantized
@@ -96,9 +98,10 @@ def _write(
         _require_space(source, n_bytes, writer.allocated_bytes, target, files)
         writer.allocate(n_bytes)
         n_there, report = len(writer.entries), ImportReport(checkpoint.title)
+        read = _read_ahead(checkpoint, quantization, tensors[n_there:])
         for index, tensor in enumerate(tensors):
             if index >= n_there:
-                _write_tensor(writer, checkpoint, tensor, quantization, workers, report)
+                _write_tensor(writer, next(read), checkpoint, tensor, quantization, workers, report)
             n_done += tensor.n_elements
             if progress:
                 progress(CONVERTING, n_done, n_weights)
@@ -146,23 +149,42 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
     return replace(kept, neuron_major=quantization.neuron_major, first_in_rows=quantization.first_in_rows)
 
 
+def _read_ahead(
+    checkpoint: Checkpoint | GgufCheckpoint, quantization: Quantization, tensors: list[TensorSpec]
+) -> Iterator[KeptCodes | Tensor]:
+    """Yield each tensor, as codes to be kept or in fp32, while a thread reads the next one."""
+
+    def read(tensor: TensorSpec) -> KeptCodes | Tensor:
+        if not is_quantized(tensor.role):
+            return checkpoint.tensor(tensor.name)
+        kept = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
+        return _values(checkpoint, tensor, quantization) if kept is None else kept
+
+    with ThreadPoolExecutor(1) as pool:
+        following = deque(pool.submit(read, tensor) for tensor in tensors[:1])
+        for index in range(len(tensors)):
+            found = following.popleft().result()
+            following.extend(pool.submit(read, tensor) for tensor in tensors[index + 1 : index + 2])
+            yield found
+            del found
+
+
 def _write_tensor(
     writer: StoreWriter,
+    found: KeptCodes | Tensor,
     checkpoint: Checkpoint | GgufCheckpoint,
     tensor: TensorSpec,
     quantization: Quantization,
     workers: Workers,
     report: ImportReport,
 ) -> None:
-    if not is_quantized(tensor.role):
-        writer.add_values(tensor.name, checkpoint.tensor(tensor.name))
-        return
-    kept = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
-    if kept is not None:
-        weight, wanted = kept.weight, kept.wanted
+    if isinstance(found, KeptCodes):
+        weight, wanted = found.weight, found.wanted
+    elif is_quantized(tensor.role):
+        weight, wanted = quantize(found, quantization.quantizer_of(tensor.role), workers), [found]
     else:
-        values = _values(checkpoint, tensor, quantization)
-        weight, wanted = quantize(values, quantization.quantizer_of(tensor.role), workers), [values]
+        writer.add_values(tensor.name, found)
+        return
     if checkpoint.title is not None and not quantization.neuron_major:
         report.add(checkpoint.types(tensor.name), tensor, weight, wanted)
     writer.add_matrix(tensor.name, in_rows(weight) if is_in_rows(tensor.role) else weight)
