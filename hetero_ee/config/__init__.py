@@ -4,7 +4,18 @@ from collections.abc import Callable
 
 from hetero_ee.config.folders import cache_folder, data_folder, demo_model_folder
 
-__all__ = ["READING", "Progress", "cache_folder", "data_folder", "demo_model_folder"]
+__all__ = [
+    "BYTE_STAGES",
+    "CONVERTING",
+    "DOWNLOADING",
+    "READING",
+    "Progress",
+    "cache_folder",
+    "data_folder",
+    "demo_model_folder",
+]
 
 Progress = Callable[[str, int, int], None]  # (stage, done, in all), called while something takes its time
 READING = "Reading the prompt"  # the stage of a prompt
+CONVERTING, DOWNLOADING = "Converting to int4", "Downloading"  # beginnings of stages whose progress is in bytes
+BYTE_STAGES = (CONVERTING, DOWNLOADING)

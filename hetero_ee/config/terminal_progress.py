@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from hetero_ee.config import READING, Progress
+from hetero_ee.config import BYTE_STAGES, READING, Progress
 from hetero_ee.errors import UsageError, shown
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class TerminalProgress:
                 desc=stage,
                 total=n_all,
                 leave=False,
+                unit="B" if stage.startswith(BYTE_STAGES) else "it",
                 unit_scale=True,
                 file=sys.stderr,
                 delay=SHOWN_AFTER_S if stage == READING else 0,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import psutil
 
-from hetero_ee.config import Progress
+from hetero_ee.config import DOWNLOADING, Progress
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.errors import is_transient
 from hetero_ee.hub.model_files import CONFIG_FILE
@@ -23,7 +23,6 @@ from hetero_ee.hub.model_id import CACHED_PREFIX
 from hetero_ee.hub.repository import RemoteFile, Repository
 from hetero_ee_profiles.opened_file import open_regular
 
-DOWNLOADING = "Downloading"  # start of the name of the stage whose progress is in bytes
 # huggingface_hub keeps nothing of an interrupted file. Fewer than its own 8 at once are as fast, and lose less.
 N_CONNECTIONS = 4
 N_ATTEMPTS = 3

@@ -41,10 +41,14 @@ def region_bytes(layout: str, n_rows: int, n_columns: int) -> tuple[int, int]:
 
 def pack_int4(codes: Tensor) -> Tensor:
     """Pack codes (N, K) uint8 of 0..15, N % 16 == K % 32 == 0, to tiles (N/16, K/32, 256) uint8."""
-    n_rows, n_columns = codes.shape
-    halves = codes.view(n_rows // 16, 16, n_columns // 32, 2, 4, 4)  # b r g half j c
-    lines = halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)  # b r g j c
-    return lines.permute(0, 2, 3, 1, 4).reshape(n_rows // 16, n_columns // 32, INT4_TILE_BYTES)
+    halves = codes.view(len(codes), -1, 2, TILE_COLUMNS // 2)
+    return pack_lines(halves[:, :, 0] | (halves[:, :, 1] << 4))
+
+
+def pack_lines(lines: Tensor) -> Tensor:
+    """Pack (N, K/32, 16 or 32) bytes, N % 16 == 0, to tiles (N/16, K/32, 256 or 512): a row's lines, 4 columns each."""
+    words = lines.view(torch.int32).view(-1, TILE_ROWS, *lines.shape[1:2], lines.shape[2] // 4)  # b r g j
+    return words.permute(0, 2, 3, 1).contiguous().view(lines.dtype).view(len(words), lines.shape[1], -1)
 
 
 def unpack_int4(tiles: Tensor) -> Tensor:
@@ -57,9 +61,7 @@ def unpack_int4(tiles: Tensor) -> Tensor:
 
 def pack_int8(values: Tensor) -> Tensor:
     """Pack values (N, K) int8, N % 16 == K % 32 == 0, to tiles (N/16, K/32, 512) int8."""
-    n_rows, n_columns = values.shape
-    lines = values.view(n_rows // 16, 16, n_columns // 32, 8, 4)  # b r g j c
-    return lines.permute(0, 2, 3, 1, 4).reshape(n_rows // 16, n_columns // 32, INT8_TILE_BYTES)
+    return pack_lines(values.view(len(values), -1, TILE_COLUMNS))
 
 
 def unpack_int8(tiles: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 
 from hetero_ee.config import READING
 from hetero_ee_cli.terminal.progress import _Bars, stage_progress
-from hetero_ee_cli.terminal.prompt_progress import DRAWN_EVERY_S, PromptProgress, _duration
+from hetero_ee_cli.terminal.prompt_progress import DRAWN_EVERY_S, PromptProgress, duration
 from tests.pure.test_terminal_text import Screen, both_streams
 
 ERASED = re.compile(r"\r +\r\Z")  # spaces over the line
@@ -135,7 +135,7 @@ def test_the_next_prompt_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_durations() -> None:
-    assert [_duration(seconds) for seconds in (0.4, 59.4, 60, 3599, 3600, 7325)] == [
+    assert [duration(seconds) for seconds in (0.4, 59.4, 60, 3599, 3600, 7325)] == [
         *("0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "2 h 02 min")
     ]
 

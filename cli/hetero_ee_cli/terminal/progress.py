@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hetero_ee.config import READING, Progress
+from hetero_ee.config import BYTE_STAGES, READING, Progress
 from hetero_ee_cli.terminal.output import printable
-from hetero_ee_cli.terminal.prompt_progress import PromptProgress
+from hetero_ee_cli.terminal.prompt_progress import PromptProgress, duration
 from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _Lines:
     def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._said: set[str] = set()
         self._quiet, self._clock = quiet, clock
-        self._stage, self._line_due_s = "", 0.0
+        self._stage, self._start_s, self._line_due_s = "", 0.0, 0.0
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
         if stage == READING:
@@ -51,10 +51,13 @@ class _Lines:
             print(f"{stage}, once ..." if n_all else f"{stage.removesuffix('.')}.", file=sys.stderr)
         now_s = self._clock()
         if stage != self._stage or n_done == 0:
-            self._stage, self._line_due_s = stage, now_s + LINE_EVERY_S
+            self._stage, self._start_s, self._line_due_s = stage, now_s, now_s + LINE_EVERY_S
         elif n_all and now_s >= self._line_due_s:
             self._line_due_s = now_s + LINE_EVERY_S
-            print(f"{stage}: {n_done / n_all:.0%}", file=sys.stderr)
+            rate, per_s = "", n_done / (now_s - self._start_s)
+            if stage.startswith(BYTE_STAGES):
+                rate = f", {per_s / 1e6:,.1f} MB/s, {duration((n_all - n_done) / per_s)} left"
+            print(f"{stage}: {n_done / n_all:.0%}{rate}", file=sys.stderr)
 
     def close(self) -> None:
         pass
@@ -76,8 +79,6 @@ class _Bars:
             return
         from rich.filesize import decimal
 
-        from hetero_ee.hub.download import DOWNLOADING
-
         if self._progress is None:
             self._prompt.close()  # one line at a time: the next update of the prompt shows its own again
             self._progress, self._tasks = _started(), {}
@@ -89,8 +90,9 @@ class _Bars:
         else:
             if stage not in tasks:
                 tasks[stage] = progress.add_task(stage + self._note, total=n_all, size="")
-            size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
-            progress.update(tasks[stage], completed=n_done, size=size)
+            speed = progress.tasks[tasks[stage]].speed
+            size = f"{decimal(n_done)} of {decimal(n_all)}{f', {decimal(int(speed))}/s' if speed else ''}"
+            progress.update(tasks[stage], completed=n_done, size=size if stage.startswith(BYTE_STAGES) else "")
         if progress.finished:  # what follows may be text, which a bar would overwrite
             self.close()
 

@@ -65,7 +65,7 @@ class PromptProgress:
             return line
         rate = self._n_done / (self._told_s - self._start_s)
         left_s = max(1.0, (self._n_all - self._n_done) * self._token_s - (now_s - self._told_s))
-        return f"{line}, {rate:,.{0 if rate >= 10 else 1}f} tokens/s, {_duration(left_s)} left"
+        return f"{line}, {rate:,.{0 if rate >= 10 else 1}f} tokens/s, {duration(left_s)} left"
 
     def _draw(self, is_over: threading.Event) -> None:
         n_shown, write = 0, styled(sys.stderr).write
@@ -85,7 +85,7 @@ def _columns() -> int:
         return USUAL_COLUMNS
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return `12 s`, `3 min 05 s` or `1 h 02 min`."""
     whole = round(seconds)
     if whole < 60:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.weights.formats.grouped_codes import GroupedCodes, packed_size, unpacked
+from hetero_ee.weights.formats.grouped_codes import GroupedCodes, packed_size
 from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
 from hetero_ee.weights.formats.saved_matrix import FLOATS, Layout
 
@@ -34,5 +34,6 @@ class AwqMatrix(GroupedMatrix):
 
     def _numbers(self, suffix: str) -> Tensor:
         """Return numbers, uint8 (N, columns or groups)."""
-        words = unpacked(self.read(suffix), self.bits)
-        return words[..., NIBBLE_OF].flatten(1)[:, : self.shape[0]].T.contiguous()
+        words = self.read(suffix).T.contiguous()
+        numbers = torch.stack([(words >> 4 * nibble & 15).to(torch.uint8) for nibble in NIBBLE_OF], dim=1)
+        return numbers.flatten(0, 1)[: self.shape[0]]

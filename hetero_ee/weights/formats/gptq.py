@@ -33,9 +33,8 @@ class GptqMatrix(GroupedMatrix):
         }
 
     def codes(self) -> GroupedCodes:
-        n_rows, n_columns = self.shape
-        words = unpacked(self.read(MARK), self.bits)
-        codes = words.permute(1, 0, 2).reshape(n_rows, -1)[:, :n_columns]
+        n_columns = self.shape[1]
+        codes = unpacked(self.read(MARK).T, self.bits).flatten(1)[:, :n_columns]
         scales = self.finite(".scales").T.contiguous()
         return GroupedCodes(self.bits, codes, scales, self.groups(), self._zeros())
 

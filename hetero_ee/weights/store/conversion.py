@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_ee.config import Progress
+from hetero_ee.config import CONVERTING, Progress
 from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
 from hetero_ee.layers.tensors import TensorSpec, is_in_rows
@@ -33,7 +33,6 @@ from hetero_ee.weights.store.writer import StoreWriter, partial_folder
 
 SPARE_BYTES = 2**20  # free disk space required for the manifest and folder entries
 SPACE_RESERVE = 1.05  # free disk space required, relative to the known sizes
-CONVERTING = "Converting to int4"
 WAITING = "Another process is converting this model; waiting for it"
 
 
@@ -88,7 +87,6 @@ def _write(
     files: FileSystem,
 ) -> None:
     tensors = all_tensors(decoder_blocks(stored_spec(checkpoint.spec, quantization)))
-    n_weights, n_done = sum(tensor.n_elements for tensor in tensors), 0
     identity = {
         "source_key": source.key(quantization),
         "tensors": [[tensor.name, *tensor.shape] for tensor in tensors],
@@ -102,9 +100,8 @@ def _write(
         for index, tensor in enumerate(tensors):
             if index >= n_there:
                 _write_tensor(writer, next(read), checkpoint, tensor, quantization, workers, report)
-            n_done += tensor.n_elements
             if progress:
-                progress(CONVERTING, n_done, n_weights)
+                progress(CONVERTING, writer.entries[index].regions[-1].end, n_bytes)
         writer.copy_files(source.folder)
         digests = source.digests(workers)
         source.check_unchanged()
