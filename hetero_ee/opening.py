@@ -122,6 +122,7 @@ def read_model(
         weights = load_dense(open_checkpoint(folder, spec))
     else:
         quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major, first_in_rows=first_in_rows)
+        use_kernel_cache(cache_folder(), progress)  # a conversion compiles kernels
         store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
         calibrations = CalibrationPlace(spec, store, folder, quantization)
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))

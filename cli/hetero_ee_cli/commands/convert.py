@@ -79,6 +79,7 @@ def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, 
         folder = engine.model_folder(model, progress)
         if keeps_stores and is_store(folder):
             return folder
+        use_kernel_cache(cache_folder(), progress)
         return make_store(
             folder,
             cache=cache_folder(),
