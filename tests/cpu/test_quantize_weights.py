@@ -61,8 +61,15 @@ def test_a_store_has_the_same_bytes(monkeypatch, weight, name):
     found = []
     for least in (2**62, 0):
         monkeypatch.setattr(codebooks, "COMPILED_WEIGHTS", least)
-        found.append(quantize(weight, name))
+        try:
+            found.append(quantize(weight, name))
+        except ValueError:  # no codebook can be fitted; checkpoints are checked before
+            assert not weight.isfinite().all()
+            found.append(None)
     plain, compiled = found
+    if plain is None:
+        assert compiled is None
+        return
     assert plain.codebook == compiled.codebook and plain.exponent == compiled.exponent
     assert numbers(plain.scales) == numbers(compiled.scales)
     assert torch.equal(plain.tiles, compiled.tiles)
