@@ -79,7 +79,7 @@ class Codebook:
 
 
 class CompiledCodebook(Codebook):
-    """The same results, bit by bit, from compiled kernels. Groups are without padding."""
+    """Compiled kernels with the results of `Codebook`, bit by bit. Groups are without padding."""
 
     def __init__(self, entries: Tensor) -> None:
         from hetero_ee_cpu_ops import quantize_weights
