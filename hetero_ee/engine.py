@@ -55,12 +55,12 @@ class Engine(CalibratingEngine):
         self._tokenizer = model.files.tokenizer
         self._prompts = PromptReader(model.files.tokenizer, model.files.spec)
         self._eos_token_ids = model.files.eos_token_ids
-        self._grammars = Grammars(self._tokenizer.as_json, model.files.spec.vocab_size, self._eos_token_ids)
+        self.grammars = Grammars(self._tokenizer.as_json, model.files.spec.vocab_size, self._eos_token_ids)
         self.default_sampling = model.files.sampling
         self.spec = model.files.spec
         self.quantizer = model.files.weights.quantizer
-        watch = model.files.weights.watch
-        self._look = watch.look if watch is not None else lambda: None  # at the weights' file: raises where it changed
+        self._watch = model.files.weights.watch
+        self._look = self._watch.look if self._watch is not None else lambda: None  # raises if the weights changed
         self.threads = model.threads
         self.calibrations = model.files.calibrations
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
@@ -288,15 +288,15 @@ class Engine(CalibratingEngine):
         self._conversations.add(conversation)
         return conversation
 
-    def loop(self) -> DecodingLoop:
+    def loop(self, someone_waits: Callable[[], bool] = lambda: False) -> DecodingLoop:
         """Start a decoding loop, for servers: sequences join and leave while others run.
 
         In full and exact mode they share passes. In an early-exit mode each advances by itself, since some policies
-        decide by what all sequences of a pass are.
+        decide by what all sequences of a pass are. `someone_waits`: see `DecodingLoop`.
         """
         exits = self.exits
         mode = self._new_mode() if exits is None else SeparateModes(lambda: self._early_exit_mode(exits))
-        return DecodingLoop(self._decoding(), mode, chunked_prefill=True)
+        return DecodingLoop(self._decoding(), mode, someone_waits)
 
     def close_sequence(self, sequence: int) -> None:
         """Free a sequence of the KV cache, and what drafting keeps of it."""
@@ -320,9 +320,10 @@ class Engine(CalibratingEngine):
 
         return self._turns.taking(watched())
 
-    def require_grammar(self, params: SamplingParams) -> None:
-        """Compile the grammar of these parameters, or raise a UsageError; for servers, from any thread."""
-        self._grammars.constraint(params)
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a text found that the weights' file had been overwritten. The model must be opened again."""
+        return self._watch is not None and self._watch.damage is not None
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of `text` as a prompt."""
@@ -378,7 +379,7 @@ class Engine(CalibratingEngine):
         return time.perf_counter if self._opened is None else self._opened.clock
 
     def _ending(self, executor: Executor) -> Ending:
-        return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow, self._grammars.constraint)
+        return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow, self.grammars.constraint)
 
     def _params(self, sampling: Sampling | None, changes: SamplingChanges) -> SamplingParams:
         chosen = self.default_sampling if sampling is None else SamplingParams.read(sampling)
@@ -386,7 +387,7 @@ class Engine(CalibratingEngine):
         params.require_known(self.spec.vocab_size)
         if params.logprobs is not None and self.exits is not None:
             raise UsageError(SAMPLING["logprobs"], f" is {params.logprobs}; {NO_LOGPROBS}.")
-        self.require_grammar(params)
+        self.grammars.constraint(params)
         return params
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:

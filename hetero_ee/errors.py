@@ -27,6 +27,10 @@ class DiskFullError(StoreError):
     """A disk has too little space, found before or during writing; nothing half-written is left."""
 
 
+class GrammarError(HeteroError):
+    """A text can't be held to its grammar any more, since that needs too much time or memory, or leaves no token."""
+
+
 class DeviceMemoryError(HeteroError):
     """A device has too little free memory; its content is unchanged. device: "cpu" or "gpu"."""
 

@@ -118,7 +118,7 @@ class Run:
         params = SamplingParams(
             n_tokens, seed=draw.randrange(2**64), **SAMPLINGS[case.sampling], **GRAMMARS[case.grammar]
         )
-        ending = Ending(engine._eos_token_ids, engine.context_tokens, constrain=engine._grammars.constraint)
+        ending = Ending(engine._eos_token_ids, engine.context_tokens, constrain=engine.grammars.constraint)
         run = cls(engine, prompts, params, ending)
         if case.ending == "length":
             return replace(run, params=params.changed(max_new_tokens=draw.randint(1, n_tokens)))

@@ -15,6 +15,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.options.sampling import SamplingChanges, SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.text.chat_prompt import chat_prompt
 from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.text.tokenizer import Tokenizer
 
@@ -173,9 +174,9 @@ class Conversation:
         return enough or (len(earlier), ids)
 
     def _encoded(self, messages: list[Message]) -> list[int]:
-        """Ids of the conversation as it would be with these messages. Special tokens are the template's to write."""
-        text = self._template.render([*self._system, *messages])
-        ids = self._tokenizer.encode(text, with_special_tokens=False)
+        """Return the ids of the conversation with these messages. Only the template writes special tokens."""
+        text, mark = chat_prompt(self._template, self._tokenizer, [*self._system, *messages])
+        ids = self._tokenizer.encode(text, with_special_tokens=False, mark=mark)
         if not ids:
             raise ModelError("the chat template makes no token of these messages; use hetero-ee generate.")
         return ids

@@ -5,7 +5,7 @@ of letting sequences join and leave between passes (continuous batching): Orca (
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,13 +20,13 @@ from hetero_ee.decoding.requests import (
     Request,
     last_tokens,
     prefill,
-    prompt_chunks,
     requests_of,
     step,
 )
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.turns import NEVER, Turns
 from hetero_ee.errors import HeteroError
+from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.text_meter import TextMeter
@@ -136,12 +136,17 @@ class Stepped:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A sequence in the loop. owns_cache: the loop opened its sequence of the KV cache, and closes it."""
+    """A sequence in the loop.
+
+    owns_cache: the loop opened its sequence of the KV cache, and closes it. n_waited: steps in which others' prompts
+    were read instead of its own, since it was last read.
+    """
 
     number: int
     request: Request
     stop: threading.Event
     owns_cache: bool
+    n_waited: int = 0
 
     @property
     def is_read(self) -> bool:
@@ -172,10 +177,15 @@ class DecodingLoop:
     the KV cache stays open.
     """
 
-    def __init__(self, shared: Decoding, mode: Mode, *, chunked_prefill: bool = False) -> None:
-        """chunked_prefill: read a prompt chunk by chunk, and advance the other sequences between two chunks. Otherwise
-        all prompts are read before any sequence advances."""
-        self._shared, self._mode, self._is_chunked = shared, mode, chunked_prefill
+    def __init__(self, shared: Decoding, mode: Mode, someone_waits: Callable[[], bool] | None = None) -> None:
+        """Start without sequences.
+
+        Args:
+            someone_waits: Whether a sequence waits to join, asked after each chunk of a prompt. A step then reads at
+                most one chunk, between steps of the others; more only while nothing else runs or waits. None to read
+                all prompts before any sequence advances.
+        """
+        self._shared, self._mode, self._someone_waits = shared, mode, someone_waits
         self._running: dict[int, _Running] = {}
         self._next_number = 0
 
@@ -226,8 +236,9 @@ class DecodingLoop:
         reading = [each for each in self._running.values() if not each.is_read]
         decoding = [each for each in self._running.values() if each.is_read]
         stepped: list[Stepped] = []
-        if reading and self._is_chunked and len(self._running) > 1:
-            stepped += alone(lambda: self._read_chunk(reading[0]), reading[0].stop)
+        if reading and self._someone_waits is not None:
+            chosen = self._next_to_read(reading)
+            stepped += alone(lambda: self._read_part(chosen), chosen.stop)
         elif reading:
             stepped += self._read(reading)
             decoding = []
@@ -276,19 +287,36 @@ class DecodingLoop:
             stepped += self._taken(each, take)
         return stepped
 
-    def _read_chunk(self, running: _Running) -> list[Stepped]:
-        """Read one chunk of the prompt, so that other sequences wait for no more than that."""
+    def _next_to_read(self, reading: Sequence[_Running]) -> _Running:
+        """Choose the prompt with the fewest tokens left. Each step that a prompt waits counts as a chunk less, so that
+        shorter ones can't keep it waiting for more steps than it has chunks."""
+        executor = self._shared.executor
+
+        def n_left(each: _Running) -> int:
+            n_missing = each.request.n_prompt_tokens - executor.cache.length(each.request.kv_sequence)
+            return n_missing - each.n_waited * executor.prompt_chunk_tokens
+
+        chosen = min(reading, key=n_left)
+        for each in reading:
+            each.n_waited = 0 if each is chosen else each.n_waited + 1
+        return chosen
+
+    def _read_part(self, running: _Running) -> list[Stepped]:
+        """Read one chunk of the prompt, or more while nothing else waits: the executor overlaps chunks."""
         request, executor = running.request, self._shared.executor
         try:
-            n_read = executor.cache.length(request.kv_sequence)
-            executor.make_room({request.kv_sequence: request.n_prompt_tokens})
-            chunk = next(prompt_chunks(executor, request, n_read))
-            logits = executor.prompt([chunk], self._mode.observe)
+            logits = prefill(executor, request, self._mode.observe, self._until_someone_waits)
         except HeteroError as error:
             return [Stepped(running.number, error)]
-        if n_read + len(chunk) < request.n_prompt_tokens:
+        if executor.cache.length(request.kv_sequence) < request.n_prompt_tokens:
             return []
         return self._taken(running, partial(self._first_token, request, logits))
+
+    def _until_someone_waits(self, chunks: Iterator[Batch]) -> Iterator[Batch]:
+        for chunk in chunks:
+            yield chunk
+            if len(self._running) > 1 or self._someone_waits is None or self._someone_waits():
+                return
 
     def _first_token(self, request: Request, logits: Tensor) -> list[GeneratedToken]:
         return [step(request, logits, self._shared.clock())]

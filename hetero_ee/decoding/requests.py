@@ -146,17 +146,22 @@ def common_length(first: list[int], second: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def prefill(executor: Executor, request: Request, observe: Observe | None = None) -> Tensor:
-    """Read what the cache lacks of the prompt, in chunks, and return its last token's logits (vocab,).
+def prefill(
+    executor: Executor,
+    request: Request,
+    observe: Observe | None = None,
+    some: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
+) -> Tensor:
+    """Read what the cache lacks of the prompt, in chunks, and return the last token's logits (vocab,).
 
-    Reports the progress before each chunk and at the end.
+    Reports the progress before each chunk and at the end. `some` selects the chunks that are read now.
     """
     executor.make_room({request.kv_sequence: request.n_prompt_tokens})
     n_cached = executor.cache.length(request.kv_sequence)
     n_missing = request.n_prompt_tokens - n_cached
     tell = executor.progress
     try:
-        return executor.prompt(prompt_chunks(executor, request, n_cached, tell), observe)
+        return executor.prompt(some(prompt_chunks(executor, request, n_cached, tell)), observe)
     finally:  # also where Ctrl-C or an error ends it: what shows how far it is goes away
         if tell is not None:
             tell(READING, n_missing, n_missing)

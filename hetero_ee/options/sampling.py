@@ -1,7 +1,7 @@
 """SamplingParams: how the tokens of a text are chosen and when it ends, with every option stated once."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self, TypedDict
 
@@ -12,6 +12,7 @@ from hetero_ee.options.option import Option, Pairs, options_of
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024  # each takes time at every token
 UNLIMITED = RANDOM = -1  # stand-ins for a length and a seed, as in llama.cpp
 
 Length = Annotated[
@@ -361,6 +362,8 @@ def _as_schema(value: Any) -> str | None:
 def _as_bias(values: Any) -> Pairs:
     """Return the pairs of a mapping or a list of pairs; a token's last one counts."""
     option = SAMPLING["logit_bias"]
+    if isinstance(values, Sized) and len(values) > MAX_BIASES:
+        raise UsageError(option, f" holds {len(values)} tokens; expected at most {MAX_BIASES}.")
     pairs = tuple(values.items()) if isinstance(values, Mapping) else _as_tuple("logit_bias", values)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:

@@ -23,7 +23,7 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations: Sequence[Generation]) -> T:
+async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations: Sequence[Generation] = ()) -> T:
     """Return the result of `work` and close its generations, however it ends.
 
     Raises:

@@ -42,7 +42,8 @@ async def messages(request: Request, served: ServedModel) -> Response:
     params = _sampling(fields, served)
     fields.text("model")  # any name is accepted: there is one model
     is_stream, said = fields.flag("stream"), anthropic_messages(fields)
-    chat = await prepared(served, said, params, anthropic_tools(fields), _form(fields), _variables(fields))
+    work = prepared(served, said, params, anthropic_tools(fields), _form(fields), _variables(fields))
+    chat = await until_gone(request, work)
     generation = served.generation(chat.prompt_ids, chat.params)
     name = served.settings.model_name
     if is_stream:
@@ -61,7 +62,8 @@ async def count_tokens(request: Request, served: ServedModel) -> Response:
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED)
     use, variables = anthropic_tools(fields), _variables(fields)
-    chat = await prepared(served, anthropic_messages(fields), served.usual, use, variables=variables)
+    work = prepared(served, anthropic_messages(fields), served.usual, use, variables=variables)
+    chat = await until_gone(request, work)
     return JSONResponse({"input_tokens": len(chat.prompt_ids)})
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hetero_ee.errors import DeviceMemoryError, HeteroError, ModelError, UsageError
+from hetero_ee.errors import CheckpointError, DeviceMemoryError, GrammarError, HeteroError, ModelError, UsageError
 from hetero_ee.serving.scheduler import BusyError
 
 RETRY_AFTER_S = "5"
@@ -32,7 +32,8 @@ def status_of(error: HeteroError) -> int:
     if isinstance(error, BusyError | DeviceMemoryError):
         return 503
     # A template refuses what a user wrote by a ModelError; what else it says of a model was said when it was opened.
-    return 400 if isinstance(error, UsageError | ModelError) else 500
+    is_model = isinstance(error, ModelError) and not isinstance(error, CheckpointError)
+    return 400 if is_model or isinstance(error, UsageError | GrammarError) else 500
 
 
 def headers_of(status: int) -> dict[str, str]:

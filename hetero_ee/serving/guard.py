@@ -44,6 +44,9 @@ class Guard:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         allowed = origin if origin in self._settings.cors_origins else None
+        if "content-length" in headers and "transfer-encoding" in headers:
+            await _refuse_two_lengths(scope, receive, send)
+            return
         try:
             self._check_caller(headers, origin)
             if scope["method"] == "OPTIONS" and allowed is not None:
@@ -92,6 +95,14 @@ def _check_content(headers: Headers) -> None:
         raise RequestError(f"Content-Type is {shown(kind)}; expected application/json.", status=415)
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise RequestError("compressed bodies are not supported; send plain JSON.", status=415)
+
+
+async def _refuse_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse the request and close the connection, since a proxy may see its end elsewhere (RFC 9112, 6.1)."""
+    error = RequestError("Content-Length and Transfer-Encoding are both given; send one of them.")
+    answer = refusal(scope["path"], error)
+    answer.headers["connection"] = "close"
+    await answer(scope, receive, send)
 
 
 def _cors(origin: str) -> dict[str, str]:

@@ -38,8 +38,9 @@ async def model(request: Request, served: ServedModel) -> Response:
 
 async def health(request: Request, served: ServedModel) -> Response:
     """Answer whether the server accepts requests."""
-    is_alive = served.scheduler.is_alive
-    return JSONResponse({"status": "ok" if is_alive else "error"}, 200 if is_alive else 503)
+    if served.problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "error", "reason": served.problem}, 503)
 
 
 async def metrics(request: Request, served: ServedModel) -> Response:

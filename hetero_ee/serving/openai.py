@@ -92,7 +92,7 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
     use, form = openai_tools(fields), asked_form(fields)
     _check_n(asked.n_each, 1, fields, served)
     variables = fields.inner("chat_template_kwargs").values
-    chat = await prepared(served, messages, params, use, form, variables)
+    chat = await until_gone(request, prepared(served, messages, params, use, form, variables))
     generations = _started([(chat.prompt_ids, None)], asked, chat.params, served)
     return await _answer(request, _Answer(CHAT, served, asked, chat), generations, served)
 
@@ -117,7 +117,7 @@ async def completions(request: Request, served: ServedModel) -> Response:
     params = TEXTS.read(fields, served.usual, served.engine.spec.vocab_size, n_logprobs)
     form = asked_form(fields)
     if form is not None:
-        params = await constrained(served, params, form.changes, form.field)
+        params = await until_gone(request, constrained(served, params, form.changes, form.field))
     ids = [await served.prompt_ids(each) for each in prompts]
     echoes = [await served.echo(*each, scoring) if is_echo else None for each in zip(prompts, ids, strict=True)]
     generations = _started(list(zip(ids, echoes, strict=True)), asked, params, served)

@@ -18,6 +18,7 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.slots import Slot, Slots
 
 LOG = logging.getLogger(__name__)
+N_EXPRESS = 1  # slots in addition, for short prompts that would wait while long ones are read
 STOPPING = "the server is shutting down; send the request again when it is back."
 
 
@@ -75,9 +76,9 @@ class Scheduler:
     """First come, first served into the slots that are free. close() ends the thread and every request."""
 
     def __init__(self, engine: Engine, n_slots: int, queue_size: int) -> None:
-        """n_slots: texts at a time. queue_size: requests that may wait beside them."""
-        self._engine, self._loop, self.n_slots = engine, engine.loop(), n_slots
-        self._slots = Slots(engine.executor, n_slots, engine.close_sequence)
+        """n_slots: texts at a time, and one more while a long prompt is read. queue_size: requests that may wait."""
+        self._engine, self._loop, self.n_slots = engine, engine.loop(self._someone_waits), n_slots
+        self._slots = Slots(engine.executor, n_slots + N_EXPRESS, engine.close_sequence)
         self._queue, self._queue_size = deque[Job](), queue_size
         self._running: dict[int, _Running] = {}  # by the texts' numbers, prompts that are scored by negative ones
         self._scoring_numbers = count(-1, -1)
@@ -116,7 +117,7 @@ class Scheduler:
         with self._changed:
             if self._is_closing:
                 raise BusyError(STOPPING)
-            n_free = self.n_slots - len(self._running)
+            n_free = max(0, self.n_slots - len(self._running))
             if len(self._queue) >= self._queue_size + n_free:
                 raise BusyError(f"{len(self._queue)} requests wait already, the most there may be; try again later.")
             self._queue.append(job)
@@ -163,6 +164,23 @@ class Scheduler:
                 for number in list(self._running):
                     every.callback(self._end, number, error)
 
+    def _someone_waits(self) -> bool:
+        return len(self._running) > 1 or self._next() is not None
+
+    def _next(self) -> Job | None:
+        """Return the job that may begin now: the first, or with all slots in use a short one, while a long prompt is
+        read."""
+        n_free, n_short = self._slots.n_idle - N_EXPRESS, self._engine.executor.prompt_chunk_tokens
+        with self._changed:
+            if n_free > 0:
+                return self._queue[0] if self._queue else None
+            is_held_up = any(
+                not each.generated and len(each.job.prompt_ids) > n_short for each in self._running.values()
+            )
+            if n_free < 0 or not is_held_up:
+                return None
+            return next((job for job in self._queue if len(job.prompt_ids) <= n_short), None)
+
     def _wait(self) -> bool:
         """Until there is something to do; False where that is to end."""
         with self._changed:
@@ -180,11 +198,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Waiting requests begin as long as there are slots."""
-        while self._slots.n_idle:
+        while (job := self._next()) is not None:
             with self._changed:
-                if not self._queue:
-                    return
-                job = self._queue.popleft()
+                self._queue.remove(job)
             try:
                 self._begin(job)
             except Exception as error:

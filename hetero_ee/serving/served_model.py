@@ -3,21 +3,27 @@
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from hetero_ee.engine import Engine
 from hetero_ee.errors import UsageError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.generation import Echo, Generation
+from hetero_ee.serving.grammar_checks import GrammarChecks
 from hetero_ee.serving.metrics import Metrics
 from hetero_ee.serving.scheduler import Scheduler, Scoring
 from hetero_ee.serving.settings import ServerSettings
 from hetero_ee.serving.tools.tool_format import MARKERS
+from hetero_ee.text.chat_prompt import chat_prompt
 from hetero_ee.text.chat_template import ChatTemplate, Message
 from hetero_ee.text.prompt import Prompt, PromptReader
 from hetero_ee.text.text_stream import TextStream
+
+T = TypeVar("T")
+MARGIN_TOKENS = 64  # by which a text may have fewer tokens than its beginning
+LONG_TEXT = 2**15  # characters; encoding digits takes 0.15 s then (busy 2-core Zen 4, 2026-11-27)
 
 
 class ServedModel:
@@ -51,13 +57,24 @@ class ServedModel:
         self.template = source
         self._template = None if source is None else ChatTemplate(source, engine.tokenizer.special_tokens)
         self._prompts = PromptReader(engine.tokenizer, engine.spec)
-        self._encoding = threading.Lock()  # of tokenizer and template, neither of which is for several threads
+        self._rendering = threading.Lock()  # the template's process is for one thread; encoding and decoding only read
+        self._long_text = asyncio.Lock()
         found = {marker: engine.tokenizer.special_token_id(marker) for marker in MARKERS}
         self.marker_ids = {marker: token_id for marker, token_id in found.items() if token_id is not None}
         engine.tokenizer.encode("a")  # the first use initializes the tokenizer, before other threads decode
+        self.grammars = GrammarChecks(engine.grammars)
         self.scheduler = Scheduler(engine, settings.n_slots, settings.queue_size)
         self.metrics = Metrics(settings.model_name, self.scheduler)
         self.scheduler.watch = self.metrics.step
+
+    @property
+    def problem(self) -> str | None:
+        """Why requests fail, for everyone who asks; None if they are answered."""
+        if not self.scheduler.is_alive:
+            return "the server is shutting down"
+        if self.engine.is_damaged:
+            return "the weights' file was overwritten; restart the server"
+        return "a grammar does not finish compiling; restart the server" if self.grammars.is_stuck else None
 
     @property
     def most_tokens(self) -> int:
@@ -70,7 +87,7 @@ class ServedModel:
         Raises:
             HeteroError: if the prompt is invalid or too long.
         """
-        return self._fitting(await asyncio.to_thread(self._read, prompt))
+        return self._fitting(await self._working(lambda: self._read(prompt), len(prompt)))
 
     async def chat_prompt(
         self,
@@ -86,16 +103,9 @@ class ServedModel:
         Raises:
             HeteroError: if the template refuses the messages or the prompt is too long.
         """
-        ids, text = await asyncio.to_thread(self._render, messages, tools, variables)
+        text, mark = await asyncio.to_thread(self._render, messages, tools, variables)
+        ids = await self._working(lambda: self._read_chat(text, mark), len(text))
         return self._fitting(ids), text
-
-    async def require_grammar(self, params: SamplingParams) -> None:
-        """Check that output can be constrained as `params` ask.
-
-        Raises:
-            UsageError: if it can't.
-        """
-        await asyncio.to_thread(self.engine.require_grammar, params)
 
     async def encode(self, text: str, *, with_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`.
@@ -104,11 +114,8 @@ class ServedModel:
             HeteroError: if the tokenizer fails.
         """
 
-        def work() -> list[int]:
-            with self._encoding:
-                return self.engine.tokenizer.encode(text, with_special_tokens=with_special_tokens)
-
-        return await asyncio.to_thread(work)
+        encode = self.engine.tokenizer.encode
+        return await self._working(lambda: encode(text, with_special_tokens=with_special_tokens), len(text))
 
     async def decode(self, token_ids: list[int]) -> str:
         """Return the text of these tokens.
@@ -121,18 +128,13 @@ class ServedModel:
             if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < n_tokens:
                 raise RequestError(f"tokens contains an invalid id; expected ids from 0 to {n_tokens - 1}.", "tokens")
 
-        def work() -> str:
-            with self._encoding:
-                return self.engine.tokenizer.decode(token_ids)
-
-        return await asyncio.to_thread(work)
+        return await self._working(lambda: self.engine.tokenizer.decode(token_ids), len(token_ids))
 
     async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
         """Return the text of each of these tokens."""
 
         def work() -> dict[int, str]:
-            with self._encoding:
-                return {each: self.engine.tokenizer.token_text(each) for each in token_ids}
+            return {each: self.engine.tokenizer.token_text(each) for each in token_ids}
 
         return await asyncio.to_thread(work)
 
@@ -140,11 +142,10 @@ class ServedModel:
         """Return the echo of a prompt that `prompt_ids` has read."""
 
         def work() -> Echo:
-            with self._encoding:
-                stream, text, offsets = TextStream(self.engine.tokenizer.decode, []), "", []
-                for each in prompt_ids:
-                    offsets.append(len(text))
-                    text += stream.add(each)
+            stream, text, offsets = TextStream(self.engine.tokenizer.decode, []), "", []
+            for each in prompt_ids:
+                offsets.append(len(text))
+                text += stream.add(each)
             return Echo(prompt if isinstance(prompt, str) else text + stream.finish(), offsets, scoring)
 
         return await asyncio.to_thread(work)
@@ -164,38 +165,64 @@ class ServedModel:
     def close(self) -> None:
         """End every request. Closing twice does nothing."""
         self.scheduler.close()
+        self.grammars.close()
         if self._template is not None:
             self._template.close()
 
+    async def _working(self, work: Callable[[], T], n_characters: int) -> T:
+        """Do work on a text in a thread. Long texts wait for each other, so that they never take all threads."""
+        if n_characters <= LONG_TEXT:
+            return await asyncio.to_thread(work)
+        async with self._long_text:
+            return await asyncio.to_thread(work)
+
     def _read(self, prompt: Prompt) -> list[int]:
-        with self._encoding:
-            try:
-                # The length is checked below, where the error has a code for programs.
-                return self._prompts.ids(prompt, 2**62)
-            except UsageError as error:
-                raise RequestError(str(error), "prompt", code="invalid_value") from error
+        try:
+            if isinstance(prompt, str):
+                self._refuse_by_beginning(prompt)
+            # The length is checked below, where the error has a code for programs.
+            return self._prompts.ids(prompt, 2**62)
+        except UsageError as error:
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(str(error), "prompt", code="invalid_value") from error
+
+    def _read_chat(self, text: str, mark: str) -> list[int]:
+        self._refuse_by_beginning(text)
+        ids = self.engine.tokenizer.encode(text, with_special_tokens=False, mark=mark)
+        if not ids:
+            raise RequestError("the chat template turns these messages into an empty prompt.", "messages")
+        return ids
+
+    def _refuse_by_beginning(self, text: str) -> None:
+        """Refuse a text if a part of it has too many tokens already, before the rest is encoded."""
+        n_characters = LONG_TEXT
+        while n_characters < len(text):
+            n_tokens = len(self.engine.tokenizer.encode(text[:n_characters]))
+            if n_tokens > self.most_tokens + MARGIN_TOKENS:
+                raise self._too_long(f"more than {self.most_tokens}")
+            n_characters *= 4
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None
-    ) -> tuple[list[int], str]:
+    ) -> tuple[str, str]:
         if self._template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template-file.",
                 "messages",
                 code="no_chat_template",
             )
-        with self._encoding:
-            text = self._template.render(messages, tools, variables)
-            ids = self.engine.tokenizer.encode(text, with_special_tokens=False)
-        if not ids:
-            raise RequestError("the chat template turns these messages into an empty prompt.", "messages")
-        return ids, text
+        with self._rendering:
+            return chat_prompt(self._template, self.engine.tokenizer, messages, tools, variables)
 
     def _fitting(self, ids: list[int]) -> list[int]:
         if len(ids) >= self.most_tokens:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens; the context limit is {self.most_tokens}, including one generated "
-                "token. Shorten the prompt, or start the server with a larger --ctx-size.",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(ids)))
         return ids
+
+    def _too_long(self, n_tokens: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {n_tokens} tokens; the context limit is {self.most_tokens}, including one generated "
+            "token. Shorten the prompt, or start the server with a larger --ctx-size.",
+            code="context_length_exceeded",
+        )

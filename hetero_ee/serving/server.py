@@ -8,11 +8,12 @@ import uvicorn
 
 from hetero_ee.errors import UsageError
 from hetero_ee.serving.app import create_app
+from hetero_ee.serving.connections import Connection, Listener
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.settings import ServerSettings
 
 MAX_HEADER_BYTES = 32 * 2**10
-MAX_CONNECTIONS = 512
+BACKLOG = 128  # connections that wait to be accepted
 SHUTDOWN_S = 5  # for answers to leave; then connections are cut
 
 
@@ -36,7 +37,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With its protocol named asyncio sends small pieces at once; else each token could wait 40 ms for the one before.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((settings.host, settings.port))
@@ -58,14 +59,15 @@ def http_server(served: ServedModel) -> uvicorn.Server:
     """Return the HTTP server, with limits on headers and connections."""
     config = uvicorn.Config(
         create_app(served),
-        http="h11",
+        loop="asyncio",  # others accept connections past the listener's limit
+        http=Connection,
         ws="none",
         lifespan="off",
         log_level="warning",
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        limit_concurrency=MAX_CONNECTIONS,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     return _Server(config, served)

@@ -4,17 +4,13 @@ A template is code that comes with the model, so it runs in its own process, in 
 memory and output; see template_renderer.py. Messages are data and never read as a template.
 """
 
-import json
-import subprocess
-import sys
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero_ee.errors import ModelError, UsageError, shown
+from hetero_ee.text.child_process import ChildProcess
 
 RENDERER = Path(__file__).with_name("template_renderer.py")
 MAX_MESSAGE_CHARACTERS = 2**20  # per message of a user
@@ -95,27 +91,32 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; at most {limits.template_characters} are supported."
             )
         self._source, self._special_tokens, self._limits = source, dict(special_tokens), limits
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = ChildProcess([str(RENDERER), str(limits.memory_bytes)], limits.start_seconds)
 
     def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        plain: Callable[[str], str] | None = None,
     ) -> str:
         """Render the conversation up to the beginning of the assistant's reply.
 
         Args:
             tools: as in OpenAI's requests.
             variables: further variables that the template knows.
+            plain: changes every text of messages and tools, of whose length it may make a little more than double.
 
         Raises:
             ModelError: if the template is malformed, refuses the messages, or exceeds the sandbox or its limits.
         """
         n_characters = sum(message.n_characters for message in messages) + 4 * len(repr(tools))
+        said = [message.as_variable() for message in messages], list(tools or ())
+        if plain is not None:
+            n_characters, said = 3 * n_characters, changed_texts(said, plain)
         known = {
-            "messages": [message.as_variable() for message in messages],
-            "tools": tools or None,
+            "messages": said[0],
+            "tools": said[1] or None,
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -139,68 +140,30 @@ class ChatTemplate:
 
     def close(self) -> None:
         """End the process; the next rendering starts another."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):  # unsent data cannot be flushed
-                    pipe.close()
-        process.wait()
+        self._process.close()
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """Exchange one request. Any exception, even Ctrl-C, ends the process, as half an answer may be in its pipe."""
         longest = request["characters"] * BYTES_PER_CHARACTER + 2**16
         try:
-            if self._process is None:
-                self._start()
-            line = self._exchange(json.dumps(request).encode() + b"\n", longest, self._limits.seconds)
-            answer: dict[str, str] = json.loads(line)
+            answer: dict[str, str] = self._process.ask(request, longest, self._limits.seconds)
             return answer
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self) -> None:
-        command = [sys.executable, "-P", str(RENDERER), str(self._limits.memory_bytes)]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
-        if sys.platform == "win32":
-            own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-        try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, **own_group)
+        except TimeoutError as error:
+            raise ModelError(
+                f"the chat template takes longer than {self._limits.seconds:g} s to render; {WAY_OUT}."
+            ) from error
+        except EOFError as error:
+            raise ModelError(f"the process that renders the chat template has died; {WAY_OUT}.") from error
         except OSError as error:
             raise ModelError(f"the process that renders chat templates can't be started ({error}).") from error
-        self._exchange(b"", 2**16, self._limits.start_seconds)
 
-    def _exchange(self, request: bytes, longest: int, seconds: float) -> bytes:
-        """Write the request and read a line; kill the process if that exceeds `seconds`."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        expired = threading.Event()
 
-        def expire() -> None:
-            expired.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, expire)
-        timer.daemon = True
-        timer.start()
-        try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            answer = process.stdout.readline(longest)
-        except BrokenPipeError:
-            answer = b""
-        finally:
-            timer.cancel()
-            timer.join()  # so that it can't kill the process in a later rendering
-        if expired.is_set():
-            raise ModelError(f"the chat template takes longer than {seconds:g} s to render; {WAY_OUT}.")
-        if not answer.endswith(b"\n"):
-            raise ModelError(f"the process that renders the chat template has died; {WAY_OUT}.")
-        return answer
+def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with all its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): changed_texts(each, change) for name, each in value.items()}
+    return [changed_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _one_line(reason: str) -> str:

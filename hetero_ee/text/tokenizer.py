@@ -1,8 +1,11 @@
 """The model's tokenizer, read by transformers, whose exceptions become ModelError."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +38,12 @@ class Tokenizer:
             check_converted(backend, folder)
         return cls(backend, vocab_size)
 
-    def encode(self, text: str, *, with_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, with_special_tokens: bool = True, mark: str = "") -> list[int]:
         """Return token ids, with a begin token if the model expects one.
 
         Args:
             with_special_tokens: False adds none, for text that contains its own, such as a rendered chat template.
+            mark: A character whose tokens are left out; see chat_prompt.py.
 
         Raises:
             UsageError, ModelError: if the text is not valid, or the tokenizer fails.
@@ -51,8 +55,13 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UsageError(f"the prompt is not valid Unicode at character {error.start}.") from error
         with _model_errors("the tokenizer fails on this prompt"):
-            encoded = self._backend(text, add_special_tokens=with_special_tokens, verbose=False)
+            has_offsets = bool(mark) and bool(self._backend.is_fast)  # others keep the marks
+            how = {"add_special_tokens": with_special_tokens, "return_offsets_mapping": has_offsets}
+            encoded = self._backend(text, verbose=False, **how)
         ids = list(encoded["input_ids"])
+        if has_offsets:
+            pairs = zip(ids, encoded["offset_mapping"], strict=True)
+            ids = [each for each, (begin, end) in pairs if begin == end or text[begin:end].strip(mark)]
         if max(ids, default=0) >= self._vocab_size:  # ids may have gaps; checking all of them at loading takes 0.2 s
             raise ModelError(f"the tokenizer gives token {max(ids)}, but the model has only {self._vocab_size}.")
         return ids
@@ -89,6 +98,13 @@ class Tokenizer:
         added = self._backend.added_tokens_decoder.get(found) if isinstance(found, int) else None
         return found if added is not None and added.content == text and added.special else None
 
+    @cached_property
+    def special_texts(self) -> re.Pattern[str] | None:
+        """A pattern of the special tokens' texts, None if there are none. It takes time by a text's length alone."""
+        tokens = self._backend.added_tokens_decoder.values()
+        texts = {each.content for each in tokens if each.special and len(each.content) > 1}
+        return re.compile(_one_of(texts)) if texts else None
+
     @property
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._backend.eos_token_id
@@ -113,6 +129,17 @@ class Tokenizer:
         if template is not None and not isinstance(template, str):
             raise ModelError(f"the tokenizer's chat template is {shown(template)}, not text.")
         return template
+
+
+def _one_of(words: Collection[str]) -> str:
+    """Return an expression of these words that tries one branch per character, where | would try all."""
+    prefix = commonprefix(list(words))  # noqa: RUF071 - of characters, not of paths
+    after: dict[str, set[str]] = {}
+    for rest in (word[len(prefix) :] for word in words):
+        after.setdefault(rest[:1], set()).add(rest)
+    is_whole = after.pop("", None) is not None
+    branches = "|".join(map(_one_of, after.values()))
+    return re.escape(prefix) + (f"(?:{branches}){'?' if is_whole else ''}" if branches else "")
 
 
 def _has_tokenizer_json(folder: Path) -> bool:

@@ -21,7 +21,7 @@ class FileWatch:
     def __init__(self, files: Iterable[Path], check: Callable[[Path], None]) -> None:
         self._seen = {file: _inode_and_times(file) for file in files}
         self._check = check
-        self._damage: HeteroError | None = None
+        self.damage: HeteroError | None = None  # found by look()
 
     def check_later(self, check: Callable[[], None]) -> None:
         """Run `check` in a thread of the lowest priority; `look` raises its HeteroError."""
@@ -41,15 +41,15 @@ class FileWatch:
 
         A deleted or replaced file counts as unchanged, because the mapping keeps the original.
         """
-        if self._damage is not None:
-            raise self._damage
+        if self.damage is not None:
+            raise self.damage
         for file, then in self._seen.items():
             now = _inode_and_times(file)
             if then != now and then[:2] == now[:2]:
                 try:
                     self._check(file)
                 except HeteroError as error:
-                    self._damage = error
+                    self.damage = error
                     raise
                 self._seen[file] = now
 

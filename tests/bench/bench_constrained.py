@@ -80,7 +80,7 @@ def measured(engines: dict[str, Engine], schema: Schema, runs: int, temperature:
 
 def masks_ms(engine: Engine, schema: Schema, token_ids: list[int]) -> float:
     """Milliseconds per token of a matcher that sees the text again, masks unpacked."""
-    constraint = engine._grammars.constraint(engine.default_sampling.changed(json_schema=schema))
+    constraint = engine.grammars.constraint(engine.default_sampling.changed(json_schema=schema))
     assert constraint is not None
     start_s = time.perf_counter()
     for n in range(len(token_ids)):

@@ -117,13 +117,13 @@ def test_the_ids_are_those_of_transformers(engine: Engine, tiny: Path) -> None:
     import transformers
 
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(tiny)
-    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Hi </s> é"}]
+    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Hi <s é"}]
     for template in (LINES, CHATML, LLAMA_2):
         ids = reference.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=True, return_dict=False
         )
         with engine.chat("Short.", chat_template=template, max_new_tokens=2) as chat:
-            reply = chat.send("Hi </s> é")
+            reply = chat.send("Hi <s é")
             reply.finish()
             assert reply.n_prompt_tokens == len(ids) and chat._cached_ids[: len(ids)] == ids
 

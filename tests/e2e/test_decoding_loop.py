@@ -46,7 +46,7 @@ def joined(
 
 def loop_of(model: ScriptedModel, mode: Mode) -> DecodingLoop:
     others: Any = (lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None))
-    return DecodingLoop(Decoding(model, *others), mode, chunked_prefill=True)  # type: ignore[arg-type]
+    return DecodingLoop(Decoding(model, *others), mode, lambda: False)  # type: ignore[arg-type]
 
 
 def scripted(model: ScriptedModel, how: Drafting | None = None) -> DecodingLoop:
@@ -266,3 +266,43 @@ def test_prompts_of_one_call_are_read_before_any_of_them_goes_on() -> None:
     assert loop.join([[1, 2], [5]], SamplingParams(max_new_tokens=3)) == [0, 1]
     assert [[each.number for each in loop.step()] for _ in range(4)] == [[0, 1], [0, 1], [0, 1], []]
     assert model.cache.sequences == () and [len(each.batch) for each in model.verifications] == [2, 2]
+
+
+def reads(model: ScriptedModel) -> list[tuple[int, int]]:
+    """Sequence and tokens of each chunk of a prompt."""
+    return [(each.batch.sequences[0], len(each.batch)) for each in model.passes if each.is_prompt]
+
+
+def test_the_shortest_prompt_is_read_first_and_a_long_one_still_goes_on() -> None:
+    """Of 40, 24 and 4 tokens in chunks of 8; then short ones come again and again, for three chunks' worth of steps."""
+    model = ScriptedModel(successor, successor, prompt_chunk_tokens=8)
+    steps = scripted(model)
+
+    def join(n_tokens: int) -> None:
+        steps.join(Continuation(model.cache.open_new(), [1] * n_tokens), SamplingParams(max_new_tokens=1), NEVER)
+
+    for n_tokens in (40, 24, 4):
+        join(n_tokens)
+    for _ in range(3):
+        steps.step()
+    assert reads(model) == [(2, 4), (1, 8), (1, 8)]
+    for _ in range(8):
+        join(8)
+        steps.step()
+    assert {(0, 8), (1, 8)} <= set(reads(model)[3:])
+    while steps.step():
+        pass
+    assert sum(n_tokens for sequence, n_tokens in reads(model) if sequence == 0) == 40
+
+
+def test_a_prompt_that_is_read_alone_makes_way_for_one_that_waits() -> None:
+    model, waits = ScriptedModel(successor, successor, prompt_chunk_tokens=8), list[bool]()
+    executor: Any = model
+    others: Any = (lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None))
+    loop = DecodingLoop(Decoding(executor, *others), FullMode(executor, lambda: 0.0), lambda: bool(waits))
+    loop.join(Continuation(model.cache.open_new(), [1] * 40), SamplingParams(max_new_tokens=1), NEVER)
+    waits.append(True)
+    assert loop.step() == [] and reads(model) == [(0, 8)]
+    waits.clear()
+    (first,) = loop.step()
+    assert first.is_last and reads(model) == [(0, 8)] * 5

@@ -10,6 +10,7 @@ import pytest
 from hetero_ee import CheckpointError, Engine, StoreError
 from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.store.manifest import read_manifest
+from tests.server_support import serving
 
 N_LOOKS = 2000
 PROMPT = "Once upon a time"
@@ -54,6 +55,16 @@ def test_a_store_overwritten_during_a_text(store: Path) -> None:
         overwrite(store / "weights.bin", region.offset, region.n_bytes)
         with pytest.raises(StoreError, match="do not match their checksum"):
             list(tokens)
+
+
+def test_a_server_of_damaged_weights_says_so(store: Path) -> None:
+    region = next(r for entry in read_manifest(store).entries for r in entry.regions if r.part == "scales")
+    with Engine.from_pretrained(store, threads=1) as engine, serving(engine) as server:
+        assert server.get("/health").status_code == 200
+        overwrite(store / "weights.bin", region.offset, region.n_bytes)
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 500
+        health = server.get("/health")
+        assert health.status_code == 503 and "overwritten" in health.json()["reason"]
 
 
 def test_what_is_no_change_of_the_weights(store: Path) -> None:

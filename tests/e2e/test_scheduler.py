@@ -79,6 +79,33 @@ def test_a_long_prompt_holds_others_up_for_a_chunk_alone(scheduler: Scheduler, s
     assert between.count(32) == 15 and between.count(1) >= 14  # a token after each chunk
 
 
+def test_a_short_prompt_waits_for_a_chunk_of_a_long_one_alone(scheduler: Scheduler, slowly: list[Any]) -> None:
+    reading, short = Told([5] * 500, 1), Told([6] * 9, 1)
+    scheduler.submit(reading.job)
+    eventually(lambda: len(slowly) > 1)
+    n_passes = len(slowly)
+    scheduler.submit(short.job)
+    eventually(short.is_over)
+    sizes = [len(batch) for batch in slowly]
+    assert 9 in sizes[n_passes : n_passes + 3] and not reading.is_over()
+    eventually(reading.is_over)
+    assert reading.n_tokens == 1
+
+
+def test_a_short_prompt_passes_long_ones_that_have_all_slots(scheduler: Scheduler, slowly: list[Any]) -> None:
+    long = [Told([5 + number] * 500, 1) for number in range(3)]
+    short = [Told([9 + number] * 9, 1) for number in range(2)]
+    for each in long:
+        scheduler.submit(each.job)
+    eventually(lambda: len(slowly) > 1)
+    for each in short:
+        scheduler.submit(each.job)
+    eventually(lambda: all(each.is_over() for each in short))
+    assert not any(each.is_over() for each in long) and scheduler.n_waiting == 1
+    eventually(lambda: all(each.is_over() for each in long))
+    assert [each.n_tokens for each in long] == [1, 1, 1]
+
+
 def test_the_memory_of_those_before_is_given_to_who_lacks_it(
     scheduler: Scheduler, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

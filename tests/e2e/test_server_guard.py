@@ -108,6 +108,20 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(server: RunningServer) ->
         assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_request_with_two_lengths_is_one_request(server: RunningServer) -> None:
+    """What a proxy takes for its body must not become another request."""
+    host, port = server.url.removeprefix("http://").split(":")
+    inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nx-api-key: the key\r\n"
+    lengths = f"Content-Length: {5 + len(inner)}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall((head + lengths).encode() + inner)
+        found = b""
+        while piece := connection.recv(4096):
+            found += piece
+    assert found.startswith(b"HTTP/1.1 400 ") and found.count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b"\xff{}", b'{"a": NaN}', b'{"a": Infinity}', b"9" * 5000, b'{"a":' * 500, b"[" * 9000],

@@ -50,6 +50,11 @@ def test_errors_name_the_field_that_was_used(protocol: SamplingFields, values: d
     assert refused.value.param == field
 
 
+def test_only_so_many_tokens_have_a_bias() -> None:
+    with pytest.raises(RequestError, match="holds 2000 tokens; expected at most 1024"):
+        CHATS.read(Fields({"logit_bias": {str(each): 1 for each in range(2000)}}), USUAL, 4000)
+
+
 def test_a_request_without_a_seed_gets_a_random_one() -> None:
     for values in ({}, {"seed": None}, {"seed": -1}):
         seeds = {CHATS.read(Fields(values), USUAL, 100).seed for _ in range(3)}

@@ -7,15 +7,18 @@ the
 token that the tokenizer would begin them with, so that forced tokens are certain.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from hetero_ee.errors import HeteroError
+from hetero_ee.errors import GrammarError
 
 MAX_MASKS = 32  # kept of the latest places: more than a draft-verify step has
+# Of this thread's CPU time, since a token of one text holds all others up. Usual grammars take 0.02 to 2 ms per token.
+FREE_S, TOKEN_S = 2.0, 0.02
 
 
 class Constraint:
@@ -27,6 +30,7 @@ class Constraint:
 
     def __init__(self, matcher: LLMatcher, n_tokens: int, banned: Sequence[int] = ()) -> None:
         self._matcher, self._n_tokens, self._banned = matcher, n_tokens, list(banned)
+        self._used_s = 0.0
         self._taken: list[int] = []  # tokens that the matcher stands after
         self._masks: dict[int, NDArray[np.bool_]] = {}  # by the number of tokens before them
 
@@ -34,20 +38,27 @@ class Constraint:
         """Return a mask (vocab,) of the tokens that may follow these. After the end, it has the end tokens.
 
         Raises:
-            HeteroError: if the grammar needs too much memory or time.
+            GrammarError: if the grammar needs too much memory or time.
         """
         generated = list(generated)
         known = self._masks.get(len(generated))
         if known is not None and self._begins_with(generated):
             return known
+        begin_s = time.thread_time()
         self._go_to(generated)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
+        self._used_s += time.thread_time() - begin_s
+        if self._used_s > FREE_S + TOKEN_S * len(generated):
+            raise GrammarError(
+                f"the grammar took {self._used_s:.1f} s for {len(generated)} tokens, which holds up other texts; "
+                "simplify it."
+            )
         mask = np.unpackbits(bits, bitorder="little")[: self._n_tokens].view(np.bool_)
         if self._banned and not self._matcher.is_stopped():
             mask[self._banned] = False
         if not mask.any():
-            raise HeteroError("the model has no token that the grammar lets follow here; loosen the grammar.")
+            raise GrammarError("the model has no token that the grammar lets follow here; loosen the grammar.")
         self._masks[len(generated)] = mask
         if len(self._masks) > MAX_MASKS:
             del self._masks[next(iter(self._masks))]
@@ -86,4 +97,4 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0][:200]
-            raise HeteroError(f"the text can't be held to its grammar any more ({reason}); simplify the grammar.")
+            raise GrammarError(f"the text can't be held to its grammar any more ({reason}); simplify the grammar.")

@@ -28,13 +28,34 @@ UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 class Grammars:
     """Grammars of one model. For several threads."""
 
-    def __init__(self, tokenizer_json: Callable[[], str], n_tokens: int, end_token_ids: Collection[int]) -> None:
-        """Take a tokenizer. tokenizer_json: content of tokenizer.json, read once. n_tokens: the model's vocabulary."""
+    def __init__(
+        self,
+        tokenizer_json: Callable[[], str],
+        n_tokens: int,
+        end_token_ids: Collection[int],
+        n_kept: int = MAX_KEPT,
+    ) -> None:
+        """Take a tokenizer.
+
+        Args:
+            tokenizer_json: Content of tokenizer.json.
+            n_tokens: Size of the model's vocabulary.
+            n_kept: Compiled grammars to keep.
+        """
+        self._n_kept = n_kept
         self._tokenizer_json, self._n_tokens = tokenizer_json, n_tokens
         self._end_token_ids = sorted(end_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[tuple[str | None, str | None], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+
+    def described(self) -> tuple[str, int, list[int]]:
+        """Return tokenizer.json, the size of the vocabulary and the end tokens: parameters for another process."""
+        return self._tokenizer_json(), self._n_tokens, self._end_token_ids
+
+    def knows(self, params: SamplingParams) -> bool:
+        """Whether the grammar of these parameters is compiled, or there is none."""
+        return not params.is_constrained or _key(params) in self._kept
 
     def constraint(self, params: SamplingParams) -> "Constraint | None":
         """Return a new text's constraint, or None without one. Compiles each grammar once, which may take a second.
@@ -52,7 +73,7 @@ class Grammars:
         return Constraint(self._compiled(params).deep_copy(), self._n_tokens, banned)
 
     def _compiled(self, params: SamplingParams) -> "LLMatcher":
-        key = params.json_schema, params.grammar
+        key = _key(params)
         with self._lock:
             found = self._kept.get(key)
         if found is None:
@@ -60,7 +81,7 @@ class Grammars:
         with self._lock:
             self._kept[key] = found
             self._kept.move_to_end(key)
-            if len(self._kept) > MAX_KEPT:
+            if len(self._kept) > self._n_kept:
                 self._kept.popitem(last=False)
         return found
 
@@ -96,6 +117,10 @@ class Grammars:
             raise UsageError(
                 f"this model's tokenizer is none that a grammar can be held to ({_first_line(str(error))})."
             ) from error
+
+
+def _key(params: SamplingParams) -> tuple[str | None, str | None]:
+    return params.json_schema, params.grammar
 
 
 def _grammar_text(params: SamplingParams) -> str:

@@ -45,7 +45,7 @@ async def responses(request: Request, served: ServedModel) -> Response:
     fields.text("model")  # any name is accepted: there is one model
     params = RESPONSES.read(fields, served.usual, served.engine.spec.vocab_size)
     is_stream, messages, use = fields.flag("stream"), messages_of(fields), openai_tools(fields, is_flat=True)
-    chat = await prepared(served, messages, params, use, _form(fields))
+    chat = await until_gone(request, prepared(served, messages, params, use, _form(fields)))
     generation = served.generation(chat.prompt_ids, chat.params)
     answer = _Answer(fields, served, chat, generation)
     if is_stream:

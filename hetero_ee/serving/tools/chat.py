@@ -121,7 +121,7 @@ async def constrained(
     """
     try:
         changed = params.changed(**changes)
-        await served.require_grammar(changed)
+        await served.grammars.require(changed)
     except UsageError as error:
         raise RequestError(error.spelled(lambda option: field), field, code="invalid_value") from error
     return changed

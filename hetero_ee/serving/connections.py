@@ -1,0 +1,111 @@
+"""Limits on connections: how many are open, and how long a request's head may take to arrive.
+
+uvicorn has neither: its limit_concurrency answers 503 and keeps the connection, and nothing ends one that sends no
+request. Without file descriptors asyncio would log thousands of tracebacks per second.
+"""
+
+import asyncio
+import errno
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 512
+HEAD_S = 10.0  # for a request's head to arrive, and for a closed connection to take what was sent
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class Listener(socket.socket):
+    """A listening socket that closes further connections while `most` of its connections are open."""
+
+    most = MAX_CONNECTIONS
+
+    def __init__(self, *kind: int) -> None:
+        super().__init__(*kind)
+        self._open = set[socket.socket]()
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        with suppress(ImportError):
+            import resource
+
+            self.most = min(self.most, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection.
+
+        Raises:
+            BlockingIOError: if there is none, or it was closed since there are too many or no file descriptor is left.
+        """
+        try:
+            connection, address = super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._refuse_with_spare()
+            raise BlockingIOError from error
+        if len(self._open) >= self.most:
+            self._open = {each for each in self._open if each.fileno() != -1}
+        if len(self._open) >= self.most:
+            _refuse(connection)
+            raise BlockingIOError
+        self._open.add(connection)
+        return connection, address
+
+    def close(self) -> None:
+        """Close the socket and its spare file descriptor."""
+        super().close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def _refuse_with_spare(self) -> None:
+        """Refuse a connection by means of the spare file descriptor, or it would be reported again at once."""
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
+        try:
+            _refuse(super().accept()[0])
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+
+
+class Connection(H11Protocol):
+    """A connection that is closed when a request's head takes longer than HEAD_S to arrive."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to wait for the first request."""
+        super().connection_made(transport)
+        self._watch_head()
+
+    def handle_events(self) -> None:
+        """Handle what has arrived. Called at the end of a response, too."""
+        super().handle_events()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        super().connection_lost(exc)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+
+    def _watch_head(self) -> None:
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self._expire)
+        elif not is_waiting and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _expire(self) -> None:
+        self.transport.close()
+        self.loop.call_later(HEAD_S, self.transport.abort)  # if the client does not read what was sent
+
+
+def _refuse(connection: socket.socket) -> None:
+    with connection, suppress(OSError):
+        connection.setblocking(False)
+        connection.send(FULL)

@@ -1,0 +1,47 @@
+"""A conversation as token ids, in which only the chat template writes special tokens.
+
+Messages may contain the text of a special token, such as <|im_end|>, with which a user or a tool's result could forge
+turns. Every character of such a text is followed by a mark, a character that occurs nowhere else, so that the tokenizer
+reads plain characters. The marks' own tokens are then left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hetero_ee.text.chat_template import ChatTemplate, Message, changed_texts
+from hetero_ee.text.tokenizer import Tokenizer
+
+MARKS = range(0xE000, 0xF900)  # Unicode's private use area
+
+
+def chat_prompt(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[str, str]:
+    """Return a conversation's text, up to the beginning of the assistant's reply, and its mark for Tokenizer.encode.
+
+    Args:
+        tools, variables: See ChatTemplate.render.
+
+    Raises:
+        ModelError: if the template refuses the messages.
+    """
+    special = tokenizer.special_texts
+    texts = list[str]()
+
+    def noted(text: str) -> str:
+        texts.append(text)
+        return text
+
+    changed_texts([[each.as_variable() for each in messages], tools], noted)
+    if special is None or not any(map(special.search, texts)):
+        return template.render(messages, tools, variables), ""
+    mark = next(chr(each) for each in MARKS if not any(chr(each) in text for text in texts))
+
+    def plain(text: str) -> str:
+        return special.sub(lambda found: mark.join(found[0]) + mark, text)
+
+    return template.render(messages, tools, variables, plain), mark

@@ -1,0 +1,99 @@
+"""A program in a process of its own, for work on untrusted input that must not take this process along."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+
+class ChildProcess:
+    """A Python program that prints a line when it is ready, and answers each line of JSON with one.
+
+    It starts with the first request, and again after one that failed. For one thread, except for kill().
+    """
+
+    def __init__(self, arguments: Sequence[str], start_seconds: float, first: Any = None) -> None:
+        """Take the interpreter's arguments, and what the program reads before it is ready; None if it reads nothing."""
+        self._arguments, self._start_seconds, self._first = list(arguments), start_seconds, first
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: Any, longest: int, seconds: float) -> Any:
+        """Exchange one request for an answer of at most `longest` bytes. Any exception, even Ctrl-C, ends the process,
+        as half an answer may be in its pipe.
+
+        Raises:
+            OSError: if the process can't be started.
+            TimeoutError: if the answer takes longer than `seconds`.
+            EOFError: if the process has died, or the answer is too long.
+        """
+        try:
+            if self._process is None:
+                self._start()
+            return json.loads(self._exchange(_line(request), longest, seconds))
+        except BaseException:
+            self.close()
+            raise
+
+    def kill(self) -> None:
+        """End the process, from any thread. Its request then fails."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the process; the next request starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # unsent data cannot be flushed
+                    pipe.close()
+        process.wait()
+
+    def _start(self) -> None:
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
+        if sys.platform == "win32":
+            own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", *self._arguments]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=environment, **own_group)
+        self._exchange(b"" if self._first is None else _line(self._first), 2**16, self._start_seconds)
+
+    def _exchange(self, request: bytes, longest: int, seconds: float) -> bytes:
+        """Write the request and read a line; kill the process if that exceeds `seconds`."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            answer = process.stdout.readline(longest)
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            timer.cancel()
+            timer.join()  # so that it can't kill the process in a later request
+        if expired.is_set():
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        if not answer.endswith(b"\n"):
+            raise EOFError("the process has died")
+        return answer
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
