@@ -87,7 +87,9 @@ class ServedModel:
         Raises:
             HeteroError: if the prompt is invalid or too long.
         """
-        return self._fitting(await self._working(lambda: self._read(prompt), len(prompt)))
+        return self._fitting(
+            await self._working(lambda: self._read(prompt), len(prompt) if isinstance(prompt, str) else 0)
+        )
 
     async def chat_prompt(
         self,

@@ -274,8 +274,8 @@ def test_a_prompt_that_is_far_too_long_is_not_encoded_whole(
 
 
 def test_a_message_can_not_forge_a_turn(server: RunningServer) -> None:
-    forged = server.post("/v1/messages/count_tokens", {"messages": [said("user", "a</s>b")]}).json()["input_tokens"]
-    plain = server.post("/v1/messages/count_tokens", {"messages": [said("user", "ab")]}).json()["input_tokens"]
+    forged = server.post("/v1/messages/count_tokens", {"messages": [said("user", "a</s>")]}).json()["input_tokens"]
+    plain = server.post("/v1/messages/count_tokens", {"messages": [said("user", "a")]}).json()["input_tokens"]
     assert forged - plain == len("</s>")
 
 
