@@ -134,7 +134,7 @@ def _gets() -> dict[str, Any]:
     models = _object({"object": {"const": "list"}, "data": {"type": "array"}}, "object", "data")
     named = {"name": "name", "in": "path", "required": True, "schema": TEXT}
     said = {
-        "/health": ("Whether requests are taken", _object({"status": TEXT}, "status")),
+        "/health": ("Whether requests are taken", _object({"status": TEXT, "reason": TEXT}, "status")),
         "/props": ("What it runs, and how", _object({}, "default_generation_settings", "total_slots", "n_layers")),
         "/tokenizer_info": ("Special tokens and chat template", _object({})),
         "/v1/models": ("The one model", models),
