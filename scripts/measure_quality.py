@@ -22,11 +22,11 @@ from stories import read_stories
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder
-from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.costs.kv_types import KV_BYTES, KV_TYPE
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting

@@ -8,7 +8,7 @@ import torch
 
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.blocks import BlockKind, all_tensors, decoder_blocks, first_matrix, least_activations
+from hetero_ee.models.blocks import all_tensors, decoder_blocks, first_matrix, least_activations, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.curves import Measurement, SparsityCurves
 from hetero_ee.sparsity.dealing import SHARES
@@ -54,14 +54,13 @@ def with_predictor(model: Model, bias: float = 0.0, rank: int = 32) -> Model:
     spec, weights = model
     spec = replace(spec, predictor_rank=rank)
     matrices, vectors = {}, {}
-    for block in decoder_blocks(spec):
-        if block.kind is BlockKind.FFN:
-            gate = weights.matrices[block.tensors[first_matrix(spec)].name].dequantize()
-            left, sizes, right = torch.linalg.svd(gate, full_matrices=False)
-            low, high = sizes[:rank, None] ** 0.5 * right[:rank], left[:, :rank] * sizes[:rank] ** 0.5
-            matrices[block.tensors["predictor_in"].name] = quantize(low.contiguous(), "rtn")
-            matrices[block.tensors["predictor_out"].name] = quantize(high.contiguous(), "rtn")
-            vectors[block.tensors["predictor_out_bias"].name] = torch.full((spec.ffn_size,), bias)
+    for block in neuron_blocks(spec):
+        gate = weights.matrices[block.tensors[first_matrix(spec)].name].dequantize()
+        left, sizes, right = torch.linalg.svd(gate, full_matrices=False)
+        low, high = sizes[:rank, None] ** 0.5 * right[:rank], left[:, :rank] * sizes[:rank] ** 0.5
+        matrices[block.tensors["predictor_in"].name] = quantize(low.contiguous(), "rtn")
+        matrices[block.tensors["predictor_out"].name] = quantize(high.contiguous(), "rtn")
+        vectors[block.tensors["predictor_out_bias"].name] = torch.full((spec.ffn_size,), bias)
     return spec, replace(weights, matrices=weights.matrices | matrices, vectors=weights.vectors | vectors)
 
 
@@ -70,7 +69,7 @@ def with_least(model: Model, share: float) -> Model:
     spec, weights = model
     if not share:
         return model
-    blocks = [block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN]
+    blocks = neuron_blocks(spec)
     least = {least_activations(block): torch.full((spec.ffn_size,), 0.3 * share) for block in blocks}
     return spec, replace(weights, vectors=weights.vectors | least)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hetero_ee.calibration.traces import FIRST_COUNTED
-from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.speculation.exits.calibration import FREQUENCY
@@ -39,7 +39,7 @@ class ActivationRecorder(BatchedTorchOps):
         self._spec = spec
         self._names: dict[int, str] = {}
         for block in _watched(spec):
-            if block.kind in (BlockKind.ATTENTION, BlockKind.FFN):
+            if block.layer is not None:
                 for tensor in block.tensors.values():
                     if tensor.name in weights.matrices:
                         self._names[id(weights.matrices[tensor.name])] = tensor.name
@@ -81,7 +81,7 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for block in _watched(spec):
         for short, tensor in block.tensors.items():
-            if block.kind in (BlockKind.ATTENTION, BlockKind.FFN) and len(tensor.shape) == 2:
+            if block.layer is not None and len(tensor.shape) == 2:
                 n_features = spec.ffn_size if short == "down" else tensor.shape[1]
                 sizes[f"{tensor.name}.{MOMENT}"] = n_features
                 if short == "down":

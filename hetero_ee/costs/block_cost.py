@@ -7,9 +7,11 @@ machine charges them step by step, as the executor runs.
 
 from dataclasses import dataclass
 
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.costs.neurons import ALL_NEURONS, NeuronRows, NeuronShares
 from hetero_ee.costs.product import Product, is_multiplied, tensor_bytes, tensor_product
-from hetero_ee.costs.work import AttentionCost, Overhead, Work
+from hetero_ee.costs.work import Overhead, Work
+from hetero_ee.layers.state import State
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
 
@@ -20,27 +22,24 @@ class BlockCost:
 
     weight_bytes: int  # of its tensors as stored; a tied head has none of its own
     products: tuple[Product, ...] = ()
-    attention: AttentionCost | None = None
+    state: State | None = None  # of its mixer
     neurons: NeuronRows | None = None  # of a sparse FFN, in addition to the products
     overhead: Overhead = Overhead.NONE
+    kv_type: str = KV_TYPE  # of keys and values
 
     @classmethod
-    def of(cls, spec: ModelSpec, block: Block, kv_bytes_per_token: int = 0) -> "BlockCost":
-        """Return the declaration of a block.
-
-        Args:
-            kv_bytes_per_token: of one layer's cache; not needed for blocks without one.
-        """
+    def of(cls, spec: ModelSpec, block: Block, kv_type: str = KV_TYPE) -> "BlockCost":
+        """Return the declaration of a block."""
         matrices = [tensor for tensor in block.tensors.values() if is_multiplied(tensor.role)]
         is_lookup, is_head = block.kind is BlockKind.EMBEDDING, block.kind is BlockKind.HEAD
-        state = None if block.mixer is None else block.mixer.kv_state
         overhead = Overhead.PASS if is_head else Overhead.NONE
         return cls(
             weight_bytes=0 if is_head and spec.tied_head else sum(map(tensor_bytes, block.tensors.values())),
             products=() if is_lookup else tuple(map(tensor_product, matrices)),
-            attention=None if state is None else AttentionCost(state, kv_bytes_per_token),
+            state=block.state,
             neurons=NeuronRows.of(block),
             overhead=Overhead.HALF_LAYER if block.layer is not None else overhead,
+            kv_type=kv_type,
         )
 
     @property
@@ -48,10 +47,9 @@ class BlockCost:
         """Bytes of the matrices that every token reads whole."""
         return sum(product.n_bytes for product in self.products)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """State that the block keeps of each token."""
-        return 0 if self.attention is None else self.attention.kv_bytes_per_token
+    def state_bytes(self, n_tokens: int) -> int:
+        """Return the bytes of state of a sequence of n_tokens."""
+        return 0 if self.state is None else self.state.n_bytes(n_tokens, self.kv_type)
 
     def work(
         self,
@@ -71,10 +69,11 @@ class BlockCost:
             name,
             m,
             self.products,
-            self.attention,
+            self.state,
             self.overhead,
             disk_bytes,
             neurons=self.neurons,
             shares=shares,
             context_tokens=context_tokens,
+            kv_type=self.kv_type,
         )

@@ -5,50 +5,20 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from hetero_ee.costs.kv_types import kv_bytes_per_token
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.costs.neurons import ALL_NEURONS, NeuronRows, NeuronShares, hot_activations
 from hetero_ee.costs.product import Product
-from hetero_ee.layers.state import KvState
+from hetero_ee.layers.state import State
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee_profiles.hardware import DeviceTimes
 
-MAX_DECODE_TOKENS = 16  # up to this many, attention reads keys and values once and pays a little for each more
-
 
 class Overhead(Enum):
-    """Costs of a block besides products and attention."""
+    """Costs of a block besides products and state."""
 
     NONE = "none"
     HALF_LAYER = "half a layer"  # norms, activations and bookkeeping of an attention or FFN
     PASS = "pass"  # what a pass costs outside of its layers; charged to the head
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCost:
-    """Attention of one layer over its KV cache."""
-
-    state: KvState
-    kv_bytes_per_token: int  # of the cache, in one layer
-
-    def positions_read(self, m: int, context_tokens: int) -> int:
-        """Return the positions that m tokens read, each once, in a sequence of context_tokens including them."""
-        window = self.state.window
-        seen = context_tokens if window is None else min(context_tokens, window + m - 1)
-        return max(seen, m)
-
-    def seconds(self, times: DeviceTimes, m: int, context_tokens: int) -> float:
-        """Return the seconds on that device, scaled if the profile timed another type of keys and values."""
-        state = self.state
-        timed_bytes = kv_bytes_per_token(state.n_kv_heads, state.head_dim, times.kv_type)
-        return times.attention_s(
-            state.n_heads,
-            state.n_kv_heads,
-            state.head_dim,
-            m,
-            self.positions_read(m, context_tokens),
-            few=m <= MAX_DECODE_TOKENS,
-            kept_share=self.kv_bytes_per_token / timed_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +28,13 @@ class Work:
     name: str
     m: int
     products: tuple[Product, ...] = ()
-    attention: AttentionCost | None = None
+    state: State | None = None  # of its mixer
     overhead: Overhead = Overhead.NONE
     disk_bytes: int = 0  # read from the disk meanwhile
     neurons: NeuronRows | None = None  # of a sparse FFN
     shares: NeuronShares = ALL_NEURONS  # of those neurons, per token
     context_tokens: int = 0  # of the longest sequence, including its tokens here
+    kv_type: str = KV_TYPE  # of keys and values
 
     @property
     def matrix_bytes(self) -> int:
@@ -83,8 +54,8 @@ class Work:
             KeyError: if the profile did not time a layout.
         """
         seconds = self.products_s(times) + self.overhead_s(times, spec)
-        if self.attention is not None:
-            seconds += self.attention.seconds(times, self.m, self.context_tokens)
+        if self.state is not None:
+            seconds += self.state.read_s(times, self.m, self.context_tokens, self.kv_type)
         return max(seconds, self.disk_bytes / disk_bytes_per_s)
 
     def products_s(self, times: DeviceTimes) -> float:
@@ -95,7 +66,7 @@ class Work:
         return seconds
 
     def overhead_s(self, times: DeviceTimes, spec: ModelSpec) -> float:
-        """Return the seconds of everything besides products and attention."""
+        """Return the seconds of everything besides products and state."""
         if self.overhead is Overhead.HALF_LAYER:
             return times.layer_overhead_s(spec.hidden_size, spec.ffn_size, self.m) / 2
         if self.overhead is Overhead.PASS:

@@ -42,7 +42,7 @@ class AttentionSpec(MixerSpec):
         return self.n_kv_heads * self.head_dim
 
     @property
-    def kv_state(self) -> KvState:
+    def state(self) -> KvState:
         return KvState(self.n_heads, self.n_kv_heads, self.head_dim, self.window)
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:

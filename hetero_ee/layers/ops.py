@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from hetero_ee.layers.state import KvState
+from hetero_ee.layers.state import State
 from hetero_ee.layers.tensors import Tensors
 
 Array = Any
@@ -84,14 +84,9 @@ class MixerSpec(ABC):
     name: ClassVar[str]  # of its block in a layer
 
     @property
-    def kv_state(self) -> KvState | None:
-        """Return the keys and values that the mixer keeps, None if it keeps none."""
+    def state(self) -> State | None:
+        """Return what a cache keeps of each sequence for the mixer, None if nothing."""
         return None
-
-    @property
-    def has_state(self) -> bool:
-        """Return whether a cache keeps anything of each sequence for the mixer."""
-        return self.kv_state is not None
 
     @abstractmethod
     def declare(self, tensors: Tensors, hidden_size: int) -> None:

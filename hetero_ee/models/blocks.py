@@ -8,15 +8,16 @@ from enum import Enum
 from typing import Any
 
 from hetero_ee.layers.decoder import BoundBlock
+from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.layers.ops import MixerSpec, Ops, Parameters
+from hetero_ee.layers.state import State
 from hetero_ee.layers.tensors import TensorRole, Tensors, TensorSpec
 from hetero_ee.models.spec import ModelSpec
 
 
 class BlockKind(Enum):
     EMBEDDING = "embedding"
-    ATTENTION = "attention"
-    FFN = "ffn"
+    LAYER = "layer"  # a mixer or FFN
     FINAL_NORM = "final_norm"
     HEAD = "head"
 
@@ -30,13 +31,13 @@ class Block:
     layer: int | None  # index of the decoder layer, None outside of layers
     tensors: dict[str, TensorSpec]  # by short names within the block; a tied head uses the embedding's
     mixer: MixerSpec | None = None  # in a layer's block
-    has_norm: bool = True  # whether an attention or FFN normalizes its input
+    has_norm: bool = True  # whether a mixer normalizes its input
     has_post_norm: bool = False  # whether it normalizes its output
 
     @property
-    def has_state(self) -> bool:
-        """Return whether the block reads and writes what a cache keeps of each sequence."""
-        return self.mixer is not None and self.mixer.has_state
+    def state(self) -> State | None:
+        """Return what a cache keeps of each sequence for the block, None if nothing."""
+        return None if self.mixer is None else self.mixer.state
 
     @property
     def n_elements(self) -> int:
@@ -48,13 +49,22 @@ def decoder_blocks(spec: ModelSpec) -> list[Block]:
     blocks = [_embedding_block(spec)]
     for layer in range(spec.n_layers):
         mixers = spec.layer(layer)
-        for mixer in (mixers.mixer, mixers.ffn):
-            kind = BlockKind.FFN if mixer.kv_state is None else BlockKind.ATTENTION
-            blocks.append(_layer_block(spec, layer, mixer, kind))
+        blocks += [_layer_block(spec, layer, mixer) for mixer in (mixers.mixer, mixers.ffn)]
     if spec.final_norm:
         blocks.append(_final_norm_block(spec))
     blocks.append(_head_block(spec))
     return blocks
+
+
+def neuron_blocks(spec: ModelSpec) -> list[Block]:
+    """Return the FFNs whose neurons may be skipped, in order of their layers."""
+    return [block for block in decoder_blocks(spec) if isinstance(block.mixer, FfnSpec)]
+
+
+def layer_states(spec: ModelSpec) -> list[State | None]:
+    """Return the state of each layer."""
+    layers = map(spec.layer, range(spec.n_layers))
+    return [layer.mixer.state or layer.ffn.state for layer in layers]
 
 
 def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache: Any) -> BoundBlock:
@@ -94,7 +104,7 @@ def _head_block(spec: ModelSpec) -> Block:
     return Block("head", BlockKind.HEAD, None, {"tokens": tensor})
 
 
-def _layer_block(spec: ModelSpec, layer: int, mixer: MixerSpec, kind: BlockKind) -> Block:
+def _layer_block(spec: ModelSpec, layer: int, mixer: MixerSpec) -> Block:
     def role_of(name: str) -> TensorRole:
         if name in spec.int8_matrices:
             return TensorRole.MATRIX_8
@@ -106,7 +116,7 @@ def _layer_block(spec: ModelSpec, layer: int, mixer: MixerSpec, kind: BlockKind)
     mixer.declare(tensors, spec.hidden_size)
     if spec.post_norm:
         _declare_norm(spec, tensors, "post_norm")
-    return Block(tensors.prefix, kind, layer, tensors.declared, mixer, spec.pre_norm, spec.post_norm)
+    return Block(tensors.prefix, BlockKind.LAYER, layer, tensors.declared, mixer, spec.pre_norm, spec.post_norm)
 
 
 def _final_norm_block(spec: ModelSpec) -> Block:

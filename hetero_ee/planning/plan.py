@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.options.engine import (
     CERTIFIED,
     EARLY_EXIT_MODES,

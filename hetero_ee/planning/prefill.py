@@ -1,6 +1,5 @@
 """Where the parts are computed while a prompt is read, given where they are when decoding."""
 
-from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.budget import memory_terms, n_bytes
 from hetero_ee.planning.chain import Chain, Option, PartOptions, place_chain
 from hetero_ee.planning.parts import Part
@@ -12,13 +11,13 @@ def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[C
     """Return the placements worth comparing.
 
     Parts in RAM stay where they are, or visit the GPU if that is faster for a chunk and the buffers fit. What fits
-    decides which parts may visit: all, only the FFNs, which have no KV cache, or none.
+    decides which parts may visit: all, only those without a KV cache, or none.
     """
     found = [tuple(Placement.VISIT if placement.is_split else placement for placement in decode)]
     if not any(placement.on_gpu for placement in decode):
         return found
-    for kinds in ((BlockKind.ATTENTION, BlockKind.FFN), (BlockKind.FFN,)):
-        tried = _visiting(problem, decode, chunk_tokens, kinds)
+    for with_state in (True, False):
+        tried = _visiting(problem, decode, chunk_tokens, with_state=with_state)
         terms = memory_terms(problem, decode, tried, chunk_tokens)
         fits_ram = n_bytes(terms, "cpu") <= problem.ram_budget_bytes
         if fits_ram and n_bytes(terms, "gpu") <= problem.vram_budget_bytes:
@@ -26,14 +25,14 @@ def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[C
     return found
 
 
-def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, kinds: tuple[BlockKind, ...]) -> Chain:
-    """Return the fastest chain for a chunk if parts of these kinds may visit."""
+def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state: bool) -> Chain:
+    """Return the fastest chain for a chunk if parts may visit, or only those without state."""
     options = []
     known: dict[object, PartOptions] = {}  # the same for parts of one shape
     for part, placement in zip(problem.layers, decode[1:-1], strict=True):
         key = part.shape, placement
         if key not in known:
-            allowed = _allowed(placement, may_visit=part.kind in kinds)
+            allowed = _allowed(placement, may_visit=with_state or part.cost.state is None)
             known[key] = {each: _option(problem, part, each, chunk_tokens) for each in allowed}
         options.append(known[key])
     chain = place_chain(options, 0, problem.costs.transfer_s(chunk_tokens), ends_on_gpu=decode[-1].on_gpu)

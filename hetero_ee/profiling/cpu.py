@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_ee.costs.kv_types import KV_TYPE, kv_bytes_per_token
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
+from hetero_ee.models.blocks import layer_states
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.pass_probe import SMALLEST_S, PassSamples, probe_pass, time_pass
 from hetero_ee.profiling.preset import LEAST_TOKENS, PassSampling, Point, Preset, affordable_points
@@ -62,7 +63,7 @@ def probed_model(spec: ModelSpec, shapes: Sequence[ProductShape], max_bytes: int
     vocab_size = min(spec.vocab_size, max(MIN_HEAD_BYTES, max_bytes // HEAD_SHARE) // token_bytes)
     once_bytes = min(head.n_bytes, vocab_size * token_bytes)
     layer_bytes = sum(shape.n_bytes * shape.n_layers for shape in shapes if shape.layout == "int4") // spec.n_layers
-    kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, KV_TYPE) * context_tokens
+    kv_bytes = max(1, *(each.n_bytes(context_tokens, KV_TYPE) for each in layer_states(spec) if each is not None))
     n_layers = max(1, min(spec.n_layers, (max_bytes - once_bytes) // layer_bytes, max_bytes // kv_bytes))
     probed = replace(
         spec,

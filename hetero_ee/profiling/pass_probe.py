@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.ops import Activation, Neurons, Norm
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import Block
 from hetero_ee.ops.cpu import CpuHeads, CpuMatrix, CpuOps, CpuRows
 from hetero_ee.ops.neurons import NeuronCounts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_ee.costs.kv_types import KV_TYPE
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee_profiles.gpu.probe import Sampling

@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee.costs.neurons import NeuronRows
 from hetero_ee.layers.tensors import TensorRole
-from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.blocks import Block, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu import row_matrix
 from hetero_ee.ops.gpu_operations import gpu_operations
@@ -99,7 +99,7 @@ def _random(block: Block) -> dict[str, RowWeight]:
 
 
 def _ffn(spec: ModelSpec) -> Block:
-    return next(block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN)
+    return neuron_blocks(spec)[0]
 
 
 def _cpu_matrix(weight: RowWeight) -> RowMatrix:

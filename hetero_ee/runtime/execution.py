@@ -5,10 +5,9 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from hetero_ee.costs.kv_types import kv_bytes_per_token
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import EARLY_EXIT_MODES
@@ -72,12 +71,8 @@ def _streams(
     if not blocks:
         return None
     assert machine.make_source is not None and machine.link is not None, "only a GPU has weights streamed to it"
-    layer_kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, plan.kv_type)
     weight_bytes = {part.name: part.weight_bytes for part in plan.parts}
-    cache, copier = cpu.cache, machine.copier
-
-    def kv_bytes(layer: int) -> int:
-        return layer_kv_bytes * sum(cache.length_at(sequence, layer) for sequence in cache.sequences)
+    copier = machine.copier
 
     def compute(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
         return copier.to_gpu(gpu.forward_with(hidden, batch, block, borrowed))
@@ -85,7 +80,7 @@ def _streams(
     def visit(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
         return copier.to_gpu(gpu.attend_uploaded(hidden, batch, block, borrowed, cpu))
 
-    more_bytes = visiting_bytes(blocks, route, kv_bytes)
+    more_bytes = visiting_bytes(blocks, route, cpu.cache, plan.kv_type)
 
     def count(number: int) -> None:
         machine.traffic.moved(WEIGHTS, weight_bytes[blocks[number].name], to_gpu=True)
@@ -96,7 +91,7 @@ def _streams(
     stream = WeightStream(source, range(len(blocks)), machine.new_worker(), count)
     may_exit = plan.mode in EARLY_EXIT_MODES
     exiting = [block for block in blocks if route.place(block).is_streamed] if may_exit else []
-    return WeightStreams(stream, blocks, machine, compute, visit, layer_kv_bytes, exiting)
+    return WeightStreams(stream, blocks, machine, compute, visit, plan.kv_type, exiting)
 
 
 def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:

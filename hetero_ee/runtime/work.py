@@ -15,15 +15,11 @@ from hetero_ee.weights.weight import Weight
 
 
 class BlockWorks:
-    """Describes batches on their way through a model's blocks.
+    """Describes batches on their way through a model's blocks."""
 
-    Args:
-        kv_bytes_per_token: of one layer's cache.
-    """
-
-    def __init__(self, spec: ModelSpec, blocks: Iterable[Block], kv_bytes_per_token: int) -> None:
+    def __init__(self, spec: ModelSpec, blocks: Iterable[Block], kv_type: str) -> None:
         self._spec = spec
-        self._costs = {block.name: BlockCost.of(spec, block, kv_bytes_per_token) for block in blocks}
+        self._costs = {block.name: BlockCost.of(spec, block, kv_type) for block in blocks}
 
     def through(self, blocks: Iterable[Block], batch: Batch, *, from_disk: bool = False) -> list[Work]:
         """Return the work of the whole batch in each of these blocks.

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
-from hetero_ee.models.blocks import Block, least_activations
+from hetero_ee.models.blocks import Block, least_activations, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.recorder import FfnRecorder
-from hetero_ee.sparsity.thresholds import neuron_blocks
 from hetero_ee.weights.first_neurons import BY_NEURON
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_ee.kv.batch import FIRST_SPARSE
-from hetero_ee.models.blocks import BlockKind, decoder_blocks
+from hetero_ee.models.blocks import neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.weights.model_weights import ModelWeights
@@ -25,7 +25,7 @@ class FfnRecorder(BatchedTorchOps):
     """Calls `watch` with each FFN's layer and operands. One instance serves one executor."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
-        blocks = (block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN)
+        blocks = neuron_blocks(spec)
         self._layers = {id(weights.matrices[block.tensors["down"].name]): block.layer or 0 for block in blocks}
 
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks, least_activations
+from hetero_ee.models.blocks import Block, least_activations, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import ModelWeights
 
@@ -32,11 +32,6 @@ class Thresholds:
             least_activations(block): threshold / down_norms(block, weights).clamp(min=smallest)
             for block, threshold in zip(neuron_blocks(spec), self.per_layer, strict=True)
         }
-
-
-def neuron_blocks(spec: ModelSpec) -> list[Block]:
-    """Return the FFN blocks in order of their layers."""
-    return [block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN]
 
 
 def down_norms(block: Block, weights: ModelWeights) -> Tensor:

@@ -25,7 +25,7 @@ from hetero_ee.calibration.stages import Chunk
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
-from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.dealing import SHARES, dealt_shares
@@ -185,7 +185,7 @@ def input_row(target: float, spec: ModelSpec, weights: ModelWeights, text: list[
 
 
 def attention_blocks(spec: ModelSpec) -> list[Block]:
-    return [block for block in decoder_blocks(spec) if block.kind is BlockKind.ATTENTION]
+    return [block for block in decoder_blocks(spec) if block.state is not None]
 
 
 def divergence(dense: Measured, found: Measured) -> float:

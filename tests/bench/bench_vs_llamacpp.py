@@ -30,7 +30,7 @@ from hetero_ee.config import cache_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import KINDS, CpuKvCache
-from hetero_ee.models.blocks import BlockKind, decoder_blocks, least_activations
+from hetero_ee.models.blocks import least_activations, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.model_weights import ModelWeights
@@ -116,9 +116,8 @@ def sparse_model(spec: ModelSpec, arguments: argparse.Namespace, room_tokens: in
     spec = replace(spec, activation="relu", neuron_major=True)
     least = statistics.NormalDist().inv_cdf(1 - arguments.active)
     weights = random_weights(spec, "int4")
-    for block in decoder_blocks(spec):
-        if block.kind is BlockKind.FFN:
-            weights.vectors[least_activations(block)] = torch.full((spec.ffn_size,), least)
+    for block in neuron_blocks(spec):
+        weights.vectors[least_activations(block)] = torch.full((spec.ffn_size,), least)
     return OurModel(spec, weights, room_tokens, arguments.kv_type)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model

@@ -10,7 +10,8 @@ import pytest
 
 from hetero_ee import Engine, ModelError, UsageError
 from hetero_ee.config import READING
-from hetero_ee.costs.kv_types import KV_BYTES, KV_TYPE
+from hetero_ee.costs.kv_types import KV_TYPE
+from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee_profiles.reference import reference_profile

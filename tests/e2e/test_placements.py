@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hetero_ee import Engine
-from hetero_ee.costs.kv_types import KV_BYTES, KV_TYPE
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan

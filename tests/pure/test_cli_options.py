@@ -11,8 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from hetero_ee.calibration.job import CalibrationRequest
-from hetero_ee.costs.kv_types import KV_BYTES, KV_TYPE
+from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError
+from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.options.engine import ENGINE_OPTIONS, KV_TYPES, PLAN_OPTIONS
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executors.reference import ReferenceExecutor

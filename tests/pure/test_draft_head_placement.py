@@ -69,7 +69,7 @@ def test_a_guess_is_one_layers_products_and_fc() -> None:
     works = DraftHeadWorks(SPEC, None).guess(batch)
     layer = (HIDDEN + 2 * KV_HEADS * HEAD_DIM) * HIDDEN + HIDDEN * HIDDEN + 3 * FFN * HIDDEN
     assert sum(batch * columns for work in works for _, batch, columns in work.products) == layer + 2 * HIDDEN * HIDDEN
-    assert works[0].attention is not None and works[0].context_tokens == 12
+    assert works[0].state is not None and works[0].context_tokens == 12
     assert all(work.m == 2 for work in works)
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hetero_ee.errors import StoreError
-from hetero_ee.models.blocks import least_activations
+from hetero_ee.models.blocks import least_activations, neuron_blocks
 from hetero_ee.sparsity.order import CURVE_POINTS, NeuronOrder, fitted_order, read_order, write_order
-from hetero_ee.sparsity.thresholds import neuron_blocks
 from hetero_ee.weights.rows import RowWeight
 from tests.executor_support import Model, hidden_alone, reference
 from tests.families import random_model, save_checkpoint

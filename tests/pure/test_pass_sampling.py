@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.profiling.preset import (
     CHUNKS_SHARE,
     FULL,

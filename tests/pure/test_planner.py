@@ -318,7 +318,7 @@ def test_a_cache_of_another_type_than_was_timed_takes_time_by_its_bytes(timed: s
         few, many, call_s = {}, {}, times.call.value
         for kind in token_bytes:
             attention = model_parts(spec, kind)[1]
-            without = replace(attention, cost=replace(attention.cost, attention=None))
+            without = replace(attention, cost=replace(attention.cost, state=None))
             costs = [Costs(spec, profile) for _ in range(2)]
             few[kind], many[kind] = (
                 costs[0].part_s(attention, place, m, 2048) - costs[1].part_s(without, place, m, 2048) for m in (1, 512)

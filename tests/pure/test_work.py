@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetero_ee.costs.block_cost import BlockCost
 from hetero_ee.costs.product import Product
-from hetero_ee.costs.work import AttentionCost, Overhead, Work
+from hetero_ee.costs.work import Overhead, Work
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.layers.state import KvState
@@ -28,7 +28,7 @@ KV_BYTES = {"fp32": 2 * 32 * 4, "fp16": 2 * 32 * 2, "int8": 2 * (32 + 4 * 4)}  #
 
 
 def works_of(batch: Batch, spec: ModelSpec = SPEC) -> list[Work]:
-    return BlockWorks(spec, decoder_blocks(spec), KV_BYTES["fp32"]).through(decoder_blocks(spec), batch)
+    return BlockWorks(spec, decoder_blocks(spec), "fp32").through(decoder_blocks(spec), batch)
 
 
 def seconds(work: Work, profile: HardwareProfile, on_gpu: bool = False) -> float:
@@ -44,16 +44,16 @@ def test_the_blocks_of_a_pass() -> None:
     embedding, attention, ffn, *_, final_norm, head = works
     assert embedding == Work("embedding", 3, context_tokens=23) and final_norm.products == ()
     assert attention.products == (("int4", 96, 32), ("int4", 32, 32))
-    assert attention.attention == AttentionCost(KvState(4, 4, 8, None), 256) and attention.context_tokens == 23
+    assert attention.state == KvState(4, 4, 8, None) and attention.kv_type == "fp32" and attention.context_tokens == 23
     assert attention.overhead is Overhead.HALF_LAYER
     assert ffn.products == (("int4", 128, 32), ("int4", 32, 64))
-    assert ffn.attention is None and ffn.overhead is Overhead.HALF_LAYER
+    assert ffn.state is None and ffn.overhead is Overhead.HALF_LAYER
     assert head.products == (("int8", 48, 32),) and head.overhead is Overhead.PASS
 
 
 def positions_read(work: Work) -> int:
-    assert work.attention is not None
-    return work.attention.positions_read(work.m, work.context_tokens)
+    assert isinstance(work.state, KvState)
+    return work.state.positions_read(work.m, work.context_tokens)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,8 @@ def test_seconds_by_hand() -> None:
 @pytest.mark.parametrize("kept", KV_BYTES)
 def test_few_rows_read_keys_and_values_as_they_are_kept(timed: str, kept: str) -> None:
     profile = round_profile(timed)
-    attention = AttentionCost(KvState(4, 4, 8, None), KV_BYTES[kept])
-    few = Work("a", 1, attention=attention, context_tokens=8)
-    many = Work("a", 17, attention=attention, context_tokens=24)
+    attention = Work("a", 1, state=KvState(4, 4, 8, None), kv_type=kept)
+    few, many = replace(attention, context_tokens=8), replace(attention, m=17, context_tokens=24)
     assert seconds(few, profile) == 2 * KV_BYTES[kept] / KV_BYTES[timed]
     assert seconds(many, profile) == 17 + 24 / 8
 
@@ -141,12 +140,11 @@ def test_the_planner_expects_the_same(
     costs, parts = Costs(spec, profile), {part.name: part for part in model_parts(spec, kv_type)}
     times = profile.gpu if place == "gpu" else profile.cpu_with(0)
     assert times is not None
-    kv_bytes = max(part.cost.kv_bytes_per_token for part in parts.values())
     blocks = [block for block in decoder_blocks(spec) if block.kind is not BlockKind.FINAL_NORM]
     if place == "disk":  # the planner counts the final norm with the head
         blocks = [block for block in blocks if block.layer is not None]
     batch = Batch.of_sequence(0, first, [1] * n_rows)
-    works = BlockWorks(spec, blocks, kv_bytes).through(blocks, batch, from_disk=place == "disk")
+    works = BlockWorks(spec, blocks, kv_type).through(blocks, batch, from_disk=place == "disk")
     for each in works:
         expected = costs.part_s(parts[each.name], Placement(place), n_rows, first + n_rows)
         found = each.seconds(times, profile.disk_read_bytes_per_s.value, spec)

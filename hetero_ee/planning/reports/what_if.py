@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hetero_ee.costs.kv_types import KV_BYTES
 from hetero_ee.errors import UsageError
+from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import bytes_for_all
 from hetero_ee.planning.limits import Limits

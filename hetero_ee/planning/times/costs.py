@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from hetero_ee.costs.head_cost import HeadCost
 from hetero_ee.costs.neurons import NeuronShares
 from hetero_ee.costs.product import FLOAT_BYTES, VOCABULARY_LAYOUT, Product, exit_map_products
-from hetero_ee.costs.work import MAX_DECODE_TOKENS, SplitWork, Work
+from hetero_ee.costs.work import SplitWork, Work
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement

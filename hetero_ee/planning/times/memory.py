@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.costs.product import FLOAT_BYTES, exit_map_products
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement

@@ -177,7 +177,7 @@ def _terms(
         if part.kind is BlockKind.EMBEDDING:
             continue
         where = "both" if placement.is_split else "the GPU" if placement.on_gpu else "the CPU"
-        name = f"{part.kind.value} on {where}"
+        name = f"{part.label} on {where}"
         seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, placement, m, context_tokens)
     seconds["transfers"] = whole.transfer_s
     seconds["waiting for copies"] = whole.waited_s

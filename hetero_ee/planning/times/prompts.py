@@ -6,7 +6,7 @@ The GPU's first parts begin a chunk early, while the chunk before it is in later
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import PromptReading

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from hetero_ee.costs.product import FLOAT_BYTES
-from hetero_ee.costs.work import MAX_DECODE_TOKENS
 from hetero_ee.device_errors import driver_errors
 from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations

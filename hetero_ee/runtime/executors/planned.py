@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hetero_ee.costs.kv_types import kv_bytes_per_token
-from hetero_ee.costs.work import MAX_DECODE_TOKENS, Work
+from hetero_ee.costs.work import Work
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import DeviceCaches
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
@@ -75,8 +75,7 @@ class PlannedExecutor(Executor):
         self.cache = DeviceCaches([each.cache for each in self._executors], cpu.cache.max_tokens)
         self._route = Route(plan, self.blocks)
         self.overlap = self._route.overlap
-        kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, plan.kv_type)
-        self._works = BlockWorks(spec, self.blocks, kv_bytes)
+        self._works = BlockWorks(spec, self.blocks, plan.kv_type)
 
     @property
     def pool(self) -> "ThreadPool | None":

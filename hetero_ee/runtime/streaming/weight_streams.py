@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.models.blocks import Block
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.traffic import KV
@@ -35,7 +36,7 @@ class WeightStreams:
         blocks: every block that is streamed in some pass, by its number in `stream`.
         compute: computes a streamed block.
         visit: computes an attention whose KV cache is on the CPU.
-        kv_bytes_per_token: of one layer.
+        kv_type: of keys and values.
         exiting: blocks streamed when decoding, if tokens may exit so that a pass takes only some of them; else none.
     """
 
@@ -46,12 +47,12 @@ class WeightStreams:
         machine: Machine,
         compute: Borrowed,
         visit: Borrowed,
-        kv_bytes_per_token: int,
+        kv_type: str,
         exiting: Sequence[Block] = (),
     ) -> None:
         self._stream, self._machine = stream, machine
         self._numbers = {block.name: number for number, block in enumerate(blocks)}
-        self._compute, self._visit, self._kv_bytes_per_token = compute, visit, kv_bytes_per_token
+        self._compute, self._visit, self._kv_type = compute, visit, kv_type
         self._cycle = tuple(self._numbers[block.name] for block in exiting)
         self._order: tuple[int, ...] | None = None
         self._n_left = 0  # blocks of the pass under way
@@ -87,13 +88,13 @@ class WeightStreams:
         assert gpu is not None and link is not None, "only a GPU has weights streamed to it"
         number, order = self._numbers[block.name], self._order
         self._order = None  # until this ends: after a failure the stream has to restart
-        visits = place == Placement.VISIT and block.has_state
-        compute = self._visit if visits else self._compute
+        visiting = block.state if place == Placement.VISIT else None
+        compute = self._compute if visiting is None else self._visit
         weights, copied = self._stream.use(number)
         found, event = gpu.run([work], lambda: compute(block, weights, hidden, batch), (*ready, copied))
         self._stream.done(number, event)
-        if visits:
-            n_bytes = len(batch) * self._kv_bytes_per_token
+        if visiting is not None:
+            n_bytes = visiting.n_bytes(len(batch), self._kv_type)
             self._machine.traffic.moved(KV, n_bytes, to_gpu=False)
             link.copy(f"{block.name} back", n_bytes, CPU, lambda: None, (event,))
         self._order, self._n_left = order, self._n_left - 1
@@ -122,16 +123,14 @@ def streamed_blocks(route: Route, layers: range) -> list[Block]:
     return [block for block in route.blocks if block.name in names]
 
 
-def visiting_bytes(blocks: Sequence[Block], route: Route, kv_bytes: Callable[[int], int]) -> Callable[[int], int]:
-    """Return a function of the block number: the bytes of the KV cache that is copied with a visiting attention.
-
-    Args:
-        kv_bytes: present bytes of a layer's KV cache.
-    """
+def visiting_bytes(blocks: Sequence[Block], route: Route, cache: KvCache, kv_type: str) -> Callable[[int], int]:
+    """Return a function of the block number: the bytes of the state in `cache` that is copied with a visiting block."""
 
     def n_bytes(number: int) -> int:
         block = blocks[number]
-        visits = block.has_state and route.place(block, PREFILL) == Placement.VISIT
-        return kv_bytes(block.layer) if visits and block.layer is not None else 0
+        state, layer = block.state, block.layer
+        if state is None or layer is None or route.place(block, PREFILL) != Placement.VISIT:
+            return 0
+        return sum(state.n_bytes(cache.length_at(sequence, layer), kv_type) for sequence in cache.sequences)
 
     return n_bytes

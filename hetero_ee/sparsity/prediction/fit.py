@@ -15,7 +15,7 @@ from hetero_ee.config import Progress
 from hetero_ee.errors import ModelError
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.models.blocks import first_matrix
+from hetero_ee.models.blocks import first_matrix, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_ops import BatchedTorchOps
@@ -24,7 +24,6 @@ from hetero_ee.sparsity.held_out import HeldOut
 from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.sparsity.prediction.file import layer_arrays, parsed_layer
 from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement, least_within
-from hetero_ee.sparsity.thresholds import neuron_blocks
 from hetero_ee.weights.model_weights import ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.store.record import Arrays, RecordArrays

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hetero_ee.errors import UsageError
+from hetero_ee.models.blocks import neuron_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.sparsity.thresholds import neuron_blocks
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 

@@ -7,7 +7,6 @@ from functools import cache, partial
 
 from hetero_ee.costs.block_cost import BlockCost
 from hetero_ee.costs.head_cost import HeadCost
-from hetero_ee.costs.kv_types import kv_bytes_per_token
 from hetero_ee.costs.product import FLOAT_BYTES, tensor_bytes
 from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
@@ -94,8 +93,9 @@ class HeadCosts:
             tensors.append(TensorSpec(EMBEDDING, TensorRole.VOCABULARY, shape))
         n_states = -(-context_tokens // PIECE_ROWS) * PIECE_ROWS
         parts = [self._rows_bytes, *map(tensor_bytes, tensors)]
-        kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, BESIDE_KV_TYPE)
-        parts += [kv_bytes * context_tokens, FLOAT_BYTES * spec.hidden_size * n_states]
+        states = [block.mixer.state for block in blocks if block.mixer is not None]
+        parts += [each.n_bytes(context_tokens, BESIDE_KV_TYPE) for each in states if each is not None]
+        parts += [FLOAT_BYTES * spec.hidden_size * n_states]
         if not on_gpu:
             return sum(parts)
         room = layers_room_terms(spec, context_tokens, BESIDE_ROWS)

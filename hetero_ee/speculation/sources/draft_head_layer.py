@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hetero_ee.costs.kv_types import kv_bytes_per_token
 from hetero_ee.costs.product import Product
 from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
@@ -63,7 +62,7 @@ def fc_block(spec: ModelSpec, eagle3: Eagle3 | None = None) -> Block:
         vectors |= dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM), size) | _fc_norms(eagle3, size)
     tensors = {name: TensorSpec(name, TensorRole.VECTOR, (n,)) for name, n in vectors.items()}
     tensors[FC] = TensorSpec(FC, TensorRole.MATRIX, (size, n_columns))
-    return Block(FC, BlockKind.FFN, None, tensors, has_norm=False)
+    return Block(FC, BlockKind.LAYER, None, tensors, has_norm=False)
 
 
 def _fc_norms(eagle3: Eagle3, size: int) -> dict[str, int]:
@@ -215,9 +214,8 @@ class DraftHeadWorks:
     """Describes what a draft head computes, in 4 bits, to the device that runs it."""
 
     def __init__(self, spec: ModelSpec, eagle3: Eagle3 | None) -> None:
-        kv_bytes = kv_bytes_per_token(spec.n_kv_heads, spec.head_dim, BESIDE_KV_TYPE)
         self._blocks, self._is_eagle1 = layer_blocks(spec, eagle3), eagle3 is None
-        self._works = BlockWorks(spec, self._blocks, kv_bytes)
+        self._works = BlockWorks(spec, self._blocks, BESIDE_KV_TYPE)
         n_states = 2 if eagle3 is None else len(eagle3.captured)
         self._fc = Product("int4", spec.hidden_size, n_states * spec.hidden_size)
 
