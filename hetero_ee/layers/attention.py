@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hetero_ee.layers.ops import DELTA, QKV, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
+from hetero_ee.layers.ops import ATTENDED, DELTA, QKV, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.layers.state import KvState
 from hetero_ee.layers.tensors import Tensors
@@ -44,6 +44,10 @@ class AttentionSpec(MixerSpec):
     @property
     def state(self) -> KvState:
         return KvState(self.n_heads, self.n_kv_heads, self.head_dim, self.window)
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        return {QKV: self.query_size + 2 * self.kv_size, ATTENDED: self.query_size}
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         """Declare qkv, whose rows are those of queries, keys and values, and the output's matrix."""

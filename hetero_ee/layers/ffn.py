@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hetero_ee.layers.ops import DELTA, INNER, Activation, Array, Mixer, MixerSpec, Ops, Parameters, Rows
+from hetero_ee.layers.ops import ACTIVE, DELTA, INNER, Activation, Array, Mixer, MixerSpec, Ops, Parameters, Rows
 from hetero_ee.layers.tensors import Tensors
 
 
@@ -16,6 +16,10 @@ class FfnSpec(MixerSpec):
     size: int
     activation: Activation
     bias: bool
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        return {INNER: self.size * (2 if self.activation.gated else 1), ACTIVE: self.size}
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         """Declare gate_up, whose rows are those of gate and up, or up without a gate; and down."""

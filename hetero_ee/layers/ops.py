@@ -18,6 +18,7 @@ Heads = Any  # a layer's attention as the device computes it, and the place of i
 
 # Buffers of a pass.
 NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended", "inner", "active", "delta", "logits"
+MULTIPLIED = (ATTENDED, ACTIVE)  # those of a mixer that a matrix is multiplied with
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,11 @@ class MixerSpec(ABC):
     def state(self) -> State | None:
         """Return what a cache keeps of each sequence for the mixer, None if nothing."""
         return None
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        """Return the features per token of the buffers that the mixer needs besides NORMED and DELTA."""
+        return {}
 
     @abstractmethod
     def declare(self, tensors: Tensors, hidden_size: int) -> None:

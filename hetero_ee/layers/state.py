@@ -21,6 +21,11 @@ class State(ABC):
     def read_s(self, times: DeviceTimes, m: int, context_tokens: int, kv_type: str) -> float:
         """Return the seconds of reading it for m tokens, the last of a sequence of context_tokens."""
 
+    @property
+    def part_values(self) -> int:
+        """Return the numbers that a GPU notes for a token and each part of its context before it sums the parts up."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class KvState(State):
@@ -34,6 +39,10 @@ class KvState(State):
     def n_bytes(self, n_tokens: int, kv_type: str) -> int:
         """Return the bytes after n_tokens tokens. A sliding window saves none: the cache keeps all."""
         return n_tokens * 2 * self.n_kv_heads * (self.head_dim * KV_BYTES[kv_type] + KV_SCALE_BYTES[kv_type])
+
+    @property
+    def part_values(self) -> int:
+        return self.n_heads * (self.head_dim + 2)
 
     def positions_read(self, m: int, context_tokens: int) -> int:
         """Return the positions that m tokens read, each once, in a sequence of context_tokens including them."""

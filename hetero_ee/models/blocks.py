@@ -67,6 +67,15 @@ def layer_states(spec: ModelSpec) -> list[State | None]:
     return [layer.mixer.state or layer.ffn.state for layer in layers]
 
 
+def layer_buffers(spec: ModelSpec) -> dict[str, int]:
+    """Return the features per token of the buffers that some mixer needs: of each name the most."""
+    found: dict[str, int] = {}
+    for layer in map(spec.layer, range(spec.n_layers)):
+        for name, width in (*layer.mixer.buffers.items(), *layer.ffn.buffers.items()):
+            found[name] = max(width, found.get(name, 0))
+    return found
+
+
 def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache: Any) -> BoundBlock:
     """Bind a layer's block to its parameters on a device, and to the cache that keeps its state."""
     assert block.mixer is not None and block.layer is not None, "not a block of a layer"

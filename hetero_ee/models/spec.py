@@ -116,7 +116,8 @@ class ModelSpec:
 
     @property
     def ropes(self) -> set[RopeSpec]:
-        return set(self.layer_ropes or (self.rope,)) - {None}  # type: ignore[return-value]
+        mixers = [self.layer(layer).mixer for layer in range(self.n_layers)]
+        return {each.rope for each in mixers if isinstance(each, AttentionSpec) and each.rope is not None}
 
     @property
     def query_size(self) -> int:

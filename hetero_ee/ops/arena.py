@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.gpu import GpuKvCache
-from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, NORMED, QKV
+from hetero_ee.layers.ops import DELTA, NORMED
 from hetero_ee.layers.rope import RopeSpec
+from hetero_ee.models.blocks import layer_buffers
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee_kernels.pages import attention_workspace
 from hetero_ee_kernels.rope_table import rope_table
@@ -45,10 +46,8 @@ class Arena:
         self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
         self._buffers: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # recorded launches may still use them
-        inner = spec.ffn_size * (2 if spec.gated and not spec.neuron_major else 1)
-        sizes = {NORMED: spec.hidden_size, QKV: spec.query_size + 2 * spec.kv_size, ATTENDED: spec.query_size}
-        sizes |= {HIDDEN: spec.hidden_size, INNER: inner, ACTIVE: spec.ffn_size, DELTA: spec.hidden_size}
-        for name, width in sizes.items():
+        sizes = dict.fromkeys((NORMED, HIDDEN, DELTA), spec.hidden_size)
+        for name, width in (sizes | layer_buffers(spec)).items():
             self.rows(name, n_rows, width)
         slots, positions, may_skip = (torch.zeros(n_rows, dtype=torch.int32, device=self.device) for _ in range(3))
         self._rows = GpuRows(slots, positions, may_skip)

@@ -16,7 +16,6 @@ from hetero_ee.planning.times.memory import (
     pinned_buffer_bytes,
     rounded,
     stream_buffer_bytes,
-    working_bytes,
 )
 
 
@@ -36,7 +35,7 @@ def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[
         drafts = max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
     exits = problem.statistics.exits
     map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
-    terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk_tokens, drafts, map_rank)
+    terms = gpu_reserve_terms(problem.sizes, problem.parts, problem.context_tokens, chunk_tokens, drafts, map_rank)
     return terms + draft_terms(problem, "gpu", head)
 
 
@@ -93,7 +92,7 @@ def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: in
     return [
         MemoryTerm("cpu", "weights", weight_bytes),
         MemoryTerm("cpu", "keys and values", kv_bytes),
-        MemoryTerm("cpu", "activations", working_bytes(problem.spec, chunk_tokens)),
+        MemoryTerm("cpu", "activations", problem.sizes.cpu_bytes(chunk_tokens)),
         *([MemoryTerm("cpu", "pinned buffers", pinned)] if pinned else []),
         *draft_terms(problem, "cpu"),
     ]

@@ -16,7 +16,7 @@ from hetero_ee.planning.placement import SPLITS, Placement, splits
 from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.early_exits import Passes
-from hetero_ee.planning.times.memory import part_gpu_bytes
+from hetero_ee.planning.times.memory import WorkingSizes, part_gpu_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.units import GIB
 
@@ -30,6 +30,7 @@ class Problem:
     limits: Limits
     statistics: Statistics
     parts: tuple[Part, ...]
+    sizes: WorkingSizes
     kv_type: str  # of the keys and values among their bytes
     context_tokens: int  # prompt and text together; the most that may be chosen where the limits name none
     vram_budget_bytes: int
@@ -145,6 +146,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
         limits=limits,
         statistics=known,
         parts=parts,
+        sizes=WorkingSizes.of(spec),
         kv_type=kv_type,
         context_tokens=context,
         vram_budget_bytes=_vram_budget(profile, limits),

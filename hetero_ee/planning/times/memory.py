@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from hetero_ee.costs.product import FLOAT_BYTES, exit_map_products
+from hetero_ee.layers.ops import MULTIPLIED
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
+from hetero_ee.models.blocks import layer_buffers, layer_states
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
@@ -47,21 +50,47 @@ def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int
     return rounded(part.kv_bytes(context_tokens)) if placement == "stream" else 0
 
 
-def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """Return the bytes of activations of a pass: hidden states, qkv, attention output and the FFN's inner values."""
-    width = 3 * spec.hidden_size + 2 * spec.query_size + 2 * spec.kv_size + (3 if spec.gated else 2) * spec.ffn_size
-    return chunk_tokens * width * FLOAT_BYTES
+@dataclass(frozen=True, slots=True)
+class WorkingSizes:
+    """Sizes of what the layers of a model work with, as their mixers declare them."""
 
+    spec: ModelSpec
+    width: int  # numbers per token: hidden states and the mixers' buffers
+    widest: int  # input of a matrix
+    part_values: int  # see State
+    n_ropes: int  # tables of rotary angles
 
-def gpu_working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """Return the bytes of activations on a GPU, with hidden states in transfer and the input of the widest product."""
-    widest = max(spec.hidden_size, spec.query_size, spec.ffn_size)
-    passing_bytes = N_STATES * spec.hidden_size * FLOAT_BYTES + int(CODE_BYTES * widest)
-    return working_bytes(spec, chunk_tokens) + chunk_tokens * passing_bytes
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Self:
+        buffers, states = layer_buffers(spec), layer_states(spec)
+        widest = max(spec.hidden_size, *(buffers.get(name, 0) for name in MULTIPLIED))
+        part_values = max(0 if state is None else state.part_values for state in states)
+        return cls(spec, 3 * spec.hidden_size + sum(buffers.values()), widest, part_values, len(spec.ropes))
+
+    def cpu_bytes(self, chunk_tokens: int) -> int:
+        """Return the bytes of a pass: hidden states and what each mixer writes between its matrices."""
+        return chunk_tokens * self.width * FLOAT_BYTES
+
+    def gpu_terms(self, context_tokens: int, chunk_tokens: int) -> list[MemoryTerm]:
+        """Return the workspace that all layers on a GPU share, with hidden states in transfer and the input of the
+        widest product."""
+        spec = self.spec
+        passing_bytes = N_STATES * spec.hidden_size * FLOAT_BYTES + int(CODE_BYTES * self.widest)
+        n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * self.part_values
+        terms = {
+            "activations": self.cpu_bytes(chunk_tokens) + chunk_tokens * passing_bytes,
+            "attention workspace": MAX_DECODE_TOKENS * n_attended * FLOAT_BYTES,
+        }
+        if spec.neuron_major:
+            width = MAX_SECTIONS * spec.hidden_size + 2 * spec.ffn_size
+            terms["sparse sums"] = MAX_DECODE_TOKENS * width * FLOAT_BYTES
+        if self.n_ropes:
+            terms["rotary angles"] = self.n_ropes * context_tokens * spec.head_dim * FLOAT_BYTES
+        return [MemoryTerm("gpu", name, rounded(n_bytes)) for name, n_bytes in terms.items()]
 
 
 def gpu_reserve_terms(
-    spec: ModelSpec,
+    sizes: WorkingSizes,
     parts: Sequence[Part],
     context_tokens: int,
     chunk_tokens: int,
@@ -74,6 +103,7 @@ def gpu_reserve_terms(
         draft_length: 0 for a head on the CPU.
         map_rank: of the largest exit map.
     """
+    spec = sizes.spec
     head = [
         MemoryTerm("gpu", "head", rounded(parts[-1].cost.product_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
@@ -84,25 +114,9 @@ def gpu_reserve_terms(
     graph_bytes = MAX_DECODE_TOKENS * spec.n_layers * GRAPH_LAYER_BYTES
     return [
         *(head if draft_length else []),
-        *layers_room_terms(spec, context_tokens, chunk_tokens),
+        *sizes.gpu_terms(context_tokens, chunk_tokens),
         MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES + rounded(graph_bytes)),
     ]
-
-
-def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> list[MemoryTerm]:
-    """Return the workspace that all layers on a GPU share."""
-    n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
-    terms = [
-        MemoryTerm("gpu", "activations", rounded(gpu_working_bytes(spec, chunk_tokens))),
-        MemoryTerm("gpu", "attention workspace", rounded(MAX_DECODE_TOKENS * n_attended * FLOAT_BYTES)),
-    ]
-    if spec.neuron_major:
-        width = MAX_SECTIONS * spec.hidden_size + 2 * spec.ffn_size
-        terms.append(MemoryTerm("gpu", "sparse sums", rounded(MAX_DECODE_TOKENS * width * FLOAT_BYTES)))
-    if spec.ropes:
-        n_bytes = len(spec.ropes) * context_tokens * spec.head_dim * FLOAT_BYTES
-        terms.append(MemoryTerm("gpu", "rotary angles", rounded(n_bytes)))
-    return terms
 
 
 def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> int:

@@ -15,7 +15,7 @@ from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import DraftRates, PromptReading
-from hetero_ee.planning.times.memory import layers_room_terms, rounded
+from hetero_ee.planning.times.memory import WorkingSizes, rounded
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
 from hetero_ee.speculation.sources.draft_head_layer import (
@@ -98,7 +98,7 @@ class HeadCosts:
         parts += [FLOAT_BYTES * spec.hidden_size * n_states]
         if not on_gpu:
             return sum(parts)
-        room = layers_room_terms(spec, context_tokens, BESIDE_ROWS)
+        room = WorkingSizes.of(spec).gpu_terms(context_tokens, BESIDE_ROWS)
         return sum(map(rounded, parts)) + sum(term.n_bytes for term in room)
 
     @property
