@@ -9,7 +9,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.executors.executor import Executor
@@ -68,7 +67,7 @@ def stored(executor: Executor, sequence: int) -> list[tuple[Tensor, ...]]:
     found = []
     for layer in range(executor.spec.n_layers):
         cache: Any = executor.cache
-        cache = cache._holders[layer] if isinstance(cache, DeviceCaches) else cache
+        cache = cache.part(layer)
         found.append(cache.stored(layer, sequence, 0, cache.length_at(sequence, layer)))
     return found
 

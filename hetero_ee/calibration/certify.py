@@ -57,7 +57,7 @@ def by_group(prompts: Sequence[Chunk]) -> PromptSource:
 def kv_type_of(executor: Executor) -> str:
     """Return the type of the executor's keys and values."""
     plan = getattr(executor, "plan", None)
-    return cast(HostExecutor, executor).cache.kind if plan is None else str(plan.kv_type)
+    return cast(HostExecutor, executor).kv_type if plan is None else str(plan.kv_type)
 
 
 def certificate_identity(key: str, exits_digest: str, kv_type: str, prompts_identity: str, n_prompts: int) -> str:

@@ -6,7 +6,7 @@ the layers up to it and none after it. Rollback is exact: a forgotten position i
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hetero_ee.kv.batch import Batch
 
@@ -20,6 +20,15 @@ class KvCache(ABC):
     @abstractmethod
     def held_layers(self) -> tuple[int, ...]:
         """Numbers of the layers it holds, in the model, ascending."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> "tuple[LayeredCache[Any], ...]":
+        """The caches that it consists of: layers whose state has one shape on one device."""
+
+    @abstractmethod
+    def part(self, layer: int) -> "LayeredCache[Any]":
+        """Return the one that holds this layer. Raises KeyError if none does."""
 
     @property
     @abstractmethod
@@ -118,6 +127,13 @@ class LayeredCache(KvCache, Generic[S]):
     @property
     def held_layers(self) -> tuple[int, ...]:
         return self._layers
+
+    @property
+    def parts(self) -> "tuple[LayeredCache[Any], ...]":
+        return (self,)
+
+    def part(self, layer: int) -> "LayeredCache[Any]":
+        return self
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -1,17 +1,21 @@
-"""The KV caches of several devices as one: each layer's keys and values are where the layer is computed."""
+"""Several KV caches as one: each layer's state is where the layer is computed, with others of its shape."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import KvCache
+from hetero_ee.kv.cache import KvCache, LayeredCache
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.layers.state import KvState
+from hetero_ee.models.blocks import layer_states
+from hetero_ee.models.spec import ModelSpec
 
 
 class DeviceCaches(KvCache):
     """caches: of disjoint layers, at least one of them with layers. What goes wrong in one is undone in the others."""
 
-    def __init__(self, caches: Iterable[KvCache], max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, caches: Iterable[KvCache]) -> None:
         self._caches = [cache for cache in caches if cache.held_layers]
         holders = {layer: cache for cache in self._caches for layer in cache.held_layers}
         self._holders = dict(sorted(holders.items()))
@@ -19,6 +23,22 @@ class DeviceCaches(KvCache):
     @property
     def held_layers(self) -> tuple[int, ...]:
         return tuple(self._holders)
+
+    @property
+    def max_tokens(self) -> int:  # type: ignore[override]
+        return self._caches[0].max_tokens
+
+    @max_tokens.setter
+    def max_tokens(self, n_tokens: int) -> None:
+        for cache in self._caches:
+            cache.max_tokens = n_tokens
+
+    @property
+    def parts(self) -> tuple[LayeredCache[Any], ...]:
+        return tuple(part for cache in self._caches for part in cache.parts)
+
+    def part(self, layer: int) -> LayeredCache[Any]:
+        return self._holders[layer].part(layer)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -79,3 +99,19 @@ class DeviceCaches(KvCache):
             lengths = self.lengths(sequence)
             if lengths != sorted(lengths, reverse=True):
                 raise HeteroError(f"the KV caches of sequence {sequence} are damaged: layers hold {lengths} tokens.")
+
+
+def host_cache(spec: ModelSpec, max_tokens: int, kind: str, layers: Sequence[int] | None = None) -> KvCache:
+    """Return the cache of these layers, None for all, in the CPU's memory: a part for each shape of heads.
+
+    A part without heads counts the tokens that have passed layers without keys and values.
+    """
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for layer, state in enumerate(layer_states(spec)):
+        if layers is None or layer in layers:
+            shape = (state.n_kv_heads, state.head_dim) if isinstance(state, KvState) else (0, 0)
+            shapes.setdefault(shape, []).append(layer)
+    parts = [CpuKvCache(len(mine), *shape, max_tokens, mine, kind=kind) for shape, mine in shapes.items()]
+    if not parts:
+        return CpuKvCache(0, 0, 0, max_tokens, kind=kind)
+    return parts[0] if len(parts) == 1 else DeviceCaches(parts)

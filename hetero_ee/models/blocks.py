@@ -77,11 +77,12 @@ def layer_buffers(spec: ModelSpec) -> dict[str, int]:
 
 
 def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache: Any) -> BoundBlock:
-    """Bind a layer's block to its parameters on a device, and to the cache that keeps its state."""
+    """Bind a layer's block to its parameters on a device, and to the part of the cache that keeps its state."""
     assert block.mixer is not None and block.layer is not None, "not a block of a layer"
     norm = spec.norms.bind(parameters, "norm") if block.has_norm else None
     post_norm = spec.norms.bind(parameters, "post_norm") if block.has_post_norm else None
-    return BoundBlock(block.mixer.bind(ops, parameters, block.layer, cache), norm, post_norm, spec.residual_scale)
+    part = None if block.state is None else cache.part(block.layer)
+    return BoundBlock(block.mixer.bind(ops, parameters, block.layer, part), norm, post_norm, spec.residual_scale)
 
 
 def all_tensors(blocks: list[Block]) -> list[TensorSpec]:

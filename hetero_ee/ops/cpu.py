@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
@@ -47,6 +48,7 @@ class CpuHeads:
     """The attention of one layer, and where the cache has its keys and values."""
 
     spec: AttentionSpec
+    cache: CpuKvCache
     place: int
     write: KvWrite
     attention: Attention
@@ -62,7 +64,7 @@ class CpuRows:
     batch: Batch
     counts: NeuronCounts
     positions: Any  # int64 (m,)
-    places: Any  # of their keys and values, for all layers; None if no layer attends
+    places: dict[Any, Any]  # of their keys and values, by the part of the cache that has them
     some_may_skip: bool
 
 
@@ -105,11 +107,14 @@ class CpuOps(Ops):
         self, spec: AttentionSpec, layer: int, cache: CpuKvCache, query_norm: Norm | None, key_norm: Norm | None
     ) -> CpuHeads:
         rope = None if spec.rope is None else self._rope(spec.rope, cache.max_tokens)
-        return CpuHeads(spec, cache.index(layer), *self._attention(spec, cache), rope, query_norm, key_norm)
+        return CpuHeads(spec, cache, cache.index(layer), *self._attention(spec, cache), rope, query_norm, key_norm)
 
-    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> CpuRows:
+    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> CpuRows:
         """Return the batch as verbs take it. Neurons are counted in `counts`; cache: None if no layer attends."""
-        places = None if cache is None else _places(batch, cache)
+        parts = (
+            [] if cache is None else [part for part in cache.parts if isinstance(part, CpuKvCache) and part.head_dim]
+        )
+        places = {part: _places(batch, part) for part in parts}
         return CpuRows(batch, counts, np.array(batch.positions, np.int64), places, bool(batch.may_skip().any()))
 
     def array(self, x: Tensor) -> Any:
@@ -185,11 +190,11 @@ class CpuOps(Ops):
             rms_norm_heads(qkv, heads.key_norm.scale, heads.key_norm.eps, spec.query_size, n_keys)
         if heads.rope is not None:
             heads.rope.rotate(qkv, rows.positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
-        heads.write.write(qkv, rows.places, heads.place, spec.query_size, spec.query_size + spec.kv_size)
+        heads.write.write(qkv, rows.places[heads.cache], heads.place, spec.query_size, spec.query_size + spec.kv_size)
         return qkv
 
     def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:
-        return heads.attention.attend(queries, rows.places, heads.place, heads.spec.window)
+        return heads.attention.attend(queries, rows.places[heads.cache], heads.place, heads.spec.window)
 
     def masked_linear(self, x: Any, matrix: CpuMatrix, scores: Any, rows: CpuRows) -> Any:
         if matrix.rows is None:

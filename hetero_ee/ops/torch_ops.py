@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
@@ -76,7 +77,7 @@ class TorchOps(Ops):
     ) -> TorchHeads:
         return TorchHeads(spec, layer, cache, query_norm, key_norm)
 
-    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> TorchRows:
+    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> TorchRows:
         """Return the batch as verbs take it. Neurons are counted in `counts`."""
         return TorchRows(batch, counts, bool(batch.may_skip().any()))
 

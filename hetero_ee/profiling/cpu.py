@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hetero_ee.costs.kv_types import KV_TYPE
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import layer_states
 from hetero_ee.models.spec import ModelSpec
@@ -199,7 +199,7 @@ def _passes(
     """
     spec, found = model.spec, {}
     max_tokens = max(tokens for _, tokens in points)
-    cache = CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens, kind=KV_TYPE)
+    cache = host_cache(spec, max_tokens, KV_TYPE)
     executor = CpuExecutor(spec, model.weights, max_tokens, n_threads, cache=cache)
     try:
         begun_s = clock()

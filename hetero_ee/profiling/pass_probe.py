@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.ops import Activation, Neurons, Norm
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
@@ -176,7 +177,7 @@ class _WatchedOps(CpuOps):
         self.attending, self.multiplying, self.placing, self.others = (_StopWatch(clock) for _ in range(4))
         self.products: list[CpuMatrix] = []
 
-    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> CpuRows:
+    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> CpuRows:
         with self.placing:
             return super().rows(batch, cache, counts)
 
@@ -246,12 +247,13 @@ class _WatchedExecutor(CpuExecutor):
         """Write keys and values of n_tokens tokens, as memory that was never written is faster to read."""
         starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
         qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
-        cache = self.cache
+        (cache,) = self.cache.parts
+        assert isinstance(cache, CpuKvCache), "layers of one shape"
         write = KvWrite(cache.n_layers, cache.n_kv_heads, cache.head_dim, cache.kind)
         for first in range(0, n_tokens, FILL_TOKENS):
             batch = Batch.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
             self.cache.admit(batch, range(self.n_layers))
-            places = CpuOps.rows(self._ops, batch, self.cache, self._neurons).places
+            places = CpuOps.rows(self._ops, batch, cache, self._neurons).places[cache]
             for layer in range(self.n_layers):
                 write.write(qkv[: len(batch)], places, layer, *starts)
 

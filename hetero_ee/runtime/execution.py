@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -92,11 +91,6 @@ def _streams(
     may_exit = plan.mode in EARLY_EXIT_MODES
     exiting = [block for block in blocks if route.place(block).is_streamed] if may_exit else []
     return WeightStreams(stream, blocks, machine, compute, visit, plan.kv_type, exiting)
-
-
-def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:
-    """Return the KV cache of these layers in the CPU's memory."""
-    return CpuKvCache(len(layers), spec.n_kv_heads, spec.head_dim, plan.context_tokens, layers, kind=plan.kv_type)
 
 
 def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import MODEL_OPTIONS, PLAN_OPTIONS
 from hetero_ee.planning.plan import Plan
@@ -54,7 +55,7 @@ def open_on_cpu(
     threads: int,
     progress: Progress | None = None,
     *,
-    cache: CpuKvCache | None = None,
+    cache: KvCache | None = None,
 ) -> HostExecutor:
     """Open the executor of these weights: the CPU kernels if they are quantized, else the reference.
 
@@ -70,7 +71,7 @@ def open_on_cpu(
     )
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
-    if executor.cache.n_layers == spec.n_layers:
+    if len(executor.cache.held_layers) == spec.n_layers:
         stage = COMPILING if kernels.keeps else f"{COMPILING} for this run"
         executor.prepare(None if kernels.is_filled() else progress, stage)
         if not kernels.is_filled():
@@ -133,9 +134,7 @@ def _open_layers(
     progress: Progress | None = None,
 ) -> HostExecutor:
     """Open the CPU with the plan's KV cache of these layers."""
-    from hetero_ee.runtime.execution import planned_cache
-
-    cache = planned_cache(spec, plan, layers)
+    cache = host_cache(spec, plan.context_tokens, plan.kv_type, layers)
     return open_on_cpu(spec, weights, plan.context_tokens, threads, progress, cache=cache)
 
 

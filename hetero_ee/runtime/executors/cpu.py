@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hetero_ee.config import Progress
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.layers.decoder import BoundBlock
 from hetero_ee.layers.sparse_ffn import SparseFfn
 from hetero_ee.models.blocks import Block
@@ -37,7 +37,7 @@ class CpuExecutor(OpsExecutor):
         max_tokens: int,
         threads: int | ThreadPool,
         *,
-        cache: CpuKvCache | None = None,
+        cache: KvCache | None = None,
     ) -> None:
         self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
         super().__init__(spec, weights, max_tokens, CpuOps(self._pool), cache)

@@ -4,7 +4,7 @@ A token's bits depend only on that token and its sequence, never on its batch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -12,8 +12,8 @@ from hetero_ee.config import Progress
 from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import KvCache, LayeredCache
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
@@ -182,8 +182,6 @@ class SplitFfn(Protocol):
 class BlockExecutor(HeadExecutor, Protocol):
     """Computes any blocks of a model on one device. `cache` holds the layers that are attended there."""
 
-    cache: LayeredCache[Any]
-
     @property
     def neurons(self) -> NeuronCounts:
         """Neurons used by the FFNs that it computed, see Executor.neurons."""
@@ -235,16 +233,12 @@ class HostExecutor(Executor, BlockExecutor):
     """
 
     kv_type: ClassVar[str] = KV_TYPE
-    cache: CpuKvCache
     plan: Plan | None = None  # that it runs by itself
 
-    def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: CpuKvCache | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: KvCache | None = None) -> None:
         self.spec, self.weights, self.blocks = spec, weights, decoder_blocks(spec)
         self._neurons = NeuronCounts()
-        size = spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens
-        self.cache = cache or CpuKvCache(*size, kind=self.kv_type)
+        self.cache = cache or host_cache(spec, max_tokens, self.kv_type)
 
     @property
     def neurons(self) -> NeuronCounts:

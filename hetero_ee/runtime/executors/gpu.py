@@ -4,14 +4,16 @@ The host waits for the GPU in `attend_uploaded` and `neurons` alone.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.layers.ops import LOGITS, Norm
+from hetero_ee.layers.state import KvState
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.arena import Arena
@@ -109,17 +111,18 @@ class GpuExecutor(BlockExecutor):
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: HostExecutor
     ) -> Tensor:
         """See BlockExecutor.attend_uploaded. One sequence after the other; the host waits for each."""
-        visiting, layer = self._visiting, block.layer
-        if visiting is None or layer is None:
+        visiting, layer, state = self._visiting, block.layer, block.state
+        if visiting is None or layer is None or not isinstance(state, KvState):
             raise ValueError(f"{block.name} has no keys and values that could visit here.")
-        segment, window = self._borrowed_segment(block, weights, visiting), self._spec.sliding_windows[layer]
+        segment, window = self._borrowed_segment(block, weights, visiting), state.window
+        held = cast(CpuKvCache, owner.cache.part(layer))
         out = torch.empty(hidden.shape, device=self._device)
         for sequence, mine in _by_sequence(batch).items():
             n_known, n_rows = batch.positions[mine[0]], len(mine)
             first = 0 if window is None else max(0, n_known + 1 - window)
-            here = visiting.bring(owner.cache, layer, sequence, first, n_known, n_rows)
+            here = visiting.bring(held, layer, sequence, first, n_known, n_rows)
             out[mine] = segment.run(hidden[mine], here)
-            visiting.take_back(owner.cache, layer, sequence, n_known, n_known + n_rows)
+            visiting.take_back(held, layer, sequence, n_known, n_known + n_rows)
         return out
 
     @torch.inference_mode()

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.layers import decoder
 from hetero_ee.layers.decoder import BoundBlock
 from hetero_ee.layers.ops import LOGITS, Array, Matrix, Norm, Ops
@@ -23,7 +23,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 class HostOps(Ops, Protocol):
     """Operations on arrays in the CPU's memory, which tensors are converted to without copies."""
 
-    def rows(self, batch: Batch, cache: CpuKvCache | None, counts: NeuronCounts) -> Any: ...
+    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> Any: ...
 
     def array(self, x: Tensor) -> Array: ...
 
@@ -36,7 +36,7 @@ class OpsExecutor(HostExecutor):
     """Run one model by these operations. Blocks are bound to their weights when they first run."""
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, ops: HostOps, cache: CpuKvCache | None = None
+        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, ops: HostOps, cache: KvCache | None = None
     ) -> None:
         super().__init__(spec, weights, max_tokens, cache)
         self._ops = ops

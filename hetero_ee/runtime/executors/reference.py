@@ -1,7 +1,7 @@
 """The reference executor: plain torch, fp32, what every other one is checked against."""
 
 from hetero_ee.costs.kv_types import default_kv_type
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.executors.host import OpsExecutor
@@ -20,6 +20,6 @@ class ReferenceExecutor(OpsExecutor):
         max_tokens: int,
         ops: TorchOps | None = None,
         *,
-        cache: CpuKvCache | None = None,
+        cache: KvCache | None = None,
     ) -> None:
         super().__init__(spec, weights, max_tokens, ops or TorchOps(), cache)

@@ -14,7 +14,7 @@ from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
 from hetero_ee.config import Progress
 from hetero_ee.errors import ModelError
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.blocks import first_matrix, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
@@ -122,7 +122,7 @@ class PredictorFit:
         spec, longest = self._spec, max(map(len, self._fitted))
         matrices = {name: each for name, each in self._weights.matrices.items() if name.startswith(f"layers.{layer}.")}
         weights = expanded(ModelWeights(matrices, self._weights.vectors))
-        cache = CpuKvCache(1, spec.n_kv_heads, spec.head_dim, longest, [layer], kind=ReferenceExecutor.kv_type)
+        cache = host_cache(spec, longest, ReferenceExecutor.kv_type, [layer])
         executor, behind = ReferenceExecutor(spec, weights, longest, inputs, cache=cache), []
         for chunk, hidden in zip(self._fitted, torch.split(states, [*map(len, self._fitted)]), strict=True):
             sequence = cache.open_new()

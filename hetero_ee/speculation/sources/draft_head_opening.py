@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.device import GPU
@@ -154,7 +154,7 @@ def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compile
 
 def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "ThreadPool | None") -> HostExecutor:
     """Return an executor of these weights on the CPU. `pool`: threads for weights in tiles, None for plain torch."""
-    cache = CpuKvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens, kind=BESIDE_KV_TYPE)
+    cache = host_cache(spec, max_tokens, BESIDE_KV_TYPE)
     if pool is None:
         return ReferenceExecutor(spec, expanded(weights), max_tokens, cache=cache)
     from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
