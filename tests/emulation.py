@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
@@ -10,7 +11,7 @@ from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Timeline
-from hetero_ee.runtime.execution import open_plan, planned_cache
+from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -39,7 +40,9 @@ def emulated(
     """The plan on its emulated machine, numbers by this CPU's kernels or, of fp32 weights, the reference."""
 
     def executor(layers: tuple[int, ...]) -> HostExecutor:
-        return open_on_cpu(spec, weights, plan.context_tokens, 1, cache=planned_cache(spec, plan, layers))
+        return open_on_cpu(
+            spec, weights, plan.context_tokens, 1, cache=host_cache(spec, plan.context_tokens, plan.kv_type, layers)
+        )
 
     machine = emulated_machine(reference_profile(hardware), spec, plan, timeline or Timeline())
     return open_plan(spec, weights, plan, wrap(machine), executor)

@@ -66,8 +66,7 @@ def stored(executor: Executor, sequence: int) -> list[tuple[Tensor, ...]]:
     """Of each layer what it keeps, as it is stored, as far as it holds lines."""
     found = []
     for layer in range(executor.spec.n_layers):
-        cache: Any = executor.cache
-        cache = cache.part(layer)
+        cache: Any = executor.cache.part(layer)
         found.append(cache.stored(layer, sequence, 0, cache.length_at(sequence, layer)))
     return found
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry
@@ -19,7 +20,7 @@ from hetero_ee.runtime.devices.cuda_copier import CudaCopier
 from hetero_ee.runtime.devices.cuda_machine import Gpu, cuda_machine, gpu_executor
 from hetero_ee.runtime.devices.emulated import EmulatedGpuTensor
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.execution import open_plan, planned_cache
+from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -27,7 +28,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from tests.stand_in_cuda import StandInCuda
 
 PLENTY = 2**40
-MakeCpu = Callable[[ModelSpec, ModelWeights, CpuKvCache], HostExecutor]
+MakeCpu = Callable[[ModelSpec, ModelWeights, KvCache], HostExecutor]
 COMPUTED = (
     "linear",
     "normed",
@@ -90,7 +91,7 @@ def marked_layers(*arguments: Any) -> Any:
     return OnStandIn(gpu_executor(*arguments))
 
 
-def reference_cpu(spec: ModelSpec, weights: ModelWeights, cache: CpuKvCache) -> HostExecutor:
+def reference_cpu(spec: ModelSpec, weights: ModelWeights, cache: KvCache) -> HostExecutor:
     """The CPU's part in plain torch, one row at a time: exact, and nothing to compile."""
     return ReferenceExecutor(spec, weights, cache.max_tokens, TorchOps(), cache=cache)
 
@@ -116,6 +117,6 @@ def on_stand_in(
         weights,
         plan,
         wrap(machine),
-        lambda layers: make_cpu(spec, weights, planned_cache(spec, plan, layers)),
+        lambda layers: make_cpu(spec, weights, host_cache(spec, plan.context_tokens, plan.kv_type, layers)),
         lambda layers: marked_layers(gpu, spec, weights, plan, layers),
     )

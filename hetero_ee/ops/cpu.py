@@ -111,10 +111,8 @@ class CpuOps(Ops):
 
     def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> CpuRows:
         """Return the batch as verbs take it. Neurons are counted in `counts`; cache: None if no layer attends."""
-        parts = (
-            [] if cache is None else [part for part in cache.parts if isinstance(part, CpuKvCache) and part.head_dim]
-        )
-        places = {part: _places(batch, part) for part in parts}
+        parts = () if cache is None else cache.parts
+        places = {part: _places(batch, part) for part in parts if isinstance(part, CpuKvCache) and part.head_dim}
         return CpuRows(batch, counts, np.array(batch.positions, np.int64), places, bool(batch.may_skip().any()))
 
     def array(self, x: Tensor) -> Any:

@@ -11,7 +11,7 @@ from hetero_ee import Engine
 from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
@@ -69,7 +69,7 @@ def run(model: Model, places: str, log: Log, make: Callable[..., PlannedExecutor
     return found, shares[0]
 
 
-def kernels_cpu(spec: ModelSpec, weights: ModelWeights, cache: CpuKvCache) -> HostExecutor:
+def kernels_cpu(spec: ModelSpec, weights: ModelWeights, cache: KvCache) -> HostExecutor:
     return CpuExecutor(spec, weights, cache.max_tokens, 1, cache=cache)
 
 
