@@ -43,6 +43,6 @@ class HeadCost:
     def candidates(self, m: int, n_candidates: int) -> list[Work]:
         """Return the work of m states through the exit map and n_candidates rows of the head for each."""
         *maps, head = self.logits(m)
-        layout, n_rows, n_columns = head.products[-1]
-        sliced = (Product(layout, min(n_rows, CANDIDATE_ROWS * m * n_candidates), n_columns),)
-        return [*maps, replace(head, name=CANDIDATES, products=sliced, overhead=Overhead.HALF_LAYER)]
+        whole = head.products[-1]
+        sliced = whole._replace(n_rows=min(whole.n_rows, CANDIDATE_ROWS * m * n_candidates))
+        return [*maps, replace(head, name=CANDIDATES, products=(sliced,), overhead=Overhead.HALF_LAYER)]

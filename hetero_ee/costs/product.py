@@ -6,6 +6,7 @@ from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, is_quantized
 from hetero_ee.weights.rows import row_sizes
 from hetero_ee.weights.tiles import region_bytes
+from hetero_ee_profiles.hardware import DeviceTimes
 
 FLOAT_BYTES = 4
 VOCABULARY_LAYOUT = "int8"  # of the embedding, the head, exit maps and judges
@@ -22,6 +23,10 @@ class Product(NamedTuple):
     def n_bytes(self) -> int:
         """Bytes of the matrix in tiles, scales included."""
         return sum(region_bytes(*self))
+
+    def seconds(self, times: DeviceTimes, m: int) -> float:
+        """Return the seconds of m tokens on that device."""
+        return times.matmul_s(*self, m)
 
 
 def stored_layout(tensor: TensorSpec) -> str:

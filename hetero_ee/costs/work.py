@@ -60,7 +60,7 @@ class Work:
 
     def products_s(self, times: DeviceTimes) -> float:
         """Return the seconds of all products, those with rows of neurons included."""
-        seconds = sum(times.matmul_s(*product, self.m) for product in self.products)
+        seconds = sum(product.seconds(times, self.m) for product in self.products)
         if self.neurons is not None:
             seconds += self.neurons.read_s(times, self.shares, self.m)
         return seconds

@@ -186,8 +186,8 @@ class Conversation:
     ) -> Generator[GeneratedToken]:
         """Yields the reply's tokens. Each step leaves what stays true if it is the last, as Ctrl-C may have it."""
         n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
+        n_cached = self._executor.cache.truncate(self._sequence, n_cached)
         self._cached_ids = ids[:n_cached]
-        self._executor.cache.truncate(self._sequence, n_cached)
         tokens = self._generate(Continuation(self._sequence, ids), params)
         computed, text = ids[n_cached:], ""
         for token in tokens:

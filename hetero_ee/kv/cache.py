@@ -82,12 +82,17 @@ class KvCache(ABC):
         """Tokens of the sequence that have passed every layer."""
         return min(self.lengths(sequence), default=0)
 
-    def truncate(self, sequence: int, length: int) -> None:
-        """Forget every position from `length` on, in each layer. Raises ValueError if no layer holds that many."""
+    def truncate(self, sequence: int, length: int) -> int:
+        """Forget every position from `length` on, in each layer, and return how many tokens are left in all of them.
+
+        Raises:
+            ValueError: if no layer holds that many.
+        """
         longest = max(self.lengths(sequence), default=length)
         if not 0 <= length <= longest:
             raise ValueError(f"sequence {sequence} holds {longest} tokens, it can't be cut to {length}.")
         self.cut(sequence, length)
+        return self.length(sequence)
 
 
 class OpenSequence(Protocol):

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.tensors import TensorSpec
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.spec import ModelSpec
 
@@ -41,22 +42,21 @@ class Part:
 
 def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
     """Map every tensor of the model to the checkpoint's tensors that it is stacked from. Source: transformers."""
-    return {tensor.name: _parts(spec, tensor) for tensor in all_tensors(decoder_blocks(spec))}
+    blocks = decoder_blocks(spec)
+    return {tensor.name: _parts(spec, block, tensor) for block in blocks for tensor in block.tensors.values()}
 
 
-def _parts(spec: ModelSpec, tensor: TensorSpec) -> list[Part]:
+def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:
     suffix = ".bias" if tensor.name.endswith("_bias") else ".weight"
     room, _, rest = tensor.name.removesuffix("_bias").partition(".")
     layer, _, short = rest.partition(".")
     pattern = f"layers.{{n}}.{short}" if room == "layers" else f"{room}.{rest}"
     modules = FAMILIES[spec.architecture].tensor_names[pattern]
-    is_qkv = len(modules) == 3
-    sizes = (
-        [spec.query_size, spec.kv_size, spec.kv_size] if is_qkv else [tensor.shape[0] // len(modules)] * len(modules)
-    )
+    sizes, neighbours, mixer = [tensor.shape[0] // len(modules)] * len(modules), None, block.mixer
+    if isinstance(mixer, AttentionSpec) and len(modules) == 3:
+        sizes, rope = [mixer.query_size, mixer.kv_size, mixer.kv_size], spec.rope
+        neighbours = (mixer.head_dim, rope.n_features) if rope is not None and rope.interleaved else None
     added = spec.norm_offset if tensor.name.endswith("norm") else 0.0
-    turns = is_qkv and spec.rope is not None and spec.rope.interleaved
-    neighbours = (spec.head_dim, spec.rope.n_features) if turns and spec.rope else None
     return [
         Part(module.format(n=layer) + suffix, (rows, *tensor.shape[1:]), added, None if number == 2 else neighbours)
         for number, (module, rows) in enumerate(zip(modules, sizes, strict=True))

@@ -46,7 +46,7 @@ class Slots:
         if slot.sequence == CLOSED or slot.sequence not in cache.sequences:
             slot.sequence, slot.token_ids = cache.open_new(), []
         n_held = min(common_length(slot.token_ids, token_ids), len(token_ids) - 1, cache.length(slot.sequence))
-        cache.truncate(slot.sequence, n_held)
+        n_held = cache.truncate(slot.sequence, n_held)
         self._idle.remove(slot)
         return slot, n_held
 

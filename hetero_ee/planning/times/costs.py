@@ -99,7 +99,7 @@ class Costs:
         first_rows = spec.ffn_size * (2 if spec.gated else 1)
         dense_s = times.matmul_s("int4", first_rows, spec.hidden_size, 1)
         dense_s += times.matmul_s("int4", spec.hidden_size, spec.ffn_size, 1)
-        whole_s = sum(times.matmul_s(*product, 1) for product in part.cost.products)
+        whole_s = sum(product.seconds(times, 1) for product in part.cost.products)
         shares = NeuronShares.of(spec, is_prompt=False)
 
         def sparse_s(active: float) -> float:
