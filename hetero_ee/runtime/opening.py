@@ -30,7 +30,10 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 if TYPE_CHECKING:
     from hetero_ee.runtime.devices.cuda_machine import Gpu
+    from hetero_ee.runtime.devices.machine import Machine
+    from hetero_ee.runtime.executors.executor import BlockExecutor
     from hetero_ee.runtime.executors.planned import PlannedExecutor
+    from hetero_ee.runtime.executors.replanning import Replan
 
 FindGpu = Callable[[str | None, Callable[[str], None]], "Gpu | None"]  # see cuda_machine.usable_gpu
 
@@ -108,66 +111,118 @@ def open_planned(
             warn("There is no GPU, so all layers run on the CPU")
         plan = make_plan(spec, profile, limits, request.statistics)
     check_fits(plan, spec)
-    replans = Replans.of(spec, request, limits, plan)
+    opening = _Opening(spec, weights, plan, Replans.of(spec, request, limits, plan), clock, warn)
     if request.emulates and profile is not None:
-        return _emulated(spec, weights, profile, plan, replans, threads, warn)
+        return opening.emulated(profile, threads)
     if plan.n_bytes(GPU):
-        gpu = _found_gpu(plan, weights, profile, warn, find_gpu)
-        return _on_gpu(spec, weights, gpu, plan, replans, clock, warn, request.traces)
-    if request.traces:
-        return _traced_on_cpu(spec, weights, plan, replans, clock, warn, progress)
-    executor = _planned_on_cpu(spec, weights, plan, progress)
-    executor.plan, executor.growth = plan, _growth(replans, warn)
-    return Opened(executor, clock, plan)
+        return opening.on_gpu(_found_gpu(plan, weights, profile, warn, find_gpu), traces=request.traces)
+    return opening.traced_on_cpu(progress) if request.traces else opening.on_cpu(progress)
 
 
-def _growth(replans: Replans | None, warn: Callable[[str], None]) -> Growth | None:
-    return None if replans is None else replans.growth(warn)
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """Opens a plan of a model, and the plans that replace it later."""
 
+    spec: ModelSpec
+    weights: ModelWeights
+    plan: Plan
+    replans: Replans | None
+    clock: Callable[[], float]
+    warn: Callable[[str], None]
 
-def _open_layers(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    plan: Plan,
-    threads: int,
-    layers: tuple[int, ...],
-    progress: Progress | None = None,
-) -> HostExecutor:
-    """Open the CPU with the plan's KV cache of these layers."""
-    cache = host_cache(spec, plan.context_tokens, plan.kv_type, layers)
-    return open_on_cpu(spec, weights, plan.context_tokens, threads, progress, cache=cache)
+    def on_cpu(self, progress: Progress | None) -> Opened:
+        """Open the CPU by itself."""
+        executor = self._host(self.plan, self.plan.threads, progress, tuple(range(self.spec.n_layers)))
+        executor.prompt_chunk_tokens = self.plan.prefill_chunk_tokens
+        executor.plan, executor.growth = self.plan, self._growth
+        return Opened(executor, self.clock, self.plan)
 
+    def traced_on_cpu(self, progress: Progress | None) -> Opened:
+        """Open this machine's CPU, as a device that records what it does."""
+        from hetero_ee.runtime.devices.cpu import host_machine
+        from hetero_ee.runtime.trace import SpanRecorder
 
-def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress: Progress | None) -> HostExecutor:
-    executor = _open_layers(spec, weights, plan, plan.threads, tuple(range(spec.n_layers)), progress)
-    executor.prompt_chunk_tokens = plan.prefill_chunk_tokens
-    return executor
+        recorder = SpanRecorder()
+        machine = host_machine(self.clock, recorder, self.weights.held_bytes)
 
+        def opened(made: Plan) -> "PlannedExecutor":
+            return self._opened(made, machine, made.threads, progress)
 
-def _traced_on_cpu(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    plan: Plan,
-    replans: Replans | None,
-    clock: Callable[[], float],
-    warn: Callable[[str], None],
-    progress: Progress | None,
-) -> Opened:
-    """Open the plan on this machine's CPU, as a device that records what it does."""
-    from hetero_ee.runtime.devices.cpu import host_machine
-    from hetero_ee.runtime.execution import open_plan
-    from hetero_ee.runtime.executors.planned import PlannedExecutor
-    from hetero_ee.runtime.executors.replanning import ReplanningExecutor
-    from hetero_ee.runtime.trace import SpanRecorder
+        return self._replanning(opened, self.clock, recorder.spans)
 
-    recorder = SpanRecorder()
-    machine = host_machine(clock, recorder, weights.held_bytes)
+    def on_gpu(self, gpu: "Gpu", *, traces: bool) -> Opened:
+        """Open this machine's GPU and CPU, and run a warm-up pass of its largest size."""
+        from hetero_ee.runtime.devices.cuda_machine import cuda_machine, free_ram_bytes, gpu_executor
+        from hetero_ee.runtime.execution import warmed_up
+        from hetero_ee.runtime.trace import SpanRecorder
 
-    def opened(made: Plan) -> PlannedExecutor:
-        return open_plan(spec, weights, made, machine, lambda layers: _planned_on_cpu(spec, weights, made, progress))
+        spec, weights = self.spec, self.weights
+        recorder = SpanRecorder() if traces else None
 
-    executor = ReplanningExecutor(plan, None, opened, warn, growth=_growth(replans, warn))
-    return Opened(executor, clock, plan, recorder.spans, lambda: executor.inner)
+        def opened(made: Plan) -> "PlannedExecutor":
+            machine = cuda_machine(gpu, spec, made, self.clock, recorder, lambda: free_ram_bytes() + weights.held_bytes)
+            make_gpu = partial(gpu_executor, gpu, spec, weights, made)
+            executor = self._opened(made, machine, made.threads, None, make_gpu)
+            with recorder.forgetting() if recorder is not None else nullcontext():
+                return warmed_up(executor)
+
+        spans = list if recorder is None else recorder.spans
+        return self._replanning(opened, self.clock, spans, self._smaller, gpu.reachable_bytes)
+
+    def emulated(self, profile: HardwareProfile, threads: int) -> Opened:
+        """Open the emulated machine of a profile, whose numbers this machine computes with so many threads.
+
+        There is no warm-up as on a GPU: passes need no more memory than opening does, and would advance the time line.
+        """
+        from hetero_ee.runtime.devices.emulated import emulated_machine
+        from hetero_ee.runtime.devices.timeline import Timeline
+
+        timeline = Timeline()
+
+        def opened(made: Plan) -> "PlannedExecutor":
+            return self._opened(made, emulated_machine(profile, self.spec, made, timeline), threads)
+
+        found = self._replanning(opened, lambda: timeline.now_s, lambda: timeline.spans, self._smaller)
+        return replace(found, is_emulated=True)
+
+    @property
+    def _smaller(self) -> "Replan | None":
+        return None if self.replans is None else self.replans.smaller
+
+    @property
+    def _growth(self) -> Growth | None:
+        return None if self.replans is None else self.replans.growth(self.warn)
+
+    def _host(self, made: Plan, threads: int, progress: Progress | None, layers: tuple[int, ...]) -> HostExecutor:
+        """Open the CPU with the plan's KV cache of these layers."""
+        cache = host_cache(self.spec, made.context_tokens, made.kv_type, layers)
+        return open_on_cpu(self.spec, self.weights, made.context_tokens, threads, progress, cache=cache)
+
+    def _opened(
+        self,
+        made: Plan,
+        machine: "Machine",
+        threads: int,
+        progress: Progress | None = None,
+        make_gpu: "Callable[[tuple[int, ...]], BlockExecutor] | None" = None,
+    ) -> "PlannedExecutor":
+        from hetero_ee.runtime.execution import open_plan
+
+        make_cpu = partial(self._host, made, threads, progress)
+        return open_plan(self.spec, self.weights, made, machine, make_cpu, make_gpu)
+
+    def _replanning(
+        self,
+        open_plan: "Callable[[Plan], PlannedExecutor]",
+        clock: Callable[[], float],
+        spans: Callable[[], list[Span]],
+        replan: "Replan | None" = None,
+        reachable_bytes: Callable[[], int] | None = None,
+    ) -> Opened:
+        from hetero_ee.runtime.executors.replanning import ReplanningExecutor
+
+        executor = ReplanningExecutor(self.plan, replan, open_plan, self.warn, reachable_bytes, self._growth)
+        return Opened(executor, clock, self.plan, spans, lambda: executor.inner)
 
 
 def _found_gpu(
@@ -201,74 +256,6 @@ def _found_gpu(
     return gpu
 
 
-def _on_gpu(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    gpu: "Gpu",
-    plan: Plan,
-    replans: Replans | None,
-    clock: Callable[[], float],
-    warn: Callable[[str], None],
-    traces: bool,
-) -> Opened:
-    """Open the plan on this machine's GPU and CPU, and run a warm-up pass of its largest size."""
-    from hetero_ee.runtime.devices.cuda_machine import cuda_machine, free_ram_bytes, gpu_executor
-    from hetero_ee.runtime.execution import open_plan, warmed_up
-    from hetero_ee.runtime.executors.planned import PlannedExecutor
-    from hetero_ee.runtime.executors.replanning import ReplanningExecutor
-    from hetero_ee.runtime.trace import SpanRecorder
-
-    recorder = SpanRecorder() if traces else None
-
-    def opened(made: Plan) -> PlannedExecutor:
-        machine = cuda_machine(gpu, spec, made, clock, recorder, lambda: free_ram_bytes() + weights.held_bytes)
-        on_cpu = partial(_open_layers, spec, weights, made, made.threads)
-        executor = open_plan(spec, weights, made, machine, on_cpu, partial(gpu_executor, gpu, spec, weights, made))
-        with recorder.forgetting() if recorder is not None else nullcontext():
-            return warmed_up(executor)
-
-    executor = ReplanningExecutor(
-        plan, None if replans is None else replans.smaller, opened, warn, gpu.reachable_bytes, _growth(replans, warn)
-    )
-    return Opened(executor, clock, plan, recorder.spans if recorder is not None else list, lambda: executor.inner)
-
-
 def _are_quantized(weights: ModelWeights) -> bool:
     """Return whether the kernels can multiply all matrices."""
     return all(isinstance(weight, TileWeight | RowWeight) for weight in weights.matrices.values())
-
-
-def _emulated(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    profile: HardwareProfile,
-    plan: Plan,
-    replans: Replans | None,
-    threads: int,
-    warn: Callable[[str], None],
-) -> Opened:
-    """Open the plan on the emulated machine of a profile.
-
-    There is no warm-up as on a GPU: passes need no more memory than opening does, and would advance the time line.
-
-    Args:
-        threads: Of this machine, which computes the numbers.
-    """
-    from hetero_ee.runtime.devices.emulated import emulated_machine
-    from hetero_ee.runtime.devices.timeline import Timeline
-    from hetero_ee.runtime.execution import open_plan
-    from hetero_ee.runtime.executors.planned import PlannedExecutor
-    from hetero_ee.runtime.executors.replanning import ReplanningExecutor
-
-    timeline = Timeline()
-
-    def opened(made: Plan) -> PlannedExecutor:
-        machine = emulated_machine(profile, spec, made, timeline)
-        return open_plan(spec, weights, made, machine, partial(_open_layers, spec, weights, made, threads))
-
-    executor = ReplanningExecutor(
-        plan, None if replans is None else replans.smaller, opened, warn, growth=_growth(replans, warn)
-    )
-    return Opened(
-        executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner, is_emulated=True
-    )
