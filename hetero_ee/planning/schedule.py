@@ -17,7 +17,7 @@ from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.statistics import DepthStatistics, DraftRates, ExitRates
 from hetero_ee.planning.times.early_exits import early_step
 from hetero_ee.planning.times.lanes import pass_time
-from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
+from hetero_ee.planning.times.steps import Step, StepTimes
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time, as predictions err by a few percent
 BEST_OF_DRAFTS = 8  # longer drafts and catch-ups are tried only on request
@@ -157,8 +157,7 @@ def _exit_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 def _exit_schedule(times: StepTimes, exit_layer: int, rates: ExitRates, lengths: Sequence[int]) -> Schedule:
     """Return the schedule with the best draft length."""
-    draft_s, verify_s = times.draft_s(exit_layer), partial(times.verify_s, exit_layer)
-    steps = exit_steps(rates, max(lengths), draft_s, verify_s, times.ahead_s(exit_layer))
+    steps = times.exit_steps(exit_layer, rates, max(lengths))
     length = min(lengths, key=lambda n: steps[n - 1].seconds_per_token)
     return Schedule("exact", EXIT, exit_layer, length, steps[length - 1])
 
@@ -172,8 +171,4 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 
 def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int) -> Schedule:
-    def pass_s(m: int) -> float:
-        return times.verify_s(0, m) + drafts.after_verification_s(times.placements, m)
-
-    step = sequence_step(length, drafts.acceptance_at, drafts.seconds(times.placements), pass_s)
-    return Schedule("exact", SEQUENCE, 0, length, step)
+    return Schedule("exact", SEQUENCE, 0, length, times.sequence_step(drafts, length))

@@ -1,7 +1,6 @@
 """Expected speed of a plan: rates, seconds by purpose, and draft-verify steps."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
@@ -15,7 +14,7 @@ from hetero_ee.planning.times.costs import Costs, part_work, reads_on_cpu, split
 from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
-from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
+from hetero_ee.planning.times.steps import Step, StepTimes
 from hetero_ee.planning.times.traffic import Traversal, token_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -129,15 +128,9 @@ def predicted_step(
         return early_step(times, depths, n, draft_s)
     if exit_layer is None:
         return None
-    verify_s = partial(times.verify_s, exit_layer)
     if made.drafts == EXIT and exits is not None:
-        rates, draft_s = exits.rates_at(exit_layer), times.draft_s(exit_layer)
-        return exit_steps(rates, n, draft_s, verify_s, times.ahead_s(exit_layer))[-1]
-    if made.drafts == SEQUENCE and drafts is not None:
-        placements = made.decode_placements
-        after_s = drafts.after_verification_s(placements, n)
-        return sequence_step(n, drafts.acceptance_at, drafts.seconds(placements), lambda m: verify_s(m) + after_s)
-    return None
+        return times.exit_steps(exit_layer, exits.rates_at(exit_layer), n)[-1]
+    return times.sequence_step(drafts, n) if made.drafts == SEQUENCE and drafts is not None else None
 
 
 def predicted_text_s(

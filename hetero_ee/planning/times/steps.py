@@ -10,11 +10,12 @@ Source: derived; the gated form of Leviathan-style self-speculation with the bat
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
-from hetero_ee.planning.statistics import ExitRates
+from hetero_ee.planning.statistics import DraftRates, ExitRates
 from hetero_ee.planning.times.costs import Costs, reads_on_cpu
 from hetero_ee.planning.times.lanes import Flow, Lanes
 from hetero_ee.planning.times.overlap import overlap
@@ -151,6 +152,17 @@ class StepTimes:
             return steps_s[m - 1] - m * draft_s
         sums = self._sums(m)
         return sums[-1] - sums[_n_parts(exit_layer)]
+
+    def exit_steps(self, exit_layer: int, rates: ExitRates, most: int) -> list[Step]:
+        """Return the average steps of drafts by exit, with at most 1, 2, ... `most` tokens."""
+        verify_s = partial(self.verify_s, exit_layer)
+        return exit_steps(rates, most, self.draft_s(exit_layer), verify_s, self.ahead_s(exit_layer))
+
+    def sequence_step(self, drafts: DraftRates, m: int) -> Step:
+        """Return the average step of draft sequences with m tokens in a verification."""
+        after_s = drafts.after_verification_s(self.placements, m)
+        draft_s = drafts.seconds(self.placements)
+        return sequence_step(m, drafts.acceptance_at, draft_s, lambda m: self.verify_s(0, m) + after_s)
 
     def layers_s(self, exit_layer: int) -> float:
         """Return the seconds of one token through the layers before the exit layer."""
