@@ -9,7 +9,8 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.cache import KvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.executors.executor import Executor
@@ -43,8 +44,8 @@ def model_of(family: str, weights: str, folder: Path, **changes: Any) -> Model:
     return spec, tiled
 
 
-def new_cache(spec: ModelSpec, kind: str = "fp32") -> CpuKvCache:
-    return CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, MAX_TOKENS, kind=kind)
+def new_cache(spec: ModelSpec, kind: str = "fp32") -> KvCache:
+    return host_cache(spec, MAX_TOKENS, kind)
 
 
 def reference(model: Model, kind: str = "fp32", ops: TorchOps | None = None) -> Executor:

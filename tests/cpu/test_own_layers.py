@@ -8,6 +8,8 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.devices import host_cache
+from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.layers.ops import DELTA, Array, Mixer, MixerSpec, Ops, Parameters, Rows
@@ -45,11 +47,12 @@ class Turn(Mixer):
 
 
 def mixed(spec: ModelSpec) -> ModelSpec:
-    """The model with another mixer and a narrower FFN in its first layer."""
-    ffn = spec.layer(0).ffn
-    assert isinstance(ffn, FfnSpec)
-    own = LayerSpec(TurnSpec(), replace(ffn, size=ffn.size // 2))
-    return replace(spec, own_layers=(own, *[None] * (spec.n_layers - 1)))
+    """The model with another mixer and a narrower FFN in its first layer, and fewer, larger heads in its second."""
+    first, second = spec.layer(0), spec.layer(1)
+    assert isinstance(first.ffn, FfnSpec) and isinstance(second.mixer, AttentionSpec)
+    own = LayerSpec(TurnSpec(), replace(first.ffn, size=first.ffn.size // 2))
+    heads = replace(second.mixer, n_heads=3, n_kv_heads=1, head_dim=20)
+    return replace(spec, own_layers=(own, replace(second, mixer=heads), *[None] * (spec.n_layers - 2)))
 
 
 def random_weights(spec: ModelSpec) -> ModelWeights:
@@ -79,9 +82,24 @@ def test_the_planner_reads_what_the_mixer_declares() -> None:
     spec = read_spec(config_of("llama"))
     plain, parts = model_parts(spec, "fp16"), model_parts(mixed(spec), "fp16")
     assert [part.name for part in parts[1:4]] == ["layers.0.turn", "layers.0.ffn", "layers.1.attention"]
-    assert parts[1].kv_bytes(1) == 0 < parts[3].kv_bytes(1)
+    assert [part.kv_bytes(1) for part in parts[1:6:2]] == [0, 2 * 2 * 20, plain[5].kv_bytes(1)]
     assert parts[2].weight_bytes < plain[2].weight_bytes
-    assert [part.cost for part in parts[3:]] == [part.cost for part in plain[3:]]
+    assert [part.cost for part in parts[4:]] == [part.cost for part in plain[4:]]
+
+
+def test_the_cache_has_a_part_for_each_shape() -> None:
+    spec = mixed(read_spec(config_of("llama")))
+    cache = host_cache(spec, 160, "fp16")
+    assert [part.held_layers for part in cache.parts] == [(0,), (1,), tuple(range(2, spec.n_layers))]
+    sequence = cache.open_new()
+    cache.admit(Batch.of_sequence(sequence, 0, IDS))
+    assert cache.lengths(sequence) == [len(IDS)] * spec.n_layers
+    assert cache.truncate(sequence, 3) == 3
+    cache.check()
+    cache.max_tokens = 4
+    with pytest.raises(ValueError, match="of 4 tokens"):
+        cache.admit(Batch.of_sequence(sequence, 3, IDS))
+    assert cache.lengths(sequence) == [3] * spec.n_layers
 
 
 def test_layers_that_say_what_the_model_says_change_nothing() -> None:
