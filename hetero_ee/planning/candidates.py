@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import MODEL_OPTIONS, PLAN_OPTIONS
@@ -16,6 +17,7 @@ from hetero_ee.planning.budget import (
     reserve_terms,
 )
 from hetero_ee.planning.chain import Chain, PartOptions, chain_bytes, place_chain
+from hetero_ee.planning.parts import layer_starts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.prefill import prefill_chains
@@ -182,7 +184,7 @@ def _chains(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Ite
     head = pinned_head or Placement.GPU
     for allowed, left_bytes in _rooms(problem, options, head, chunk):
         fastest = place_chain(allowed, left_bytes, problem.costs.transfer_s(1), ends_on_gpu=head == Placement.GPU)
-        for layers in (fastest, _first_layers(allowed, left_bytes)):
+        for layers in (fastest, _first_layers(problem, allowed, left_bytes)):
             if layers is None:
                 continue
             if pinned_head == Placement.GPU or any(placement.on_gpu for placement in layers):
@@ -217,14 +219,14 @@ def _resident(part: PartOptions) -> PartOptions:
     return {placement: option for placement, option in part.items() if not placement.needs_buffers}
 
 
-def _first_layers(options: Sequence[PartOptions], budget_bytes: int) -> Chain | None:
+def _first_layers(problem: Problem, options: Sequence[PartOptions], budget_bytes: int) -> Chain | None:
     """Return as many whole first layers on the GPU as fit. The rest is where it is pinned, else on the CPU."""
     on_gpu, on_cpu = _preferring(options, Placement.GPU), _preferring(options, Placement.CPU)
-    n_bytes = chain_bytes(options, on_gpu)
-    for n_parts in range(len(options), -1, -2):
+    n_bytes, ends = chain_bytes(options, on_gpu), [start - 1 for start in layer_starts(problem.parts)]
+    for n_parts, n_fewer in pairwise([*reversed(ends), 0]):
         if n_bytes <= budget_bytes:
             return (*on_gpu[:n_parts], *on_cpu[n_parts:])
-        last = slice(max(0, n_parts - 2), n_parts)
+        last = slice(n_fewer, n_parts)
         n_bytes += chain_bytes(options[last], on_cpu[last]) - chain_bytes(options[last], on_gpu[last])
     return None
 

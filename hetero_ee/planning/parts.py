@@ -1,11 +1,15 @@
 """The parts of a model that the planner places: embedding, attention and FFN of each layer, head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
 
 from hetero_ee.costs.block_cost import BlockCost
 from hetero_ee.costs.product import tensor_bytes
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,24 @@ class Part:
     def kv_bytes(self, context_tokens: int) -> int:
         """Return the bytes of state that the cache keeps of one sequence of this length."""
         return self.cost.state_bytes(context_tokens)
+
+
+class InLayer(Protocol):
+    """A part of a model or of a plan."""
+
+    @property
+    def layer(self) -> int | None: ...
+
+
+def layer_starts(parts: Sequence[InLayer]) -> list[int]:
+    """Return the index of each layer's first part, and of the head, which follows the last layer."""
+    starts = (i for i, part in enumerate(parts) if part.layer is not None and part.layer != parts[i - 1].layer)
+    return [*starts, len(parts) - 1]
+
+
+def layer_placements(parts: Sequence[InLayer], placements: Sequence[Placement]) -> list[set[Placement]]:
+    """Return the placements of each layer's parts."""
+    return [set(placements[start:end]) for start, end in pairwise(layer_starts(parts))]
 
 
 def model_parts(spec: ModelSpec, kv_type: str) -> list[Part]:

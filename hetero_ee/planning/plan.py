@@ -18,6 +18,7 @@ from hetero_ee.options.engine import (
 )
 from hetero_ee.options.option import is_whole
 from hetero_ee.planning.limits import check_risk
+from hetero_ee.planning.parts import layer_placements
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
@@ -193,8 +194,7 @@ class Plan:
     @property
     def gpu_layers(self) -> int:
         """Number of layers that are on the GPU as a whole."""
-        on_gpu = [part.layer for part in self.parts if part.layer is not None and part.decode_placement == "gpu"]
-        return sum(on_gpu.count(layer) == 2 for layer in set(on_gpu))
+        return layer_placements(self.parts, self.decode_placements).count({Placement.GPU})
 
     def save(self, file: Path) -> None:
         """Writes the plan as JSON, whole or not at all. Raises OSError."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.models.blocks import Block
+from hetero_ee.planning.parts import layer_placements
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import overlap
@@ -55,7 +56,7 @@ class Route:
             DECODE: {part.name: part.decode_placement for part in plan.parts},
             PREFILL: {part.name: part.prefill_placement for part in plan.parts},
         }
-        self.overlap = overlap([part.decode_placement for part in plan.parts])
+        self.overlap = overlap(layer_placements(plan.parts, plan.decode_placements))
         self._known: dict[tuple[str, range], tuple[Segment, ...]] = {}
 
     def place(self, block: Block, kind: str = DECODE) -> Placement:
@@ -77,5 +78,5 @@ class Route:
 
     def state_layers(self, on_gpu: bool) -> tuple[int, ...]:
         """Return the layers whose state is on the GPU, or on the CPU: where their first block decodes."""
-        firsts = self.blocks[::2]
-        return tuple(layer for layer, block in enumerate(firsts) if self.place(block).on_gpu == on_gpu)
+        firsts = {block.layer: block for block in reversed(self.blocks) if block.layer is not None}
+        return tuple(layer for layer in sorted(firsts) if self.place(firsts[layer]).on_gpu == on_gpu)

@@ -213,9 +213,7 @@ def test_nothing_begins_where_nothing_would_run_at_the_same_time(async_layers: i
 def test_the_overlap_of_devices(layers: str, expected: Overlap | None) -> None:
     """g: the GPU; c: the CPU; s: streamed to the GPU; d: the disk, read by the CPU. Attention and FFN of each layer."""
     names = {"g": "gpu", "c": "cpu", "s": "stream", "d": "disk"}
-    for head in ("gpu", "cpu"):
-        placements = ["cpu", *(names[kind] for kind in layers.replace(" ", "")), head]
-        assert overlap([Placement(each) for each in placements]) == expected
+    assert overlap([{Placement(names[kind]) for kind in layer} for layer in layers.split()]) == expected
 
 
 def test_layers_of_an_overlap_by_exit_layer() -> None:

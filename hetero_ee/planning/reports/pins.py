@@ -41,7 +41,7 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
     Candidates are -ngl with the differences from it, a rule for each kind of part, and an override for each group.
     """
     layers, head = [part for part in parts if part.layer is not None], _target(parts[-1])
-    n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len(layers) // 2)
+    n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len({part.layer for part in layers}))
     uses_gpu = any(_target(part).on_gpu for part in layers)
     outer = [] if (head == "gpu") == uses_gpu else [("-ot", f"head={head}")]  # where layers are, unless it is said
     kinds = list(dict.fromkeys(part.kind for part in layers))

@@ -87,7 +87,8 @@ def _prompt_reasons(best: Candidate) -> Iterator[str]:
     if asked is None or problem.costs.profile.gpu is None or not {"cpu", "disk"} & set(best.prefill[1:-1]):
         return
     asked, n_prompt = min(asked, problem.spec.n_layers), min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
-    layer_bytes = sum(part_gpu_bytes(part, Placement.GPU, problem.context_tokens) for part in problem.layers[:2])
+    first = [part for part in problem.layers if part.layer == 0]
+    layer_bytes = sum(part_gpu_bytes(part, Placement.GPU, problem.context_tokens) for part in first)
     needed_bytes = stream_buffer_bytes(problem.layers, [Placement.VISIT] * len(problem.layers), problem.context_tokens)
     n_fewer = 1 + needed_bytes // layer_bytes
     others = dict(_with_layers(best, range(max(1, asked - 1), max(0, asked - 1 - n_fewer), -1)))

@@ -24,13 +24,8 @@ class Overlap:
         return max(self.behind, exit_layer)
 
 
-def overlap(placements: Sequence[Placement]) -> Overlap | None:
-    """Return the overlap that a plan's placements when decoding allow, None without layers of both kinds.
-
-    Args:
-        placements: of the embedding, the attention and FFN of each layer, and the head.
-    """
-    layers = [set(placements[first : first + 2]) for first in range(1, len(placements) - 1, 2)]
+def overlap(layers: Sequence[set[Placement]]) -> Overlap | None:
+    """Return the overlap that layers' placements when decoding allow, None without layers of both kinds."""
     ahead = next((layer for layer, found in enumerate(layers) if found != {RESIDENT}), len(layers))
     behind = max((layer + 1 for layer, found in enumerate(layers) if any(each.on_gpu for each in found)), default=0)
     return Overlap(ahead, behind) if ahead > 0 and behind < len(layers) else None

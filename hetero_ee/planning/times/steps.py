@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
-from hetero_ee.planning.parts import Part
+from hetero_ee.planning.parts import Part, layer_placements, layer_starts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import DraftRates, ExitRates
 from hetero_ee.planning.times.costs import Costs, reads_on_cpu
@@ -118,7 +118,9 @@ class StepTimes:
         self._is_simulated = self.has_streams and copies_ahead
         on_gpu = [placement.on_gpu for placement in placements]
         self._on_gpu = [on_gpu[0], *on_gpu]  # before each part, and at the end: tokens enter on the embedding's device
-        self._overlap, self._beside_cpu = overlap(placements), reads_on_cpu(parts, placements)
+        self._starts = layer_starts(parts)
+        self._overlap = overlap(layer_placements(parts, placements))
+        self._beside_cpu = reads_on_cpu(parts, placements)
         alone_s = (
             0.0 if placement.on_gpu else costs.part_s(part, placement, 1, context_tokens)
             for part, placement in zip(parts[::-1], placements[::-1], strict=True)
@@ -151,7 +153,7 @@ class StepTimes:
             draft_s, steps_s = self._simulation(exit_layer)
             return steps_s[m - 1] - m * draft_s
         sums = self._sums(m)
-        return sums[-1] - sums[_n_parts(exit_layer)]
+        return sums[-1] - sums[self._n_parts(exit_layer)]
 
     def exit_steps(self, exit_layer: int, rates: ExitRates, most: int) -> list[Step]:
         """Return the average steps of drafts by exit, with at most 1, 2, ... `most` tokens."""
@@ -166,7 +168,7 @@ class StepTimes:
 
     def layers_s(self, exit_layer: int) -> float:
         """Return the seconds of one token through the layers before the exit layer."""
-        return self._sums(1)[_n_parts(exit_layer)]
+        return self._sums(1)[self._n_parts(exit_layer)]
 
     def exit_head_s(self, exit_layer: int, *, is_partial: bool = False) -> float:
         """Return the seconds of exit map, head and judging of one token, including transfers.
@@ -178,7 +180,7 @@ class StepTimes:
             is_partial: judge by a few rows of the head.
         """
         head_on_gpu = self._on_gpu[-1]
-        n_transfers = (self._on_gpu[_n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
+        n_transfers = (self._on_gpu[self._n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
         return self._end_s(exit_layer, is_partial=is_partial) + n_transfers * self._costs.transfer_s(1)
 
     def _end_s(self, exit_layer: int, *, is_partial: bool = False) -> float:
@@ -192,7 +194,7 @@ class StepTimes:
         """
         if self._overlap is None or self.has_streams:
             return 0
-        cpu_s = self._cpu_s[_n_parts(self._overlap.layers_behind(exit_layer))]
+        cpu_s = self._cpu_s[self._n_parts(self._overlap.layers_behind(exit_layer))]
         return sum(self.layers_s(n) <= cpu_s for n in range(1, self._overlap.layers_ahead(exit_layer) + 1))
 
     def ahead_s(self, exit_layer: int) -> float:
@@ -219,7 +221,7 @@ class StepTimes:
         A draft costs what the last of several costs, a verification the rest of its step.
         """
         if exit_layer not in self._simulated:
-            n_parts, lanes = _n_parts(exit_layer), Lanes(self._costs, beside_cpu=self._beside_cpu)
+            n_parts, lanes = self._n_parts(exit_layer), Lanes(self._costs, beside_cpu=self._beside_cpu)
             for _ in range(self._max_tokens):
                 flow = self._draft(lanes, exit_layer)
             self._verify(lanes, n_parts, self._max_tokens, flow)
@@ -235,7 +237,7 @@ class StepTimes:
 
     def _draft(self, lanes: Lanes, exit_layer: int) -> Flow:
         """Move one token to the exit layer, where it waits, and through the exit head."""
-        n_parts = _n_parts(exit_layer)
+        n_parts = self._n_parts(exit_layer)
         flow = self._through(lanes, slice(n_parts), 1, lanes.entered())
         if n_parts:
             lanes.finish_draft(flow, self._end_s(exit_layer), on_gpu=self._on_gpu[-1])
@@ -250,7 +252,6 @@ class StepTimes:
         lanes.begin(parts, placements, self._context_tokens)
         return lanes.through(parts, placements, m, self._context_tokens, flow)
 
-
-def _n_parts(exit_layer: int) -> int:
-    """Return the number of parts before the exit layer, with the embedding; 0 if drafts need no layers."""
-    return 1 + 2 * exit_layer if exit_layer else 0
+    def _n_parts(self, exit_layer: int) -> int:
+        """Return the number of parts before the exit layer, with the embedding; 0 if drafts need no layers."""
+        return self._starts[exit_layer] if exit_layer else 0

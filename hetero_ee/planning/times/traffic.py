@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero_ee.costs.head_cost import HeadCost
 from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import Part
+from hetero_ee.planning.parts import Part, layer_starts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.planning.times.costs import N_CANDIDATES, exit_end, part_work, split_work
@@ -79,7 +80,8 @@ def token_bytes(
     found, on_gpu = _Moved(), [placement.on_gpu for placement in placements]
     row_bytes = FLOAT_BYTES * spec.hidden_size
     for place, (part, placement) in enumerate(zip(parts, placements, strict=True)):
-        behind = traversal.behind((place - 1) // 2 if part.layer is None else part.layer)
+        outside = spec.n_layers if place else -1
+        behind = traversal.behind(outside if part.layer is None else part.layer)
         if placement.is_streamed:
             found.over_link(WEIGHTS, traversal.passes[behind] * part.weight_bytes, to_gpu=True)
         elif placement.is_split:
@@ -94,26 +96,36 @@ def token_bytes(
             found.over_link(HIDDEN, rows * row_bytes, to_gpu=on_gpu[place])
     if on_gpu[-1]:
         found.over_link(LOGITS, traversal.logits * FLOAT_BYTES * spec.vocab_size, to_gpu=False)
+    starts = layer_starts(parts)
     for number, exit_layer in enumerate(traversal.exit_layers):
-        _add_judging(found, spec, parts[-1], traversal, number, map_ranks.get(exit_layer, 0), on_gpu)
+        crosses = on_gpu[starts[exit_layer] - 1] != on_gpu[-1]
+        end = exit_end(spec, parts[-1], map_ranks.get(exit_layer, 0))
+        _add_judging(found, spec, end, traversal, number, head_on_gpu=on_gpu[-1], crosses=crosses)
     return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
 
 def _add_judging(
-    found: _Moved, spec: ModelSpec, head: Part, traversal: Traversal, number: int, map_rank: int, on_gpu: Sequence[bool]
+    found: _Moved,
+    spec: ModelSpec,
+    end: HeadCost,
+    traversal: Traversal,
+    number: int,
+    *,
+    head_on_gpu: bool,
+    crosses: bool,
 ) -> None:
     """Add the bytes of judging at one exit layer.
 
     Candidates are chosen from logits on the CPU. Later exit layers send the logits of candidates. Tokens that would
     exit there are judged again by the whole head.
     """
-    known, judged, head_on_gpu = traversal.known, traversal.passes[number], on_gpu[-1]
+    known, judged = traversal.known, traversal.passes[number]
     exits, takes, looks = judged - traversal.passes[number + 1], False, False
     if known is not None:
         judged, looks = judged * known.judging(number), known.looks(number)
         takes = known.is_partial and not looks
     whole = exits if looks else judged
-    if on_gpu[2 * traversal.exit_layers[number]] != head_on_gpu:
+    if crosses:
         rows = judged + whole if looks else judged
         found.over_link(HIDDEN, rows * FLOAT_BYTES * spec.hidden_size, to_gpu=head_on_gpu)
     if head_on_gpu:
@@ -121,7 +133,6 @@ def _add_judging(
         found.over_link(LOGITS, judged * FLOAT_BYTES * n_logits, to_gpu=False)
         found.over_link(DRAFTS, 0.0 if takes else whole * DRAFT_BYTES, to_gpu=False)
         return
-    end = exit_end(spec, head, map_rank)
     found.add(CPU_WEIGHTS, whole * sum(work.read_bytes for work in end.logits(1)))
     if looks:
         found.add(CPU_WEIGHTS, judged * sum(work.read_bytes for work in end.candidates(1, N_CANDIDATES)))

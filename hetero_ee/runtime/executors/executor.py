@@ -264,7 +264,9 @@ class HostExecutor(Executor, BlockExecutor):
         for part in cut(layers, self.capturing):
             if part.start in self.capturing:
                 captured.append(x)
-            x = self.forward(x, batch, self.blocks[1 + 2 * part.start : 1 + 2 * part.stop])
+            x = self.forward(
+                x, batch, [block for block in self.blocks if block.layer is not None and block.layer in part]
+            )
         self.captured = tuple(captured)
         return x
 
