@@ -264,9 +264,8 @@ class HostExecutor(Executor, BlockExecutor):
         for part in cut(layers, self.capturing):
             if part.start in self.capturing:
                 captured.append(x)
-            x = self.forward(
-                x, batch, [block for block in self.blocks if block.layer is not None and block.layer in part]
-            )
+            blocks = [block for block in self.blocks if block.layer is not None and block.layer in part]
+            x = self.forward(x, batch, blocks)
         self.captured = tuple(captured)
         return x
 
