@@ -179,27 +179,22 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
         return 0
     if limits.vram_budget_bytes is None:
         return _readable(max(0, profile.gpu.free_bytes - limits.vram_margin_bytes))
-    if limits.vram_budget_bytes > profile.gpu.free_bytes:
-        raise UsageError(
-            f"a VRAM budget of {limits.vram_budget_bytes / GIB:.2f} GiB is more than the "
-            f"{profile.gpu.free_bytes / GIB:.2f} GiB that are free; lower ",
-            PLAN_OPTIONS["vram_budget"],
-            ".",
-        )
-    return limits.vram_budget_bytes
+    return _within("VRAM", limits.vram_budget_bytes, profile.gpu.free_bytes, "that are free")
 
 
 def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if limits.ram_budget_bytes is None:
         return _readable(profile.cpu[-1].free_bytes)
-    if limits.ram_budget_bytes > profile.machine.ram_bytes:
-        raise UsageError(
-            f"a RAM budget of {limits.ram_budget_bytes / GIB:.2f} GiB is more than the "
-            f"{profile.machine.ram_bytes / GIB:.2f} GiB there are; lower ",
-            PLAN_OPTIONS["ram_budget"],
-            ".",
-        )
-    return limits.ram_budget_bytes
+    return _within("RAM", limits.ram_budget_bytes, profile.machine.ram_bytes, "there are")
+
+
+def _within(memory: str, asked_bytes: int, most_bytes: int, which: str) -> int:
+    """Return the requested budget. Raises UsageError if it is more than there is."""
+    if asked_bytes > most_bytes:
+        asked, most = asked_bytes / GIB, most_bytes / GIB
+        sentence = f"a {memory} budget of {asked:.2f} GiB is more than the {most:.2f} GiB {which}; lower "
+        raise UsageError(sentence, PLAN_OPTIONS[f"{memory.lower()}_budget"], ".")
+    return asked_bytes
 
 
 def _readable(n_bytes: int) -> int:
