@@ -20,9 +20,8 @@ from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.replans import Replans
+from hetero_ee.runtime.replans import Growth, Replans
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
@@ -191,7 +190,7 @@ class _Opening:
 
     @property
     def _growth(self) -> Growth | None:
-        return None if self.replans is None else self.replans.growth(self.warn)
+        return Growth(self.replans, self.warn) if self.replans is not None and self.replans.grows else None
 
     def _host(self, made: Plan, threads: int, progress: Progress | None, layers: tuple[int, ...]) -> HostExecutor:
         """Open the CPU with the plan's KV cache of these layers."""

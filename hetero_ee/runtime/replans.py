@@ -1,18 +1,21 @@
 """Replans: how a running plan is made again, smaller after memory ran out, or larger for a longer context."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.context import grown
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import predicted_text_s
-from hetero_ee.runtime.growth import Growth
 from hetero_ee_profiles.hardware import HardwareProfile
+
+SAME_SPEED = 0.01  # smaller changes of the rate are not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +51,58 @@ class Replans:
             vram_budget_bytes=budget, gpu_layers=gpu_layers, overrides=(), context_tokens=context_tokens
         )
 
-    def growth(self, warn: Callable[[str], None]) -> Growth | None:
-        """Return how the context grows, None if it may not."""
-        if not self.grows:
-            return None
-        return Growth(self._larger, self._token_s, self.spec.max_context_tokens, warn)
-
-    def _larger(self, running: Plan, context_tokens: int) -> Plan:
+    def larger(self, running: Plan, context_tokens: int) -> Plan:
         """Return a plan for a longer context; without the user's pins if memory ran out before."""
         on_gpu = running.n_bytes("gpu") > 0
         if not on_gpu or running.vram_budget_bytes != self.first.vram_budget_bytes:
             return self.smaller(running.vram_budget_bytes if on_gpu else 0, context_tokens)
         return self._planned(context_tokens=context_tokens)
 
-    def _token_s(self, made: Plan, n_depth: int) -> float | None:
+    def token_s(self, made: Plan, n_depth: int) -> float | None:
+        """Return the expected seconds per token of a plan after n_depth tokens, None if they are unknown."""
         return predicted_text_s(self.spec, self.profile, made, self.statistics, 1, n_depth)
 
     def _planned(self, **changes: Any) -> Plan:
         return make_plan(self.spec, self.profile, replace(self.limits, **changes), self.statistics)
+
+
+@dataclass(slots=True)
+class Growth:
+    """Replaces plans by larger ones when a request needs more tokens than a default context holds.
+
+    Refused plans are not tried again.
+    """
+
+    replans: Replans
+    warn: Callable[[str], None]  # told in a sentence of each growth
+    refused_tokens: int | None = None
+    outgrown: list[int] = field(default_factory=list)  # contexts that were too short
+
+    @property
+    def most_tokens(self) -> int:
+        """The model's own context."""
+        return self.replans.spec.max_context_tokens
+
+    def larger(self, plan: Plan, n_tokens: int) -> Plan | None:
+        """Return a plan for at least n_tokens, or None if this one suffices or none can be made."""
+        if n_tokens <= plan.context_tokens or (self.refused_tokens is not None and n_tokens >= self.refused_tokens):
+            return None
+        found = grown(partial(self.replans.larger, plan), plan.context_tokens, n_tokens, self.most_tokens)
+        if found is None and n_tokens <= self.most_tokens:
+            self.refused_tokens = n_tokens
+        return found
+
+    def tell(self, before: Plan, after: Plan) -> None:
+        """Report that one plan replaces the other."""
+        self.outgrown.append(before.context_tokens)
+        depth = before.context_tokens
+        old_s, new_s = self.replans.token_s(before, depth), self.replans.token_s(after, depth)
+        speed = ""
+        if old_s and new_s:
+            same = abs(new_s / old_s - 1) < SAME_SPEED
+            rates = f"{1 / new_s:.3g} instead of {1 / old_s:.3g} tokens/s are expected from here on"
+            speed = ", and the speed stays the same" if same else f", and {rates}"
+        self.warn(
+            f"The context grew from {before.context_tokens:,} to {after.context_tokens:,} tokens: a text needs "
+            f"them{speed}."
+        )

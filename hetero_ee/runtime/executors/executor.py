@@ -23,7 +23,7 @@ from hetero_ee.runtime.captured import captured_layers, cut
 from hetero_ee.runtime.choice import drafted
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
-from hetero_ee.runtime.growth import Growth
+from hetero_ee.runtime.replans import Growth
 from hetero_ee.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:

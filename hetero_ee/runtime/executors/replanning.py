@@ -17,7 +17,7 @@ from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.growth import Growth
+from hetero_ee.runtime.replans import Growth
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_profiles.units import GIB
 
