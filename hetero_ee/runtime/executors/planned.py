@@ -307,6 +307,6 @@ class PlannedExecutor(Executor):
         logits = self._moved(_Flow(found, (event,)), False, "logits").hidden
         return logits.clone() if self.head_on_gpu else logits  # as above
 
-    def _marked(self, x: Tensor, on_gpu: bool | None = None) -> Tensor:
-        """x as a tensor of the device that computed it, None: of the head's."""
-        return self.machine.copier.to_gpu(x) if (self.head_on_gpu if on_gpu is None else on_gpu) else x
+    def _marked(self, x: Tensor) -> Tensor:
+        """x as a tensor of the head's device."""
+        return self.machine.copier.to_gpu(x) if self.head_on_gpu else x
