@@ -176,7 +176,7 @@ def _chains(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Ite
 
     Both come with room for streaming prompts' weights and without.
     """
-    pinned_head = problem.pinned_head
+    pinned_head = problem.pinned(problem.head)
     if all(Placement.CPU in option for option in options) and pinned_head in (None, Placement.CPU):
         yield (Placement.CPU,) * len(problem.parts)
     if not problem.has_gpu:

@@ -55,10 +55,6 @@ class Problem:
         """The statistics of the early-exit mode that was asked for."""
         return [each for each in self.statistics.depths if each.mode == self.limits.mode]
 
-    @property
-    def pinned_head(self) -> Placement | None:
-        return self._pinned(self.head)
-
     def layer_options(self, context_tokens: int, passes: Passes | None = None) -> list[PartOptions]:
         """Return where each part of a layer may go, and what a token costs there.
 
@@ -71,7 +67,7 @@ class Problem:
         found = []
         for part in self.layers:
             assert part.layer is not None, "a part of a layer"
-            key = part.shape, self._pinned(part), (1.0,) if passes is None else passes.behind(part.layer)
+            key = part.shape, self.pinned(part), (1.0,) if passes is None else passes.behind(part.layer)
             if key not in known:
                 known[key] = self._options(part, key[1], key[2], context_tokens)
             found.append(known[key])
@@ -107,11 +103,8 @@ class Problem:
                 found += splits(part.cost.neurons.n_neurons, every=pinned is not None)
         return [placement for placement in found if pinned in (None, placement)]
 
-    def is_pinned(self, part: Part) -> bool:
-        """Return whether the user decided where the part goes."""
-        return self._pinned(part) is not None
-
-    def _pinned(self, part: Part) -> Placement | None:
+    def pinned(self, part: Part) -> Placement | None:
+        """Return where the user puts the part, None if the planner decides."""
         pinned = self.limits.pinned(part.name)
         if pinned is not None:
             return Placement(pinned)

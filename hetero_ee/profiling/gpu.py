@@ -198,7 +198,7 @@ def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, 
     shape = spec.n_layers, spec.n_kv_heads, spec.head_dim
     cache = GpuKvCache(shape, max_tokens, platform.device, n_slots=1, kind=KV_KIND)
     recorder = platform.recorded if operations.is_capturable else None
-    blocks = decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers]
+    blocks = [block for block in decoder_blocks(spec) if block.layer is not None]
     arena = Arena(spec, cache, max_tokens)
     return GpuSegment(spec, _dummy_weights(spec), blocks, cache, operations, recorder, arena)
 

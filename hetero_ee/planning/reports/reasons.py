@@ -48,7 +48,7 @@ def _split_reason(best: Candidate) -> str:
     elsewhere = [part for part, placement in pairs if part.layer is not None and placement != "gpu"]
     if not elsewhere:
         return f"All layers are on the GPU, and {sized(left_bytes)} of its budget are left."
-    free = [part for part in elsewhere if not problem.is_pinned(part)]
+    free = [part for part in elsewhere if problem.pinned(part) is None]
     if not free:
         return "The split is as it was pinned."
     smallest = min(free, key=lambda part: part_gpu_bytes(part, Placement.GPU, problem.context_tokens))
