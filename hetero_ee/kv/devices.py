@@ -25,7 +25,7 @@ class DeviceCaches(KvCache):
         return tuple(self._holders)
 
     @property
-    def max_tokens(self) -> int:  # type: ignore[override]
+    def max_tokens(self) -> int:
         return self._caches[0].max_tokens
 
     @max_tokens.setter
