@@ -11,7 +11,7 @@ MAX_DECODE_TOKENS = 16  # up to this many, attention reads keys and values once 
 
 
 class State(ABC):
-    """What a cache keeps of one sequence for a mixer. `kv_type` is the type of keys and values, a key of KV_BYTES."""
+    """A mixer's state of one sequence, kept by a cache. `kv_type` is the type of keys and values, a key of KV_BYTES."""
 
     @abstractmethod
     def n_bytes(self, n_tokens: int, kv_type: str) -> int:

@@ -169,7 +169,7 @@ class _Opening:
         return self._replanning(opened, self.clock, spans, self._smaller, gpu.reachable_bytes)
 
     def emulated(self, profile: HardwareProfile, threads: int) -> Opened:
-        """Open the emulated machine of a profile, whose numbers this machine computes with so many threads.
+        """Open the emulated machine of a profile, whose numbers this machine computes with these threads.
 
         There is no warm-up as on a GPU: passes need no more memory than opening does, and would advance the time line.
         """

@@ -42,7 +42,7 @@ def test_the_blocks_of_a_pass() -> None:
     assert [each.name for each in works] == [block.name for block in BLOCKS]
     assert {each.m for each in works} == {3}
     embedding, attention, ffn, *_, final_norm, head = works
-    assert embedding == Work("embedding", 3, context_tokens=23) and final_norm.products == ()
+    assert embedding == Work("embedding", 3, context_tokens=23, kv_type="fp32") and final_norm.products == ()
     assert attention.products == (("int4", 96, 32), ("int4", 32, 32))
     assert attention.state == KvState(4, 4, 8, None) and attention.kv_type == "fp32" and attention.context_tokens == 23
     assert attention.overhead is Overhead.HALF_LAYER
