@@ -100,7 +100,8 @@ def read_model(
     Raises:
         HeteroError: if a file is missing or damaged, or the options do not fit the model.
     """
-    use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel
+    if quantizer != UNQUANTIZED or is_store(folder):
+        use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec, neuron_major = read_spec(folder), sparsity is not None
     first_in_rows = sparsity is not None and sparsity.first_in_rows
