@@ -105,7 +105,6 @@ def options(
 
 
 def main() -> None:
-    """Run the command line and end the process."""
     raise_on_sigterm()
     make_writable()
     filter_terminals()
@@ -131,7 +130,8 @@ def _run_app() -> Any:
     try:
         return app(sys.argv[1:] or ["--help"], prog_name="hetero-ee", standalone_mode=False)
     except HeteroError as error:
-        _report(error)
+        code = EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
+        _fail(str(error), EXIT_DISK_FULL if isinstance(error, DiskFullError) else code)
     except typer.Abort:  # what typer makes of Ctrl-C outside of a command
         leave(EXIT_INTERRUPTED)
     except Exception as error:
@@ -140,11 +140,6 @@ def _run_app() -> Any:
         message = str(error.format_message())
         path = getattr(getattr(error, "ctx", None), "command_path", "hetero-ee")
         _fail(f"{message}{'' if message.endswith(('.', '?')) else '.'} See {path} --help.", EXIT_USAGE)
-
-
-def _report(error: HeteroError) -> NoReturn:
-    is_usage, is_full = isinstance(error, UsageError), isinstance(error, DiskFullError)
-    _fail(str(error), EXIT_USAGE if is_usage else EXIT_DISK_FULL if is_full else EXIT_FAILURE)
 
 
 def _fail(message: str, code: int) -> NoReturn:

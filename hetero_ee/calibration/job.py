@@ -37,7 +37,7 @@ from hetero_ee.calibration.texts import (
 from hetero_ee.config import Progress
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import ModelError, StoreError, UsageError, shown
-from hetero_ee.options.evaluation import CALIBRATION_TOKENS, TOKENS
+from hetero_ee.options.engine import CALIBRATION_TOKENS, TOKENS
 from hetero_ee.options.option import is_whole
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration

@@ -14,7 +14,7 @@ from hetero_ee.config import Progress
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError
-from hetero_ee.options.evaluation import CALIBRATION_TOKENS, MIN_CALIBRATION_TOKENS
+from hetero_ee.options.engine import CALIBRATION_TOKENS, MIN_CALIBRATION_TOKENS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer

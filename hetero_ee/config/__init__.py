@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from hetero_ee.config.folders import cache_folder, data_folder, demo_model_folder
+from hetero_ee.config.settings import cache_folder, data_folder, demo_model_folder
 
 __all__ = [
     "BYTE_STAGES",

@@ -1,16 +1,18 @@
-"""Settings: the options that can also be given by the environment or a file, and which of these sources wins.
+"""Settings: options that the environment or a file can give, which source wins, and the folders that they name.
 
 A flag wins over the environment, the environment over the configuration file, the file over the default.
 """
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.config.toml_file import CONFIG_VARIABLE, expanded, read_configuration_file
+import platformdirs
+
+from hetero_ee.config.toml_file import CONFIG_VARIABLE, expanded, own_folder, read_configuration_file
 from hetero_ee.errors import UsageError, meant, shown
 from hetero_ee.options.engine import SETTINGS
 from hetero_ee.options.option import ENVIRONMENT_PREFIX, Option
@@ -37,11 +39,6 @@ class Settings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the file's keys.
-
-        Raises:
-            UsageError: if a key is not a setting.
-        """
         for key in self.in_file:
             if key not in SETTINGS:
                 raise UsageError(f"{shown(key)} in {self.file} is not a setting; {meant(key, SETTINGS)}")
@@ -52,9 +49,6 @@ class Settings:
         Args:
             name: The setting's key.
             flag: The command line's value, None if not given.
-
-        Raises:
-            UsageError: if the value is one the setting can't have.
         """
         setting = SETTINGS[name]
         if flag is not None:
@@ -103,14 +97,29 @@ def _parsed(setting: Option, text: str) -> Any:
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings of this process.
-
-    Args:
-        environment: None for os.environ.
-
-    Raises:
-        UsageError: if the file can't be read, or has unknown keys.
-    """
+    """Read the settings of this process. `environment`: None for os.environ."""
     environment = os.environ if environment is None else environment
     file, keys = read_configuration_file(environment)
     return Settings(file, keys, environment)
+
+
+def cache_folder(settings: Settings | None = None) -> Path:
+    """Return the folder of models and kernels: the setting cache_dir, else the platform's cache folder."""
+    return _folder("cache_dir", platformdirs.user_cache_path, settings)
+
+
+def data_folder(settings: Settings | None = None) -> Path:
+    """Return the folder of measured profiles: the setting data_dir, else the platform's data folder."""
+    return _folder("data_dir", platformdirs.user_data_path, settings)
+
+
+def demo_model_folder() -> Path:
+    """Return the folder of the small story-telling model that ships with the package."""
+    return Path(__file__).parents[1] / "assets" / "demo"
+
+
+def _folder(name: str, find: Callable[[str], Path], settings: Settings | None) -> Path:
+    chosen: Path | None = (settings or read_settings()).value(name)
+    if folder := chosen or own_folder(find):
+        return folder
+    raise UsageError(f"this user has no home folder; set HOME, or {SETTINGS[name].variable} to a folder.")

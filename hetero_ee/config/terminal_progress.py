@@ -13,11 +13,7 @@ SHOWN_AFTER_S = 1.0  # a prompt, as most take less
 
 
 def chosen_progress(progress: Progress | bool | None) -> Progress | None:
-    """Return the function that reports progress: bars for True, nothing for False, bars for None if someone sees them.
-
-    Raises:
-        UsageError: if it is something else and not a function.
-    """
+    """Return the function that reports progress: bars for True, none for False, bars for None if someone sees them."""
     if callable(progress):
         return progress
     if progress is not None and not isinstance(progress, bool):

@@ -35,7 +35,8 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path | None
     else:
         return None, {}
     try:
-        data = _beginning(path)
+        with open_regular(path, kinds=(stat.S_IFREG, stat.S_IFCHR)) as source:  # /dev/null is a way to have no file
+            data = source.read(MAX_FILE_BYTES + 1) or b""  # None of a terminal that has nothing to say
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         if not named and (isinstance(error, FileNotFoundError) or not is_in_sight(path)):
             return path, {}
@@ -62,11 +63,6 @@ def own_folder(find: Callable[[str], Path]) -> Path | None:
 
 
 def expanded(text: str, source: str) -> Path:
-    """Return the path with ~ replaced.
-
-    Raises:
-        UsageError: if there is no such home folder.
-    """
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -82,9 +78,3 @@ def is_in_sight(path: Path | None) -> bool:
     except OSError:
         return False
     return True
-
-
-def _beginning(path: Path) -> bytes:
-    """Return the content of the file, up to one byte more than allowed."""
-    with open_regular(path, kinds=(stat.S_IFREG, stat.S_IFCHR)) as source:  # /dev/null is a way to have no file
-        return source.read(MAX_FILE_BYTES + 1) or b""  # None of a terminal that has nothing to say

@@ -1,11 +1,11 @@
 """Option: one thing a user can set, with everything that Python, the command line and the server know of it.
 
-An option is stated in the annotation of a field, `threads: Annotated[int, Option(...)]`, which gives its name and type.
-This module imports nothing heavy, since shell completion reads options at every press of Tab.
+An option is stated in the annotation of a field, `threads: Annotated[int, Option(...), Range(...)]`, which gives its
+name and type. This module imports nothing heavy, since shell completion reads options at every press of Tab.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -17,12 +17,13 @@ Schema = dict[str, Any]
 NO_DEFAULTS = (None, ())  # defaults that help does not mention
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Option:
     """One option. `str` of it is its Python keyword, which is how error messages name it by default."""
 
     help: str
     flags: tuple[str, ...] = ()  # on the command line; empty if it has none
+    _: KW_ONLY
     choices: tuple[str, ...] = ()  # the words it may be; empty allows any
     least: float | None = None
     most: float | None = None
@@ -45,7 +46,6 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The first long flag."""
         return next(flag for flag in self.flags if flag.startswith("--"))
 
     @property
@@ -62,7 +62,6 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """The values it may have, as a message says it."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.kind is bool:
@@ -88,14 +87,7 @@ class Option:
         )
 
     def check(self, value: object, called: object = None) -> None:
-        """Check the value.
-
-        Args:
-            called: What the message calls the option, if not by its name.
-
-        Raises:
-            UsageError: if the option can't have this value.
-        """
+        """Raise a UsageError if the option can't have this value. `called` is its name in the message."""
         if not self.allows(value):
             raise self.refusal(value, called)
 
@@ -110,13 +102,32 @@ class Option:
         return names or (self.openai if protocol == "responses" else ())
 
     def schema(self, *, with_stand_ins: bool = True) -> Schema:
-        """Return the JSON Schema of its value in a request."""
         if self.kind not in (int, float):
             return dict(_SCHEMAS[self.kind])
         least = min([self.least or 0, *(self.stand_ins if with_stand_ins else ())])
         schema: Schema = {"type": "integer" if self.kind is int else "number"}
         schema["exclusiveMinimum" if self.excludes_least else "minimum"] = least
         return schema if self.most is None else schema | {"maximum": self.most}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The fields of an option that is a number, next to it in an annotation."""
+
+    least: float | None = None
+    most: float | None = None
+    unit: str = ""
+    excludes_least: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """The fields of an option that HTTP requests can hold, next to it in an annotation."""
+
+    openai: tuple[str, ...] = ()
+    anthropic: tuple[str, ...] = ()
+    responses: tuple[str, ...] = ()
+    stand_ins: Mapping[int, Any] = field(default_factory=dict)
 
 
 Pairs = tuple[tuple[int, float], ...]
@@ -138,16 +149,15 @@ def is_whole(value: object, least: int, most: int | None = None) -> bool:
 
 def options_of(stated: type) -> dict[str, Option]:
     """Return the options stated in the annotations of a dataclass or a TypedDict, by name."""
-    return dict(_stated(stated))
-
-
-def _stated(stated: type) -> Iterator[tuple[str, Option]]:
+    found: dict[str, Option] = {}
     defaults = {each.name: each.default for each in fields(stated)} if is_dataclass(stated) else {}
     for name, annotation in stated.__annotations__.items():
-        for note in getattr(annotation, "__metadata__", ()):
-            if isinstance(note, Option):
-                default = defaults.get(name, note.default)
-                yield name, replace(note, name=name, kind=_without_none(annotation.__origin__), default=default)
+        match getattr(annotation, "__metadata__", ()):
+            case (Option() as option, *parts):
+                known = {key: value for part in parts for key, value in asdict(part).items()}
+                known["default"] = defaults.get(name, option.default)
+                found[name] = replace(option, name=name, kind=_without_none(annotation.__origin__), **known)
+    return found
 
 
 def _without_none(kind: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self, TypedDict
 
 from hetero_ee.errors import UsageError, meant, shown
 from hetero_ee.options import generation_keys
-from hetero_ee.options.option import Option, Pairs, options_of
+from hetero_ee.options.option import Option, Pairs, Range, Requests, options_of
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
@@ -15,153 +15,8 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 1024  # each takes time at every token
 UNLIMITED = RANDOM = -1  # stand-ins for a length and a seed, as in llama.cpp
 
-Length = Annotated[
-    int | None,
-    Option(
-        help="Tokens to generate; -1: until the text ends.",
-        default_text="the model's own, else until the text ends",
-        flags=("-n", "--max-tokens", "--max-new-tokens", "--n-predict", "--predict"),
-        least=1,
-        most=2**31,
-        stand_ins={UNLIMITED: None},
-        openai=("max_completion_tokens", "max_tokens", "n_predict"),
-        responses=("max_output_tokens",),
-        anthropic=("max_tokens",),
-    ),
-]
-Temperature = Annotated[
-    float,
-    Option(
-        help="0 is greedy.",
-        default_text="the model's own, else 0",
-        flags=("--temp", "--temperature"),
-        least=0.0,
-        most=100.0,
-        openai=("temperature",),
-        anthropic=("temperature",),
-    ),
-]
-TopK = Annotated[
-    int,
-    Option(
-        help="Keep the k most likely tokens; 0 keeps all.",
-        default_text="the model's own, else 0",
-        flags=("--top-k",),
-        least=0,
-        most=2**31,
-        stand_ins={-1: 0},
-        openai=("top_k",),
-        anthropic=("top_k",),
-    ),
-]
-TopP = Annotated[
-    float,
-    Option(
-        help="Keep the smallest set of tokens with this total probability.",
-        default_text="the model's own, else 1",
-        flags=("--top-p",),
-        least=0.0,
-        most=1.0,
-        excludes_least=True,
-        openai=("top_p",),
-        anthropic=("top_p",),
-    ),
-]
-MinP = Annotated[
-    float,
-    Option(
-        help="Drop tokens less likely than this fraction of the most likely one.",
-        default_text="the model's own, else 0",
-        flags=("--min-p",),
-        least=0.0,
-        most=1.0,
-        openai=("min_p",),
-    ),
-]
-RepeatPenalty = Annotated[
-    float,
-    Option(
-        help="Above 1, makes tokens that have already appeared less likely.",
-        default_text="the model's own, else 1",
-        flags=("--repeat-penalty",),
-        least=0.01,
-        most=100.0,
-        openai=("repeat_penalty", "repetition_penalty"),
-    ),
-]
-Seed = Annotated[
-    int,
-    Option(
-        help="The same seed gives the same text.",
-        default_text="random",
-        flags=("-s", "--seed"),
-        least=0,
-        most=2**64 - 1,
-        stand_ins={RANDOM: None},
-        openai=("seed",),
-        anthropic=("seed",),
-    ),
-]
-Stop = Annotated[
-    tuple[str, ...],
-    Option(
-        help="End the text before this string; can be given more than once.",
-        flags=("--stop",),
-        typed=list[str],
-        openai=("stop",),
-        anthropic=("stop_sequences",),
-    ),
-]
-StopTokenIds = Annotated[
-    tuple[int, ...],
-    Option(help="More tokens that end the text, next to the model's own.", openai=("stop_token_ids",)),
-]
-IgnoreEos = Annotated[bool, Option(help="The model's end tokens don't end the text.", openai=("ignore_eos",))]
-Logprobs = Annotated[
-    int | None,
-    Option(
-        help="Return each token's log-probability, and those of up to this many likeliest tokens.",
-        least=0,
-        most=MAX_LOGPROBS,
-    ),
-]
-PresencePenalty = Annotated[
-    float,
-    Option(
-        help="Subtracted from the logit of every token that the text has; the prompt does not count.",
-        least=-2.0,
-        most=2.0,
-        openai=("presence_penalty",),
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    Option(
-        help="Subtracted from a token's logit as many times as the text has the token.",
-        least=-2.0,
-        most=2.0,
-        openai=("frequency_penalty",),
-    ),
-]
-LogitBias = Annotated[
-    Pairs, Option(help="Added to the logits of these token ids, after the penalties.", openai=("logit_bias",))
-]
-JsonSchema = Annotated[
-    str | None,
-    Option(
-        help="The text is JSON that keeps to the JSON Schema in this file. Needs the extra [server].",
-        flags=("--json-schema",),
-    ),
-]
-Grammar = Annotated[
-    str | None,
-    Option(
-        help="The text keeps to the grammar in this file: Lark, as in llguidance, or GBNF.",
-        flags=("--grammar",),
-    ),
-]
-TOKEN_ID = Option(help="A token id.", kind=int, least=0, most=2**31)
-BIAS = Option(help="A bias.", kind=float, least=-100.0, most=100.0)
+TOKEN_ID = Option("A token id.", kind=int, least=0, most=2**31)
+BIAS = Option("A bias.", kind=float, least=-100.0, most=100.0)
 SIMPLE_KINDS = (int, float, bool)
 
 
@@ -173,22 +28,110 @@ class SamplingParams:
         UsageError: if a value is out of its range.
     """
 
-    max_new_tokens: Length = None  # None: to the end of the context
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    repeat_penalty: RepeatPenalty = 1.0  # divides positive logits, multiplies others (arXiv 1909.05858)
-    seed: Seed = 0  # prompts generated together each have noise of their own, by their index
-    stop: Stop = ()
-    stop_token_ids: StopTokenIds = ()
-    ignore_eos: IgnoreEos = False
-    logprobs: Logprobs = None
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
-    logit_bias: LogitBias = ()
-    json_schema: JsonSchema = None
-    grammar: Grammar = None
+    max_new_tokens: Annotated[
+        int | None,
+        Option(
+            "Tokens to generate; -1: until the text ends.",
+            ("-n", "--max-tokens", "--max-new-tokens", "--n-predict", "--predict"),
+            default_text="the model's own, else until the text ends",
+        ),
+        Range(1, 2**31),
+        Requests(
+            ("max_completion_tokens", "max_tokens", "n_predict"),
+            ("max_tokens",),
+            ("max_output_tokens",),
+            stand_ins={UNLIMITED: None},
+        ),
+    ] = None  # to the end of the context
+    temperature: Annotated[
+        float,
+        Option("0 is greedy.", ("--temp", "--temperature"), default_text="the model's own, else 0"),
+        Range(0.0, 100.0),
+        Requests(("temperature",), ("temperature",)),
+    ] = 0.0
+    top_k: Annotated[
+        int,
+        Option("Keep the k most likely tokens; 0 keeps all.", ("--top-k",), default_text="the model's own, else 0"),
+        Range(0, 2**31),
+        Requests(("top_k",), ("top_k",), stand_ins={-1: 0}),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Option(
+            "Keep the smallest set of tokens with this total probability.",
+            ("--top-p",),
+            default_text="the model's own, else 1",
+        ),
+        Range(0.0, 1.0, excludes_least=True),
+        Requests(("top_p",), ("top_p",)),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Option(
+            "Drop tokens less likely than this fraction of the most likely one.",
+            ("--min-p",),
+            default_text="the model's own, else 0",
+        ),
+        Range(0.0, 1.0),
+        Requests(("min_p",)),
+    ] = 0.0
+    repeat_penalty: Annotated[
+        float,
+        Option(
+            "Above 1, makes tokens that have already appeared less likely.",
+            ("--repeat-penalty",),
+            default_text="the model's own, else 1",
+        ),
+        Range(0.01, 100.0),
+        Requests(("repeat_penalty", "repetition_penalty")),
+    ] = 1.0  # divides positive logits, multiplies others (arXiv 1909.05858)
+    seed: Annotated[
+        int,
+        Option("The same seed gives the same text.", ("-s", "--seed"), default_text="random"),
+        Range(0, 2**64 - 1),
+        Requests(("seed",), ("seed",), stand_ins={RANDOM: None}),
+    ] = 0  # prompts generated together each have noise of their own, by their index
+    stop: Annotated[
+        tuple[str, ...],
+        Option("End the text before this string; can be given more than once.", ("--stop",), typed=list[str]),
+        Requests(("stop",), ("stop_sequences",)),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Option("More tokens that end the text, next to the model's own."),
+        Requests(("stop_token_ids",)),
+    ] = ()
+    ignore_eos: Annotated[bool, Option("The model's end tokens don't end the text."), Requests(("ignore_eos",))] = False
+    logprobs: Annotated[
+        int | None,
+        Option("Return each token's log-probability, and those of up to this many likeliest tokens."),
+        Range(0, MAX_LOGPROBS),
+    ] = None
+    presence_penalty: Annotated[
+        float,
+        Option("Subtracted from the logit of every token that the text has; the prompt does not count."),
+        Range(-2.0, 2.0),
+        Requests(("presence_penalty",)),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option("Subtracted from a token's logit as many times as the text has the token."),
+        Range(-2.0, 2.0),
+        Requests(("frequency_penalty",)),
+    ] = 0.0
+    logit_bias: Annotated[
+        Pairs, Option("Added to the logits of these token ids, after the penalties."), Requests(("logit_bias",))
+    ] = ()
+    json_schema: Annotated[
+        str | None,
+        Option(
+            "The text is JSON that keeps to the JSON Schema in this file. Needs the extra [server].", ("--json-schema",)
+        ),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        Option("The text keeps to the grammar in this file: Lark, as in llguidance, or GBNF.", ("--grammar",)),
+    ] = None
 
     def __post_init__(self) -> None:
         for name, option in SAMPLING.items():
@@ -224,11 +167,6 @@ class SamplingParams:
         return self.json_schema is not None or self.grammar is not None
 
     def require_known(self, vocab_size: int) -> None:
-        """Check that the model has every token with a bias.
-
-        Raises:
-            UsageError: if it lacks one.
-        """
         known = replace(TOKEN_ID, most=vocab_size - 1)
         for token_id, _ in self.logit_bias:
             _check_bias_token(token_id, known)
@@ -283,11 +221,7 @@ class SamplingParams:
         return cls(**chosen, stop=() if values.get("stop_strings") is None else values["stop_strings"])
 
     def changed(self, **changes: Any) -> Self:
-        """Return a copy with some values changed.
-
-        Raises:
-            UsageError: if a name is not a field.
-        """
+        """Return a copy with some values changed."""
         _check_names(changes, SAMPLING)
         return replace(self, **changes)
 

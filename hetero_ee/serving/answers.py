@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -21,6 +21,26 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
     """Return a server-sent event. Its JSON is ASCII, so that clients can't split it at unusual line ends."""
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+class Answer(Protocol):
+    """The documents that answer a request."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer as one document."""
+
+    def events(self, ping_s: float) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events."""
+
+
+async def answered(
+    request: Request, answer: Answer, generations: Sequence[Generation], ping_s: float | None
+) -> Response:
+    """Answer with events, or with one document if `ping_s` is None, in ASCII: parts of it may be half a character."""
+    if ping_s is not None:
+        return EventStream(answer.events(ping_s), generations)
+    document = await until_gone(request, answer.whole(), generations)
+    return Response(json.dumps(document, allow_nan=False), media_type="application/json")
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations: Sequence[Generation] = ()) -> T:

@@ -11,11 +11,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.serving import anthropic, native, openai, openapi
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.guard import Guard, refusal
 from hetero_ee.serving.page import files
-from hetero_ee.serving.responses.answer import responses
+from hetero_ee.serving.protocols import anthropic, native, openai, openapi
+from hetero_ee.serving.protocols.responses import responses
 from hetero_ee.serving.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ class RequestError(UsageError):
 
 
 def status_of(error: HeteroError) -> int:
-    """Return the HTTP status of an error."""
     if isinstance(error, RequestError):
         return error.status
     if isinstance(error, BusyError | DeviceMemoryError):
@@ -37,14 +36,12 @@ def status_of(error: HeteroError) -> int:
 
 
 def headers_of(status: int) -> dict[str, str]:
-    """Return the headers that belong to an error's status."""
     if status in (429, 503):
         return {"retry-after": RETRY_AFTER_S}
     return {"www-authenticate": "Bearer"} if status == 401 else {}
 
 
 def openai_error(error: HeteroError) -> dict[str, Any]:
-    """Return OpenAI's error object."""
     status = status_of(error)
     kind = OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param, code = getattr(error, "param", None), getattr(error, "code", None)
@@ -52,7 +49,6 @@ def openai_error(error: HeteroError) -> dict[str, Any]:
 
 
 def anthropic_error(error: HeteroError) -> dict[str, Any]:
-    """Return Anthropic's error object."""
     status = status_of(error)
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}

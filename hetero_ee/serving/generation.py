@@ -10,8 +10,8 @@ from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.errors import HeteroError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
-from hetero_ee.serving.logprobs import PlacedToken
 from hetero_ee.serving.metrics import Metrics, RequestCost
+from hetero_ee.serving.protocols.logprobs import PlacedToken
 from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler, Scored, Scoring
 
 

@@ -55,7 +55,6 @@ class RequestCost:
 
     @property
     def whole_s(self) -> float:
-        """Seconds from the request to its last token."""
         return self.queue_s + self.prefill_s + self.decode_s
 
 
@@ -84,7 +83,6 @@ class Metrics:
         cache.labels(model_name, *config.values()).set(1)
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus's format."""
         return generate_latest(self._registry)
 
     def begun(self, queue_s: float, n_prompt_tokens: int, n_cached_tokens: int, *, is_again: bool) -> None:
@@ -138,6 +136,7 @@ class Metrics:
 
     def _gauges(self, scheduler: Scheduler) -> dict[str, tuple[str, Callable[[], float]]]:
         running, waiting = lambda: scheduler.n_running, lambda: scheduler.n_waiting
+        rate, busy = lambda: _ratio(self._n_later, self._decode_s), lambda: _ratio(self._n_busy, self._n_steps)
         return {
             "num_requests_running": ("Requests that tokens are made for", running),
             "requests_processing": ("The same", running),
@@ -151,11 +150,8 @@ class Metrics:
                 "Prompt tokens computed a second, on average",
                 lambda: _ratio(self._n_read, self._prefill_s),
             ),
-            "predicted_tokens_seconds": (
-                "Tokens a second of one text, on average",
-                lambda: _ratio(self._n_later, self._decode_s),
-            ),
-            "n_busy_slots_per_decode": ("Texts of a step, on average", lambda: _ratio(self._n_busy, self._n_steps)),
+            "predicted_tokens_seconds": ("Tokens a second of one text, on average", rate),
+            "n_busy_slots_per_decode": ("Texts of a step, on average", busy),
             "n_tokens_max": ("Most tokens of a request so far, prompt and text", lambda: self._longest_tokens),
         }
 

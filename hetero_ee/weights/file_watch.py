@@ -32,7 +32,7 @@ class FileWatch:
             try:
                 check()
             except HeteroError as error:
-                self._damage = error
+                self.damage = error
 
         threading.Thread(target=run, name="checksums", daemon=True).start()
 

@@ -16,7 +16,7 @@ from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
-from hetero_ee.options.evaluation import MIN_CALIBRATION_TOKENS as MIN_TOKENS
+from hetero_ee.options.engine import MIN_CALIBRATION_TOKENS as MIN_TOKENS
 from hetero_ee.weights.store.calibration_files import RECORD_FILE
 from hetero_ee.weights.store.filesystem import FileSystem
 from tests.calibration_support import FailingDisk, same

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hetero_ee_cli.terminal.memory import is_refusal_of_memory
+from hetero_ee_cli.__main__ import is_refusal_of_memory
 
 resource = pytest.importorskip("resource", reason="limits as POSIX has them")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep to a limit of addresses")

@@ -21,7 +21,7 @@ from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee.profiling.kept import keep_profile
 from hetero_ee.profiling.machine_profile import known_profile, versions
-from hetero_ee_cli.reports.expectation import slowness
+from hetero_ee_cli.reports.run_report import slowness
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.machine import this_machine

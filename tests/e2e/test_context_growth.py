@@ -12,7 +12,7 @@ from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
-from hetero_ee_cli.reports.expectation import expected_rate
+from hetero_ee_cli.reports.run_report import expected_rate
 from hetero_ee_profiles.reference import reference_profile
 from tests.chat_support import LINES
 from tests.emulation import LAPTOP

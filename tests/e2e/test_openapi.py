@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from hetero_ee.options.sampling import SAMPLING, SamplingParams
-from hetero_ee.serving import app, sampling_fields
-from hetero_ee.serving.openapi import openapi
+from hetero_ee.serving import app
+from hetero_ee.serving.protocols import sampling_fields
+from hetero_ee.serving.protocols.openapi import openapi
 from tests.server_support import RunningServer, opened, serving
 
 OPERATIONS = sorted((path, method) for path, methods in openapi()["paths"].items() for method in methods)

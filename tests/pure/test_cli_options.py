@@ -27,7 +27,7 @@ from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.simulate import simulate
 from hetero_ee_cli.options.command import as_typed, typed_flags
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.placement import LimitOptions
 from hetero_ee_profiles.units import GIB
 
 

@@ -13,7 +13,7 @@ from hetero_ee.planning.planner import plan
 from hetero_ee.planning.reports.pins import pins, placement_pins
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
 from hetero_ee_cli.options.engine import ModelOptions
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.placement import LimitOptions
 from hetero_ee_profiles.reference import reference_names, reference_profile
 from hetero_ee_profiles.units import GIB
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from hetero_ee.options.sampling import SAMPLING, SamplingParams
-from hetero_ee.serving.body import Fields
 from hetero_ee.serving.errors import RequestError
-from hetero_ee.serving.sampling_fields import CHATS, MESSAGES, RESPONSES, TEXTS, SamplingFields
+from hetero_ee.serving.protocols.body import Fields
+from hetero_ee.serving.protocols.sampling_fields import CHATS, MESSAGES, RESPONSES, TEXTS, SamplingFields
 
 USUAL = SamplingParams(max_new_tokens=7, temperature=0.5, seed=3)
 

@@ -14,11 +14,7 @@ TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def configuration(settings: Settings, problem: UsageError | None) -> Finding:
-    """Check the configuration file.
-
-    Args:
-        problem: Why the file can't be used; None if it can.
-    """
+    """Check the configuration file. `problem`: why the file can't be used; None if it can."""
     try:
         if problem:
             raise problem

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from hetero_ee_cli.checks.finding import Finding, fail, gib, ok, warn
 from hetero_ee_profiles.gpu.inventory import GpuInfo, gpu_inventory
-from hetero_ee_profiles.host.cpu import CpuInfo, cpu_info
+from hetero_ee_profiles.host.cpu import cpu_info
 from hetero_ee_profiles.host.host import Host
 from hetero_ee_profiles.host.instruction_set import GENERIC, kernel_instruction_set, rank, system_instruction_set
-from hetero_ee_profiles.host.memory import MemoryInfo, memory_info
+from hetero_ee_profiles.host.memory import memory_info
 from hetero_ee_profiles.host.system import system_info
 from hetero_ee_profiles.host.torch_build import TorchBuild
 
@@ -32,18 +32,15 @@ def operating_system(host: Host) -> Finding:
 
 def processor(host: Host) -> Finding:
     cpu = cpu_info(host)
-    parts = [cpu.model, _cores(cpu)]
+    threads = f" with {cpu.n_logical} hardware threads" if cpu.n_logical != cpu.n_physical else ""
+    cores = f"{cpu.n_physical} {'core' if cpu.n_physical == 1 else 'cores'}"
+    parts = [cpu.model, f"{cores}{threads} ({cpu.architecture})"]
     if cpu.n_efficiency:
         parts.append(f"{cpu.n_performance} performance and {cpu.n_efficiency} efficiency cores")
     if cpu.quota_cores is not None:
         parts.append(f"container limit of {cpu.quota_cores:g} cores")
     parts.append(f"{cpu.n_usable} usable")
     return ok(", ".join(parts))
-
-
-def _cores(cpu: CpuInfo) -> str:
-    threads = f" with {cpu.n_logical} hardware threads" if cpu.n_logical != cpu.n_physical else ""
-    return f"{cpu.n_physical} {'core' if cpu.n_physical == 1 else 'cores'}{threads} ({cpu.architecture})"
 
 
 def instructions(
@@ -60,26 +57,20 @@ def instructions(
         advice = f"Unset {limits}." if limits else "Update numba and llvmlite."
         return warn(f"the kernels use {uses} code, but the processor has {has}", advice)
     if uses == GENERIC:
-        return warn(
-            "the kernels use generic code",
-            "With AVX2 or Arm's dot product, it would be many times faster.",
-        )
+        return warn("the kernels use generic code", "With AVX2 or Arm's dot product, it would be many times faster.")
     return ok(f"the kernels use {uses}")
 
 
 def memory(host: Host) -> Finding:
     found = memory_info(host)
-    parts = [f"{gib(found.total_bytes)}, {gib(found.available_bytes)} available", _swap(found)]
+    swap = f"swap {gib(found.swap_total_bytes)}" if found.swap_total_bytes else "no swap"
+    parts = [f"{gib(found.total_bytes)}, {gib(found.available_bytes)} available", swap]
     if found.usable_bytes < found.total_bytes:
         parts.append(f"container limit of {gib(found.usable_bytes)}")
     text = ", ".join(parts)
     if min(found.available_bytes, found.usable_bytes) < LOW_MEMORY_BYTES:
         return warn(text, "Close other programs: models with a few billion weights need several GiB.")
     return ok(text)
-
-
-def _swap(found: MemoryInfo) -> str:
-    return f"swap {gib(found.swap_total_bytes)}" if found.swap_total_bytes else "no swap"
 
 
 def huge_pages(host: Host) -> Finding:

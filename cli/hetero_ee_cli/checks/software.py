@@ -92,10 +92,8 @@ def openmp(host: Host) -> Finding:
 def gpu_matmul(
     kind: Callable[[], str | None], version_of: Version = package_version, is_installed: IsInstalled = is_installed
 ) -> Finding:
-    """Report which implementation of GPU products the engine uses, and why.
-
-    Args:
-        kind: Kind of the GPU, as in the registry; None without one.
+    """Report which implementation of GPU products the engine uses, and why. `kind`: kind of the GPU, as in the
+    registry; None without one.
     """
     installed = [name for name in ("triton", "bitsandbytes") if is_installed(name)]
     versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in installed)

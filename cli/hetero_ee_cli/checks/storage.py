@@ -43,13 +43,10 @@ def stores(cache: Path) -> Finding:
     folders = [entry for entry in _entries(cache / STORES_FOLDER) if entry.is_dir(follow_symlinks=False)]
     folders = [folder for folder in folders if not folder.name.endswith(REMOVED_SUFFIX)]
     n_bytes = sum(entry.stat().st_size for folder in folders for entry in _entries(Path(folder.path)))
-    n_whole = sum(_is_whole(folder) for folder in folders)
+    whole = (folder for folder in folders if not folder.name.endswith(PARTIAL_SUFFIX))
+    n_whole = sum(Path(folder.path, MANIFEST_FILE).is_file() for folder in whole)
     unfinished = f", {len(folders) - n_whole} unfinished" if len(folders) > n_whole else ""
     return ok(f"{n_whole} converted {'model' if n_whole == 1 else 'models'}{unfinished}, {gib(n_bytes)}")
-
-
-def _is_whole(folder: os.DirEntry[str]) -> bool:
-    return not folder.name.endswith(PARTIAL_SUFFIX) and Path(folder.path, MANIFEST_FILE).is_file()
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -15,8 +15,7 @@ from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.bench import ALL, EXACT, FULL, BenchOptions, Test
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.placement import Placed, PlacementOptions
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.placement import LimitOptions, Placed, PlacementOptions
 from hetero_ee_cli.reports.bench_table import Row, columns, print_rows, profile_date
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
@@ -115,15 +114,10 @@ class _Runs:
     repetitions: int
 
     def context_tokens(self, mode: str) -> int:
-        """Return the context that the longest test needs."""
         return max(map(sum, self.tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
 
     def check_context(self, n_tokens: int | None) -> None:
-        """Check that a context of n_tokens is long enough; None is as long as necessary.
-
-        Raises:
-            UsageError: if it is too short.
-        """
+        """Check that a context of n_tokens is long enough; None is as long as necessary."""
         needed = max(map(self.context_tokens, self.modes))
         if n_tokens and n_tokens < needed:
             raise UsageError(
@@ -148,7 +142,6 @@ class _Running:
 
 
 def _measured(subject: _Subject, runs: _Runs) -> Iterator[Row]:
-    """Yield the rows as they are measured."""
     for threads in runs.threads:
         _compare_speed(subject.profile, threads, subject.progress)
         for mode in runs.modes:
@@ -169,11 +162,7 @@ def _rows(subject: _Subject, mode: str, threads: int, runs: _Runs) -> Iterator[R
 
 
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> AbstractContextManager[_Running]:
-    """Open the model in the folder, or random weights, with a context of at least max_tokens.
-
-    Raises:
-        UsageError: if the plan's context is too short.
-    """
+    """Open the model in the folder, or random weights, with a context of at least max_tokens."""
     given = subject.placed.plan
     if given is not None and given.context_tokens < max_tokens:
         raise UsageError(
@@ -187,16 +176,13 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Abs
 
 @contextmanager
 def _random(subject: _Subject, limits: "Limits") -> Iterator[_Running]:
-    """Open random weights of the model's shapes."""
+    from hetero_ee.opening import warner
     from hetero_ee.planning.request import PlanRequest
     from hetero_ee.runtime.opening import open_planned
     from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
     from hetero_ee.weights.random_weights import random_weights
 
-    def warn(text: str) -> None:
-        subject.progress(text, 0, 0)
-
-    spec, profile, placed = subject.spec, subject.profile, subject.placed
+    spec, profile, placed, warn = subject.spec, subject.profile, subject.placed, warner(subject.progress)
     head, threads = placed.options.draft_head, limits.threads
     knowledge = DraftKnowledge(draft_head=None if head is None else Path(head))
     statistics = knowledge.statistics(spec, profile, threads)
@@ -210,7 +196,6 @@ def _random(subject: _Subject, limits: "Limits") -> Iterator[_Running]:
 
 @contextmanager
 def _of_folder(subject: _Subject, limits: "Limits", folder: Path) -> Iterator[_Running]:
-    """Open the model in the folder."""
     from hetero_ee.engine import Engine
 
     given, options = subject.placed.plan, subject.placed.options
@@ -285,11 +270,7 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
 def _synthetic_head(
     made: Path, spec: "ModelSpec", rates: "DraftRates", model_folder: Path | None, head: str | Path | None
 ) -> Path:
-    """Write the model's draft head, or one with random weights, into the folder `made`.
-
-    Raises:
-        ModelError: if the model's own head can't be used.
-    """
+    """Write the model's draft head, or one with random weights, into the folder `made`."""
     from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
     from hetero_ee.speculation.sources.synthetic import write_synthetic_head
 

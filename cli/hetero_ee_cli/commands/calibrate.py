@@ -1,6 +1,7 @@
 """`hetero-ee calibrate`: after how many layers a model's tokens are known, measured and kept."""
 
 import shlex
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee.options.engine import MODEL_OPTIONS, OFF
-from hetero_ee.options.evaluation import TOKENS
+from hetero_ee.options.engine import MODEL_OPTIONS, OFF, TOKENS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.terminal.output import print_document, printable, say
+from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hetero_ee.sparsity.job import PredictorOutcome, SparsityOutcome
     from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
     from hetero_ee.sparsity.request import SparsityRequest
-    from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
 
@@ -55,11 +54,7 @@ class CalibrateOptions:
     as_json: Json = False
 
     def check(self) -> None:
-        """Check that the options go together, and that the plot can be written.
-
-        Raises:
-            UsageError: if not.
-        """
+        """Check that the options go together, and that the plot can be written."""
         if self.show and (self.force or self.certify or self.text or self.tokens is not None):
             others = "--force, --certify, --text and --tokens"
             raise UsageError(f"--show only shows what is there; drop {others}, or drop --show.")
@@ -70,11 +65,7 @@ class CalibrateOptions:
             require_matplotlib()
 
     def request(self) -> "CalibrationRequest":
-        """Return the library's request, with the texts read.
-
-        Raises:
-            UsageError: if a text can't be read, or the number of tokens is impossible.
-        """
+        """Return the library's request, with the texts read."""
         from hetero_ee.calibration.job import CalibrationRequest
 
         changes: dict[str, Any] = {"force": self.force, "certify": self.certify}
@@ -102,51 +93,60 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
     options = engine.arguments(model)
     wanted.check()
     with ending_at_once():
-        from hetero_ee.engine import Engine
-    from hetero_ee.calibration.plot import plot_exits
-    from hetero_ee.sparsity.job import PREDICTOR_TOKENS
-    from hetero_ee.sparsity.request import DENSE, UNPREDICTED, SparsityRequest
+        from hetero_ee.calibration.plot import plot_exits
+        from hetero_ee.sparsity.request import SparsityRequest
 
-    asked, sparsity, predictor = SparsityRequest.parsed(options.get("sparsity")), None, None
-    if wanted.show:
-        outcome, sparsity, predictor = _existing(options, asked)
-    else:
-        request = wanted.request()
-        laid_out = {} if asked is None else {"sparsity": UNPREDICTED if asked.first_in_rows else DENSE}
-        alone = options | {"profile": OFF} | laid_out  # a plan would be for other work
-        with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
-            outcome = opened.calibrate(request, progress)
-            if asked is not None and asked.is_predicted:
-                whole = request if wanted.tokens is not None else replace(request, n_tokens=PREDICTOR_TOKENS)
-                fitted = opened.calibrate_predictor(whole, progress)
-                outcome, predictor = _together(outcome, fitted), fitted.predictor
-            elif asked is not None and not asked.is_exact:
-                measured = opened.calibrate_sparsity(request, progress, asked.share)
-                outcome, sparsity = _together(outcome, measured), measured.curves
+    asked = SparsityRequest.parsed(options.get("sparsity"))
+    found = _existing(options, asked) if wanted.show else _made(wanted, options, asked)
     if not wanted.as_json:
-        _print_table(outcome.calibration)
-        _print_certificate(outcome.certificate)
-        _print_sparsity(sparsity)
-        _print_predictor(predictor)
+        print("\n".join(_report(found)))
     if wanted.plot is not None:
-        plot_exits(outcome.calibration, wanted.plot)
+        plot_exits(found.exits.calibration, wanted.plot)
     gain = None if wanted.show or asked is not None else _gain(options)  # plans are of dense FFNs
     if wanted.as_json:
-        document = _document(options["model"], outcome, sparsity, gain) | {"predictor": _predictor_document(predictor)}
-        print_document(document, with_version=True)
+        print_document(_document(options["model"], found, gain), with_version=True)
     elif gain is not None:
         print(gain.line)
-    say(_closing_line(outcome, show=wanted.show))
+    say(_closing_line(found.exits, show=wanted.show))
 
 
-def _existing(
-    options: dict[str, Any], asked: "SparsityRequest | None"
-) -> "tuple[CalibrationOutcome, SparsityCurves | None, NeuronPredictor | None]":
-    """Return the calibrations of the model that exist.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The calibrations of a model."""
 
-    Raises:
-        UsageError: if there are none.
-    """
+    exits: "CalibrationOutcome"
+    curves: "SparsityCurves | None" = None
+    predictor: "NeuronPredictor | None" = None
+
+
+def _made(wanted: CalibrateOptions, options: dict[str, Any], asked: "SparsityRequest | None") -> _Found:
+    """Calibrate. The outcome is new if a part of it is, and has the seconds of all parts."""
+    with ending_at_once():
+        from hetero_ee.engine import Engine
+    from hetero_ee.sparsity.job import PREDICTOR_TOKENS
+    from hetero_ee.sparsity.request import DENSE, UNPREDICTED
+
+    request = wanted.request()
+    laid_out = {} if asked is None else {"sparsity": UNPREDICTED if asked.first_in_rows else DENSE}
+    alone = options | {"profile": OFF} | laid_out  # a plan would be for other work
+    with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as engine:
+        exits = engine.calibrate(request, progress)
+        if asked is None or asked.is_exact:
+            return _Found(exits)
+        neurons: PredictorOutcome | SparsityOutcome
+        if asked.is_predicted:
+            whole = request if wanted.tokens is not None else replace(request, n_tokens=PREDICTOR_TOKENS)
+            neurons = fitted = engine.calibrate_predictor(whole, progress)
+            found = _Found(exits, predictor=fitted.predictor)
+        else:
+            neurons = measured = engine.calibrate_sparsity(request, progress, asked.share)
+            found = _Found(exits, measured.curves)
+    exits = replace(exits, seconds=exits.seconds + neurons.seconds, is_new=exits.is_new or neurons.is_new)
+    return replace(found, exits=exits)
+
+
+def _existing(options: dict[str, Any], asked: "SparsityRequest | None") -> _Found:
+    """Return the calibrations of the model that exist."""
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
@@ -179,12 +179,7 @@ def _existing(
     curves, predictor = found_sparsity(place), found_predictor(place)
     if asked is not None and (predictor if asked.is_predicted else asked.is_exact or curves) is None:
         say(f"Only the exits are calibrated; {PREDICTOR_WAY_OUT if asked.is_predicted else WAY_OUT} for the neurons.")
-    return found, curves, predictor
-
-
-def _together(exits: "CalibrationOutcome", neurons: "SparsityOutcome | PredictorOutcome") -> "CalibrationOutcome":
-    """Return the outcome of both calibrations: new if either is new, and with the seconds of both."""
-    return replace(exits, seconds=exits.seconds + neurons.seconds, is_new=exits.is_new or neurons.is_new)
+    return _Found(found, curves, predictor)
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
@@ -210,23 +205,34 @@ def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
     return f"[ {what} | {when} | {printable(str(outcome.folder))} ]"
 
 
-def _print_table(calibration: "Calibration") -> None:
-    print("exit layer  agreement  with map  exit rate  precision  recall  acceptance")
+def _report(found: _Found) -> Iterator[str]:
+    """Yield the lines about exits, certified exits and neurons."""
+    calibration = found.exits.calibration
+    rows: list[tuple[str, ...]] = [
+        ("exit layer", "agreement", "with map", "exit rate", "precision", "recall", "acceptance")
+    ]
     for each in calibration.exit_layers:
-        print(_row(each))
-    candidates = ", ".join(map(str, calibration.schedule))
-    print(f"\ncandidate exit layers: {candidates or 'a single one'}")
+        metrics = each.metrics
+        mapped = "-" if metrics.mapped_agreement is None else f"{metrics.mapped_agreement:.3f}"
+        gate = metrics.exit_rate, metrics.precision, metrics.recall, metrics.acceptance
+        rows.append((str(each.exit_layer), f"{metrics.agreement:.3f}", mapped, *(f"{share:.3f}" for share in gate)))
+    yield table(rows, numbers_from=0)
+    yield f"\ncandidate exit layers: {', '.join(map(str, calibration.schedule)) or 'a single one'}"
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
-    print(f"{means} ({depths.oracle_mean_depth:.2f} with perfect predictors)")
-    print(f"{depths.locality:.0%} of tokens exit within 2 layers of one of the previous 5")
-
-
-def _row(each: "ExitLayerCalibration") -> str:
-    metrics = each.metrics
-    mapped = f"{metrics.mapped_agreement:8.3f}" if metrics.mapped_agreement is not None else f"{'-':>8}"
-    gate = f"{metrics.exit_rate:9.3f}  {metrics.precision:9.3f}  {metrics.recall:6.3f}  {metrics.acceptance:10.3f}"
-    return f"{each.exit_layer:8}  {metrics.agreement:9.3f}  {mapped}  {gate}"
+    yield f"{means} ({depths.oracle_mean_depth:.2f} with perfect predictors)"
+    yield f"{depths.locality:.0%} of tokens exit within 2 layers of one of the previous 5"
+    if found.exits.certificate is not None:
+        yield from _certificate_lines(found.exits.certificate)
+    if found.curves is not None:
+        yield from _neuron_lines(found.curves)
+    if found.predictor is not None:
+        chosen = found.predictor.chosen()
+        yield (
+            f"\npredicted: {chosen.predicted_share:.1%} of FFN neurons, with {chosen.recall:.1%} of the "
+            f"{chosen.active_share:.1%} that are active; KL divergence {chosen.kl_nats:.5f} nats (rank "
+            f"{found.predictor.rank})"
+        )
 
 
 def _certified(certificate: "Certificate") -> "dict[float, list[CertifiedExit]]":
@@ -240,55 +246,34 @@ def _certified(certificate: "Certificate") -> "dict[float, list[CertifiedExit]]"
     return found
 
 
-def _print_certificate(certificate: "Certificate | None") -> None:
-    if certificate is None:
-        return
+def _certificate_lines(certificate: "Certificate") -> Iterator[str]:
     of = f"{certificate.n_prompts:,} prompts of {printable(certificate.text)}"
-    print(f"\ncertified on {of}: share of tokens that may exit at a risk of")
+    yield f"\ncertified on {of}: share of tokens that may exit at a risk of"
     found = _certified(certificate)
-    print("exit layer" + "".join(f"  {risk:>6.0%}" for risk in found))
+    rows = [["exit layer", *(f"{risk:6.0%}" for risk in found)]]
     for row in zip(*found.values(), strict=True):
-        print(f"{row[0].exit_layers[0]:10}" + "".join(f"  {each.shares[0]:6.3f}" for each in row))
+        rows.append([str(row[0].exit_layers[0]), *(f"{each.shares[0]:6.3f}" for each in row)])
+    yield table(rows, numbers_from=0)
     for each in certificate.on_policy:
-        print(
+        yield (
             f"texts of {each.n_tokens:,} tokens at a risk of {each.risk:.0%}, exits after layer {each.exit_layer}: "
             f"{each.n_exited / each.n_tokens:.1%} exit, {each.changed:.2%} of all are not the full model's choice there"
         )
 
 
-def _print_sparsity(curves: "SparsityCurves | None") -> None:
-    if curves is None:
-        return
-    print("\nneurons left out: asked  on held-out text  KL divergence (nats)")
+def _neuron_lines(curves: "SparsityCurves") -> Iterator[str]:
     automatic = None
     with suppress(UsageError):  # no share is good enough
         automatic = curves.auto().target
+    rows = [("neurons left out: asked", "on held-out text", "KL divergence (nats)", "")]
     for each in sorted(curves.measured, key=lambda each: each.target):
-        name = "  auto" if each.target == automatic else ""
-        print(f"{each.target:23.0%}  {each.share:16.1%}  {each.kl_nats:20.5f}{name}")
+        name = "auto" if each.target == automatic else ""
+        rows.append((f"{each.target:.0%}", f"{each.share:.1%}", f"{each.kl_nats:.5f}", name))
+    yield "\n" + table(rows, numbers_from=0)
 
 
-def _print_predictor(predictor: "NeuronPredictor | None") -> None:
-    if predictor is None:
-        return
-    chosen = predictor.chosen()
-    print(
-        f"\npredicted: {chosen.predicted_share:.1%} of FFN neurons, with {chosen.recall:.1%} of the "
-        f"{chosen.active_share:.1%} that are active; KL divergence {chosen.kl_nats:.5f} nats (rank {predictor.rank})"
-    )
-
-
-def _predictor_document(predictor: "NeuronPredictor | None") -> dict[str, Any] | None:
-    if predictor is None:
-        return None
-    measured = [asdict(each) for each in sorted(predictor.measured, key=lambda each: each.margin)]
-    return {"rank": predictor.rank, **asdict(predictor.chosen()), "measured": measured}
-
-
-def _document(
-    model: str | None, outcome: "CalibrationOutcome", sparsity: "SparsityCurves | None", gain: "Gain | None"
-) -> dict[str, Any]:
-    calibration, certificate = outcome.calibration, outcome.certificate
+def _document(model: str | None, found: _Found, gain: "Gain | None") -> dict[str, Any]:
+    outcome, calibration, certificate = found.exits, found.exits.calibration, found.exits.certificate
     exit_layers = [
         {
             "exit_layer": each.exit_layer,
@@ -299,6 +284,10 @@ def _document(
         }
         for each in calibration.exit_layers
     ]
+    predictor = None
+    if found.predictor is not None:
+        measured = [asdict(each) for each in sorted(found.predictor.measured, key=lambda each: each.margin)]
+        predictor = {"rank": found.predictor.rank, **asdict(found.predictor.chosen()), "measured": measured}
     return {
         "model": model or "demo",
         "folder": str(outcome.folder),
@@ -310,18 +299,18 @@ def _document(
         "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
         "certificate": None if certificate is None else _certificate_document(certificate),
-        "sparsity": None if sparsity is None else [asdict(each) for each in sparsity.measured],
+        "sparsity": None if found.curves is None else [asdict(each) for each in found.curves.measured],
         "gain": None if gain is None else asdict(gain),
+        "predictor": predictor,
     }
 
 
 def _certificate_document(certificate: "Certificate") -> dict[str, Any]:
-    risks = _certified(certificate)
     return {
         "text": certificate.text,
         "kv_type": certificate.kv_type,
         "n_prompts": certificate.n_prompts,
         "n_tokens": len(certificate.judgements),
         "on_policy": [asdict(each) | {"changed": each.changed} for each in certificate.on_policy],
-        "exits": [asdict(each) for found in risks.values() for each in found],
+        "exits": [asdict(each) for found in _certified(certificate).values() for each in found],
     }

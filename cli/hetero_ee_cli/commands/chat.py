@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -12,22 +12,17 @@ import typer
 from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.placement import PlacementOptions, open_engine
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.placement import LimitOptions, PlacementOptions, Session, session
 from hetero_ee_cli.options.prompt import PromptOptions
 from hetero_ee_cli.options.sampling import SamplingOptions, new_seed
-from hetero_ee_cli.reports.expectation import expected_rate
-from hetero_ee_cli.reports.run_report import Closing, closing_lines
+from hetero_ee_cli.reports.run_report import closing_lines
 from hetero_ee_cli.terminal.chat_input import PROMPT, Command, ReadLine, piped_lines, read_entry
 from hetero_ee_cli.terminal.output import complain, echo_prompt, print_tokens, printable, say
-from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.conversation import Conversation
     from hetero_ee.decoding.reply import Reply
-    from hetero_ee.decoding.result import GenerationResult
-    from hetero_ee.engine import Engine
 
 COMMANDS = {
     "/clear": "forget all messages",
@@ -57,11 +52,7 @@ class ChatOptions:
     ] = None
 
     def template(self) -> str | None:
-        """Return the text of the template's file, None without one.
-
-        Raises:
-            UsageError: if it can't be read.
-        """
+        """Return the text of the template's file, None without one."""
         return None if self.chat_template_file is None else read_text("chat template", self.chat_template_file)
 
 
@@ -82,69 +73,46 @@ def chat(
     the prompt, it ends the chat, as do /exit and Ctrl-D. In a pipe, every line is a turn, and each reply ends with a
     newline. --prompt and --file give the first message.
     """
-    first, template = prompts.given(), conversation.template()
-    placed = placement.checked(limits, engine)
-    options, changes = engine.arguments(model), sampling.changes()
-    start_s = time.perf_counter()
-    with stage_progress() as progress:
-        opened = open_engine(options, placed, progress)
-    style = TalkStyle(placement, time.perf_counter() - start_s, has_seed=sampling.has_seed)
-    with opened, opened.chat(conversation.system, chat_template=template, **changes) as talk:
-        try:
-            converse(opened, talk, options["model"], style, first)
-        finally:
-            placement.write_trace_of(opened)
+    first, template, changes = prompts.given(), conversation.template(), sampling.changes()
+    with (
+        session(engine, model, limits, placement) as opened,
+        opened.engine.chat(conversation.system, chat_template=template, **changes) as talk,
+    ):
+        converse(opened, talk, first, has_seed=sampling.has_seed)
 
 
-@dataclass(frozen=True, slots=True)
-class TalkStyle:
-    """How replies are reported, and whether each has a seed of its own."""
-
-    placement: PlacementOptions = field(default_factory=PlacementOptions)
-    load_s: float = 0.0  # what opening the model took
-    has_seed: bool = True  # False: each turn gets a new one
-
-
-def converse(
-    engine: "Engine", conversation: "Conversation", model: str | None, style: TalkStyle, first: str | None
-) -> None:
-    """Answer what is typed or piped until it ends.
-
-    Args:
-        first: A message before that.
-    """
+def converse(session: Session, conversation: "Conversation", first: str | None = None, *, has_seed: bool) -> None:
+    """Answer what is typed or piped until it ends. `first` is a message before that."""
     if not sys.stdin.isatty():
-        Talk(engine, conversation, is_interactive=False, style=style).run(piped_lines(), first)
+        Talk(session, conversation, is_interactive=False, has_seed=has_seed).run(piped_lines(), first)
         return
     from hetero_ee_cli.terminal.line_editor import LineEditor, history_file
 
-    say(f"Chat with {printable(model or 'the demo model')}: /help lists the commands, Ctrl-D ends the chat.")
+    name = printable(session.model or "the demo model")
+    say(f"Chat with {name}: /help lists the commands, Ctrl-D ends the chat.")
     with LineEditor(list(COMMANDS), history_file()) as editor:
-        Talk(engine, conversation, is_interactive=True, style=style).run(editor.read, first)
+        Talk(session, conversation, is_interactive=True, has_seed=has_seed).run(editor.read, first)
 
 
 class Talk:
-    """A talk that answers entries until they end. If interactive, it continues after an error."""
+    """A talk that answers entries until they end.
 
-    def __init__(
-        self, engine: "Engine", conversation: "Conversation", is_interactive: bool, style: TalkStyle | None = None
-    ) -> None:
-        self._engine, self._style = engine, style or TalkStyle()
-        self._conversation, self._is_interactive = conversation, is_interactive
+    If interactive, it continues after an error. Unless it has a seed, each turn gets a new one.
+    """
+
+    def __init__(self, session: Session, conversation: "Conversation", *, is_interactive: bool, has_seed: bool) -> None:
+        self._session, self._conversation = session, conversation
+        self._is_interactive, self._has_seed = is_interactive, has_seed
         self._commands: dict[str, Callable[[str], None]] = {
-            "/clear": self._clear,
-            "/help": self._help,
-            "/regen": self._regenerate,
-            "/stats": self._stats,
+            "/clear": lambda _: conversation.clear(),
+            "/help": lambda _: self._help(),
+            "/regen": lambda _: self._regenerate(),
+            "/stats": lambda _: self._stats(),
             "/system": self._set_system,
         }
 
     def run(self, read_line: ReadLine, first: str | None = None) -> None:
-        """Answer messages and commands.
-
-        Args:
-            read_line: Reads a line of input.
-            first: A message before those that are read.
+        """Answer messages and commands; `first` is a message before those that are read.
 
         Raises:
             KeyboardInterrupt: for a second Ctrl-C at the prompt, or for the first if not interactive.
@@ -189,7 +157,7 @@ class Talk:
 
     def _changes(self) -> dict[str, Any]:
         """Return the sampling options that change in this turn."""
-        return {} if self._style.has_seed else {"seed": new_seed()}
+        return {} if self._has_seed else {"seed": new_seed()}
 
     def _print(self, reply: "Reply") -> None:
         if reply.n_forgotten_messages:
@@ -199,33 +167,20 @@ class Talk:
         sys.stdout.write("\n")
         sys.stdout.flush()
         if reply.result is not None:
-            expected = None if was_interrupted else expected_rate(self._engine, reply.result)
-            self._close_reply(reply, reply.result, expected, start_s)
+            lead, sampling = "\n" if sys.stdout.isatty() else "", reply.sampling
+            report = closing_lines(
+                self._session,
+                reply.result,
+                prompt=f"{reply.n_prefilled_tokens} new + {reply.n_cached_tokens} cached",
+                seed=sampling.seed if sampling.temperature else None,
+                start_s=start_s,
+                is_interrupted=was_interrupted,
+            )
+            say(lead + report + lead)
         if was_interrupted and not self._is_interactive:
             raise KeyboardInterrupt
 
-    def _close_reply(self, reply: "Reply", result: "GenerationResult", expected: float | None, start_s: float) -> None:
-        """Print the closing line of a reply.
-
-        Args:
-            expected: Expected tokens per second.
-        """
-        placement = self._style.placement
-        closing = Closing(
-            prompt=f"{reply.n_prefilled_tokens} new + {reply.n_cached_tokens} cached",
-            context_tokens=self._conversation.context_tokens,
-            seed=reply.sampling.seed if reply.sampling.temperature else None,
-            expected=expected,
-            load_s=self._style.load_s if placement.verbose else None,
-            stats_from_s=start_s if placement.stats else None,
-        )
-        lead = "\n" if sys.stdout.isatty() else ""
-        say(lead + closing_lines(self._engine, result, closing) + lead)
-
-    def _clear(self, _argument: str) -> None:
-        self._conversation.clear()
-
-    def _regenerate(self, _argument: str) -> None:
+    def _regenerate(self) -> None:
         reply = self._conversation.regenerate(**self._changes())
         if reply.sampling.temperature == 0:
             say("(At temperature 0 the reply is always the same; start the chat with --temp for a different one.)")
@@ -234,7 +189,7 @@ class Talk:
     def _set_system(self, text: str) -> None:
         self._conversation.system = text or None
 
-    def _stats(self, _argument: str) -> None:
+    def _stats(self) -> None:
         from hetero_ee_profiles.host.process import peak_memory_bytes
 
         talk = self._conversation
@@ -243,7 +198,7 @@ class Talk:
             f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB"
         )
 
-    def _help(self, _argument: str) -> None:
+    def _help(self) -> None:
         for name, meaning in COMMANDS.items():
             say(f"{name:8}  {meaning}")
         say('Lines between two """ are one message; a backslash at the end of a line continues it on the next.')

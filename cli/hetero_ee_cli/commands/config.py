@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hetero_ee.config import cache_folder, data_folder
-from hetero_ee.config.settings import Resolved, Settings, read_settings
+from hetero_ee.config.settings import Settings, read_settings
 from hetero_ee.config.toml_file import is_in_sight
 from hetero_ee.options.engine import SETTINGS
 from hetero_ee_cli.options.engine import ModelOptions
@@ -33,7 +33,10 @@ def show(engine: ModelOptions, as_json: Json = False) -> None:
         print_document({"settings": values, "paths": paths})
         return
     rows = [("setting", "value", "source")]
-    rows += [(found.setting.setting, _shown(found), found.source) for found in resolved]
+    for found in resolved:
+        text = str(found.value).lower() if isinstance(found.value, bool) else printable(str(found.value))
+        shown = found.setting.default_text if found.value is None else text
+        rows.append((found.setting.setting, shown, found.source))
     rows += [("", "", ""), ("path", "", "")]
     missing = {} if is_in_sight(settings.file) else {"config_file": "no such file"}
     rows += [(name, printable(path or ""), missing.get(name, "")) for name, path in paths.items()]
@@ -55,9 +58,3 @@ def _paths(settings: Settings) -> dict[str, Path | None]:
         "profiles": data_folder(settings) / "profiles",
         "hugging_face_cache": Path(constants.HF_HUB_CACHE),
     }
-
-
-def _shown(found: Resolved) -> str:
-    if isinstance(found.value, bool):
-        return str(found.value).lower()
-    return found.setting.default_text if found.value is None else printable(str(found.value))

@@ -54,11 +54,7 @@ def _cells(row: "ImportedType") -> tuple[str, ...]:
 
 
 def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:
-    """Return the store of the model.
-
-    Args:
-        keeps_stores: Whether a model that is a store already is fine.
-    """
+    """Return the store of the model. `keeps_stores`: whether a model that is a store already is fine."""
     options = engine.arguments(model)
     if options["model"] is None:
         raise UsageError("no model is named; give a Hugging Face id, or a folder with a checkpoint.")

@@ -1,39 +1,140 @@
 """`hetero-ee eval`: modes side by side on a text, how fast each is and what it changes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
-from hetero_ee.errors import UsageError
-from hetero_ee.options.engine import MODEL_OPTIONS, OFF, PROFILE
+from hetero_ee.errors import UsageError, meant, shown
+from hetero_ee.options.engine import (
+    CERTIFIED,
+    MODEL_OPTIONS,
+    MODES,
+    N_PROMPT_TOKENS,
+    N_PROMPTS,
+    OFF,
+    PLAN_OPTIONS,
+    PROFILE,
+)
 from hetero_ee.options.sampling import SAMPLING
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
-from hetero_ee_cli.options.evaluation import EvalOptions
-from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.placement import Placed, PlacementOptions, open_engine
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.flags import Json, hardware_names, one_of, with_options
+from hetero_ee_cli.options.placement import LimitOptions, Placed, PlacementOptions, open_engine
+from hetero_ee_cli.options.sampling import LENGTH_FLAGS
 from hetero_ee_cli.reports.eval_report import INTERVALS, eval_rows, eval_table, save_eval_plot
 from hetero_ee_cli.terminal.output import encodable, print_document, printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
+from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.evaluation.material import Material
     from hetero_ee.evaluation.open_mode import EngineMode, Variant
-    from hetero_ee.evaluation.run import ModeResult, Refused
+    from hetero_ee.evaluation.run import ModeResult
+    from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee_profiles.hardware import HardwareProfile
 
+STANDARD_INPUT = "-"
 
-@with_options(
-    without={
-        "mode": "its --modes are several",
-        "risk": "it takes several",
-    }
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """Which modes are compared, on which texts, and how the result is shown."""
+
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Held-out text, - for standard input; lines of <|endoftext|> end its documents. [default: full mode's "
+            "own, after short openings]"
+        ),
+    ] = None
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--modes",
+            "--mode",
+            help="Modes to compare with full mode, separated by commas.",
+            autocompletion=one_of(MODES),
+        ),
+    ] = "full,exact"
+    risk: Annotated[
+        str | None, typer.Option(help="For mode certified, one or several, like 0.01,0.05. [default: 0.05]")
+    ] = None
+    n_prompts: Annotated[int, typer.Option(*N_PROMPTS.flags, min=1, max=N_PROMPTS.most, help=N_PROMPTS.help)] = 16
+    n_prompt_tokens: Annotated[
+        int, typer.Option(*N_PROMPT_TOKENS.flags, min=1, max=N_PROMPT_TOKENS.most, help=N_PROMPT_TOKENS.help)
+    ] = 16
+    max_new_tokens: Annotated[
+        int, typer.Option(*LENGTH_FLAGS, min=2, max=2**20, help="Tokens to generate, and to score, after each.")
+    ] = 128
+    seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="Of own held-out texts, and of the intervals.")] = 0
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="Emulate this machine, a shipped profile or a profile's JSON file. [default: run on this one]",
+            autocompletion=hardware_names,
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot speed against quality to a PNG or SVG file; needs the extra [plot].")
+    ] = None
+    as_json: Json = False
+
+    def held_out(self) -> tuple[str | None, str]:
+        """Return the text of --text and its name for people; None and an empty name if it was not given."""
+        if self.text is None:
+            return None, ""
+        is_input = str(self.text) == STANDARD_INPUT
+        content = read_text("text", None if is_input else self.text)
+        return content, "standard input" if is_input else printable(self.text.name)
+
+    def material(self, spec: "ModelSpec", folder: Path, content: str | None, name: str) -> "Material":
+        """Return the texts: chunks of the content, or openings for the model to continue."""
+        from hetero_ee.evaluation.material import of_text, of_the_model
+        from hetero_ee.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(folder, spec.vocab_size)
+        if content is None:
+            return of_the_model(tokenizer, self.n_prompts)
+        return of_text(tokenizer, content, self.n_prompts, self.n_prompt_tokens, self.max_new_tokens, name)
+
+    def variants(self, usual: "Limits") -> "dict[Variant, Limits]":
+        """Return the modes, full mode first, with the limits each is planned by."""
+        from hetero_ee.evaluation.open_mode import FULL, Variant
+
+        names = [FULL, *self._modes()]
+        risks: Sequence[float | None] = [None] if self.risk is None else _risks(self.risk)
+        if self.risk is not None and CERTIFIED not in names:
+            raise UsageError(PLAN_OPTIONS["risk"], f" is of mode {CERTIFIED}; drop it, or add that mode.")
+        return {
+            Variant(name, share): replace(usual, mode=name, risk=share)
+            for name in names
+            for share in (risks if name == CERTIFIED else [None])
+        }
+
+    def _modes(self) -> list[str]:
+        names = [word.strip() for word in self.mode.split(",")]
+        for name in names:
+            if name not in MODES:
+                raise UsageError(f"--modes is {shown(self.mode)} and {shown(name)} is none; {meant(name, MODES)}")
+        return names
+
+
+def _risks(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        expected = "expected shares of tokens separated by commas, like 0.05."
+        raise UsageError(PLAN_OPTIONS["risk"], f" is {shown(text)}; {expected}") from error
+
+
+@with_options(without={"mode": "its --modes are several", "risk": "it takes several"})
 def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model: ModelArgument = None) -> None:
     """Run modes on the same texts and show how fast each is and what it changes, with intervals over the texts.
 
@@ -43,6 +144,7 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
     """
     with ending_at_once():
         from hetero_ee.calibration.plot import picture_format, require_matplotlib
+        from hetero_ee.evaluation.run import Refused, evaluate
         from hetero_ee.planning.hardware import hardware_from
     if wanted.plot is not None:
         picture_format(wanted.plot)  # refused now, not after minutes of work
@@ -58,7 +160,15 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
         material = wanted.material(spec, folder, content, text_name)
         longest = max(map(len, material.prompts)) + wanted.max_new_tokens
         opening = _Opening(engine, model, variants, profile, next(iter(limits.flags()), ""), longest, progress)
-        found, refused = _results(opening, material, wanted.max_new_tokens, wanted.seed)
+        found: list[ModeResult] = []
+        refused: list[Refused] = []
+        way = list(variants), opening.mode, wanted.max_new_tokens
+        for result in evaluate(material, *way, seed=wanted.seed, progress=progress):
+            if isinstance(result, Refused):
+                progress(f"{result.variant.name} is left out: {result.reason}", 0, 0)
+                refused.append(result)
+            else:
+                found.append(result)
     sizes = f"{wanted.n_prompts} texts of {wanted.max_new_tokens} tokens"
     title = f"{printable(model_name)}, {sizes}, {material.description}"
     if profile is not None:
@@ -100,11 +210,6 @@ class _Opening:
             yield EngineMode(opened, emulates=self.hardware is not None)
 
     def _options(self) -> dict[str, Any]:
-        """Return the options of Engine.from_pretrained.
-
-        Raises:
-            UsageError: if the context is too short.
-        """
         options = self.engine.arguments(self.model)
         asked, needed = options["context_tokens"], self.least_context_tokens
         if asked and asked < needed:
@@ -116,22 +221,3 @@ class _Opening:
             )
         emulated = {} if self.hardware is None else {"profile": self.hardware, "emulate": True}
         return options | {"context_tokens": asked or needed} | emulated
-
-
-def _results(
-    opening: _Opening, material: "Material", n_new_tokens: int, seed: int
-) -> "tuple[list[ModeResult], list[Refused]]":
-    """Return the results of the modes that could be opened, and the others."""
-    from hetero_ee.evaluation.run import Refused, evaluate
-
-    found: list[ModeResult] = []
-    refused: list[Refused] = []
-    for result in evaluate(
-        material, list(opening.limits), opening.mode, n_new_tokens, seed=seed, progress=opening.progress
-    ):
-        if isinstance(result, Refused):
-            opening.progress(f"{result.variant.name} is left out: {result.reason}", 0, 0)
-            refused.append(result)
-        else:
-            found.append(result)
-    return found, refused

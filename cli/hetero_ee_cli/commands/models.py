@@ -12,8 +12,7 @@ import typer
 from hetero_ee.config import cache_folder
 from hetero_ee.config.toml_file import expanded
 from hetero_ee.errors import UsageError
-from hetero_ee_cli.options.completion import model_names
-from hetero_ee_cli.options.flags import Json
+from hetero_ee_cli.options.flags import Json, model_names
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -54,8 +53,7 @@ def list_models(as_json: Json = False) -> None:
 
 def remove(
     names: Annotated[
-        list[str],
-        typer.Argument(help="Names as listed, or unambiguous prefixes of them.", autocompletion=model_names),
+        list[str], typer.Argument(help="Names as listed, or unambiguous prefixes of them.", autocompletion=model_names)
     ],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Remove without asking.")] = False,
 ) -> None:
@@ -125,7 +123,6 @@ def _agrees(chosen: "list[StoredModel]") -> bool:
 
 
 def _row(model: "StoredModel") -> tuple[str, ...]:
-    """Return the cells of COLUMNS."""
     calibration = "yes" if model.has_calibration else "-"
     day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
     made = printable(model.source_format or ""), printable(model.quantizer or "")

@@ -1,5 +1,6 @@
 """`hetero-ee plan`: where every part of a model would go, why, and how fast that should be."""
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,12 +9,11 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
-from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.errors import HeteroError
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.planning import Hardware, LimitOptions
-from hetero_ee_cli.reports.curve import curve_text, save_curve
-from hetero_ee_cli.reports.plan_report import PROMPT, command_line, show, what_if_lines
+from hetero_ee_cli.options.placement import Hardware, LimitOptions
+from hetero_ee_cli.reports.plan_report import PROMPT, curve_text, save_curve, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -96,8 +96,7 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
     weights = engine.arguments()["quantizer"], engine.given.get("sparsity")
     subject = _Subject(engine.named(model), wanted, *weights)
     if wanted.plan_file is not None:
-        if given := limits.flags():
-            raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
+        limits.check_alone(wanted.plan_file)
         _explain_file(wanted.plan_file, subject, engine)
         return
     with stage_progress() as progress:
@@ -106,8 +105,10 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
         from hetero_ee_profiles.records import to_json
 
         print(to_json(request.made.sealed), end="")
-    elif wanted.curve or wanted.curve_file:
-        _plot(request, wanted.curve_file)
+    elif wanted.curve_file is not None:
+        save_curve(request, wanted.curve_file)
+    elif wanted.curve:
+        show(curve_text(request))
     else:
         _explain(request, subject)
 
@@ -143,12 +144,7 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
 
 
 def _own_statistics(
-    spec: "ModelSpec",
-    folder: Path,
-    profile: "HardwareProfile",
-    limits: "Limits",
-    subject: _Subject,
-    progress: Progress,
+    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", subject: _Subject, progress: Progress
 ) -> "Statistics":
     """Return the statistics of the calibration and the draft head that opening this model would find.
 
@@ -156,14 +152,13 @@ def _own_statistics(
     """
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
+    from hetero_ee.opening import warner
     from hetero_ee.options.engine import CERTIFIED
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.store.reader import is_store
 
-    def warn(remark: str) -> None:
-        progress(remark, 0, 0)
-
+    warn = warner(progress)
     if not is_store(folder) and not any(folder.glob("*.safetensors")):  # a configuration alone, to plan on paper
         return Statistics()
     try:
@@ -190,9 +185,8 @@ def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:
     made = Plan.load(file)
     if subject.model is not None or subject.wanted.random_weights is not None:
         with stage_progress() as progress:
-            spec, _, _ = engine.model_spec(
-                subject.model, subject.wanted.random_weights, progress, configuration_only=True
-            )
+            named = subject.model, subject.wanted.random_weights
+            spec, _, _ = engine.model_spec(*named, progress, configuration_only=True)
         check_fits(made, spec)
     if subject.wanted.as_json:
         print(to_json(made.sealed), end="")
@@ -205,24 +199,5 @@ def _explain(request: "Request", subject: _Subject) -> None:
     from hetero_ee.planning.reports.pins import pins
 
     options = [word for pin in pins(request.made, request.limits) for word in pin]
-    advice = what_if_lines(request)
-    show(
-        "\n".join(
-            [
-                explained(request.made),
-                *(["", *advice] if advice else []),
-                "",
-                command_line(["hetero-ee", *subject.words(), *options]),
-            ]
-        )
-    )
-
-
-def _plot(request: "Request", file: Path | None) -> None:
-    from hetero_ee.planning.reports.what_if import vram_curve
-
-    curve = vram_curve(request)
-    if file is not None:
-        save_curve(curve, request, file)
-    else:
-        show(curve_text(curve, request))
+    advice, command = what_if_lines(request), shlex.join(["hetero-ee", *subject.words(), *options])
+    show("\n".join([explained(request.made), *(["", *advice] if advice else []), "", command]))

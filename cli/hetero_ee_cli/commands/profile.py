@@ -67,11 +67,7 @@ def profile_for(
     refresh: bool = False,
     threads: tuple[int, ...] = (),
 ) -> "HardwareProfile":
-    """Return this machine's profile for the model, kept or measured now.
-
-    Args:
-        folder: None for random weights.
-    """
+    """Return this machine's profile for the model, kept or measured now. `folder`: None for random weights."""
     import torch
 
     from hetero_ee.profiling.automatic import profile_here
@@ -113,10 +109,8 @@ def _shown(found: "HardwareProfile", name: str) -> str:
 
 
 def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
-    """Return a table in microseconds with a column for each number of tokens: products, overheads, attention.
-
-    Args:
-        title: The device and what was done with its memory, at the rate that follows.
+    """Return a table in microseconds with a column for each number of tokens: products, overheads, attention. `title`:
+    the device and what was done with its memory, at the rate that follows.
     """
     read, counts = times.read_bytes_per_s, sorted({row.m for row in times.matmuls})
     lines = [

@@ -38,7 +38,6 @@ def search(
 
 
 def _row(model: "FoundModel") -> tuple[str, ...]:
-    """Return the cells of COLUMNS."""
     n = model.n_parameters
     sizes = ("?", "?") if n is None else (f"{n / 1e9:.2f} B", f"{n * INT4_BYTES / 2**30:.1f} GiB")
     return (printable(model.name), *sizes, f"{model.n_downloads:,}", "gated" if model.is_gated else "open")

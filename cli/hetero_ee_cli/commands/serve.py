@@ -11,8 +11,7 @@ from hetero_ee.serving.settings import SERVER_OPTIONS, ServerSettings
 from hetero_ee_cli.commands.chat import ChatOptions
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import OptionGroup, with_options
-from hetero_ee_cli.options.placement import PlacementOptions, open_engine
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.placement import LimitOptions, PlacementOptions, open_engine
 from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.terminal.output import say
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -35,11 +34,6 @@ class ServerOptions(OptionGroup):
     OPTIONS: ClassVar = {name: each for name, each in SERVER_OPTIONS.items() if each.flags} | {"api_key_file": KEY_FILE}
 
     def settings(self, model: str | None) -> ServerSettings:
-        """Return the settings.
-
-        Raises:
-            UsageError: if a value is impossible, or the key's file can't be read.
-        """
         given: dict[str, Any] = {"model_name": Path(model or "demo").name} | self.given
         file = given.pop(KEY_FILE.name, None)
         if file is not None:
@@ -98,11 +92,6 @@ def _without_prompts(progress: Progress) -> Progress:
 
 
 def _require_extra() -> None:
-    """Check that the packages of the extra are installed.
-
-    Raises:
-        HeteroError: if one is missing.
-    """
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         raise HeteroError(f"serve needs {missing[0]}, which is not installed; pip install 'hetero-ee[server]'.")

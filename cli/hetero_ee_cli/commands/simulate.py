@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import UsageError
-from hetero_ee_cli.options.completion import hardware_names
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
-from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.placement import Placed, PlacementOptions
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.flags import Json, hardware_names, with_options
+from hetero_ee_cli.options.placement import LimitOptions, Placed, PlacementOptions
 from hetero_ee_cli.options.prompt import PromptOptions
 from hetero_ee_cli.options.sampling import LENGTH_FLAGS
 from hetero_ee_cli.reports.run_report import draft_words, exit_words, lane_lines, run_document, traffic_lines
@@ -51,8 +49,7 @@ class SimulateOptions:
     """The machine, the lengths, and how the result is shown."""
 
     hardware: Annotated[
-        str,
-        typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names),
+        str, typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names)
     ] = "rtx-4060-laptop-8gb"
     max_new_tokens: Annotated[int, typer.Option(*LENGTH_FLAGS, min=1, max=2**20, help="Tokens to generate.")] = 64
     random_weights: RandomWeights = None
@@ -103,11 +100,7 @@ def simulate(
 
 
 def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, counts: tuple[int, int]) -> _Simulated:
-    """Simulate a model with random weights.
-
-    Args:
-        counts: Tokens of the prompt and of the text.
-    """
+    """Simulate a model with random weights. `counts`: tokens of the prompt and of the text."""
     from hetero_ee.decoding.simulation import of_shapes
     from hetero_ee.planning.context import grown
     from hetero_ee.planning.planner import check_fits

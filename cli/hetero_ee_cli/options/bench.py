@@ -54,7 +54,6 @@ class BenchOptions:
 
     @property
     def style(self) -> str:
-        """The format of the rows."""
         return "json" if self.as_json else self.output
 
     @property
@@ -67,11 +66,7 @@ class BenchOptions:
         return (FULL, EXACT) if self.mode == ALL else (self.mode or usual,)
 
     def tests(self) -> list[Test]:
-        """Return (prompt, text, depth) of each test, prompts first as in llama-bench.
-
-        Raises:
-            UsageError: if there is nothing to measure.
-        """
+        """Return (prompt, text, depth) of each test, prompts first as in llama-bench."""
         prompts, texts = _numbers(self.n_prompt, "-p"), _numbers(self.n_gen, "-n")
         pairs = [*((n, 0) for n in prompts if n), *((0, n) for n in texts if n)]
         depths = _numbers(self.n_depth, "-d")
@@ -80,11 +75,7 @@ class BenchOptions:
         return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
 
     def thread_counts(self, usual: int) -> tuple[int, ...]:
-        """Return the numbers of threads to measure with; `usual` is what the settings say.
-
-        Raises:
-            UsageError: if there are fewer processors.
-        """
+        """Return the numbers of threads to measure with; `usual` is what the settings say."""
         with ending_at_once():
             from hetero_ee_profiles.host.process import processor_count, usable_threads
 
@@ -95,11 +86,7 @@ class BenchOptions:
         return tuple(usable_threads(count) for count in counts or [usual])
 
     def rates(self) -> "DraftRates | None":
-        """Return how often synthetic drafts are right, None for real drafts.
-
-        Raises:
-            UsageError: if the rates are impossible.
-        """
+        """Return how often synthetic drafts are right, None for real drafts."""
         if self.synthetic_acceptance is None:
             return None
         from hetero_ee.planning.statistics import DraftRates
@@ -112,13 +99,8 @@ class BenchOptions:
             raise UsageError(f"--synthetic-acceptance is {shown(self.synthetic_acceptance)}; {expected}") from error
 
     def check(self, random_weights: str | None) -> None:
-        """Check the values, and that they are possible together.
-
-        Args:
-            random_weights: The model's shapes, if its weights are random.
-
-        Raises:
-            UsageError: if they are not.
+        """Check the values, and that they are possible together. `random_weights`: the model's shapes, if its weights
+        are random.
         """
         if self.style not in FORMATS:
             raise UsageError(f"--output is {shown(self.style)}; expected one of {', '.join(FORMATS)}.")
@@ -139,7 +121,6 @@ class BenchOptions:
 
 
 def _numbers(text: str, flag: str) -> list[int]:
-    """Return whole numbers separated by commas."""
     words = text.split(",")
     if not all(word.isascii() and word.isdecimal() and len(word) < 9 and int(word) <= MAX_TOKENS for word in words):
         raise UsageError(f"{flag} is {shown(text)}; expected whole numbers up to {MAX_TOKENS}, separated by commas.")

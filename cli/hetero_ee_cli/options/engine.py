@@ -9,8 +9,7 @@ from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.engine import MODEL, MODEL_OPTIONS, PROFILE, SETTINGS
-from hetero_ee_cli.options.completion import model_names, shape_names
-from hetero_ee_cli.options.flags import OptionGroup
+from hetero_ee_cli.options.flags import OptionGroup, model_names, shape_names
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -38,24 +37,15 @@ class ModelOptions(OptionGroup):
     COMPLETIONS: ClassVar = {MODEL_FLAG: model_names}
 
     def named(self, argument: str | None) -> str | None:
-        """Return the model named by the argument or --model, None if neither is given.
-
-        Raises:
-            UsageError: if they name two models.
-        """
+        """Return the model named by the argument or --model, None if neither is given."""
         flag: str | None = self.given.get(MODEL_FLAG)
         if argument is not None and flag is not None and argument != flag:
             raise UsageError(f"two models are named, {shown(argument)} and {shown(flag)}; name one.")
         return flag if argument is None else argument
 
     def arguments(self, model: str | None = None) -> dict[str, Any]:
-        """Return `model` and the options of `Engine.from_pretrained`, settings included.
-
-        Args:
-            model: The command's argument.
-
-        Raises:
-            UsageError: if a value is impossible.
+        """Return `model` and the options of `Engine.from_pretrained`, settings included. `model`: the command's
+        argument.
         """
         settings, found = read_settings(), {"model": self.named(model)} | self.given
         found.pop(MODEL_FLAG, None)
@@ -85,10 +75,8 @@ class ModelOptions(OptionGroup):
     ) -> "tuple[ModelSpec, str, Path | None]":
         """Return the model's shapes, its name for people, and its folder, None for random weights.
 
-        With --sparsity, FFNs are neuron-major and expected to use as many neurons as calibrated.
-
-        Args:
-            configuration_only: Download only the configuration of a Hugging Face id.
+        With --sparsity, FFNs are neuron-major and expected to use as many neurons as calibrated. `configuration_only`
+        downloads only the configuration of a Hugging Face id.
         """
         from hetero_ee.hub.config_file import read_spec
         from hetero_ee.hub.model_id import model_name

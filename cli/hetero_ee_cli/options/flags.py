@@ -1,4 +1,7 @@
-"""How commands share options: a group states or names each option once, and typer sees its options as parameters."""
+"""How commands share options: a group states or names each option once, and typer sees its options as parameters.
+
+Completion runs at every press of Tab, so nothing heavy is imported.
+"""
 
 import functools
 import inspect
@@ -9,7 +12,10 @@ from typing import Annotated, Any, ClassVar, get_args
 
 import typer
 
+from hetero_ee.config import cache_folder
+from hetero_ee.errors import HeteroError
 from hetero_ee.options.option import Option
+from hetero_ee.weights.store.names import MANIFEST_FILE, STORES_FOLDER
 
 Command = Callable[..., None]
 Completion = Callable[[str], list[str]]
@@ -28,8 +34,30 @@ class OptionGroup:
 
 
 def one_of(values: Sequence[str]) -> Completion:
-    """Return a completion to one of these values."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Complete to converted models in the cache folder."""
+    try:
+        found = sorted(file.parent.name for file in (cache_folder() / STORES_FOLDER).glob(f"*/{MANIFEST_FILE}"))
+    except (HeteroError, OSError):  # completion never complains
+        return []
+    return one_of(found)(incomplete)
+
+
+def hardware_names(incomplete: str) -> list[str]:
+    """Complete to shipped profiles."""
+    from hetero_ee_profiles.reference import reference_names
+
+    return one_of(reference_names())(incomplete)
+
+
+def shape_names(incomplete: str) -> list[str]:
+    """Complete to models with known shapes."""
+    from hetero_ee.models.known_shapes import SHAPES
+
+    return one_of(tuple(SHAPES))(incomplete)
 
 
 def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
@@ -68,12 +96,10 @@ def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Comma
 
 
 def option_names(group: Any) -> list[str]:
-    """Return the names of a group's options."""
     return [member.name for member in _members(group)]
 
 
 def typer_option(option: Option, completion: Completion | None = None) -> Any:
-    """Return the option as typer takes it in an annotation."""
     complete = completion or (one_of(option.choices) if option.choices else None)
     return typer.Option(*option.flags, help=option.full_help, metavar=option.metavar, autocompletion=complete)
 
@@ -83,7 +109,6 @@ def _is_group(annotation: Any) -> bool:
 
 
 def _members(group: Any) -> Iterator[inspect.Parameter]:
-    """The group's options as keyword parameters."""
     if is_dataclass(group):
         stated = [(member.name, member.type, member.default) for member in fields(group)]
     else:

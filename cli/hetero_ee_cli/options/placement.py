@@ -1,9 +1,12 @@
-"""Options that say where a model runs and with which drafts, and the engine they open.
+"""Options that say where a model runs, within which limits and with which drafts, and the engine they open.
 
 A plan is made by this machine's profile, which is measured at first use, unless the setting `profile` is off.
 """
 
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -12,11 +15,11 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
-from hetero_ee.errors import UsageError
-from hetero_ee.options.engine import OFF, PLAN, RUN_OPTIONS
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.options.engine import OFF, PLAN, PLAN_OPTIONS, RUN_OPTIONS
 from hetero_ee_cli.options.engine import ModelOptions
-from hetero_ee_cli.options.flags import typer_option
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.flags import OptionGroup, hardware_names, one_of, typer_option
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -24,6 +27,63 @@ if TYPE_CHECKING:
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.devices.timeline import Span
+
+ALL_LAYERS = 2**20  # more than any model has
+LAYER_WORDS = {"auto": None, "-1": None, "all": ALL_LAYERS, "-2": ALL_LAYERS}  # the numbers as llama.cpp has them
+DEVICE_WORDS = {"cpu": "cpu", "cuda0": "gpu", "cuda:0": "gpu"}  # of other tools' overrides
+
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="Shipped profile of the machine, or a profile's JSON file. [default: this machine, measured]",
+        autocompletion=hardware_names,
+    ),
+]
+
+
+class LimitOptions(OptionGroup):
+    """Limits and pins of a plan. Those that are not given are the planner's choice."""
+
+    PANEL: ClassVar = "Placement"
+    OPTIONS: ClassVar = PLAN_OPTIONS
+    COMPLETIONS: ClassVar = {"gpu_layers": one_of(("auto", "all"))}
+
+    def flags(self) -> list[str]:
+        return [self.OPTIONS[name].flag for name in self.given]
+
+    def check_alone(self, plan_file: Path | None) -> None:
+        """Check that there is no plan as well, which would already decide."""
+        if plan_file is not None and self.given:
+            given = self.flags()[0]
+            raise UsageError(f"a plan already decides what {given} would; drop {given} or --plan.")
+
+    def limits(self, model: ModelOptions) -> "Limits":
+        with ending_at_once():
+            from hetero_ee.costs.kv_types import default_kv_type
+            from hetero_ee.planning.limits import Limits
+
+        opening, given = model.arguments(), dict(self.given)
+        if "gpu_layers" in given:
+            given["gpu_layers"] = _layers(given["gpu_layers"])
+        if "override" in given:
+            given["override"] = [_with_our_device(text) for text in given["override"]]
+        same = {name: opening[name] for name in ("context_tokens", "threads")}
+        return Limits.of({"kv_type": default_kv_type(opening["quantizer"])} | given | same)
+
+
+def _layers(text: str) -> int | None:
+    """Return the number of layers that -ngl asks for, None to leave it to the planner."""
+    if text in LAYER_WORDS:
+        return LAYER_WORDS[text]
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise UsageError(PLAN_OPTIONS["gpu_layers"], f" is {shown(text)}; expected a number of layers, all or auto.")
+    return int(text)
+
+
+def _with_our_device(override: str) -> str:
+    """Return the override with our names for the devices that other tools call CPU and CUDA0."""
+    pattern, equals, device = override.rpartition("=")
+    return f"{pattern}{equals}{DEVICE_WORDS.get(device.lower(), device)}"
 
 
 DRAFT_HEAD = RUN_OPTIONS["draft_head"]
@@ -46,14 +106,9 @@ class PlacementOptions:
     )
 
     def checked(self, limits: LimitOptions, engine: ModelOptions) -> "Placed":
-        """Check the options before any model is loaded, and load the plan.
-
-        Raises:
-            UsageError: if something is not possible.
-        """
+        """Check the options before any model is loaded, and load the plan."""
         given = limits.flags()
-        if self.plan_file is not None and given:
-            raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
+        limits.check_alone(self.plan_file)
         requested = limits.limits(engine)
         if self.draft_head is not None:
             _check_head(self.draft_head)
@@ -67,21 +122,10 @@ class PlacementOptions:
         return Placed(asking[0] if asking else "", requested, plan, self)
 
     def write_trace(self, spans: "Sequence[Span]", title: str) -> None:
-        """Write the file of --trace, if it was given.
-
-        Raises:
-            UsageError: if the file can't be written.
-            DiskFullError: if the disk is full.
-        """
         if self.trace is not None:
             from hetero_ee.runtime.trace import write_trace
 
             write_trace(self.trace, spans, title)
-
-    def write_trace_of(self, engine: "Engine") -> None:
-        """Write everything that the engine ran by its plan to the file of --trace."""
-        if engine.plan is not None:
-            self.write_trace(engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +139,10 @@ class Placed:
 
     @property
     def traces(self) -> bool:
-        """Whether to record what runs where and when."""
         return self.options.stats or self.options.trace is not None
 
 
 def _check_head(head: str) -> None:
-    """Check that the text is the folder of a draft head, or an id."""
     from hetero_ee.hub.draft_head import is_head_id
 
     if not is_head_id(head) and not (Path(head) / "config.json").is_file():
@@ -108,10 +150,8 @@ def _check_head(head: str) -> None:
 
 
 def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":
-    """Open the engine. If no option asks for a plan, a plan that can't be made is only a remark.
-
-    Args:
-        options: `model` and options of Engine.from_pretrained.
+    """Open the engine. If no option asks for a plan, a plan that can't be made is only a remark. `options`: `model` and
+    options of Engine.from_pretrained.
     """
     profile = options.get("profile") or read_settings().value("profile")
     if placed.asking and placed.plan is None and profile == OFF:
@@ -129,3 +169,28 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         progress=progress,
         **options,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A model opened by a command that writes texts."""
+
+    engine: "Engine"
+    model: str | None  # as the user named it
+    placement: PlacementOptions
+    load_s: float  # seconds that opening it needed
+
+
+@contextmanager
+def session(
+    model: ModelOptions, argument: str | None, limits: LimitOptions, placement: PlacementOptions
+) -> Iterator[Session]:
+    """Open the model, and write the trace of what it ran at the end."""
+    placed, options = placement.checked(limits, model), model.arguments(argument)
+    start_s = time.perf_counter()
+    with stage_progress() as progress, open_engine(options, placed, progress) as engine:
+        try:
+            yield Session(engine, options["model"], placement, time.perf_counter() - start_s)
+        finally:
+            if engine.plan is not None:
+                placement.write_trace(engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")

@@ -11,8 +11,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 
 STANDARD_INPUT = "-"
 PromptArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="PROMPT", help="The text to begin with; - reads it from standard input."),
+    str | None, typer.Argument(metavar="PROMPT", help="The text to begin with; - reads it from standard input.")
 ]
 
 
@@ -28,13 +27,8 @@ class PromptOptions:
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read it from a file.")] = None
 
     def given(self, argument: str | None = None) -> str | None:
-        """Return the prompt, None without one. A final newline of a file or standard input is dropped.
-
-        Args:
-            argument: The prompt given without a flag; - reads standard input.
-
-        Raises:
-            UsageError: if there are two prompts, or an empty one.
+        """Return the prompt, None without one. A final newline of a file or standard input is dropped. `argument`: the
+        prompt given without a flag; - reads standard input.
         """
         prompts = [each for each in (argument, self.prompt) if each is not None]
         if len(prompts) + (self.file is not None) > 1:
@@ -49,11 +43,7 @@ class PromptOptions:
         return text
 
     def required(self, argument: str | None = None) -> str:
-        """Return the prompt, as `given` does.
-
-        Raises:
-            UsageError: if it is missing, or as in `given`.
-        """
+        """Return the prompt, as `given` does."""
         text = self.given(argument)
         if text is None:
             raise UsageError("give one prompt: as an argument, with --prompt, with --file, or - for standard input.")

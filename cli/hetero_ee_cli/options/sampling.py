@@ -1,13 +1,16 @@
 """Options that say how tokens are chosen and when a text ends."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hetero_ee.errors import UsageError
 from hetero_ee.options.sampling import RANDOM, SAMPLING, UNLIMITED, SamplingParams
 from hetero_ee_cli.options.flags import OptionGroup
+from hetero_ee_cli.terminal.text_file import read_text
 
-FORMS = ("json_schema", "grammar")  # whose flags name files, see constraint.py
+FORMS = ("json_schema", "grammar")  # whose flags name files
 LENGTH_FLAGS = SAMPLING["max_new_tokens"].flags
 
 
@@ -23,11 +26,7 @@ class SamplingOptions(OptionGroup):
         return bool(self.given.get("seed", RANDOM) != RANDOM)
 
     def changes(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that were given, and always a seed.
-
-        Raises:
-            UsageError: if a value is impossible.
-        """
+        """Return the fields of SamplingParams that were given, and always a seed."""
         if "" in self.given.get("stop", ()):
             raise UsageError(SAMPLING["stop"], " is empty, which every text holds; give the string that ends the text.")
         length, option = self.given.get("max_new_tokens", 1), SAMPLING["max_new_tokens"]
@@ -43,6 +42,18 @@ class SamplingOptions(OptionGroup):
         return changes
 
 
+class ConstraintOptions(OptionGroup):
+    """Files with a JSON Schema or a grammar."""
+
+    PANEL: ClassVar = "Text"
+    OPTIONS: ClassVar = {name: replace(SAMPLING[name], typed=Path) for name in FORMS}
+
+    def changes(self) -> dict[str, str]:
+        found = {name: read_text(name, file) for name, file in self.given.items()}
+        if found:
+            SamplingParams(**found)  # type: ignore[arg-type]  # checks them now, not after a conversion
+        return found
+
+
 def new_seed() -> int:
-    """Return a seed for a text whose user chose none."""
     return time.time_ns() % 2**32

@@ -134,7 +134,6 @@ def footer(rows: list[Row]) -> str:
 
 
 def whole_document(rows: list[Row], style: str) -> str:
-    """Return all rows as JSON or CSV."""
     if style == "json":
         return json.dumps(rows, indent=1) + "\n"
     text = io.StringIO()
@@ -149,5 +148,4 @@ def whole_document(rows: list[Row], style: str) -> str:
 
 
 def profile_date(profile: "HardwareProfile") -> str:
-    """Return the date on which the profile was measured."""
     return profile.cpu[0].read_bytes_per_s.origin.date

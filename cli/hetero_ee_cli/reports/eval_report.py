@@ -30,10 +30,8 @@ INTERVALS = "\N{PLUS-MINUS SIGN}: half of the 95 % interval over the texts."
 
 
 def eval_table(results: "Sequence[ModeResult]", plus_minus: str) -> str:
-    """Return a table with a row for each mode. Columns without any count are left out.
-
-    Args:
-        plus_minus: The sign between a value and its interval, as the output can show it.
+    """Return a table with a row for each mode. Columns without any count are left out. `plus_minus`: the sign between a
+    value and its interval, as the output can show it.
     """
     shown = [each for each in COLUMNS if any(getattr(result, each[1]) is not None for result in results)]
     rows = [("", *(title for title, _, _ in shown))]
@@ -53,11 +51,8 @@ def _cell(estimate: "Estimate | None", style: str, plus_minus: str) -> str:
 
 def eval_rows(results: "Sequence[ModeResult | Refused]") -> list[dict[str, Any]]:
     """Return the rows for JSON, where null stands for infinity."""
-    return [_finite(asdict(each.variant) | {"name": each.variant.name} | _fields(each)) for each in results]
-
-
-def _fields(result: "ModeResult | Refused") -> dict[str, Any]:
-    return {name: value for name, value in asdict(result).items() if name != "variant"}
+    fields = [(each.variant.name, asdict(each)) for each in results]
+    return [_finite(each.pop("variant") | {"name": name} | each) for name, each in fields]
 
 
 def _finite(value: Any) -> Any:
@@ -70,9 +65,6 @@ def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> N
     """Plot speed over the divergence from full mode, with a line for each mode through its variants.
 
     Perplexity is left out, since its interval mostly shows how much the texts differ in difficulty.
-
-    Raises:
-        UsageError: if matplotlib is missing, or the file can't be written.
     """
     from hetero_ee.calibration.plot import require_matplotlib, save_picture
 

@@ -45,7 +45,6 @@ class Gain:
 
     @property
     def line(self) -> str:
-        """The gain in a sentence or two."""
         before, after = self.before, self.after
         changes = [
             f"{what} {old:.1f} -> {new:.1f}" + (f" ({new / old - 1:+.0%})" if old else "")
@@ -81,10 +80,7 @@ class _Run:
 def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
     """Open the model with plans made by this machine's profile, and generate texts with and without the calibration.
 
-    A machine that was never measured for the model is measured first.
-
-    Args:
-        options: `model` and options of Engine.from_pretrained.
+    A machine that was never measured for the model is measured first. `options`: those of Engine.from_pretrained.
     """
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.planner import plan as make_plan

@@ -1,18 +1,19 @@
-"""Plan as `hetero-ee plan` prints it: advice, the command that runs it, and colours on a terminal."""
+"""Plan as `hetero-ee plan` prints it: advice, colours on a terminal, and the curve along the VRAM budget."""
 
-import os
 import re
-import shlex
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_ee_cli.terminal.output import printable_lines
+from hetero_ee_cli.terminal.output import has_colours, printable_lines
 from hetero_ee_cli.terminal.streams import styled
+from hetero_ee_profiles.units import GIB
 
 if TYPE_CHECKING:
-    from hetero_ee.planning.reports.what_if import Request
+    from hetero_ee.planning.reports.what_if import Curve, Request
 
+BAR_COLUMNS = 50
+USED, ALL = "you are here", "all layers on the GPU"
 NOTHING = 0.01  # of a rate: changes below it are within what predictions err by
 PROMPT = "Once upon a time"
 STYLES = {
@@ -48,15 +49,10 @@ def what_if_lines(request: "Request") -> list[str]:
     return [f"{label:10} {line}" for label, line in zip(["what if", *[""] * len(lines)], lines, strict=False)]
 
 
-def command_line(words: Sequence[str]) -> str:
-    """Return the words as a line for a shell."""
-    return shlex.join(words)
-
-
 def show(text: str) -> None:
     """Print a report, with colours on a terminal unless NO_COLOR is set."""
     text = printable_lines(text)
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not has_colours(sys.stdout):
         print(text)
         return
     from rich.console import Console
@@ -70,3 +66,58 @@ def show(text: str) -> None:
         for run in re.compile(r"(.)\1*").finditer(text, *row.span(1)):
             shown.stylize(LETTER_STYLES[run[1]], *run.span())
     Console(file=styled(sys.stdout), highlight=False, soft_wrap=True).print(shown)
+
+
+def curve_text(request: "Request") -> str:
+    """Return a bar of expected tokens per second for each VRAM budget."""
+    from hetero_ee.planning.reports.what_if import vram_curve
+
+    curve = vram_curve(request)
+    most = max(point.tokens_per_s for point in curve.points)
+    lines = [*_title(request), "", f"{'VRAM GiB':>8}  {'tokens/s':>8}"]
+    for point in curve.points:
+        bar = "#" * round(BAR_COLUMNS * point.tokens_per_s / most)
+        known = ((USED, curve.used_bytes), (ALL, curve.all_bytes))
+        marks = ", ".join(words for words, n_bytes in known if point.vram_budget_bytes == n_bytes)
+        line = f"{point.vram_budget_bytes / GIB:8.2f}  {point.tokens_per_s:8.2f}  {bar}"
+        lines.append(f"{line:{BAR_COLUMNS + 20}}  <- {marks}" if marks else line)
+    return "\n".join([*lines, *_out_of_reach(curve)])
+
+
+def save_curve(request: "Request", file: Path) -> None:
+    """Plot the curve of `curve_text` to a PNG or SVG file."""
+    from hetero_ee.calibration.plot import require_matplotlib, save_picture
+    from hetero_ee.planning.reports.what_if import vram_curve
+
+    curve = vram_curve(request)
+    figure = require_matplotlib().Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([p.vram_budget_bytes / GIB for p in curve.points], [p.tokens_per_s for p in curve.points], marker=".")
+    for words, n_bytes, side, offset in ((USED, curve.used_bytes, "right", -3), (ALL, curve.all_bytes, "left", 3)):
+        if n_bytes <= curve.points[-1].vram_budget_bytes:
+            axes.axvline(n_bytes / GIB, color="C1", linestyle="--")
+            place, upright = (n_bytes / GIB, 0), {"rotation": 90, "ha": side, "va": "bottom"}
+            axes.annotate(words, place, (offset, 8), textcoords="offset points", **upright)
+    axes.set(
+        xlabel="VRAM budget, GiB",
+        ylabel="expected tokens/s",
+        ylim=(0, None),
+        xlim=(0, curve.points[-1].vram_budget_bytes / GIB),
+    )
+    axes.set_title("\n".join([*_title(request), *_out_of_reach(curve)]), fontsize="medium")
+    axes.grid(alpha=0.3)
+    save_picture(figure, file)
+
+
+def _title(request: "Request") -> list[str]:
+    made = request.made
+    derived = "" if made.hardware_kind == "measured" else " (derived from data sheets, nothing measured)"
+    context = f"context {made.context_tokens}, rates after {made.prediction.context_tokens} tokens"
+    return [f"{made.name or made.model} on {made.hardware}{derived}", f"{context}, {made.kv_type} keys and values"]
+
+
+def _out_of_reach(curve: "Curve") -> list[str]:
+    """Return how much more memory all layers need, if the card has too little."""
+    if curve.all_bytes <= curve.points[-1].vram_budget_bytes:
+        return []
+    return [f"{ALL} would take {curve.all_bytes / GIB:.2f} GiB"]

@@ -1,10 +1,8 @@
 """Report of a run: its closing line, the tables of --stats, its keys in JSON."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-from hetero_ee_cli.reports.expectation import slowness
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GenerationResult
@@ -14,50 +12,54 @@ if TYPE_CHECKING:
     from hetero_ee.runtime.devices.traffic import TextTraffic
     from hetero_ee.speculation.exit_statistics import ExitStatistics
     from hetero_ee.speculation.statistics import DraftStatistics
+    from hetero_ee_cli.options.placement import Session
 
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
 BAR_COLUMNS = 40
+SLOW = 0.5  # of the expected speed; predictions are never that far off
+MIN_S, MIN_TOKENS = 1.0, 8  # of a text long enough to judge the speed by
 LEAST_SHARE = 0.005  # of a prompt's time: less is not worth a word
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
-    """Facts for the closing line that the counts and rates of a text lack."""
+def closing_lines(
+    session: "Session",
+    result: "GenerationResult",
+    *,
+    prompt: str,
+    seed: int | None,
+    start_s: float,
+    is_interrupted: bool,
+) -> str:
+    """Return counts and rates of a text, remarks if it was cut or slow, and what --verbose and --stats ask for.
 
-    prompt: str  # of the prompt's tokens
-    context_tokens: int
-    seed: int | None  # None if it did not matter
-    expected: float | None  # tokens per second, None if unknown
-    load_s: float | None  # what opening the model took; None for no times of --verbose
-    stats_from_s: float | None  # when the text began, by time.perf_counter; None for no tables of --stats
-
-
-def closing_lines(engine: "Engine", result: "GenerationResult", closing: Closing) -> str:
-    """Return counts and rates of a text, remarks if it was cut or slow, and what --verbose and --stats ask for."""
+    Args:
+        prompt: The number of the prompt's tokens, in words.
+        seed: None if it did not matter.
+        start_s: When the text began, by time.perf_counter.
+        is_interrupted: The speed of such a text is compared with nothing.
+    """
     from hetero_ee.decoding.result import FinishReason
     from hetero_ee_profiles.host.process import peak_memory_bytes
 
-    found, expected = engine.draft_statistics, closing.expected
+    engine, placement = session.engine, session.placement
+    share, predicted = engine.neuron_share, engine.predicted_share
+    guessed = "" if predicted is None else f", {predicted:.0%} predicted"
+    found, expected = engine.draft_statistics, None if is_interrupted else expected_rate(engine, result)
     reading = "" if found is None else reading_words(found.reading_shares(result.prompt_s))
     parts = [
-        f"prompt {closing.prompt} tok, {result.prompt_tokens_per_s:.1f} t/s{reading}",
+        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s{reading}",
         f"gen {result.n_generated_tokens} tok{_rate(result, expected)}",
         *_mode(engine),
-        *_neurons(engine),
+        *([] if share is None else [f"{share:.0%} of FFN neurons used{guessed}"]),
         f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
-        *([] if closing.seed is None else [f"seed {closing.seed}"]),
+        *([] if seed is None else [f"seed {seed}"]),
     ]
-    uses_gpu = engine.plan is not None and engine.plan.n_bytes("gpu") > 0
-    is_cut = result.finish_reason is FinishReason.CONTEXT
-    return "\n".join(
-        [
-            *([f"(The context of {closing.context_tokens} tokens is full; the text ends here.)"] if is_cut else []),
-            f"[ {' | '.join(parts)} ]",
-            *slowness(result, expected, uses_gpu),
-            *([] if closing.load_s is None else _times(result, closing.load_s)),
-            *([] if closing.stats_from_s is None else _statistics(engine, result, closing.stats_from_s)),
-        ]
-    )
+    lines = [f"[ {' | '.join(parts)} ]"]
+    if result.finish_reason is FinishReason.CONTEXT:
+        lines.insert(0, f"(The context of {engine.context_tokens} tokens is full; the text ends here.)")
+    lines += slowness(result, expected, engine.plan is not None and engine.plan.n_bytes("gpu") > 0)
+    lines += _times(result, session.load_s) if placement.verbose else []
+    return "\n".join(lines + (_statistics(engine, result, start_s) if placement.stats else []))
 
 
 def _rate(result: "GenerationResult", expected: float | None) -> str:
@@ -65,6 +67,41 @@ def _rate(result: "GenerationResult", expected: float | None) -> str:
     if result.n_generated_tokens < 2:
         return ""
     return f", {result.generated_tokens_per_s:.1f} t/s" + ("" if expected is None else f" (expected {expected:.1f})")
+
+
+def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
+    """Return the tokens per second that the plan should reach for this text.
+
+    None if nothing was planned, if there is no profile, if the quality of the drafts is unknown, or if the context grew
+    meanwhile.
+    """
+    from hetero_ee.planning.times.prediction import predicted_text_s
+
+    made, placement = engine.plan, engine.plan_request
+    if made is None or placement is None or placement.profile is None:
+        return None
+    first, last = result.n_prompt_tokens, result.n_prompt_tokens + result.n_generated_tokens
+    growth = engine.executor.growth  # which reads the text again
+    if growth is not None and any(first <= size <= last for size in growth.outgrown):
+        return None
+    counts = result.n_generated_tokens, result.n_prompt_tokens
+    seconds = predicted_text_s(engine.spec, placement.profile, made, placement.statistics, *counts)
+    return None if seconds is None else result.n_generated_tokens / seconds
+
+
+def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool) -> list[str]:
+    """Return a sentence if the text needed more than twice the expected time."""
+    rate = result.generated_tokens_per_s
+    if expected is None or result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS:
+        return []
+    if rate >= SLOW * expected:
+        return []
+    spilled = ", or the GPU driver may have moved some of its memory to system RAM" if uses_gpu else ""
+    remedy = "Lower --vram-budget" if uses_gpu else "Close it"
+    return [
+        f"This text ran at {rate:.1f} tokens/s, less than half of the expected {expected:.1f}: another program may be "
+        f"busy{spilled}. {remedy}, or measure again with hetero-ee profile --refresh."
+    ]
 
 
 def _times(result: "GenerationResult", load_s: float) -> list[str]:
@@ -89,13 +126,7 @@ def run_document(
     exits: "ExitStatistics | None" = None,
     traffic: "TextTraffic | None" = None,
 ) -> dict[str, Any]:
-    """Return the plan's keys in JSON. The hash is None if nothing was planned.
-
-    Args:
-        drafts: None except in exact mode.
-        exits: None except in early-exit modes.
-        traffic: Bytes per token, if they were counted.
-    """
+    """Return the plan's keys in JSON, with what exact mode drafted, early-exit modes exited and a token moved."""
     return {
         "mode": "full" if made is None else made.mode,
         "exit_layer": None if made is None else made.exit_layer,
@@ -110,7 +141,6 @@ def run_document(
 
 
 def drafts_document(found: "DraftStatistics | None") -> dict[str, Any] | None:
-    """Return the counts and rates of drafts, None in full mode."""
     if found is None:
         return None
     derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth", "known_after")
@@ -134,7 +164,6 @@ def traffic_lines(made: "Plan", traffic: "TextTraffic") -> list[str]:
 
 
 def exits_document(found: "ExitStatistics | None") -> dict[str, Any] | None:
-    """Return the counts and rates of exits, None except in early-exit modes."""
     if found is None:
         return None
     derived = ("n_tokens", "n_exited", "mean_depth", "judged_per_token")
@@ -190,7 +219,6 @@ def exit_words(found: "ExitStatistics") -> str:
 
 
 def exit_lines(found: "ExitStatistics") -> list[str]:
-    """Return at which layers tokens were judged and left."""
     judged = f"{'exits':14}{found.judged_per_token:.1f} exit layers judged a token"
     return [judged, *_bars("given out after layer", {n: count for n, count in enumerate(found.depths) if count})]
 
@@ -215,13 +243,6 @@ def _mode(engine: "Engine") -> list[str]:
         return [f"full (exact declined: {gain} expected{reading})"]
     n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length
     return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}): {draft_words(found)}"]
-
-
-def _neurons(engine: "Engine") -> list[str]:
-    share, predicted = engine.neuron_share, engine.predicted_share
-    if share is None:
-        return []
-    return [f"{share:.0%} of FFN neurons used" + ("" if predicted is None else f", {predicted:.0%} predicted")]
 
 
 def _declined(engine: "Engine") -> list[str]:

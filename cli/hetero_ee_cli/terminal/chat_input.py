@@ -27,11 +27,7 @@ class Command:
 
 
 def read_entry(read_line: ReadLine) -> str | Command | None:
-    """Return the next message or command, None at the end.
-
-    Raises:
-        UsageError: if the input is not text.
-    """
+    """Return the next message or command, None at the end."""
     while (line := read_line(PROMPT)) is not None:
         if line.lstrip().startswith(FENCE):
             text = _fenced(line.lstrip(), read_line)
@@ -73,11 +69,7 @@ def _joined(text: str, line: str) -> str:
 
 
 def piped_lines() -> ReadLine:
-    """Return a reader of standard input that is not a terminal.
-
-    Raises:
-        UsageError: by the reader, if the input is not text.
-    """
+    """Return a reader of standard input that is not a terminal."""
     n_lines = 0
 
     def read(_prompt: str) -> str | None:

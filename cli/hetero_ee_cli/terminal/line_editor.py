@@ -24,12 +24,7 @@ def history_file() -> Path:
 
 
 class LineEditor:
-    """Reader of lines from the terminal.
-
-    Args:
-        commands: Words that Tab completes.
-        history: File that keeps the lines.
-    """
+    """Reader of lines from the terminal. Tab completes `commands`; the file `history` keeps the lines."""
 
     def __init__(self, commands: Sequence[str], history: Path) -> None:
         self._commands, self._history = commands, history
@@ -51,11 +46,7 @@ class LineEditor:
             self._readline.set_completer(None)
 
     def read(self, prompt: str) -> str | None:
-        """Return a line without its end, None at Ctrl-D.
-
-        Raises:
-            UsageError: if its bytes are not text.
-        """
+        """Return a line without its end, None at Ctrl-D."""
         try:
             line = self._line(prompt)
             line.encode("utf-8")  # if the locale is not UTF-8, Python reads other bytes as surrogates
@@ -68,12 +59,7 @@ class LineEditor:
         return line
 
     def _line(self, prompt: str) -> str:
-        """Read a line.
-
-        Raises:
-            EOFError: at the end.
-            UnicodeError: if its bytes are not text.
-        """
+        """Read a line. Raises EOFError at the end, and a UnicodeError for bytes that are not text."""
         if self._readline is not None:
             line = input(prompt)
             self._keep(line)

@@ -20,11 +20,8 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 def print_tokens(
     tokens: "Iterator[GeneratedToken]", quiet: bool = False, prompt: str = ""
 ) -> "tuple[list[GeneratedToken], bool]":
-    """Print the text as it is generated.
-
-    Args:
-        prompt: The text that is continued. It is shown with the first token: until then, a terminal's line shows the
-            progress of the prompt.
+    """Print the text as it is generated. `prompt`: the text that is continued. It is shown with the first token: until
+    then, a terminal's line shows the progress of the prompt.
 
     Returns:
         The tokens, and whether Ctrl-C ended them.
@@ -50,11 +47,7 @@ def print_document(document: Mapping[str, Any], *, with_version: bool = False) -
 
 
 def table(rows: Sequence[Sequence[str]], numbers_from: int | None = None) -> str:
-    """Return aligned columns.
-
-    Args:
-        numbers_from: Columns from this one on are aligned to the right, as numbers are.
-    """
+    """Return aligned columns. `numbers_from`: columns from this one on are aligned to the right, as numbers are."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if numbers_from is None or n < numbers_from else str.rjust for n in range(len(widths))]
     return "\n".join(
@@ -96,7 +89,6 @@ def say(lines: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print an error on standard error."""
     say(f"hetero-ee: {printable(message)}")  # one line, whatever is in it
 
 
@@ -106,5 +98,4 @@ def printable(message: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return the lines with control characters escaped."""
     return "\n".join(map(printable, text.split("\n")))

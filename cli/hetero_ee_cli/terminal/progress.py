@@ -24,9 +24,7 @@ LINE_EVERY_S = 10.0
 @contextmanager
 def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
     """Yield the function that an engine calls with (stage, done, in all). With 0 in all, the stage is a remark.
-
-    Args:
-        of_each_time: Whether these stages run each time, so that no line says that they happen only once.
+    `of_each_time`: whether these stages run each time, so that no line says that they happen only once.
     """
     shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
     try:

@@ -5,15 +5,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 
 def raise_on_sigterm() -> None:
-    """Make SIGTERM end the process by SystemExit."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
 
 
 @contextmanager
@@ -42,7 +40,3 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(EXIT_TERMINATED)

@@ -9,14 +9,7 @@ MAX_TEXT_BYTES = 64 * 2**20
 
 
 def read_text(what: str, file: Path | None) -> str:
-    """Return the file's text, or that of standard input if the file is None.
-
-    Args:
-        what: Its name in a message.
-
-    Raises:
-        UsageError: if it can't be read, is too long or is not UTF-8.
-    """
+    """Return the file's text, or that of standard input if the file is None. `what`: its name in a message."""
     name = f"the {what} from {file or 'standard input'}"
     try:
         if file is None:
@@ -28,14 +21,7 @@ def read_text(what: str, file: Path | None) -> str:
 
 
 def decoded(data: bytes, name: str, max_bytes: int) -> str:
-    """Decode UTF-8.
-
-    Args:
-        name: Its name in a message.
-
-    Raises:
-        UsageError: if the bytes are not UTF-8, or more than max_bytes.
-    """
+    """Decode UTF-8. `name`: its name in a message."""
     if len(data) > max_bytes:
         raise UsageError(f"{name} has more than {max_bytes // 2**20} MiB.")
     try:

@@ -10,22 +10,11 @@ from hetero_ee.serving.served_model import ServedModel
 FOLDER = Path(__file__).parent / "assets"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 # By path: the page itself, its style, and one noun a script.
-FILES = {"/": "index.html"} | {
-    f"/page/{name}": name
-    for name in (
-        "style.css",
-        "main.js",
-        "api.js",
-        "candidates.js",
-        "chat.js",
-        "figures.js",
-        "markdown.js",
-        "parameters.js",
-        "placement.js",
-        "render.js",
-        "tokens.js",
-    )
-}
+SCRIPTS = (
+    *("main.js", "api.js", "candidates.js", "chat.js", "figures.js", "markdown.js"),
+    *("parameters.js", "placement.js", "render.js", "tokens.js"),
+)
+FILES = {"/": "index.html"} | {f"/page/{name}": name for name in ("style.css", *SCRIPTS)}
 HEADERS = {
     # Nothing from elsewhere, no styles or scripts in the page itself, and no other page around this one.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -37,6 +26,5 @@ HEADERS = {
 
 
 async def file(request: Request, served: ServedModel) -> Response:
-    """Answer with one of FILES."""
     found = FOLDER / FILES[request.url.path]
     return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])

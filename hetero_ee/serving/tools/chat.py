@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.protocols.body import Fields, json_in
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
 from hetero_ee.serving.tools.reply_reader import ReplyReader
-from hetero_ee.serving.tools.told_tools import told
-from hetero_ee.serving.tools.tool import ToolUse
+from hetero_ee.serving.tools.tool import Tool, ToolUse
 from hetero_ee.serving.tools.tool_format import HERMES, THINK, ToolFormat, recognised
 from hetero_ee.text.chat_template import Message
 
@@ -28,7 +28,6 @@ class Form:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The form as changes of sampling parameters."""
         return {"json_schema": self.json_schema, "grammar": self.grammar}
 
 
@@ -50,7 +49,6 @@ class Chat:
         return self.format is None and not self.thinks
 
     def reader(self) -> ReplyReader:
-        """Return a reader for one reply."""
         return ReplyReader(self.format, self.names, thinks=self.thinks, is_thinking=self.is_thinking)
 
 
@@ -62,16 +60,11 @@ async def prepared(
     form: Form | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """Prepare a chat request. `variables` are those of the chat template.
-
-    Raises:
-        RequestError: if the form and the tools exclude each other or can't be enforced.
-        HeteroError: if the template refuses the messages.
-    """
+    """Prepare a chat request. `variables` are those of the chat template."""
     template = served.template or ""
     known = recognised(template)
     style = known or HERMES
-    said = list(messages) if known else told(messages, use)
+    said = list(messages) if known else _told(messages, use)
     if style.short_ids:
         said = [_with_short_ids(each) for each in said]
     tools = [each.as_variable() for each in use.tools] if known else []
@@ -114,11 +107,7 @@ async def _held(
 async def constrained(
     served: ServedModel, params: SamplingParams, changes: Mapping[str, Any], field: str
 ) -> SamplingParams:
-    """Return the parameters with `changes`. `field` is the request's field that asks for the constraint.
-
-    Raises:
-        RequestError: if output can't be constrained like that.
-    """
+    """Return the parameters with `changes`. `field` is the request's field that asks for the constraint."""
     try:
         changed = params.changed(**changes)
         await served.grammars.require(changed)
@@ -137,3 +126,109 @@ def _short(call_id: str) -> str:
     """Return an id of nine letters and digits, always the same for the same `call_id`."""
     is_short = len(call_id) == 9 and call_id.isascii() and call_id.isalnum()
     return call_id if is_short else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _told(messages: Sequence[Message], use: ToolUse) -> list[Message]:
+    """Return the conversation with tools, calls and results as text, for templates without tool support."""
+    found: list[Message] = []
+    for each in messages:
+        if each.role == "tool":
+            result = f"<tool_response>\n{each.content}\n</tool_response>"
+            if found and found[-1].role == "user" and found[-1].content.endswith("</tool_response>"):
+                found[-1] = replace(found[-1], content=f"{found[-1].content}\n{result}")
+            else:
+                found.append(Message("user", result))
+        elif each.tool_calls:
+            calls = "\n".join(
+                HERMES.head + HERMES.named(call.name) + json.dumps(call.arguments, ensure_ascii=False) + HERMES.tail
+                for call in each.tool_calls
+            )
+            text = f"{each.content}\n{calls}" if each.content else calls
+            found.append(Message("assistant", text))
+        else:
+            found.append(each)
+    if not use.tools:
+        return found
+    explained = _explained(use.tools)
+    if found and found[0].role == "system":
+        return [replace(found[0], content=f"{found[0].content}\n\n{explained}"), *found[1:]]
+    return [Message("system", explained), *found]
+
+
+def _explained(tools: Sequence[Tool]) -> str:
+    described = "\n".join(json.dumps(each.as_variable(), ensure_ascii=False) for each in tools)
+    return (
+        f"These are functions, each described by JSON:\n{described}\n\nTo call one, write\n"
+        f"{HERMES.head}NAME{HERMES.middle}ARGUMENTS{HERMES.tail}\n"
+        "with its name and a JSON object of its arguments; the result comes in the next message."
+    )
+
+
+ANY_OBJECT = '{"type": "object"}'
+NAMES = ("response_format", "json_schema", "guided_json", "grammar", "guided_grammar", "guided_choice")
+
+
+def asked_form(fields: Fields) -> Form | None:
+    found = [(name, form) for name in NAMES if (form := _FORMS[name](fields, name)) is not None]
+    if len(found) > 1:
+        fields.refuse(found[1][0], f"can't be combined with {found[0][0]}; leave one of them out")
+    return found[0][1] if found else None
+
+
+def schema_form(fields: Fields, kind: Any, schema_of: Fields, name: str) -> Form | None:
+    """Return the form of type text, json_object or json_schema, whose schema is a field of `schema_of`."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _schema(schema_of, "schema", name) or Form(ANY_OBJECT, field=name)
+    if kind != "json_schema":
+        fields.refuse("type", f"is {shown(kind)}; expected text, json_object or json_schema")
+    found = _schema(schema_of, "schema", name)
+    if found is None:
+        schema_of.refuse("schema", "is missing; expected a JSON Schema")
+    return found
+
+
+def _response_format(fields: Fields, name: str) -> Form | None:
+    if fields.values.get(name) is None:
+        return None
+    asked = fields.inner(name)
+    kind = asked.values.get("type")
+    return schema_form(asked, kind, asked.inner("json_schema") if kind == "json_schema" else asked, name)
+
+
+def _schema(fields: Fields, name: str, field: str) -> Form | None:
+    """Return the form of a schema, an object or its text. An empty object asks for nothing, as in llama-server."""
+    value = fields.values.get(name)
+    if value is None or value == {}:
+        return None
+    try:
+        schema = json_in(value) if isinstance(value, str) else value
+    except ValueError as error:
+        fields.refuse(name, f"is {shown(value)}, which is not JSON ({error})")
+    if not isinstance(schema, dict):
+        fields.refuse(name, f"is {shown(value)}; expected a JSON Schema, an object")
+    return Form(json.dumps(schema), field=field)
+
+
+def _grammar(fields: Fields, name: str) -> Form | None:
+    text = fields.text(name)
+    return Form(grammar=text, field=name) if text else None
+
+
+def _choice(fields: Fields, name: str) -> Form | None:
+    choices = fields.texts(name)
+    if not choices:
+        return None
+    texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
+    return Form(grammar=f"start: CHOICE\nCHOICE: {texts}", field=name)  # rules take ten times as long as a terminal
+
+
+_FORMS = {
+    "response_format": _response_format,
+    "json_schema": lambda fields, name: _schema(fields, name, name),
+    "guided_json": lambda fields, name: _schema(fields, name, name),
+    "grammar": _grammar,
+    "guided_grammar": _grammar,
+    "guided_choice": _choice,
+}

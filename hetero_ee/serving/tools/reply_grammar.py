@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_ee.decoding.constrained.grammars import JSON_STYLE
-from hetero_ee.serving.tools.tool import Tool, ToolUse
+from hetero_ee.serving.tools.tool import ToolUse
 from hetero_ee.serving.tools.tool_format import THINK, THINK_END, ToolFormat
 
 TEXT = r"TEXT: /(.|\n)*/"
@@ -30,12 +30,8 @@ class ReplyGrammar:
     ) -> str:
         """Return the grammar of a reply that may call tools.
 
-        A required call comes at once; otherwise the reply is free until the format's trigger.
-
-        Args:
-            answer: The schema of a reply without calls.
-            thinks: Whether the reply may begin with thoughts.
-            is_thinking: Whether the prompt has begun the thoughts.
+        A required call comes at once; otherwise the reply is free until the format's trigger. `answer` is the schema of
+        a reply without calls, which may begin with thoughts (`thinks`), or which the prompt has begun (`is_thinking`).
         """
         tools = use.callable_tools
         calls = self._literal((form.opening + form.head).removeprefix(form.trigger)) + " body"
@@ -52,7 +48,8 @@ class ReplyGrammar:
             rules += self._free_rules(form, calls, is_thought=thinks or is_thinking)
         for n, tool in enumerate(tools):
             rules.append(f"body_{n}: {self._literal(form.named(tool.name))} args_{n} {self._literal(form.tail)}")
-            rules.append(f"args_{n}: %json {_arguments(tool)}")
+            # Keywords that can't be enforced are dropped unless the tool is strict.
+            rules.append(f"args_{n}: %json {_styled(tool.parameters, lenient=not tool.is_strict)}")
         return "\n".join(rules) + "\n"
 
     def of_schema(self, schema: Mapping[str, Any], *, is_thinking: bool) -> str:
@@ -90,11 +87,6 @@ class ReplyGrammar:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _arguments(tool: Tool) -> str:
-    """Return the tool's schema. Keywords that can't be enforced are dropped unless the tool is strict."""
-    return _styled(tool.parameters, lenient=not tool.is_strict)
 
 
 def _styled(schema: Mapping[str, Any], **style: Any) -> str:

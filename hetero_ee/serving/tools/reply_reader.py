@@ -16,6 +16,11 @@ class Piece:
     text: str
     index: int = 0
 
+    @property
+    def block(self) -> str:
+        """The kind of the block that the piece belongs to: a call has a name and arguments."""
+        return CALLED if self.kind == ARGUMENTS else self.kind
+
 
 class ReplyReader:
     """Reads replies that match ReplyGrammar; all text of other replies is content. `form` is None without tools."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.serving.body import Fields
+from hetero_ee.serving.protocols.body import Fields
 
 MAX_TOOLS = 512
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
@@ -44,9 +44,6 @@ def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
 
     Tools of other types than functions are dropped: agents send them, but nothing here could call them. `is_flat`: the
     tools of /v1/responses have their fields one level higher.
-
-    Raises:
-        RequestError: if a tool is invalid.
     """
     found = []
     for each in _listed(fields):

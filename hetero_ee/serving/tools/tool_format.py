@@ -26,46 +26,26 @@ class ToolFormat:
         return json.dumps(tool, ensure_ascii=False)[1:-1] + self.middle
 
 
-HERMES = ToolFormat(
-    "hermes",
-    trigger="<tool_call>",
-    head='<tool_call>\n{"name": "',
-    middle='", "arguments": ',
-    tail="}\n</tool_call>",
-    separator="\n",
-)
-LLAMA = ToolFormat(
-    "llama", trigger='{"name": "', head='{"name": "', middle='", "parameters": ', tail="}", at_start=True
-)
+CALL, CALLS = "<tool_call>", "[TOOL_CALLS]"
+HERMES = ToolFormat("hermes", CALL, CALL + '\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
+LLAMA = ToolFormat("llama", '{"name": "', '{"name": "', '", "parameters": ', "}", at_start=True)
+MISTRAL_ARGS = ToolFormat("mistral with [ARGS]", CALLS, CALLS, "[ARGS]", "", separator="", short_ids=True)
 MISTRAL = ToolFormat(
-    "mistral",
-    trigger="[TOOL_CALLS]",
-    opening="[TOOL_CALLS][",
-    head='{"name": "',
-    middle='", "arguments": ',
-    tail="}",
+    *("mistral", CALLS, '{"name": "', '", "arguments": ', "}"),
+    opening=CALLS + "[",
     separator=", ",
     closing="]",
     short_ids=True,
 )
-MISTRAL_ARGS = ToolFormat(
-    "mistral with [ARGS]",
-    trigger="[TOOL_CALLS]",
-    head="[TOOL_CALLS]",
-    middle="[ARGS]",
-    tail="",
-    separator="",
-    short_ids=True,
-)
 # What a template has to hold, all of it, the first that does; see docs/server.md.
 FORMATS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
-    (MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
-    (MISTRAL, ("[TOOL_CALLS]",)),
-    (HERMES, ("<tool_call>", '"arguments"')),
-    (HERMES, ("<tool_call>", "arguments | tojson")),
+    (MISTRAL_ARGS, (CALLS, "[ARGS]")),
+    (MISTRAL, (CALLS,)),
+    (HERMES, (CALL, '"arguments"')),
+    (HERMES, (CALL, "arguments | tojson")),
     (LLAMA, ('"parameters"', "ipython")),
 )
-MARKERS = (THINK, THINK_END, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
+MARKERS = (THINK, THINK_END, CALL, "</tool_call>", CALLS, "[ARGS]")
 
 
 def recognised(template: str) -> ToolFormat | None:

@@ -5,11 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from hetero_ee.errors import UsageError
-from hetero_ee.options.option import Option, Pairs, Schema
+from hetero_ee.options.option import Pairs, Schema
 from hetero_ee.options.sampling import SAMPLING, SamplingParams
-from hetero_ee.serving.body import Fields
 from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.protocols.body import Fields, read_body
+from hetero_ee.serving.settings import ServerSettings
 
 NOT_OFFERED = "this server does not offer that; leave it out"
 ZERO, ONE = (0, 0.0), (1, 1.0)
@@ -67,14 +70,18 @@ READERS: dict[Any, Callable[[Fields, str], Any]] = {
 
 
 def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
-    """Check that no field asks for something this server does not offer.
-
-    Raises:
-        RequestError: if one does.
-    """
+    """Check that no field asks for something this server does not offer."""
     for table in tables:
         for name, harmless in table.items():
             fields.refuse_unless(name, harmless, NOT_OFFERED)
+
+
+async def read_request(request: Request, settings: ServerSettings, *refused: dict[str, tuple[Any, ...]]) -> Fields:
+    """Return the fields of a request for text. Any model's name is accepted, since there is one model."""
+    fields = await read_body(request, settings)
+    refuse_unsupported(fields, *refused)
+    fields.text("model")
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,8 @@ class SamplingFields:
             if names:
                 used[name], value = found[0] if found else (names[0], None)
             if found:
-                given[name] = self._meaning(option, value)
+                is_stand_in = self.has_stand_ins and isinstance(value, int) and value in option.stand_ins
+                given[name] = option.stand_ins[value] if is_stand_in else value
         if given.get("repeat_penalty") not in (None, 1.0):
             why = "the penalty applies to all tokens here, prompt included; leave it out"
             fields.refuse_unless("repeat_last_n", (-1,), why)
@@ -120,9 +128,6 @@ class SamplingFields:
             for field in option.fields_of(self.protocol)
         }
 
-    def _meaning(self, option: Option, value: Any) -> Any:
-        return option.stand_ins[value] if self.has_stand_ins and _is_stand_in(option, value) else value
-
 
 CHATS = SamplingFields("openai", logprobs="top_logprobs")
 TEXTS = SamplingFields("openai")
@@ -133,14 +138,7 @@ MESSAGES = SamplingFields("anthropic", has_stand_ins=False)
 def changed(
     usual: SamplingParams, values: Mapping[str, Any], used: Mapping[str, str], vocab_size: int
 ) -> SamplingParams:
-    """Return the usual parameters with these values.
-
-    Args:
-        used: The field that a request uses for each option.
-
-    Raises:
-        RequestError: if a value is impossible.
-    """
+    """Return the usual parameters with these values. `used`: the field that a request uses for each option."""
     try:
         params = usual.changed(**values)
         params.require_known(vocab_size)
@@ -149,10 +147,6 @@ def changed(
         field = next((used[str(part)] for part in error.args if str(part) in used), None)
         message = error.spelled(lambda option: used.get(str(option), str(option)))
         raise RequestError(message, field, code="invalid_value") from error
-
-
-def _is_stand_in(option: Option, value: Any) -> bool:
-    return isinstance(value, int) and value in option.stand_ins
 
 
 def _bias(fields: Fields, name: str) -> list[Any] | None:

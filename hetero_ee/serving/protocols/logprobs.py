@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_ee.decoding.logprobs import TokenLogprobs
-from hetero_ee.serving.body import Fields
+from hetero_ee.serving.protocols.body import Fields
 from hetero_ee.text.text_stream import REPLACEMENT
 
 
@@ -19,11 +19,7 @@ class PlacedToken:
 
 
 def asked_by_chat(fields: Fields) -> int | None:
-    """Return the requested number of likeliest tokens per token, or None if log-probabilities are off.
-
-    Raises:
-        RequestError: if `top_logprobs` is given without `logprobs`.
-    """
+    """Return the requested number of likeliest tokens per token, or None if log-probabilities are off."""
     n_top = fields.whole("top_logprobs")
     if fields.flag("logprobs"):
         return n_top or 0
@@ -57,7 +53,6 @@ def _top(token: PlacedToken) -> tuple[tuple[int, float], ...]:
 
 
 def of_chat(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:
-    """Return one object per token."""
     content = []
     for each in tokens:
         if each.logprobs is None:

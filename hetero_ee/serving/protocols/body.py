@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from starlette.requests import Request
 
@@ -12,15 +12,10 @@ from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.settings import ServerSettings
 
 MAX_DEPTH = 64
+T = TypeVar("T")
 
 
 async def read_body(request: Request, settings: ServerSettings) -> "Fields":
-    """Read the body and return the fields of its JSON object.
-
-    Raises:
-        RequestError: if it is not a JSON object, too large or too slow.
-        ClientDisconnect: if the client is gone.
-    """
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             return Fields(_object(await _bytes(request, settings.max_body_bytes)))
@@ -90,28 +85,25 @@ class Fields:
         self.values, self._place = values, place
 
     def text(self, name: str) -> str | None:
-        value: str | None = self._of(name, str, "a string")
-        return value
+        return self._of(name, str, "a string")
 
     def flag(self, name: str) -> bool:
         """Return the field as a boolean, or False if it is absent."""
         return self._of(name, bool, "true or false") or False
 
     def whole(self, name: str) -> int | None:
-        value: int | None = self._of(name, int, "a whole number")
-        return value
+        return self._of(name, int, "a whole number")
 
     def number(self, name: str) -> float | None:
         """Return the field as a float, also if it is an integer."""
-        value: float | None = self._of(name, (int, float), "a number")
+        value = self._of(name, float, "a number")
         try:
             return None if value is None else float(value)
         except OverflowError:
             self.refuse(name, f"is {shown(value)}; expected a smaller number")
 
     def items(self, name: str) -> list[Any] | None:
-        value: list[Any] | None = self._of(name, list, "a list")
-        return value
+        return self._of(name, list, "a list")
 
     def inner(self, name: str) -> "Fields":
         """Return the fields of an object, or none if the field is absent."""
@@ -135,26 +127,17 @@ class Fields:
         return tuple(found)
 
     def refuse_unless(self, name: str, harmless: Sequence[Any], why: str) -> None:
-        """Refuse the field unless its value is one of `harmless`, the values without effect.
-
-        Raises:
-            RequestError: if it is another value.
-        """
+        """Refuse the field unless its value is one of `harmless`, the values without effect."""
         value = self.values.get(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
             self.refuse(name, f"is {shown(value)}; {why}", code="unsupported_parameter")
 
     def refuse(self, name: str, why: str, code: str = "invalid_value") -> NoReturn:
-        """Raise an error about the field. `why` is the rest of the sentence.
-
-        Raises:
-            RequestError: always.
-        """
+        """Raise an error about the field. `why` is the rest of the sentence."""
         raise RequestError(f"{self._place}{name} {why}.", f"{self._place}{name}", code=code)
 
-    def _of(self, name: str, kind: type | tuple[type, ...], expected: str) -> Any:
+    def _of(self, name: str, kind: type[T], expected: str) -> T | None:
         value = self.values.get(name)
-        is_flag = isinstance(value, bool)
-        if value is None or (isinstance(value, kind) and (kind is bool or not is_flag)):
-            return value
+        if value is None or type(value) is kind or (kind is float and type(value) is int):
+            return cast(T, value)
         self.refuse(name, f"is {shown(value)}; expected {expected}")

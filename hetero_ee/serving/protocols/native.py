@@ -7,8 +7,8 @@ from starlette.responses import JSONResponse, Response
 
 from hetero_ee import __version__
 from hetero_ee.planning.plan import Plan
-from hetero_ee.serving.body import read_body
 from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.protocols.body import read_body
 from hetero_ee.serving.served_model import ServedModel
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -16,16 +16,10 @@ OWNER = "hetero-ee"
 
 
 async def models(request: Request, served: ServedModel) -> Response:
-    """Answer with the list of models, which has one entry."""
     return JSONResponse({"object": "list", "data": [_card(served)]})
 
 
 async def model(request: Request, served: ServedModel) -> Response:
-    """Answer with the model of this name.
-
-    Raises:
-        RequestError: if the server has another one.
-    """
     if request.path_params["name"] != served.settings.model_name:
         raise RequestError(
             f"there is no such model here; this server has {served.settings.model_name}.",
@@ -44,7 +38,6 @@ async def health(request: Request, served: ServedModel) -> Response:
 
 
 async def metrics(request: Request, served: ServedModel) -> Response:
-    """Answer with the metrics in Prometheus's format."""
     return Response(served.metrics.text(), media_type=METRICS_TYPE)
 
 
@@ -101,11 +94,7 @@ async def tokenizer_info(request: Request, served: ServedModel) -> Response:
 
 
 async def tokenize(request: Request, served: ServedModel) -> Response:
-    """Answer with the tokens of llama-server's `content` or vLLM's `prompt`, which begins like prompts do.
-
-    Raises:
-        RequestError: if there is no text.
-    """
+    """Answer with the tokens of llama-server's `content` or vLLM's `prompt`, which begins like prompts do."""
     fields = await read_body(request, served.settings)
     content, prompt = fields.text("content"), fields.text("prompt")
     if content is None and prompt is None:
@@ -118,22 +107,13 @@ async def tokenize(request: Request, served: ServedModel) -> Response:
 
 
 async def detokenize(request: Request, served: ServedModel) -> Response:
-    """Answer with the text of tokens.
-
-    Raises:
-        RequestError: if one is not a token id.
-    """
     fields = await read_body(request, served.settings)
     text = await served.decode(fields.items("tokens") or [])
     return JSONResponse({"content": text, "prompt": text})
 
 
 async def not_offered(request: Request, served: ServedModel) -> Response:
-    """Refuse a path that other servers have.
-
-    Raises:
-        RequestError: always.
-    """
+    """Refuse a path that other servers have."""
     raise RequestError(
         f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions, "
         "/v1/responses and /v1/messages.",

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.serving.body import Fields, json_in
 from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.protocols.body import Fields, json_in
 from hetero_ee.text.chat_template import Message, ToolCall
 
 OPENAI_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -16,20 +16,11 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def openai_messages(fields: Fields) -> list[Message]:
-    """Return the messages of a chat.
-
-    Raises:
-        RequestError: if a message is neither text nor a call.
-    """
     return with_tool_names([_openai_message(one) for one in _each(fields)])
 
 
 def anthropic_messages(fields: Fields) -> list[Message]:
-    """Return the messages, starting with the system's if there is one.
-
-    Raises:
-        RequestError: if a message is neither text nor a call.
-    """
+    """Return the messages, starting with the system's if there is one."""
     messages = [message for one in _each(fields) for message in _anthropic_message(one)]
     if messages and messages[-1].role == "assistant":
         fields.refuse("messages", "ends with the assistant's; a reply that has begun already can't be continued here")
@@ -47,11 +38,6 @@ def with_tool_names(messages: Sequence[Message]) -> list[Message]:
 
 
 def tool_call(fields: Fields, call_id: str | None, arguments: Any) -> ToolCall:
-    """Return the call that `fields` describes.
-
-    Raises:
-        RequestError: if its arguments are not a JSON object.
-    """
     name = fields.text("name")
     if not name:
         fields.refuse("name", "is missing; expected the name of the tool that was called")

@@ -1,0 +1,1 @@
+"""Requests and answers of each path, in the formats of OpenAI, Anthropic, llama-server and vLLM."""

@@ -1,0 +1,176 @@
+"""The OpenAPI document at /openapi.json, derived from the tables that the server reads and refuses fields by."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from hetero_ee import __version__
+from hetero_ee.options.option import IDS, TEXT, Schema
+from hetero_ee.options.sampling import MAX_LOGPROBS
+from hetero_ee.serving.protocols import anthropic, responses, sampling_fields
+from hetero_ee.serving.protocols.openai import ORIGINS
+from hetero_ee.serving.protocols.sampling_fields import REFUSED, REFUSED_IN_CHATS, REFUSED_IN_TEXTS
+from hetero_ee.serving.served_model import ServedModel
+
+
+def _object(properties: Mapping[str, Schema], *required: str) -> Schema:
+    return {"type": "object", "properties": dict(properties), "required": list(required)}
+
+
+def _array(items: Schema, least: int = 0, most: int | None = None) -> Schema:
+    bounds = {"minItems": least} if most is None else {"minItems": least, "maxItems": most}
+    return {"type": "array", "items": items, **bounds}
+
+
+def _tools(**fields: Schema) -> Schema:
+    """Return the schema of tools: functions with these fields in addition to their type."""
+    return _array(_object({"type": {"const": "function"}, **fields}, "type", *fields), most=512)
+
+
+FLAG, WHOLE = ({"type": each} for each in ("boolean", "integer"))
+WORDS, SOME_IDS, TOP = TEXT | {"minLength": 1}, IDS | {"minItems": 1}, WHOLE | {"minimum": 0, "maximum": MAX_LOGPROBS}
+PROMPT: Schema = {"oneOf": [WORDS, SOME_IDS, _array(WORDS, 1), _array(SOME_IDS, 1)]}
+CONTENT: Schema = {"oneOf": [TEXT, _array(_object({"type": {"const": "text"}, "text": TEXT}, "type", "text"))]}
+ASKED: dict[str, Schema] = {"model": TEXT, "stream": FLAG}
+FORMS: dict[str, Schema] = {
+    "response_format": _object({"type": {"enum": ["text", "json_object"]}}, "type"),
+    "guided_choice": _array(WORDS, most=64),
+}
+OPENAI: dict[str, Schema] = {
+    **sampling_fields.CHATS.schemas(),
+    **ASKED,
+    **FORMS,
+    "n": WHOLE | {"minimum": 1},
+    "stream_options": _object({"include_usage": FLAG}),
+    ORIGINS: FLAG,
+}
+FUNCTION: dict[str, Schema] = {
+    "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+    "description": TEXT,
+    "parameters": {"type": "object", "properties": {"type": {"const": "object"}}, "additionalProperties": False},
+}
+CHOICE: dict[str, Schema] = {
+    "tool_choice": {"enum": ["none", "auto"]},
+    "parallel_tool_calls": FLAG,
+}  # others want a tool
+CHAT: dict[str, Schema] = {
+    **OPENAI,
+    **CHOICE,
+    "tools": _tools(function=_object(FUNCTION, "name")),
+    "chat_template_kwargs": {"type": "object"},
+    "messages": _array({"$ref": "#/components/schemas/Message"}, 1),
+    "logprobs": FLAG,
+    "top_logprobs": TOP,
+}
+COMPLETION: dict[str, Schema] = {
+    **OPENAI,
+    "prompt": PROMPT,
+    "echo": FLAG,
+    "logprobs": {"oneOf": [TOP, {"const": False}]},
+}
+COUNTED: dict[str, Schema] = {  # of a message, what a prompt's length depends on
+    "messages": _array({"$ref": "#/components/schemas/AnthropicMessage"}, 1),
+    "system": CONTENT,
+}
+MESSAGES: dict[str, Schema] = {**sampling_fields.MESSAGES.schemas(), **ASKED, **COUNTED}
+RESPONSE: dict[str, Schema] = {
+    **sampling_fields.RESPONSES.schemas(),
+    **ASKED,
+    **CHOICE,
+    "input": TEXT,  # or items
+    "instructions": TEXT,
+    "tools": _tools(**FUNCTION),
+}
+TOKENIZE: dict[str, Schema] = {"content": TEXT, "prompt": TEXT, "add_special": FLAG, "add_special_tokens": FLAG}
+ERRORS = ("400", "401", "403", "404", "405", "408", "413", "415", "503", "504")
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+async def document(request: Request, served: ServedModel) -> Response:
+    return JSONResponse(openapi())
+
+
+def openapi() -> dict[str, Any]:
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "hetero-ee", "version": __version__, "license": {"name": "Apache-2.0"}},
+        "paths": _gets() | _posts(),
+        "components": {
+            "schemas": {
+                "Message": _message("system", "developer", "user", "assistant"),
+                "AnthropicMessage": _message("user", "assistant"),
+                "Error": _object({"error": {"type": "object", "required": ["message", "type"]}}, "error"),
+            },
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],  # with --api-key alone
+    }
+
+
+def _gets() -> dict[str, Any]:
+    models = _object({"object": {"const": "list"}, "data": {"type": "array"}}, "object", "data")
+    said = {
+        "/health": _operation("Whether requests are taken", _object({"status": TEXT, "reason": TEXT}, "status")),
+        "/props": _operation(
+            "What it runs, and how", _object({}, "default_generation_settings", "total_slots", "n_layers")
+        ),
+        "/tokenizer_info": _operation("Special tokens and chat template", _object({})),
+        "/v1/models": _operation("The one model", models),
+        "/v1/models/{name}": _operation("The model by its name", _object({"id": TEXT}, "id")),
+        "/metrics": _operation("Counts, as Prometheus reads them", TEXT, "text/plain"),
+    }
+    said["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT}]
+    return {path: {"get": operation} for path, operation in said.items()}
+
+
+def _posts() -> dict[str, Any]:
+    usage = _object(dict.fromkeys(COUNTS, WHOLE), *COUNTS)
+    choices = _object({"choices": _array({}, 1), "usage": usage}, "id", "object", "choices", "usage")
+    message = _object({"type": {"const": "message"}, "usage": {"type": "object"}}, "id", "content", "usage")
+    response = _object({"output": {"type": "array"}}, "id", "object", "output", "usage")
+    ids = _object({"tokens": IDS, "count": WHOLE}, "tokens", "count")
+    chat, text = (
+        _asked(CHAT, REFUSED | REFUSED_IN_CHATS, "messages"),
+        _asked(COMPLETION, REFUSED | REFUSED_IN_TEXTS, "prompt"),
+    )
+    counted = _asked(COUNTED, anthropic.REFUSED, "messages")
+    said: dict[str, tuple[str, Schema, Schema]] = {
+        "/v1/chat/completions": ("A reply", chat, choices),
+        "/v1/completions": ("A text that goes on", text, choices),
+        "/v1/responses": ("A response", _asked(RESPONSE, responses.REFUSED, "input"), response),
+        "/v1/messages": ("A reply", _asked(MESSAGES, anthropic.REFUSED, "messages", "max_tokens"), message),
+        "/v1/messages/count_tokens": ("A prompt's length", counted, _object({"input_tokens": WHOLE}, "input_tokens")),
+        "/tokenize": ("Text as tokens", _asked(TOKENIZE, {}), ids),
+        "/detokenize": ("Tokens as text", _asked({"tokens": IDS}, {}), _object({"content": TEXT}, "content")),
+    }
+    paths: dict[str, Any] = {}
+    for path, (summary, asked, answer) in said.items():
+        body = {"required": True, "content": {"application/json": {"schema": asked}}}
+        operation = _operation(summary, answer) | {"requestBody": body}
+        if "stream" in asked["properties"]:
+            stream = {"schema": {"type": "object", "properties": {"data": TEXT, "event": TEXT}}}
+            operation["responses"]["200"]["content"]["text/event-stream"] = stream
+        paths[path] = {"post": operation}
+    return paths
+
+
+def _asked(fields: Mapping[str, Schema], refused: Mapping[str, tuple[Any, ...]], *required: str) -> Schema:
+    """Return the schema of a request's body.
+
+    Null counts as absent. Fields that are refused may only have the values that ask for nothing.
+    """
+    named = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items() if name not in required}
+    nothing = {name: {"enum": [None, *values]} for name, values in refused.items() if name not in fields}
+    return _object(named | nothing | {name: fields[name] for name in required}, *required)
+
+
+def _message(*roles: str) -> Schema:
+    return _object({"role": {"enum": list(roles)}, "content": CONTENT}, "role", "content")
+
+
+def _operation(summary: str, answer: Schema, media: str = "application/json") -> dict[str, Any]:
+    error = {"description": "Why not", "content": {"application/json": {"schema": {"type": "object"}}}}
+    done = {"description": "The answer", "content": {media: {"schema": answer}}}
+    return {"summary": summary, "responses": {"200": done} | dict.fromkeys(ERRORS, error)}
