@@ -27,13 +27,7 @@ NESTED_BLOCK = 256
 
 
 def to_four_bits(
-    folder: Path,
-    kind: str = "nf4",
-    *,
-    block_size: int = 64,
-    nested: bool = False,
-    storage: torch.dtype = torch.uint8,
-    kept: Collection[str] = (),
+    folder: Path, kind: str, block_size: int, nested: bool, storage: torch.dtype, kept: Collection[str]
 ) -> dict[str, Tensor]:
     """Quantizes the linear layers of a checkpoint of floats in place, but for the head and names that hold one of
     `kept`. Returns the fp32 values that each one then has.

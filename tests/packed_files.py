@@ -1,4 +1,4 @@
-"""Checkpoints in GPTQ, AWQ, compressed-tensors and FP8, packed tensor by tensor from the published layouts."""
+"""Checkpoints in GPTQ, AWQ, compressed-tensors, FP8 and 4 bits, packed tensor by tensor from the published layouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.bitsandbytes_files import FILE
+from tests.bitsandbytes_files import FILE, to_four_bits
 from tests.families import edit_config
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which of eight numbers lies in each nibble, the lowest first
@@ -33,10 +33,26 @@ class Packing:
     seed: int = 0
 
 
-def pack_checkpoint(folder: Path, packing: Packing, *, kept: tuple[str, ...] = ()) -> dict[str, Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class FourBits:
+    """bitsandbytes' format, and what it leaves to choose."""
+
+    kind: str = "nf4"  # or "fp4"
+    block_size: int = 64
+    nested: bool = False
+    storage: torch.dtype = torch.uint8
+    reordered: bool = False
+
+
+Format = Packing | FourBits
+
+
+def pack_checkpoint(folder: Path, packing: Format, *, kept: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Quantizes the linear layers of a checkpoint of floats in place, but for the head and names that hold one of
     `kept`. Returns the fp32 values that each one then has.
     """
+    if isinstance(packing, FourBits):
+        return to_four_bits(folder, packing.kind, packing.block_size, packing.nested, packing.storage, kept)
     tensors, values = load_file(folder / FILE), {}
     for name, weight in list(tensors.items()):
         if weight.dim() == 2 and not any(part in name for part in ("embed", "lm_head", *kept)):

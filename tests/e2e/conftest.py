@@ -8,6 +8,7 @@ import pytest
 
 from tests.hub_server import Hub, running_hub
 from tests.plotting import fake_matplotlib
+from tests.store_support import contents, made_store, one_layer_model
 
 
 @pytest.fixture
@@ -49,6 +50,18 @@ def hub(hub_server: Hub, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> It
     huggingface_hub.close_session()  # made again, without a proxy
     yield hub_server
     huggingface_hub.close_session()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one layer, of which stores are made."""
+    return one_layer_model(tmp_path_factory.mktemp("models") / "one layer")
+
+
+@pytest.fixture(scope="session")
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the store that an undisturbed conversion of it makes."""
+    return contents(made_store(model_folder, tmp_path_factory.mktemp("whole") / "store"))
 
 
 @pytest.fixture

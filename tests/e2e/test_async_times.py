@@ -20,9 +20,9 @@ from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.device_support import SPEC, round_profile
-from tests.e2e.test_placements import split_at
 from tests.emulation import dummy, emulated, planned
 from tests.exact_cases import Case, Run, check_identity
+from tests.placements import split_at
 
 PLENTY = 2**33
 NEVER = FixedThreshold(2.0)

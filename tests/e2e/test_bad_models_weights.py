@@ -42,6 +42,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "16 zeros": (bytes(16), "begins with zeros"),
     "a megabyte of zeros": (bytes(2**20), "unfinished download"),
     "length beyond the end by one": (safetensors({}, length=3), "cut short"),
+    "length 101 MB": (safetensors({}, length=101_000_000), "would have 101000000 bytes"),
     "length 2^63": (safetensors({}, length=2**63), "would have 9223372036854775808 bytes"),
     "length 2^64 - 1": (safetensors({}, length=2**64 - 1), "would have 18446744073709551615 bytes"),
     "length one too small": (safetensors({"a": TENSOR}, bytes(8), 56), "Expecting"),

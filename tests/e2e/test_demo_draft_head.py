@@ -22,10 +22,10 @@ from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.draft_sources import taken
-from tests.e2e.test_placements import split_at
 from tests.e2e.test_trained_models import OPENINGS
 from tests.emulation import emulated, planned
 from tests.exact_cases import Run
+from tests.placements import split_at
 
 N_TOKENS, MAX_HEAD_BYTES = 40, 2_500_000
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}

@@ -14,9 +14,9 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.reference import reference_profile
 from tests.conftest import SHARED_MODELS
-from tests.e2e.test_placements import split_at
 from tests.emulation import LAPTOP, emulated, planned
 from tests.exact_cases import DIMENSIONS, Case, Run, check_identity, drafting_of, drawn_cases
+from tests.placements import split_at
 
 N_SLOW_CASES, SLOW_TOKENS = 500, 128
 N_CASES, TOKENS = 20, 40

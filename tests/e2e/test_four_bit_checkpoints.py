@@ -1,86 +1,28 @@
-"""4-bit checkpoints written tensor by tensor: families, awkward shapes, and what of them is kept in its own codes."""
+"""4-bit checkpoints written tensor by tensor: awkward shapes, and what of them is kept in its own codes.
 
-import json
+What holds for every quantized format is in test_packed_checkpoints.py.
+"""
+
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetero_ee.hub.config_file import read_spec
-from hetero_ee.kv.batch import Batch
-from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.model_weights import ModelWeights, load_dense
-from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store.conversion import convert
-from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import TileWeight
-from tests.bitsandbytes_files import FILE, NF4, edit, four_bits, to_four_bits
-from tests.families import random_model, save_checkpoint
+from tests.bitsandbytes_files import FILE, NF4, edit, four_bits
+from tests.packed_files import FourBits
+from tests.quantized_checkpoints import converted, opened, relative_error, written
 
-EVEN = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}  # every K a multiple of 32
-FFN = {"intermediate_size": 96}
-ODD = EVEN | {"hidden_size": 45, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
-ODD |= {"intermediate_size": 75}
-IDS = [5, 17, 99, 3, 64, 120, 7]
-
-
-def written(folder: Path, family: str, *, sizes: dict[str, Any], **how: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A random model in 4 bits in `folder`; the transformers model with the values that the file has."""
-    model = random_model(family, **sizes)
-    save_checkpoint(model, folder)
-    values = to_four_bits(folder, **how)
-    model.load_state_dict(values, strict=False)
-    return model, values
-
-
-def opened(folder: Path) -> Checkpoint:
-    return Checkpoint(folder, read_spec(folder))
-
-
-def converted(folder: Path, quantizer: str | None = None) -> ModelWeights:
-    spec = read_spec(folder)
-    return open_store(convert(folder, spec, folder / "store", Quantization.of_model(folder, quantizer)), spec)
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).square().sum() / expected.double().square().sum())
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "how"),
-    [
-        ("llama", EVEN | FFN, {}),
-        ("qwen2", EVEN | FFN, {"nested": True}),
-        ("phi3", EVEN | FFN, {"kind": "fp4", "nested": True, "block_size": 128}),
-        ("opt", EVEN | {"ffn_dim": 96, "word_embed_proj_dim": 64}, {"kind": "fp4", "block_size": 32}),
-        ("qwen3", EVEN | FFN | {"head_dim": 32}, {"storage": torch.bfloat16, "block_size": 4096}),
-    ],
-)
-def test_a_family_in_4_bits(tmp_path: Path, family: str, sizes: dict[str, Any], how: dict[str, Any]) -> None:
-    model, _ = written(tmp_path, family, sizes=sizes, **how)
-    checkpoint = opened(tmp_path)
-    dense = load_dense(checkpoint)
-    executor = ReferenceExecutor(checkpoint.spec, dense, len(IDS))
-    executor.cache.open(0)
-    logits = executor.logits(Batch.of_sequence(0, 0, IDS), range(len(IDS)))
-    with torch.no_grad():
-        assert torch.allclose(logits, model(torch.tensor([IDS])).logits[0], atol=1e-4)
-    stored = converted(tmp_path)
-    assert stored.quantizer == how.get("kind", "nf4")
-    assert all(torch.equal(vector, dense.vectors[name]) for name, vector in stored.vectors.items())
-    for name, matrix in stored.matrices.items():
-        assert relative_error(matrix.dequantize(), dense.matrices[name].dequantize()) < 6e-5, name
+ODD = {"hidden_size": 45, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10, "intermediate_size": 75}
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 256])
 @pytest.mark.parametrize("nested", [False, True])
 def test_blocks_run_on_across_rows_of_any_length(tmp_path: Path, block_size: int, nested: bool) -> None:
     """45 x 75 weights: rows end inside of blocks, the last block is short and the last byte holds one code."""
-    _, values = written(tmp_path, "llama", sizes=ODD, block_size=block_size, nested=nested)
+    _, values = written(tmp_path, FourBits(block_size=block_size, nested=nested), sizes=ODD)
     checkpoint = opened(tmp_path)
     down = values["model.layers.0.mlp.down_proj.weight"]
     assert down.numel() % 2 == 1 and torch.equal(checkpoint.tensor("layers.0.ffn.down"), down)
@@ -90,7 +32,7 @@ def test_blocks_run_on_across_rows_of_any_length(tmp_path: Path, block_size: int
 
 def test_matrices_are_unpacked_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero_ee.weights.formats.bitsandbytes_4bit.CHUNK_ELEMENTS", 4096)
-    _, values = written(tmp_path, "llama", sizes=EVEN | {"intermediate_size": 160}, block_size=4096)
+    _, values = written(tmp_path, FourBits(block_size=4096), sizes={"intermediate_size": 160})
     name = "layers.0.ffn.down"
     assert torch.equal(opened(tmp_path).tensor(name), values["model.layers.0.mlp.down_proj.weight"])
     tiles = opened(tmp_path).tiles(name)
@@ -98,7 +40,7 @@ def test_matrices_are_unpacked_in_chunks(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_where_groups_would_lie_in_two_blocks_the_default_quantizer_takes_over(tmp_path: Path) -> None:
-    written(tmp_path, "llama", sizes=ODD)
+    written(tmp_path, FourBits(), sizes=ODD)
     checkpoint, stored = opened(tmp_path), converted(tmp_path)
     assert checkpoint.tiles("layers.0.ffn.down") is None
     for name, matrix in stored.matrices.items():
@@ -107,7 +49,7 @@ def test_where_groups_would_lie_in_two_blocks_the_default_quantizer_takes_over(t
 
 def test_of_a_matrix_with_parts_in_floats_nothing_is_kept(tmp_path: Path) -> None:
     """All of it is quantized alike, from the values of its parts; other matrices keep their codes."""
-    _, values = written(tmp_path, "llama", sizes=EVEN | FFN, kept=("k_proj", "o_proj"))
+    _, values = written(tmp_path, FourBits(), kept=("k_proj", "o_proj"))
     checkpoint, saved = opened(tmp_path), load_file(tmp_path / FILE)
     values |= {name: tensor for name, tensor in saved.items() if "k_proj" in name}
     parts = [values[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
@@ -125,7 +67,7 @@ def test_of_a_matrix_with_parts_in_floats_nothing_is_kept(tmp_path: Path) -> Non
 
 def test_each_matrix_has_a_table_of_its_own(tmp_path: Path) -> None:
     """Even one that has nothing to do with NF4; stacked parts with different ones are quantized again."""
-    written(tmp_path, "llama", sizes=EVEN | FFN)
+    written(tmp_path, FourBits())
     before = opened(tmp_path)
     down, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("down", "up"))
     table = torch.linspace(-1, 0.5, 16)
@@ -145,21 +87,8 @@ def test_each_matrix_has_a_table_of_its_own(tmp_path: Path) -> None:
     assert after.tiles("layers.0.ffn.gate_up") is None
 
 
-def test_a_matrix_and_its_scales_may_lie_in_different_files(tmp_path: Path) -> None:
-    _, values = written(tmp_path, "llama", sizes=EVEN | FFN, nested=True)
-    tensors = load_file(tmp_path / FILE)
-    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
-    for file in set(files.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, tmp_path / file)
-    (tmp_path / FILE).unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    down = "model.layers.0.mlp.down_proj.weight"
-    assert files[down] != files[f"{down}.absmax"]
-    assert torch.equal(opened(tmp_path).tensor("layers.0.ffn.down"), values[down])
-
-
 def test_a_checkpoint_of_the_bare_decoder(tmp_path: Path) -> None:
-    _, values = written(tmp_path, "llama", sizes=EVEN | FFN)
+    _, values = written(tmp_path, FourBits())
     tensors = load_file(tmp_path / FILE)
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / FILE)
     down = opened(tmp_path).tensor("layers.0.ffn.down")
@@ -167,7 +96,7 @@ def test_a_checkpoint_of_the_bare_decoder(tmp_path: Path) -> None:
 
 
 def test_a_head_in_4_bits_is_stored_in_8_like_any_other(tmp_path: Path) -> None:
-    written(tmp_path, "llama", sizes=EVEN | FFN)
+    written(tmp_path, FourBits())
 
     def change(tensors: dict[str, Tensor]) -> None:
         saved, _ = four_bits("lm_head.weight", tensors["lm_head.weight"], "nf4", 64, nested=False)
@@ -177,12 +106,3 @@ def test_a_head_in_4_bits_is_stored_in_8_like_any_other(tmp_path: Path) -> None:
     head = converted(tmp_path).matrices["head.tokens"]
     assert isinstance(head, TileWeight) and head.codebook is None
     assert relative_error(head.dequantize(), opened(tmp_path).tensor("head.tokens")) < 1e-4
-
-
-@pytest.mark.parametrize("quantizer", ["codebook", "search", "rtn", "nf4"])
-def test_another_quantizer_starts_from_the_values(tmp_path: Path, quantizer: str) -> None:
-    written(tmp_path, "llama", sizes=EVEN | FFN, kind="fp4")
-    stored = converted(tmp_path, quantizer)
-    assert stored.quantizer == quantizer
-    for name, matrix in stored.matrices.items():
-        assert relative_error(matrix.dequantize(), opened(tmp_path).tensor(name)) < 0.02, name

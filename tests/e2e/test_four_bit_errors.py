@@ -1,38 +1,33 @@
 """Malformed 4-bit checkpoints, and weights quantized in other ways: each is refused in one sentence."""
 
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.model_weights import load_dense
-from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store.conversion import convert
-from tests.bitsandbytes_files import edit, edit_state, quantization_config, state_tensor, to_four_bits
+from tests.bitsandbytes_files import edit, edit_state, quantization_config, state_tensor
 from tests.families import edit_config, random_model, save_checkpoint
+from tests.packed_files import FourBits, pack_checkpoint
+from tests.quantized_checkpoints import DOWN, SIZES, Change, removed, replaced, with_value
+from tests.quantized_checkpoints import refusal as any_refusal
 
-DOWN = "model.layers.0.mlp.down_proj.weight"  # 64 x 96: 96 blocks
-STATE = f"{DOWN}.quant_state.bitsandbytes__nf4"
+MATRIX = f"{DOWN}.weight"
+STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"
 NAN, INF = float("nan"), float("inf")
-Change = Callable[[dict[str, Tensor]], Any]
 
 
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A good checkpoint without double quantization, and one with it."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 96}
-    model = random_model("llama", **sizes)
+    model = random_model("llama", **SIZES)
     folders = {name: save_checkpoint(model, tmp_path_factory.mktemp(name)) for name in ("plain", "nested")}
     for name, folder in folders.items():
-        to_four_bits(folder, nested=name == "nested")
+        pack_checkpoint(folder, FourBits(nested=name == "nested"))
     return folders
 
 
@@ -55,64 +50,39 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return spoilt
 
 
-def refusal(folder: Path) -> str:
-    """The one sentence that reading the values and keeping the codes both end with; nothing is left behind."""
-    sentences = []
-    for use in (lambda spec: load_dense(Checkpoint(folder, spec)), lambda spec: kept(folder, spec)):
-        with pytest.raises(CheckpointError) as caught:
-            use(read_spec(folder))
-        sentences.append(str(caught.value))
-    assert sentences[0] == sentences[1]
-    assert sentences[0].isprintable() and sentences[0].endswith(".") and str(folder) in sentences[0]
-    assert len(sentences[0]) < 400 + len(str(folder))
-    assert not (folder.parent / "store").exists()
-    return sentences[0]
-
-
-def kept(folder: Path, spec: ModelSpec) -> Path:
-    return convert(folder, spec, folder.parent / "store", Quantization.of_model(folder, None))
-
-
-def replaced(suffix: str, make: Callable[[Tensor], Tensor]) -> Change:
-    """Another tensor in the place of DOWN + suffix, made from it."""
-    return lambda tensors: tensors.update({DOWN + suffix: make(tensors[DOWN + suffix])})
-
-
-def with_value(suffix: str, value: float, index: int = 3) -> Change:
-    return replaced(suffix, lambda tensor: tensor.index_fill(0, torch.tensor(index), value))
-
-
-def removed(suffix: str) -> Change:
-    return lambda tensors: tensors.pop(DOWN + suffix)
+refusal = partial(any_refusal, error=CheckpointError)
 
 
 TENSORS: dict[str, tuple[Change, str]] = {
-    "no codes": (removed(""), f"{DOWN} is missing"),
-    "no absmax": (removed(".absmax"), f"{DOWN}.absmax is missing"),
-    "no table": (removed(".quant_map"), f"{DOWN}.quant_map is missing"),
-    "no state": (removed(".quant_state.bitsandbytes__nf4"), "has 0 tensors"),
+    "no codes": (removed(".weight"), f"{MATRIX} is missing"),
+    "no absmax": (removed(".weight.absmax"), f"{MATRIX}.absmax is missing"),
+    "no table": (removed(".weight.quant_map"), f"{MATRIX}.quant_map is missing"),
+    "no state": (removed(".weight.quant_state.bitsandbytes__nf4"), "has 0 tensors"),
     "two states": (lambda t: t.update({STATE.replace("nf4", "fp4"): t[STATE].clone()}), "has 2 tensors"),
     "a state of another type": (lambda t: t.update({STATE.replace("nf4", "fp4"): t.pop(STATE)}), "quant_type is 'nf4'"),
     "half a nested state": (
-        lambda t: t.update({f"{DOWN}.nested_absmax": torch.ones(1)}) or t.pop(f"{DOWN}.nested_quant_map", None),
+        lambda t: t.update({f"{MATRIX}.nested_absmax": torch.ones(1)}) or t.pop(f"{MATRIX}.nested_quant_map", None),
         "nested_quant_map is missing",
     ),
-    "codes cut short": (replaced("", lambda codes: codes[:-1].clone()), "shape [3071, 1], expected 3072 bytes"),
-    "codes too many": (replaced("", lambda codes: codes.repeat(2, 1)), "expected 3072 bytes"),
-    "codes not packed": (replaced("", lambda codes: torch.zeros(64, 96, dtype=torch.uint8)), "expected 3072 bytes"),
-    "codes of 64 bits": (replaced("", lambda codes: codes.flatten().view(torch.int64)), "type I64"),
-    "codes that are floats": (replaced("", lambda codes: codes.float()), "type F32"),
-    "absmax cut short": (replaced(".absmax", lambda absmax: absmax[:-1].clone()), "shape [95]"),
-    "absmax too long": (replaced(".absmax", lambda absmax: torch.cat([absmax, absmax])), "shape [192]"),
-    "absmax in a column": (replaced(".absmax", lambda absmax: absmax.view(-1, 1).clone()), "shape [96, 1]"),
-    "absmax in fp16": (replaced(".absmax", lambda absmax: absmax.half()), "type F16"),
-    "a table of 15": (replaced(".quant_map", lambda table: table[:15].clone()), "expected F32 and [16]"),
-    "a table of 256": (replaced(".quant_map", lambda table: table.repeat(16)), "expected F32 and [16]"),
-    "a table in fp16": (replaced(".quant_map", lambda table: table.half()), "expected F32 and [16]"),
-    "a table with a NaN": (with_value(".quant_map", NAN), "is not a table of values from -1 to 1"),
-    "a table with an infinity": (with_value(".quant_map", INF), "is not a table of values from -1 to 1"),
-    "a table beyond 1": (with_value(".quant_map", 1.5), "is not a table of values from -1 to 1"),
-    "a table of zeros": (replaced(".quant_map", torch.zeros_like), "is not a table of values from -1 to 1"),
+    "codes cut short": (replaced(".weight", lambda codes: codes[:-1].clone()), "shape [3071, 1], expected 3072 bytes"),
+    "codes too many": (replaced(".weight", lambda codes: codes.repeat(2, 1)), "expected 3072 bytes"),
+    "codes not packed": (
+        replaced(".weight", lambda codes: torch.zeros(64, 96, dtype=torch.uint8)),
+        "expected 3072 bytes",
+    ),
+    "codes of 64 bits": (replaced(".weight", lambda codes: codes.flatten().view(torch.int64)), "type I64"),
+    "codes that are floats": (replaced(".weight", lambda codes: codes.float()), "type F32"),
+    "absmax cut short": (replaced(".weight.absmax", lambda absmax: absmax[:-1].clone()), "shape [95]"),
+    "absmax too long": (replaced(".weight.absmax", lambda absmax: torch.cat([absmax, absmax])), "shape [192]"),
+    "absmax in a column": (replaced(".weight.absmax", lambda absmax: absmax.view(-1, 1).clone()), "shape [96, 1]"),
+    "absmax in fp16": (replaced(".weight.absmax", lambda absmax: absmax.half()), "type F16"),
+    "a table of 15": (replaced(".weight.quant_map", lambda table: table[:15].clone()), "expected F32 and [16]"),
+    "a table of 256": (replaced(".weight.quant_map", lambda table: table.repeat(16)), "expected F32 and [16]"),
+    "a table in fp16": (replaced(".weight.quant_map", lambda table: table.half()), "expected F32 and [16]"),
+    "a table with a NaN": (with_value(".weight.quant_map", NAN, 3), "is not a table of values from -1 to 1"),
+    "a table with an infinity": (with_value(".weight.quant_map", INF, 3), "is not a table of values from -1 to 1"),
+    "a table beyond 1": (with_value(".weight.quant_map", 1.5, 3), "is not a table of values from -1 to 1"),
+    "a table of zeros": (replaced(".weight.quant_map", torch.zeros_like), "is not a table of values from -1 to 1"),
     "a state of floats": (replaced(STATE.removeprefix(DOWN), lambda state: state.float()), "can't be used"),
     "a state of megabytes": (lambda t: t.update({STATE: torch.zeros(2**20, dtype=torch.uint8)}), "at most 4096 bytes"),
     "an empty state": (lambda t: t.update({STATE: state_tensor(b"")}), "can't be used"),
@@ -121,7 +91,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
     "a state that is deep": (lambda t: t.update({STATE: state_tensor(b"[" * 4000)}), "can't be used"),
     "a state that is a list": (lambda t: t.update({STATE: state_tensor([1])}), "expected `object`"),
     "terminal commands": (lambda t: t.update({STATE: state_tensor({"\x1b[2J": 1})}), "can't be used"),
-    "a surplus tensor": (lambda t: t.update({f"{DOWN}.SCB": torch.ones(64)}), "LlamaForCausalLM does not have"),
+    "a surplus tensor": (lambda t: t.update({f"{MATRIX}.SCB": torch.ones(64)}), "LlamaForCausalLM does not have"),
 }
 
 
@@ -131,7 +101,7 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, name: str) -> None:
     change, words = TENSORS[name]
     edit(folder, change)
     sentence = refusal(folder)
-    assert words in sentence and DOWN in sentence
+    assert words in sentence and MATRIX in sentence
 
 
 FIELDS: list[tuple[str, Any, str]] = [
@@ -159,9 +129,9 @@ FIELDS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("field", "value", "words"), FIELDS)
 def test_fields_that_do_not_fit_are_named(folder: Path, field: str, value: Any, words: str) -> None:
-    edit_state(folder, DOWN, **{field: value})
+    edit_state(folder, MATRIX, **{field: value})
     sentence = refusal(folder)
-    assert words in sentence and DOWN in sentence
+    assert words in sentence and MATRIX in sentence
 
 
 NESTED: list[tuple[str, Any, str]] = [
@@ -180,22 +150,22 @@ NESTED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("field", "value", "words"), NESTED)
 def test_fields_of_double_quantization_are_named(nested: Path, field: str, value: Any, words: str) -> None:
-    edit_state(nested, DOWN, **{field: value})
+    edit_state(nested, MATRIX, **{field: value})
     sentence = refusal(nested)
-    assert words in sentence and DOWN in sentence
+    assert words in sentence and MATRIX in sentence
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_value(".nested_absmax", NAN, 0), "nested_absmax gives nan at [0]"),
-        (with_value(".nested_absmax", -INF, 0), "nested_absmax gives -inf at [0]"),
-        (with_value(".nested_quant_map", NAN), "nested_quant_map is not a table"),
-        (replaced(".nested_quant_map", lambda table: table[:128].clone()), "expected F32 and [256]"),
-        (replaced(".nested_absmax", lambda scales: scales.repeat(2)), "expected F32 and [1]"),
-        (removed(".nested_absmax"), "nested_absmax is missing"),
+        (with_value(".weight.nested_absmax", NAN, 0), "nested_absmax gives nan at [0]"),
+        (with_value(".weight.nested_absmax", -INF, 0), "nested_absmax gives -inf at [0]"),
+        (with_value(".weight.nested_quant_map", NAN, 3), "nested_quant_map is not a table"),
+        (replaced(".weight.nested_quant_map", lambda table: table[:128].clone()), "expected F32 and [256]"),
+        (replaced(".weight.nested_absmax", lambda scales: scales.repeat(2)), "expected F32 and [1]"),
+        (removed(".weight.nested_absmax"), "nested_absmax is missing"),
         (
-            lambda t: [removed(s)(t) for s in (".nested_absmax", ".nested_quant_map")],
+            lambda t: [removed(f".weight{s}")(t) for s in (".nested_absmax", ".nested_quant_map")],
             "nested_blocksize is unknown",
         ),
     ],
@@ -207,8 +177,8 @@ def test_tensors_of_double_quantization_are_named(nested: Path, change: Change, 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 def test_an_absmax_that_is_no_number_is_named_with_its_place(plain: Path, value: float) -> None:
-    edit(plain, with_value(".absmax", value, 7))
-    assert f"{DOWN}.absmax gives {value} at [7]" in refusal(plain)
+    edit(plain, with_value(".weight.absmax", value, 7))
+    assert f"{MATRIX}.absmax gives {value} at [7]" in refusal(plain)
 
 
 def test_a_configuration_of_other_weights_is_refused(folder: Path) -> None:

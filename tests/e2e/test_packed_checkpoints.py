@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, compressed-tensors and FP8 checkpoints: logits of their values, and what is kept to the bit."""
+"""GPTQ, AWQ, compressed-tensors, FP8 and 4-bit checkpoints: logits of their values, and what is kept to the bit."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
@@ -19,7 +18,6 @@ from hetero_ee.planning.planner import shapes_sha256
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.formats.fp8 import Fp8Matrix
 from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
@@ -32,10 +30,10 @@ from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import TileWeight
 from tests.bitsandbytes_files import FILE, edit
 from tests.command_line import Cli
-from tests.families import edit_config, random_model, save_checkpoint
-from tests.packed_files import Packing, gptq, pack_checkpoint
+from tests.families import edit_config
+from tests.packed_files import Format, FourBits, Packing, gptq
+from tests.quantized_checkpoints import DOWN, converted, in_two_files, opened, relative_error, written
 
-SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96}
 IDS = [5, 17, 99, 3, 64, 120, 7]
 BLOCKS = (128, 128)
 WITH_ZEROS = "int4 zeros"
@@ -68,25 +66,14 @@ ROUNDED = {
     "fp8-ct-blocks": (Packing(method="fp8", by="compressed-tensors", block=BLOCKS), {"int8"}),
     "pack-fp32-scales": (Packing(method="pack-quantized", scale_type=torch.float32), {"int4"}),
 }
-ALL = KEPT | ROUNDED
-
-
-def written(folder: Path, packing: Packing, family: str = "llama", **how: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A random model so packed in `folder`; the transformers model with the values that the file has."""
-    model = random_model(family, **(SIZES | how.pop("sizes", {})))
-    save_checkpoint(model, folder)
-    values = pack_checkpoint(folder, packing, **how)
-    model.load_state_dict(values, strict=False)
-    return model, values
-
-
-def opened(folder: Path) -> Checkpoint:
-    return Checkpoint(folder, read_spec(folder))
-
-
-def converted(folder: Path, quantizer: str | None = None) -> ModelWeights:
-    spec = read_spec(folder)
-    return open_store(convert(folder, spec, folder / "store", Quantization.of_model(folder, quantizer)), spec)
+FOUR_BITS = {
+    "nf4": (FourBits(), {"int4"}),
+    "nf4-nested": (FourBits(nested=True), {"int4"}),
+    "fp4-nested-128": (FourBits(kind="fp4", nested=True, block_size=128), {"int4"}),
+    "fp4-32": (FourBits(kind="fp4", block_size=32), {"int4"}),
+    "nf4-words-4096": (FourBits(storage=torch.bfloat16, block_size=4096), {"int4"}),
+}
+ALL: dict[str, tuple[Format, set[str]]] = KEPT | ROUNDED | FOUR_BITS
 
 
 def report(folder: Path) -> list[ImportedType]:
@@ -102,10 +89,6 @@ def reference_logits(spec: Any, weights: ModelWeights) -> Tensor:
 def theirs(model: Any) -> Tensor:
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0]
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).square().sum() / expected.double().square().sum())
 
 
 def layouts(weights: ModelWeights) -> set[str]:
@@ -138,12 +121,14 @@ def test_what_tiles_can_hold_is_kept_to_the_bit(tmp_path: Path, name: str) -> No
     assert torch.allclose(reference_logits(spec, stored), theirs(model), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", ROUNDED | FOUR_BITS)
 def test_what_they_can_not_hold_is_rounded_little(tmp_path: Path, name: str) -> None:
-    packing, expected = ROUNDED[name]
+    packing, expected = ALL[name]
     written(tmp_path, packing)
     dense, stored = load_dense(opened(tmp_path)), converted(tmp_path)
     assert layouts(stored) == expected
+    assert not isinstance(packing, FourBits) or stored.quantizer == packing.kind
+    assert all(torch.equal(vector, dense.vectors[each]) for each, vector in stored.vectors.items())
     for each, matrix in stored.matrices.items():
         assert relative_error(matrix.dequantize(), dense.matrices[each].dequantize()) < 6e-5, each
         if packing.reordered and each.endswith(".ffn.down"):
@@ -166,7 +151,7 @@ def test_the_kernels_compute_the_same(kernels: Path, tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "opt", "qwen3", "gemma2", "glm4", "starcoder2"])
-@pytest.mark.parametrize("name", ["gptq-reordered", "awq"])
+@pytest.mark.parametrize("name", ["gptq-reordered", "awq", "nf4-nested"])
 def test_families(tmp_path: Path, family: str, name: str) -> None:
     """Stacked and unstacked matrices, biases beside reordered neurons, FFNs without a gate."""
     sizes = {"opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "qwen3": {"head_dim": 32}}
@@ -210,11 +195,12 @@ def test_zero_points_of_a_matrix_with_parts_in_floats(tmp_path: Path) -> None:
     assert layouts(converted(tmp_path)) == {"int4", WITH_ZEROS}
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-reordered", "fp8-blocks"])
-def test_another_quantizer_starts_from_the_values(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("quantizer", ["search", "codebook", "rtn", "nf4"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-reordered", "fp8-blocks", "fp4-32"])
+def test_another_quantizer_starts_from_the_values(tmp_path: Path, name: str, quantizer: str) -> None:
     written(tmp_path, ALL[name][0])
-    stored, dense = converted(tmp_path, "search"), load_dense(opened(tmp_path))
-    assert layouts(stored) == {"int4"} and stored.quantizer == "search"
+    stored, dense = converted(tmp_path, quantizer), load_dense(opened(tmp_path))
+    assert layouts(stored) == {"int4"} and stored.quantizer == quantizer
     for each, matrix in stored.matrices.items():
         assert relative_error(matrix.dequantize(), dense.matrices[each].dequantize()) < 0.02, each
 
@@ -294,16 +280,14 @@ def test_biases_of_zeros_that_old_packers_added(tmp_path: Path) -> None:
     assert layouts(converted(tmp_path)) == {"int4"}
 
 
-def test_a_matrix_and_its_scales_may_lie_in_different_files(tmp_path: Path) -> None:
-    _, values = written(tmp_path, ALL["awq"][0])
-    tensors = load_file(tmp_path / FILE)
-    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
-    for file in set(files.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, tmp_path / file)
-    (tmp_path / FILE).unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(opened(tmp_path).tensor("layers.0.ffn.down"), values[name])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("awq", (".qweight", ".scales")), ("nf4-nested", (".weight", ".weight.absmax"))]
+)
+def test_a_matrix_and_its_scales_may_lie_in_different_files(tmp_path: Path, name: str, parts: tuple[str, str]) -> None:
+    _, values = written(tmp_path, ALL[name][0])
+    files = in_two_files(tmp_path)
+    assert files[DOWN + parts[0]] != files[DOWN + parts[1]]
+    assert torch.equal(opened(tmp_path).tensor("layers.0.ffn.down"), values[f"{DOWN}.weight"])
 
 
 def test_sparse_layers_are_made_from_the_values(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import ModelError
-from hetero_ee.hub.config_file import read_spec
-from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.model_weights import load_dense
-from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store.conversion import convert
 from tests.bitsandbytes_files import FILE, edit
 from tests.families import edit_config, random_model, save_checkpoint
 from tests.packed_files import Packing, pack_checkpoint
+from tests.quantized_checkpoints import DOWN, SIZES, Change, refusal, removed, replaced, with_value
 
-SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 96}
 PACKINGS = {
     "gptq": Packing(method="gptq"),
     "asym": Packing(method="gptq", symmetric=False),
@@ -33,9 +26,7 @@ PACKINGS = {
     "fp8": Packing(method="fp8", by="fp8", block=(32, 32), scale_type=torch.float32),
     "fp8-matrix": Packing(method="fp8", by="compressed-tensors", group_size=-1),
 }
-DOWN = "model.layers.0.mlp.down_proj"  # 64 x 96: 3 groups of 32
 NAN, INF = float("nan"), float("inf")
-Change = Callable[[dict[str, Tensor]], Any]
 
 
 @pytest.fixture(scope="module")
@@ -46,42 +37,6 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[name] = save_checkpoint(model, tmp_path_factory.mktemp(name))
         pack_checkpoint(folders[name], packing)
     return folders
-
-
-def refusal(folder: Path) -> str:
-    """The one sentence that reading the values and keeping the codes both end with; nothing is left behind."""
-    sentences = []
-    for use in (lambda: load_dense(Checkpoint(folder, read_spec(folder))), lambda: kept(folder)):
-        with pytest.raises(ModelError) as caught:
-            use()
-        sentences.append(str(caught.value))
-    assert sentences[0] == sentences[1]
-    assert sentences[0].isprintable() and sentences[0].endswith(".") and str(folder) in sentences[0]
-    assert len(sentences[0]) < 400 + len(str(folder))
-    assert not (folder.parent / "store").exists() and not list(folder.parent.glob("*.partial"))
-    return sentences[0]
-
-
-def kept(folder: Path) -> Path:
-    return convert(folder, read_spec(folder), folder.parent / "store", Quantization.of_model(folder, None))
-
-
-def replaced(suffix: str, make: Callable[[Tensor], Tensor]) -> Change:
-    """Another tensor in the place of DOWN + suffix, made from it."""
-    return lambda tensors: tensors.update({DOWN + suffix: make(tensors[DOWN + suffix]).contiguous()})
-
-
-def removed(suffix: str) -> Change:
-    return lambda tensors: tensors.pop(DOWN + suffix)
-
-
-def with_value(suffix: str, value: float, *index: int) -> Change:
-    def make(tensor: Tensor) -> Tensor:
-        changed = tensor.clone()
-        changed[index] = value
-        return changed
-
-    return replaced(suffix, make)
 
 
 def cut(tensor: Tensor) -> Tensor:

@@ -26,30 +26,14 @@ from hetero_ee_profiles.reference import reference_profile
 from tests.e2e.test_cpu_executor import tiled
 from tests.emulation import LAPTOP, emulated, planned, prompt_of
 from tests.families import FAMILIES, PLACED, random_model, save_checkpoint
+from tests.placements import ALL_CPU, CONTEXT_TOKENS, PLACEMENTS, split_at, visiting
 
-CONTEXT_TOKENS, N_TOKENS = 128, 64
+N_TOKENS = 64
 ROUNDING = 1e-2  # normalised, squared, of int8 activations
 N_FEW_TOKENS = 12  # of each family where minutes count
 OPENINGS = ["Once upon a time", "The big dog", "There was a red ball in the park. It"]
 PROMPTS = ([1, 17, 30, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64], [2], [5, 9, 11] * 9)  # the last goes a prompt's way
 Model = tuple[ModelSpec, ModelWeights]
-
-ALL_CPU = (("layers.*|head", "cpu"),)
-PLACEMENTS = {
-    "all on the GPU": (("layers.*|head", "gpu"),),
-    "attention and FFN apart": ((".*attention", "cpu"), (".*ffn", "gpu")),
-    "FFN and attention apart": ((".*attention", "gpu"), (".*ffn", "cpu"), ("head", "cpu")),
-    "streamed": (("layers.*", "stream"),),
-    "head alone on the GPU": (("layers.*", "cpu"), ("head", "gpu")),
-    "every other layer": ((r"layers\.\d*[02468]\..*", "gpu"), ("layers.*", "cpu")),
-    "GPU, streamed, CPU": ((r"layers\.0\..*", "gpu"), (r"layers\.1\..*", "stream"), ("layers.*", "cpu")),
-}
-
-
-def split_at(layer: int) -> tuple[tuple[str, str], ...]:
-    """Layers before it on the GPU, the rest on the CPU."""
-    first = "|".join(rf"layers\.{number}\..*" for number in range(layer))
-    return ((first, "gpu"), ("layers.*", "cpu"))
 
 
 def on_disk(plan: Plan) -> Plan:
@@ -115,8 +99,7 @@ def assert_family(model: Model, kv_type: str, n_tokens: int, chosen: slice = sli
     reference = on_cpu(model, kv_type)
     expected = texts(reference, n_tokens)
     reference.close()
-    every = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(1, spec.n_layers))]
-    every += [split_at(1), ALL_CPU]
+    every = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(2, spec.n_layers)), split_at(1), ALL_CPU]
     plans = [planned(spec, overrides=pins, context_tokens=CONTEXT_TOKENS, kv_type=kv_type) for pins in every]
     for plan in [*plans[:-2], *map(on_disk, plans[-2:])][chosen]:
         executor = emulated(*model, plan)
@@ -159,17 +142,9 @@ def test_a_long_prompt_in_many_chunks(tmp_path: Path) -> None:
     expected = reference.prompt([Batch.of_sequence(reference.cache.open_new(), 0, prompt)])
     for pins in (split_at(1), PLACEMENTS["head alone on the GPU"], PLACEMENTS["streamed"]):
         plan = planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS)
-        executor = emulated(*model, replace(plan, prefill_chunk_tokens=23, parts=visiting(plan)))
+        executor = emulated(*model, replace(visiting(plan), prefill_chunk_tokens=23))
         sequence = executor.cache.open_new()
         assert torch.equal(executor.prompt(prompt_of(executor, sequence, prompt)), expected)
-
-
-def visiting(plan: Plan) -> tuple[Any, ...]:
-    """Everything the CPU has visits the GPU for prompts."""
-    return tuple(
-        replace(part, prefill_placement="visit") if part.decode_placement == "cpu" and part.layer is not None else part
-        for part in plan.parts
-    )
 
 
 def test_rows_may_wait_at_any_layer(tmp_path: Path) -> None:
@@ -207,7 +182,7 @@ def test_trained_models_at_two_splits(request: pytest.FixtureRequest, name: str,
 def test_trained_models_everywhere(request: pytest.FixtureRequest, name: str, quantizer: str, kv_type: str) -> None:
     folder = request.getfixturevalue(name)
     n_layers = read_spec(folder).n_layers
-    everywhere = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(1, n_layers))]
+    everywhere = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(2, n_layers))]
     assert_trained(folder, quantizer, everywhere, N_TOKENS, kv_type)
 
 

@@ -17,29 +17,17 @@ from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.execution import warmed_up
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
-from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
+from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import Fault, no_memory
-from tests.e2e.test_gpu_opening import CONTEXT_TOKENS, HALF, STREAMED, Faulty, generated, plan_of
+from tests.e2e.test_gpu_opening import CONTEXT_TOKENS, HALF, STREAMED, Faulty, generated, model, plan_of, text
 from tests.emulation import LAPTOP
-from tests.executor_support import Model, model_of
+from tests.executor_support import Model
 from tests.stand_in_cuda import StandInCuda
 from tests.stand_in_machine import PLENTY, StandInCopier, marked_layers, stand_in_gpu, torch_operations
 
+__all__ = ["model", "text"]  # the fixtures
 CHUNK_TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return model_of("llama-tied", "int4", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def text(model: Model) -> list[int]:
-    executor = open_on_cpu(*model, CONTEXT_TOKENS, 1)
-    said = generated(executor)
-    executor.close()
-    return said
 
 
 def chunked(model: Model, overrides: Any = HALF) -> Plan:

@@ -17,24 +17,13 @@ from hetero_ee.weights.store.conversion import convert, planned_bytes
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.reader import is_store, open_store
 from hetero_ee.weights.store.verification import verify
-from tests.store_support import FaultyDisk, contents, interrupted, made_store, one_layer_model
+from tests.store_support import FaultyDisk, contents, interrupted, made_store
 
 KINDS_OF_CALL = {
     *("create_folder", "create_file", "write", "allocate", "close_durably", "sync_folder", "rename", "remove_file"),
     *("free_bytes", "acquire_lock"),
 }
 RESUMING = {"reopen_file", "truncate"}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return one_layer_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of the store that an undisturbed conversion makes."""
-    return contents(made_store(model_folder, tmp_path_factory.mktemp("whole") / "store"))
 
 
 def fail_everywhere(model_folder: Path, folder: Path, whole: dict[str, bytes], resume: bool, **how: Any) -> set[str]:

@@ -10,19 +10,9 @@ import pytest
 
 from hetero_ee.weights.store.filesystem import FileSystem
 from tests.power_loss import Disk, RecordingDisk
-from tests.store_support import contents, interrupted, made_store, one_layer_model
+from tests.store_support import contents, interrupted, made_store
 
 STORE = "stores/store"
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return one_layer_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return contents(made_store(model_folder, tmp_path_factory.mktemp("whole") / "store"))
 
 
 class Nothing(random.Random):

@@ -18,20 +18,10 @@ import pytest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.store.reader import open_store
 from tests.store_processes import RENAMED, convert_slowly, fork_server
-from tests.store_support import contents, made_store, one_layer_model
+from tests.store_support import contents, made_store
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
 PATIENCE_S = 60
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return one_layer_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return contents(made_store(model_folder, tmp_path_factory.mktemp("whole") / "store"))
 
 
 @dataclass(frozen=True)

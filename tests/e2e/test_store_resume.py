@@ -9,17 +9,7 @@ import pytest
 
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.store.manifest import read_manifest
-from tests.store_support import contents, interrupted, made_store, one_layer_model
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return one_layer_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return contents(made_store(model_folder, tmp_path_factory.mktemp("whole") / "store"))
+from tests.store_support import contents, interrupted, made_store
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
@@ -35,23 +33,22 @@ from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
 from tests.emulation import prompt_of
 from tests.executor_support import Model, model_of
-from tests.kv_contents import read_back
+from tests.placements import (
+    ALL_GPU,
+    CONTEXT_TOKENS,
+    PLACEMENTS,
+    PROMPT,
+    assert_rows_keep_their_bits,
+    assert_same,
+    computed_and_stored,
+    visiting,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-CONTEXT_TOKENS, N_TOKENS = 128, 32
-PROMPT = [1, 17, 30, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64, 8, 9, 10, 3, 2, 55, 31]  # more rows than a launch takes
+N_TOKENS = 32
 MIN_TOP1, MAX_KL = 0.995, 5e-4
 CLEAR_GAP = 0.05  # between the two likeliest tokens' logits: below it, rounding may decide
-ALL_GPU, ALL_CPU = (("layers.*|head", "gpu"),), (("layers.*|head", "cpu"),)
-PLACEMENTS = {
-    "all on the GPU": ALL_GPU,
-    "split": ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu")),
-    "attention and FFN apart": ((".*attention", "cpu"), (".*ffn", "gpu")),
-    "FFN and attention apart": ((".*attention", "gpu"), (".*ffn", "cpu"), ("head", "cpu")),
-    "streamed": (("layers.*", "stream"),),
-    "head alone on the GPU": (("layers.*", "cpu"), ("head", "gpu")),
-}
 
 
 @pytest.fixture(scope="module")
@@ -96,19 +93,6 @@ def opened(model: Model, profile: HardwareProfile) -> Iterator[Open]:
         executor.close()
 
 
-def visiting(plan: Plan) -> Plan:
-    """Everything the CPU has visits the GPU for prompts."""
-    return replace(
-        plan,
-        parts=tuple(
-            replace(part, prefill_placement="visit")
-            if part.decode_placement == "cpu" and part.layer is not None
-            else part
-            for part in plan.parts
-        ),
-    )
-
-
 def told_tokens(executor: Executor, given: list[int]) -> torch.Tensor:
     """Logits (1 + len(given), vocab) behind the prompt and each of the given tokens, one pass each."""
     sequence = executor.cache.open_new()
@@ -148,17 +132,8 @@ def test_the_cpus_tokens_come_out_of_every_placement(model: Model, opened: Open,
 
 @pytest.mark.parametrize("placement", ["all on the GPU", "attention and FFN apart", "streamed"])
 def test_a_row_has_the_same_bits_whatever_m_is(opened: Open, placement: str) -> None:
-    """And when it is computed again, by a recorded graph, after others were and were forgotten."""
-    executor = opened(PLACEMENTS[placement])
-    sequence = executor.cache.open_new()
-    together = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT[:7])).cpu()
-    logits = executor.to_logits(together)
-    for n_kept in (0, 3, 0):
-        executor.cache.truncate(sequence, n_kept)
-        for position in range(n_kept, 7):
-            alone = executor.hidden(Batch.of_sequence(sequence, position, [PROMPT[position]]))
-            assert torch.equal(alone.cpu()[0], together[position])
-            assert torch.equal(executor.to_logits(alone)[0], logits[position])
+    """Also by a recorded graph."""
+    assert_rows_keep_their_bits(opened(PLACEMENTS[placement]), (0, 3, 0))
 
 
 def test_asynchronous_drafting_changes_no_token(opened: Open) -> None:
@@ -176,15 +151,9 @@ def test_asynchronous_drafting_changes_no_token(opened: Open) -> None:
 
 @pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
 def test_visiting_attentions_compute_and_store_what_resident_ones_do(opened: Open, kv_type: str) -> None:
-    found = []
-    for executor in (opened(ALL_GPU, kv_type=kv_type), opened(PLACEMENTS["head alone on the GPU"], True, kv_type)):
-        sequence = executor.cache.open_new()
-        hidden = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT)).cpu()
-        layers = range(executor.spec.n_layers)
-        kept = [part.cpu() for layer in layers for part in read_back(executor.cache, layer, sequence, 0, len(PROMPT))]
-        found.append([hidden, *kept])
-    for first, second in zip(*found, strict=True):
-        assert torch.equal(first, second)
+    resident = opened(ALL_GPU, kv_type=kv_type)
+    visits = opened(PLACEMENTS["head alone on the GPU"], True, kv_type)
+    assert_same(computed_and_stored(visits), computed_and_stored(resident))
 
 
 def test_closing_gives_the_memory_back(model: Model, profile: HardwareProfile) -> None:

@@ -22,39 +22,23 @@ from tests.device_support import held_bytes
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of
 from tests.exit_patterns import Exiting, SlowText, run_exiting
-from tests.kv_contents import read_back
+from tests.placements import (
+    CONTEXT_TOKENS,
+    PLACEMENTS,
+    PROMPT,
+    assert_rows_keep_their_bits,
+    assert_same,
+    computed_and_stored,
+    visiting,
+)
 from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
 
 INT8_ACTIVATIONS = 2e-3  # normalised squared error, as for a segment
-CONTEXT_TOKENS = 128
-PROMPT = [1, 17, 30, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64, 8, 9, 10, 3, 2, 55, 31]  # more rows than a launch takes
 FAMILIES = ["llama-tied", "qwen2-window", "qwen3", "opt", "phi3-partial"]
-PLACEMENTS: dict[str, tuple[tuple[str, str], ...]] = {
-    "all on the GPU": (("layers.*|head", "gpu"),),
-    "split": ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu")),
-    "attention and FFN apart": ((".*attention", "cpu"), (".*ffn", "gpu"), ("head", "cpu")),
-    "FFN and attention apart": ((".*attention", "gpu"), (".*ffn", "cpu"), ("head", "cpu")),
-    "streamed": (("layers.*", "stream"),),
-    "head alone on the GPU": (("layers.*", "cpu"), ("head", "gpu")),
-    "GPU, streamed, CPU": ((r"layers\.0\..*", "gpu"), (r"layers\.1\..*", "stream"), ("layers.*", "cpu")),
-}
 
 
 def plan_of(model: Model, placement: str, **limits: Any) -> Plan:
     return planned(model[0], overrides=PLACEMENTS[placement], context_tokens=CONTEXT_TOKENS, **limits)
-
-
-def visiting(plan: Plan) -> Plan:
-    """Everything the CPU has visits the GPU for prompts."""
-    return replace(
-        plan,
-        parts=tuple(
-            replace(part, prefill_placement="visit")
-            if part.decode_placement == "cpu" and part.layer is not None
-            else part
-            for part in plan.parts
-        ),
-    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -107,42 +91,18 @@ def test_stored_kinds_of_keys_and_values(llama: Model, placement: str, kv_type: 
 
 @pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
 def test_visiting_attentions_compute_and_store_what_resident_ones_do(model: Model, kv_type: str) -> None:
-    """Two prompts at once, one of them behind tokens that are known: the same bits, on the way and in the cache."""
     resident = on_stand_in(*model, plan_of(model, "all on the GPU", kv_type=kv_type))
     visits = on_stand_in(*model, visiting(plan_of(model, "head alone on the GPU", kv_type=kv_type)))
-    mixed = Batch((3, 4, *PROMPT), (1, 0, *[1] * len(PROMPT)), (0, len(PROMPT), *range(1, 1 + len(PROMPT))))
-    found = []
-    for executor in (resident, visits):
-        for sequence in range(2):
-            executor.cache.open(sequence)
-        hidden = [executor.hidden(Batch.of_sequence(0, 0, PROMPT)), executor.hidden(mixed)]
-        kept = [
-            part
-            for layer in range(model[0].n_layers)
-            for sequence in range(2)
-            for part in read_back(executor.cache, layer, sequence, 0, len(PROMPT) + 1)
-        ]
-        found.append([*hidden, *kept])
-        executor.cache.check()
-    for first, second in zip(*found, strict=True):
-        assert torch.equal(first, second)
+    assert_same(computed_and_stored(visits), computed_and_stored(resident))
 
 
 @pytest.mark.parametrize("placement", sorted(PLACEMENTS))
 def test_a_row_has_the_same_bits_whatever_m_is(llama: Model, placement: str) -> None:
-    """And when it is computed again, after others were and were forgotten."""
     executor = on_stand_in(*llama, plan_of(llama, placement))
-    sequence = executor.cache.open_new()
-    together = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT[:7]))
-    logits = executor.to_logits(together)
+    together = assert_rows_keep_their_bits(executor, (0, 3))
     ids = torch.tensor([[5, 130, 5, 0]]).expand(7, 4)
+    logits = executor.to_logits(together)
     assert torch.equal(executor.partial_logits(together, ids, DraftEnd()), logits.gather(1, ids))
-    for n_kept in (0, 3):
-        executor.cache.truncate(sequence, n_kept)
-        for position in range(n_kept, 7):
-            alone = executor.hidden(Batch.of_sequence(sequence, position, [PROMPT[position]]))
-            assert torch.equal(alone[0], together[position])
-            assert torch.equal(executor.to_logits(alone)[0], logits[position])
 
 
 def test_the_head_takes_more_rows_than_a_launch(llama: Model) -> None:

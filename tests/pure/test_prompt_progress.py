@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hetero_ee.config import READING
-from hetero_ee_cli.terminal.progress import _Bars, stage_progress
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.prompt_progress import DRAWN_EVERY_S, PromptProgress, duration
 from tests.pure.test_terminal_text import Screen, both_streams
 
@@ -149,14 +149,14 @@ def test_a_pipe_is_told_nothing_of_prompts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_remark_within_a_prompt_takes_the_line_away_and_keeps_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, bars = Reading(monkeypatch), _Bars()
-    bars._prompt = reading.progress
-    for stage, n_done in ((READING, 0), (READING, 1000), ("Planned again", 0), (READING, 2000)):
-        reading.now_s += 10.0
-        bars.update(stage, n_done, 4000 if stage == READING else 0)
-        assert n_done == 0 or reading.waited_for(f"{n_done:,} of 4,000")
-    assert bars._prompt.line() == "Reading the prompt: 2,000 of 4,000 tokens, 67 tokens/s, 40 s left"
-    bars.update(READING, 4000, 4000)
-    bars.close()
+    reading = Reading(monkeypatch)
+    monkeypatch.setattr("hetero_ee_cli.terminal.progress.PromptProgress", lambda: reading.progress)
+    with stage_progress() as progress:
+        for stage, n_done in ((READING, 0), (READING, 1000), ("Planned again", 0), (READING, 2000)):
+            reading.now_s += 10.0
+            progress(stage, n_done, 4000 if stage == READING else 0)
+            assert n_done == 0 or reading.waited_for(f"{n_done:,} of 4,000")
+        assert reading.progress.line() == "Reading the prompt: 2,000 of 4,000 tokens, 67 tokens/s, 40 s left"
+        progress(READING, 4000, 4000)
     shown = reading.screen.text()
     assert re.search(r"s left\r +\r[^ ]*Planned again\.\n", shown) and "\ufffd" not in shown and ERASED.search(shown)

@@ -10,9 +10,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers.rope import RopeScaling, RopeSpec
 from hetero_ee.models.context_limit import warn_of_context
-from hetero_ee.ops.arena import _rope_tables
+from hetero_ee.ops.arena import Arena
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -126,7 +127,8 @@ def test_every_device_has_one_table_for_a_context(kind: str) -> None:
     for n_positions in (8192, 9000):
         on_cpu = Rope(spec.rope.inverse_frequencies(n_positions), spec.rope.scaling.magnitude)
         on_cpu._grow(n_positions)
-        assert torch.equal(torch.from_numpy(on_cpu._table), _rope_tables(spec, n_positions, "cpu")[spec.rope])
+        cache = GpuKvCache((1, spec.n_kv_heads, spec.head_dim), n_positions, torch.device("cpu"), kind="fp16")
+        assert torch.equal(torch.from_numpy(on_cpu._table), Arena(spec, cache).rope_tables[spec.rope])
 
 
 def own_context(rope: dict[str, Any]) -> tuple[int, str]:

@@ -4,7 +4,7 @@ Cases mix sequences, positions and page orders; a row is computed again alone, i
 and must keep its bits. Places that no row may see hold NaN.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,29 +22,14 @@ from hetero_ee_kernels.pages import (
     attention_workspace,
     new_pages,
 )
+from tests import attention_case
+from tests.attention_case import BUGS, FIRST, TOLERANCE, AttentionCase
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, int32, random
 
-TOLERANCE = 3e-6
-N_LAYERS, LAYER, FIRST = 2, 1, 3
+N_LAYERS, LAYER = 2, 1
 
 
-@dataclass
-class Case:
-    kind: str
-    n_kv_heads: int
-    group: int
-    head_dim: int
-    window: int | None
-    texts: list[Any]  # of each sequence: keys and values fp32 (length, 2 x n_kv_heads x head_dim)
-    rows: list[tuple[int, int]]  # sequence, position
-    queries: Any
-    scale: float | None = None
-    cap: float = 0.0
-
-    @property
-    def width(self) -> int:
-        return self.n_kv_heads * self.head_dim
-
+class Case(AttentionCase):
     def pages(self, seed: int = 0, spare: int = 0) -> Pages:
         """The texts in pages in a random order, with room for `spare` more pages each; NaN wherever nothing is."""
         needed = [-(-len(text) // PAGE_TOKENS) for text in self.texts]
@@ -71,37 +56,8 @@ class Case:
         assert attention(queries, pages, slots, positions, LAYER, self.window, out.tensor, **options) is out.tensor
         return out.check()
 
-    def expected(self, pages: Pages, bug: str = "") -> Any:
-        outputs = []
-        for row, (sequence, position) in enumerate(self.rows):
-            window = self.window and self.window + (bug == "window")
-            first = max(0, position + 1 - window) if window else 0
-            keys, values = (
-                part.double() for part in reference.read(pages, sequence, LAYER, first, position + (bug != "own"))
-            )
-            query = self.queries[row, FIRST : FIRST + self.group * self.width].double()
-            query = query.view(self.n_kv_heads, self.group, self.head_dim)
-            if bug == "groups":
-                query = query.reshape(self.group, self.n_kv_heads, self.head_dim).transpose(0, 1)
-            scores = query @ keys.transpose(1, 2) / (self.head_dim - (bug == "factor")) ** 0.5
-            if self.scale is not None:
-                scores = scores * self.scale * self.head_dim**0.5
-            if self.cap:
-                scores = self.cap * torch.tanh(scores / self.cap)
-            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            if bug == "last of a page":
-                weights[..., PAGE_TOKENS - 1] = 0
-            if bug == "parts":
-                weights[..., :PART_TOKENS] *= 2
-            outputs.append((weights / weights.sum(-1, keepdim=True) @ values).flatten())
-        return torch.stack(outputs)
-
-    @property
-    def largest(self) -> float:
-        return max(float(text.abs().max()) for text in self.texts)
-
-    def fits(self, found: Any, pages: Pages, bug: str = "") -> bool:
-        return bool((found.double() - self.expected(pages, bug)).abs().max() <= TOLERANCE * self.largest)
+    def is_accurate(self, found: Any, pages: Pages, bug: str = "", tolerance: float = TOLERANCE) -> bool:
+        return self.fits(found, lambda *place: reference.read(pages, place[0], LAYER, *place[1:]), bug, tolerance)
 
 
 def kv_write_quickly(text: Any, pages: Pages, slots: Any, positions: Any, width: int) -> None:
@@ -135,7 +91,7 @@ def test_accurate_for_every_shape(heads: tuple[int, int, int], window: int | Non
     kind = list(KINDS)[SHAPES.index(heads) % 3]
     mixed = case(1, kind, heads, window, [70, 1, 33], MIXED)
     pages = mixed.pages()
-    assert mixed.fits(mixed.attend(pages), pages)
+    assert mixed.is_accurate(mixed.attend(pages), pages)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,13 +99,13 @@ def test_scores_with_a_scale_and_a_cap(kind: str) -> None:
     mixed = replace(case(3, kind, (2, 3, 20), 7, [70, 1, 33], MIXED), scale=0.3, cap=2.0)
     pages = mixed.pages()
     found = mixed.attend(pages)
-    assert mixed.fits(found, pages)
+    assert mixed.is_accurate(found, pages)
     slots, positions = (int32(*[row[part] for row in MIXED]) for part in (0, 1))
     plain = torch.empty_like(found)
     reference.attention(
         mixed.queries, pages, slots, positions, LAYER, 7, plain, first=FIRST, scale=mixed.scale, cap=mixed.cap
     )
-    assert mixed.fits(plain, pages)
+    assert mixed.is_accurate(plain, pages)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,7 +113,7 @@ def test_accurate_for_every_kind_and_fp16_output_is_rounded(kind: str) -> None:
     mixed = case(1, kind, (1, 3, 20), 40, [70, 1, 33], MIXED)
     pages = mixed.pages()
     found = mixed.attend(pages)
-    assert mixed.fits(found, pages)
+    assert mixed.is_accurate(found, pages)
     assert_same_bits(mixed.attend(pages, dtype=torch.float16), found.half())
 
 
@@ -166,7 +122,7 @@ def test_accurate_for_every_kind_and_fp16_output_is_rounded(kind: str) -> None:
 def test_every_length_from_1_to_70(window: int | None) -> None:
     lengths = case(2, "fp16", (1, 2, 8), window, [70], [(0, position) for position in range(70)])
     pages = lengths.pages()
-    assert lengths.fits(lengths.attend(pages), pages)
+    assert lengths.is_accurate(lengths.attend(pages), pages)
 
 
 @pytest.mark.few(2)
@@ -175,7 +131,7 @@ def test_contexts_of_several_parts(window: int | None) -> None:
     lengths = [3 * PART_TOKENS - 5, PART_TOKENS, PART_TOKENS + 1]
     long = case(3, "fp16", (2, 2, 16), window, lengths)
     pages = long.pages()
-    assert long.fits(long.attend(pages), pages)
+    assert long.is_accurate(long.attend(pages), pages)
 
 
 @pytest.mark.few(2)
@@ -187,7 +143,7 @@ def test_bits_depend_on_the_row_alone(kind: str) -> None:
     mixed = case(4, kind, (1, 3, 8), 200, [61, 301, 21], rows)
     pages, others = mixed.pages(seed=0), mixed.pages(seed=5, spare=9)
     whole = mixed.attend(pages)
-    assert mixed.fits(whole, pages)
+    assert mixed.is_accurate(whole, pages)
     workspace = attention_workspace(others, 16, 3).fill_(float("nan"))
     for m in (1, 2, 5, 16):
         some = list(range(16 - m, 16))
@@ -230,7 +186,7 @@ def test_sharp_and_flat_scores(size: float) -> None:
     one = case(8, "fp32", (1, 2, 16), None, [400])
     one.queries = one.queries.sign() * size
     pages = one.pages()
-    assert (one.attend(pages) - one.expected(pages)).abs().max() <= 1e-4 * one.largest
+    assert one.is_accurate(one.attend(pages), pages, tolerance=1e-4)
 
 
 def test_the_torch_reference_agrees() -> None:
@@ -240,7 +196,7 @@ def test_the_torch_reference_agrees() -> None:
         slots, positions = int32(0, 1), int32(69, 129)
         out = torch.empty(2, 120, device=DEVICE)
         reference.attention(mixed.queries, pages, slots, positions, LAYER, 50, out, first=FIRST)
-        assert mixed.fits(out, pages)
+        assert mixed.is_accurate(out, pages)
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -262,12 +218,13 @@ def test_wrong_arguments_are_refused() -> None:
             bad()
 
 
-@pytest.mark.parametrize("bug", ["window", "own", "groups", "factor", "last of a page", "parts"])
-def test_the_tolerance_catches(bug: str) -> None:
-    one = case(10, "fp32", (2, 3, 8), 290 if bug == "window" else None, [300])
+def test_the_tolerance_catches_every_bug() -> None:
+    assert (PAGE_TOKENS, PART_TOKENS) == (attention_case.BLOCK_TOKENS, attention_case.PART_TOKENS)
+    one = case(10, "fp32", (2, 3, 8), 290, [300])
     pages = one.pages()
     found = one.attend(pages)
-    assert one.fits(found, pages) and not one.fits(found, pages, bug)
+    assert one.is_accurate(found, pages)
+    assert not [bug for bug in BUGS if one.is_accurate(found, pages, bug)]
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -276,7 +233,7 @@ def test_a_neighbour_s_scale_is_caught(part: int) -> None:
     pages = one.pages()
     found = one.attend(pages)
     pages.scales[:, :, part] = pages.scales[:, :, part].roll(1, -1)
-    assert one.fits(found, one.pages()) and not one.fits(found, pages)
+    assert one.is_accurate(found, one.pages()) and not one.is_accurate(found, pages)
 
 
 SHARING = [("fp32", (1, 1, 8)), ("fp16", (1, 2, 12)), ("int8", (1, 1, 12)), ("int8", (2, 2, 8))]
@@ -295,7 +252,7 @@ def test_rows_that_share_a_program_have_the_bits_of_one_row(
     shared = case(14, kind, heads, window, [PART_TOKENS + 3, 3, 22], rows)
     pages = shared.pages()
     alone = torch.cat([shared.attend(pages, [row]) for row in range(len(rows))])
-    assert len(rows) == FEW_ROWS and shared.fits(alone, pages)
+    assert len(rows) == FEW_ROWS and shared.is_accurate(alone, pages)
     for first, end in ((0, 16), (1, 6), (3, 11)):
         assert_same_bits(shared.attend(pages, list(range(first, end))), alone[first:end])
 
@@ -340,7 +297,7 @@ def test_a_prompts_rows_have_the_bits_of_one_row(heads: tuple[int, int, int], wi
     many = case(12, "fp16", heads, window, [310, 3], rows)
     pages = many.pages()
     together = many.attend(pages, workspace=torch.empty(0, device=DEVICE))
-    assert len(rows) > FEW_ROWS and many.fits(together, pages)
+    assert len(rows) > FEW_ROWS and many.is_accurate(together, pages)
     for first in range(len(rows)):
         assert_same_bits(many.attend(pages, [first]), together[[first]])
 
