@@ -16,6 +16,7 @@ import pytest
 from hetero_ee.config import demo_model_folder
 from tests.command_line import N_TOKENS, PROMPT, Cli, Ended
 
+MOST_CASES = 6  # of a test by default
 SHARED_MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, which is not imported yet: the workers share the cores
@@ -54,13 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def representatives(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return cases of a test that together have every value of every parameter; if marked `sample(n)`, at most n.
+    """Return at most MOST_CASES cases of a test, or n if it is marked `sample(n)`, and none without a new value.
 
     The next case is always one with the most values that no chosen case has.
     Of equal ones, those that are spread evenly go first.
     """
     limit = cases[0].get_closest_marker("sample") if cases else None
-    n_cases = limit.args[0] if limit else len(cases)
+    n_cases = limit.args[0] if limit else MOST_CASES
     stride = max(1, len(cases) // max(1, n_cases))
     spread = [case for start in range(stride) for case in cases[start::stride]]
     values = {case: parameters(case) for case in spread}

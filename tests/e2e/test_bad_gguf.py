@@ -180,7 +180,6 @@ BAD: dict[str, tuple[Callable[[Path, Path], None], type[HeteroError], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.sample(15)
 def test_bad_content_is_refused(good: Path, tmp_path: Path, case: str) -> None:
     write, error, words = BAD[case]
     write(good, tmp_path / "bad.gguf")

@@ -159,7 +159,6 @@ def test_a_damaged_configuration_is_refused(own_tiny: Path, cache: Path, name: s
 
 
 @pytest.mark.parametrize(("field", "value", "words"), FIELDS, ids=[f"{i}-{case[0]}" for i, case in enumerate(FIELDS)])
-@pytest.mark.sample(20)
 def test_an_impossible_field_is_refused(own_tiny: Path, cache: Path, field: str, value: Any, words: str) -> None:
     edit_json(CONFIG, lambda config: config.update({field: value}))(own_tiny)
     check_refusal(own_tiny, cache, ModelError, words)

@@ -180,7 +180,6 @@ NEVER_READ = ("a manifest has at most", "is a pipe", "is a link out of its folde
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.sample(20)
 def test_a_bad_store_is_refused(store: Path, cache: Path, name: str) -> None:
     spoil, words = BAD[name]
     spoil(store)

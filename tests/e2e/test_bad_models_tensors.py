@@ -235,7 +235,6 @@ FOLDERS: dict[str, Bad] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.sample(12)
 def test_wrong_tensors_are_refused(own_tiny: Path, cache: Path, name: str) -> None:
     spoil, words = TENSORS[name]
     spoil(own_tiny)
@@ -250,7 +249,6 @@ def test_a_wrong_index_is_refused(own_tiny: Path, cache: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sample(12)
 def test_an_index_names_plain_files(own_tiny: Path, cache: Path, name: str) -> None:
     index_naming(NAMES[name])(own_tiny)
     check_refusal(own_tiny, cache, CheckpointError, "expected a .safetensors file in the same folder")

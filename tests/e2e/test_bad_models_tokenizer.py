@@ -277,7 +277,6 @@ HARMLESS: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.sample(25)
 def test_a_bad_tokenizer_is_refused(own_tiny: Path, cache: Path, name: str) -> None:
     spoil, words = BAD[name]
     spoil(own_tiny)

@@ -146,7 +146,6 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.sample(25)
 def test_a_bad_weight_file_is_refused(own_tiny: Path, cache: Path, name: str) -> None:
     data, words = FILES[name]
     (own_tiny / SINGLE).write_bytes(data)

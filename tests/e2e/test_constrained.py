@@ -46,7 +46,6 @@ def engines() -> Iterator[dict[str, Engine]]:
 
 @pytest.mark.few(40)
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.sample(12)
 def test_what_is_said_keeps_to_the_schema(engines: dict[str, Engine], name: str) -> None:
     said = engines["full"].generate(PROMPT, json_schema=SCHEMAS[name], temperature=1.5, seed=len(name))
     assert said.finish_reason == "stop", said.text

@@ -51,7 +51,6 @@ def cpu_executor(family: tuple[ModelSpec, ModelWeights], threads: int = 1) -> An
     return CpuExecutor(*family, 160, threads)
 
 
-@pytest.mark.sample(8)
 def test_logits_are_those_of_the_reference_but_for_int8_activations(family: tuple[ModelSpec, ModelWeights]) -> None:
     logits = []
     for executor in (cpu_executor(family), ReferenceExecutor(*family, 160, BatchedTorchOps())):
@@ -60,7 +59,6 @@ def test_logits_are_those_of_the_reference_but_for_int8_activations(family: tupl
     assert (logits[0] - logits[1]).square().sum() <= INT8_ACTIVATIONS * logits[1].square().sum()
 
 
-@pytest.mark.sample(8)
 def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(family: tuple[ModelSpec, ModelWeights]) -> None:
     prompts = [PROMPT, PROMPT[:1], PROMPT[3:9]]
     together, batched_steps = greedy(cpu_executor(family, threads=3), prompts, 12)
@@ -76,7 +74,6 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(family: tuple[Mod
     assert torch.equal(last[0], batched_steps[0][0])
 
 
-@pytest.mark.sample(8)
 def test_truncating_rolls_back_exactly(family: tuple[ModelSpec, ModelWeights]) -> None:
     executor = cpu_executor(family)
     executor.cache.open(0)

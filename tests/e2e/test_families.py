@@ -59,7 +59,6 @@ def reference_greedy(model: Any, prompt: list[int], n_tokens: int) -> tuple[list
     return ids[len(prompt) :], torch.stack(steps)
 
 
-@pytest.mark.sample(8)
 def test_prefill_logits_match_transformers_at_every_position(family: tuple[Any, Path]) -> None:
     model, folder = family
     with torch.no_grad():
@@ -79,7 +78,6 @@ def test_decoded_tokens_and_logits_match_transformers(family: tuple[Any, Path]) 
     assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.sample(8)
 def test_a_ragged_batch_gives_each_prompt_the_bits_it_has_alone(family: tuple[Any, Path]) -> None:
     _, folder = family
     prompts = [PROMPT, PROMPT[:1], PROMPT[3:9]]
@@ -91,7 +89,6 @@ def test_a_ragged_batch_gives_each_prompt_the_bits_it_has_alone(family: tuple[An
             assert torch.equal(batched[sequence], single[0])
 
 
-@pytest.mark.sample(8)
 def test_prefill_in_chunks_gives_the_bits_of_one_pass(family: tuple[Any, Path]) -> None:
     _, folder = family
     whole, chunked = executor_of(folder), executor_of(folder)
@@ -102,7 +99,6 @@ def test_prefill_in_chunks_gives_the_bits_of_one_pass(family: tuple[Any, Path]) 
     assert torch.equal(chunked.logits(Batch.of_sequence(0, 5, PROMPT[5:]), [len(PROMPT) - 6]), expected)
 
 
-@pytest.mark.sample(8)
 def test_truncating_rolls_back_exactly(family: tuple[Any, Path]) -> None:
     _, folder = family
     executor = executor_of(folder)

@@ -96,7 +96,6 @@ TENSORS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.sample(12)
 def test_tensors_that_do_not_fit_are_named(folder: Path, name: str) -> None:
     change, words = TENSORS[name]
     edit(folder, change)

@@ -108,7 +108,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sample(8)
 def test_families_against_transformers(tmp_path: Path, name: str) -> None:
     """Every tensor in its place: rows of queries and keys, stacked matrices, biases, norms, tied heads."""
     family, changes = FAMILIES[name]

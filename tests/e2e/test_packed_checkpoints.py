@@ -97,7 +97,6 @@ def layouts(weights: ModelWeights) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.sample(8)
 def test_logits_are_those_of_the_values_in_the_file(tmp_path: Path, name: str) -> None:
     packing, _ = ALL[name]
     model, _ = written(tmp_path, packing)
@@ -184,7 +183,7 @@ def test_parts_in_floats_are_quantized_with_the_rest_of_their_matrix(tmp_path: P
     stored = converted(tmp_path)
     kept = {row.types: row for row in report(tmp_path)}
     both = kept["F32, GPTQ int4, groups of 32"]
-    assert not both.is_exact and both.n_tensors == 2 and both.relative_squared_error < 0.01
+    assert not both.is_exact and both.n_tensors == 1 and both.relative_squared_error < 0.01
     assert kept["GPTQ int4, groups of 32"].is_exact
     assert layouts(stored) == {"int4"}
 
@@ -281,7 +280,7 @@ def test_biases_of_zeros_that_old_packers_added(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"), [("awq", (".qweight", ".scales")), ("nf4-nested", (".weight", ".weight.absmax"))]
+    ("name", "parts"), [("awq", (".qweight", ".qzeros")), ("nf4-nested", (".weight", ".weight.absmax"))]
 )
 def test_a_matrix_and_its_scales_may_lie_in_different_files(tmp_path: Path, name: str, parts: tuple[str, str]) -> None:
     _, values = written(tmp_path, ALL[name][0])

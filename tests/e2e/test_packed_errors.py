@@ -127,7 +127,6 @@ TENSORS: list[tuple[str, str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "name", "change", "words"), TENSORS, ids=[f"{k} {n}" for k, n, _, _ in TENSORS])
-@pytest.mark.sample(20)
 def test_tensors_that_do_not_fit_are_named(
     wholes: dict[str, Path], tmp_path: Path, kind: str, name: str, change: Change, words: str
 ) -> None:
@@ -229,7 +228,6 @@ WEIGHTS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "words"), CONFIGS, ids=[f"{k} {c}"[:60] for k, c, _ in CONFIGS])
-@pytest.mark.sample(20)
 def test_configurations_that_do_not_fit_are_named(
     wholes: dict[str, Path], tmp_path: Path, kind: str, changes: dict[str, Any], words: str
 ) -> None:

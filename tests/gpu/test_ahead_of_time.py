@@ -66,7 +66,6 @@ def check(record: Any, card: CardClass) -> Compiled:
 
 
 @pytest.mark.parametrize("record", RECORDS_IN_CI, ids=lambda record: record.name)
-@pytest.mark.sample(8)
 def test_compiles_well(record: Any) -> None:
     check(record, CARD_IN_CI)
 
