@@ -15,11 +15,13 @@ import pytest
 
 from hetero_ee.config import demo_model_folder
 from tests.command_line import N_TOKENS, PROMPT, Cli, Ended
+from tests.kernel_locks import compile_once
 
 MOST_CASES = 6  # of a test by default
 SHARED_MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, which is not imported yet: the workers share the cores
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the package again
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -102,6 +104,15 @@ def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Pat
         patch.setenv("HETERO_EE_CONFIG", os.devnull)
         patch.setenv("HETERO_EE_PROFILE", "off")  # a machine that runs tests has other things to do than be measured
         yield cache
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled_once(run_folder: Path, pytestconfig: pytest.Config) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(pytestconfig, "workerinput"):
+            (run_folder / "locks").mkdir(exist_ok=True)
+            compile_once(patch, run_folder / "locks")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
