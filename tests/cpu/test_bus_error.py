@@ -26,6 +26,7 @@ with open(sys.argv[1], "r+b") as file:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="this system has no SIGBUS")
+@pytest.mark.sample(0)
 def test_a_file_cut_short(tmp_path: Path, kernels: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"\1" * 2**16)

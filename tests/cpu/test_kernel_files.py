@@ -87,7 +87,7 @@ def check_damaged(filled: tuple[Path, str], seed: int) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(200))
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_a_damaged_file_is_made_again(filled: tuple[Path, str], seed: int) -> None:
     check_damaged(filled, seed)
 

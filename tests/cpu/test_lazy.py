@@ -16,6 +16,7 @@ from hetero_ee.runtime import kernel_cache
 from hetero_ee_cpu_ops.lazy import Chunk, array_in, array_out, entry
 
 
+@pytest.mark.sample(0)
 def test_import_compiles_nothing():
     program = """
 import importlib, pkgutil, numba.core.compiler as compiler, hetero_ee_cpu_ops as ops

@@ -68,9 +68,13 @@ def test_verbose_tells_times_and_rates_below_the_text(cli: Cli, tiny: Path, said
     assert "time to first token" not in cli("generate", PROMPT, "-m", tiny, *PLAIN).err
 
 
-def test_a_pipe_gets_the_text_alone_and_a_terminal_newlines(cli: Cli, tiny: Path, said: str) -> None:
+def test_a_pipe_gets_the_text_alone(cli: Cli, tiny: Path, said: str) -> None:
     for arguments in (["generate", PROMPT, "-m", tiny], ["run", tiny, PROMPT]):
         assert cli(*arguments, *PLAIN).out == said
+
+
+@pytest.mark.sample(0)
+def test_a_terminal_gets_newlines_after_the_text(tiny: Path) -> None:
     pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "hetero_ee_cli", "generate", PROMPT, "-m", str(tiny), *PLAIN]

@@ -24,9 +24,9 @@ main()
 CAPABILITIES = "-dac_override,-dac_read_search"  # by which root may read everything
 GENERATE = ["generate", "Once upon a time", "-n", "3", "-t", "1", "--profile", "off", "--quantizer", "rtn"]
 COMMANDS = {
+    "models": ["models"],
     "generate": GENERATE,
     "chat": ["chat", "-t", "1", "--profile", "off", "--quantizer", "rtn"],
-    "models": ["models"],
     "config": ["config", "show"],
     "doctor": ["doctor"],
     "plan": ["plan", "-t", "1"],
@@ -68,6 +68,7 @@ def unprivileged() -> list[str]:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.sample(1)
 def test_a_home_that_may_not_be_read(name: str, locked: Path, cache: Path, tmp_path: Path) -> None:
     command = [*unprivileged(), sys.executable, "-m", "hetero_ee_cli", *COMMANDS[name]]
     run = ended(command, tmp_path, locked, **folders(cache))
@@ -85,6 +86,7 @@ def test_a_configuration_that_may_not_be_read_is_said_to_be_there(cache: Path, t
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.sample(1)
 def test_a_user_without_a_home(name: str, cache: Path, tmp_path: Path) -> None:
     run = ended([sys.executable, "-c", HOMELESS, *COMMANDS[name]], tmp_path, **folders(cache))
     assert run.code == 0 and "Traceback" not in run.err, run.err
@@ -92,6 +94,7 @@ def test_a_user_without_a_home(name: str, cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["config", "show"], ["config", "show", "--json"], ["doctor"]])
+@pytest.mark.sample(1)
 def test_without_a_home_no_file_of_the_working_folder_is_read(
     arguments: list[str], cache: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ LIMITS_MB = (40, 200, 400, 900)  # while torch's libraries are loaded; the last 
 
 @pytest.mark.parametrize("limit_mb", LIMITS_MB)
 @pytest.mark.usefixtures("cache")
+@pytest.mark.sample(1)
 def test_too_little_memory_for_the_imports(limit_mb: int) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit_mb * 10**6, limit_mb * 10**6))

@@ -236,6 +236,7 @@ def converting(cache: Path, model_folder: Path) -> Iterator[subprocess.Popen[byt
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, 0)])
+@pytest.mark.sample(0)
 def test_who_waits_says_so_and_can_be_stopped(
     store: Path, model_folder: Path, cache: Path, sent: signal.Signals | None, code: int
 ) -> None:

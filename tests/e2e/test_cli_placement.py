@@ -333,6 +333,7 @@ def test_a_model_whose_drafts_nobody_measured_can_not_be_exact(
     assert " | full | peak" in cli("generate", *ARGUMENTS, "-m", tiny).err
 
 
+@pytest.mark.sample(0)
 def test_ctrl_c_in_exact_mode_ends_with_what_there_is(kept: Path, tmp_path: Path) -> None:
     arguments = ["generate", PROMPT, "-t", "1", "-n", "1000", "--mode", "exact", "--stop", "never said", "--stats"]
     command = [sys.executable, "-m", "hetero_ee_cli", *arguments, "--trace", str(tmp_path / "t.json")]
@@ -347,6 +348,7 @@ def test_ctrl_c_in_exact_mode_ends_with_what_there_is(kept: Path, tmp_path: Path
     assert (tmp_path / "t.json").is_file()
 
 
+@pytest.mark.sample(0)
 def test_a_pipe_that_closes_ends_exact_mode_quietly(kept: Path) -> None:
     command = f"{sys.executable} -m hetero_ee_cli generate '{PROMPT}' -t 1 -n 300 --mode exact | head -c 5"
     ended = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, check=False)

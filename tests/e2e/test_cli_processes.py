@@ -6,23 +6,22 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
-from tests.command_line import CLOSING_LINE, PLAIN, PROMPT, stores
+from hetero_ee import Engine, GeneratedToken
+from tests.command_line import CLOSING_LINE, PLAIN, PROMPT, Cli, stores
 
 
 @contextmanager
-def started(
-    cache: Path, *arguments: object, program: Sequence[str] = ("-m", "hetero_ee_cli")
-) -> Iterator[subprocess.Popen[bytes]]:
+def started(cache: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     """`hetero-ee generate` as a process of its own, ended at the latest with the block."""
     environment = os.environ | {"HETERO_EE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *program, "generate", "-t", "1", *map(str, arguments)]
+    command = [sys.executable, "-m", "hetero_ee_cli", "generate", "-t", "1", *map(str, arguments)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment) as process:
         try:
@@ -83,34 +82,30 @@ def test_text_streams_and_ctrl_c_keeps_what_was_said(endless: list[object], tmp_
     assert closing and int(closing[2]) >= 5
 
 
-INTERRUPTS_ITSELF = """
-import os, signal
-from hetero_ee import Engine
-real = Engine.stream
+def test_ctrl_c_with_json_still_gives_the_document(
+    cli: Cli, endless: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Engine.stream
 
-def stream(*arguments, **changes):
-    for n_tokens, token in enumerate(real(*arguments, **changes)):
-        if n_tokens == 7:
-            os.kill(os.getpid(), signal.SIGINT)
-        yield token
+    def stream(*arguments: Any, **changes: Any) -> Iterator[GeneratedToken]:
+        for n_tokens, token in enumerate(real(*arguments, **changes)):
+            if n_tokens == 7:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield token
 
-Engine.stream = stream
-from hetero_ee_cli.app import main
-main()
-"""
-
-
-def test_ctrl_c_with_json_still_gives_the_document(endless: list[object], tmp_path: Path) -> None:
-    with started(tmp_path / "cache", *endless, "--json", program=["-c", INTERRUPTS_ITSELF]) as process:
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    document = json.loads(out)
-    assert (document["finish_reason"], document["n_generated_tokens"]) == ("interrupted", 7)
-    assert re.fullmatch(CLOSING_LINE, err.decode())
+    monkeypatch.setattr(Engine, "stream", stream)
+    monkeypatch.setattr("hetero_ee_cli.app.leave", sys.exit)
+    ended = cli("generate", "-t", 1, *endless, "--json")
+    document = json.loads(ended.out)
+    assert (ended.code, document["finish_reason"], document["n_generated_tokens"]) == (130, "interrupted", 7)
+    assert re.fullmatch(CLOSING_LINE, ended.err)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("arguments", [["config", "show"], ["--help"], ["generate", PROMPT, "-m", None, *PLAIN]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["config", "show"], ["--help"], pytest.param(["generate", PROMPT, "-m", None, *PLAIN], marks=pytest.mark.full)],
+)
 def test_a_full_disk_under_standard_output_is_said_in_a_line(arguments: list[str | None], tiny: Path) -> None:
     command = [sys.executable, "-m", "hetero_ee_cli", *(argument or str(tiny) for argument in arguments)]
     with Path("/dev/full").open("w") as full:
@@ -131,6 +126,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless: list[object], tmp_path
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.sample(0)
 def test_a_signal_in_a_conversion_says_that_it_can_be_gone_on_with(
     demo: Path, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
@@ -149,6 +145,7 @@ def test_a_signal_in_a_conversion_says_that_it_can_be_gone_on_with(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.sample(0)
 def test_a_signal_in_the_compilation_keeps_the_store(
     tiny: Path, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:

@@ -17,6 +17,7 @@ from tests.server_support import ENDLESS
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.sample(0)
 def test_a_signal_ends_it_and_its_streams(tiny: Path, empty_cache: Path, number: signal.Signals) -> None:
     words = ["serve", str(tiny), "--port", "0", "--quantizer", "none", "-t", "1", "--alias", "me", "--temp", "0"]
     command = [sys.executable, "-m", "hetero_ee_cli", *words]

@@ -33,6 +33,7 @@ def without(redirection: str, *arguments: object) -> subprocess.CompletedProcess
     return subprocess.run(shell, input=b"".decode(), capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.sample(0)
 def test_a_remark_on_a_terminal_leaves_standard_output_alone(tiny: Path, said: str) -> None:
     """Standard error is a terminal and standard output a pipe; a context beyond training is remarked on."""
     ours, theirs = pty.openpty()
@@ -45,21 +46,28 @@ def test_a_remark_on_a_terminal_leaves_standard_output_alone(tiny: Path, said: s
     assert "may make no sense." in seen and ".." not in seen
 
 
+def test_closed_streams_of_a_quick_command() -> None:
+    assert without(">&-", "config", "show").returncode == 0
+    ended = without("<&-", "models", "remove", "x")
+    assert ended.returncode == 2 and re.fullmatch(r"hetero-ee: [^\n]+\n", ended.stderr)
+
+
+@pytest.mark.sample(0)
 def test_closed_standard_output(tiny: Path) -> None:
     ended = without(">&-", "generate", PROMPT, "-m", tiny, *PLAIN)
     assert (ended.returncode, ended.stdout) == (0, "") and re.fullmatch(CLOSING_LINE, ended.stderr)
-    assert without(">&-", "config", "show").returncode == 0
     assert without(">&- 2>&-", "generate", PROMPT, "-m", tiny, *PLAIN).returncode == 0
 
 
+@pytest.mark.sample(0)
 def test_closed_standard_input(tiny: Path, said: str) -> None:
     assert without("<&-", "generate", PROMPT, "-m", tiny, *PLAIN).stdout == said
-    for arguments, code in ((["generate", "-", "-m", tiny, *PLAIN], 2), (["models", "remove", "x"], 2)):
-        ended = without("<&-", *arguments)
-        assert ended.returncode == code and re.fullmatch(r"hetero-ee: [^\n]+\n", ended.stderr)
+    ended = without("<&-", "generate", "-", "-m", tiny, *PLAIN)
+    assert ended.returncode == 2 and re.fullmatch(r"hetero-ee: [^\n]+\n", ended.stderr)
     assert "Traceback" not in without("<&-", "chat", tiny, *PLAIN).stderr
 
 
+@pytest.mark.sample(0)
 def test_an_encoding_without_the_signs_of_a_table(tmp_path: Path) -> None:
     arguments = ["bench", "--random-weights", "tinyllama-1.1b", "-p", "1", "-n", "0", "-r", "1", "--quick", "-t", "1"]
     program = f"""
@@ -85,6 +93,7 @@ main()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", PROMPT]])
+@pytest.mark.sample(1)
 def test_ctrl_c_while_the_command_line_is_imported(arguments: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "hetero_ee_cli", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -99,6 +108,7 @@ def test_ctrl_c_while_the_command_line_is_imported(arguments: list[str]) -> None
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [["chat"], ["bench"], ["profile"]])
+@pytest.mark.sample(0)
 def test_ctrl_c_while_torch_imports_numpy(arguments: list[str], tmp_path: Path) -> None:
     """torch forgets an exception that is raised meanwhile."""
     program = f"""
@@ -147,6 +157,7 @@ def on_terminal(
     return process.returncode, shown.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.sample(0)
 def test_a_terminal_shows_the_prompt_dim_before_the_text(tiny: Path, said: str, tmp_path: Path) -> None:
     arguments = ["generate", PROMPT, "-m", tiny, *PLAIN]
     code, shown = on_terminal(*arguments)
@@ -188,6 +199,7 @@ def unsafe(shown: str) -> list[str]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("command", ["generate", "run", "chat"])
+@pytest.mark.sample(0)
 def test_generated_text_does_not_command_a_terminal(commanding: Path, command: str) -> None:
     words = ["generate", PROMPT, "-m", commanding] if command == "generate" else [command, commanding]
     stdin = None if command == "generate" else f"{PROMPT}\n".encode()
@@ -214,6 +226,7 @@ FAILURES: dict[str, tuple[Spoil, list[str]]] = {
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.sample(1)
 def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(commanding, tmp_path / NAMED))
     spoil, words = FAILURES[name]
@@ -225,6 +238,7 @@ def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: P
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("command", [["models"], ["doctor"], ["config", "show"], ["convert", "{}"], ["plan", "{}"]])
+@pytest.mark.sample(1)
 def test_names_in_reports_do_not_command_a_terminal(
     commanding: Path, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_refusal_is_one_line_and_a_code(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.sample(0)
 def test_a_signal_ends_a_download_and_the_next_run_goes_on(
     start: Start, hub: Hub, hub_cache: Path, tiny: Path, sent: signal.Signals, code: int
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_first_generate_killed_at_any_moment(said: str, tmp_path: Path, seed: 
 
 
 @pytest.mark.parametrize(("seed", "n_kills"), SEEDS_AND_KILLS)
+@pytest.mark.sample(0)
 def test_a_profile_killed_at_any_moment(kernels: Path, tmp_path: Path, seed: int, n_kills: int) -> None:
     """Measured again each time, first without an earlier profile, then beside one that stays in use. Most kernels are
     there: the test above compiles them."""

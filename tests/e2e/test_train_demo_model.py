@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 STORY = "Once upon a time there was a cat. The cat saw a dog. They had a lot of fun. {}\n<|endoftext|>\n"
 
 
+@pytest.mark.sample(0)
 def test_a_short_training_exports_a_model_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("".join(STORY.format("The end. " * (n % 5)) for n in range(40)))
     arguments = ["--data", str(tmp_path), "--texts", "text.txt", "--output", str(tmp_path / "model"), "--smoke"]

@@ -66,6 +66,7 @@ def check(record: Any, card: CardClass) -> Compiled:
 
 
 @pytest.mark.parametrize("record", RECORDS_IN_CI, ids=lambda record: record.name)
+@pytest.mark.sample(2)
 def test_compiles_well(record: Any) -> None:
     check(record, CARD_IN_CI)
 
@@ -78,6 +79,7 @@ def test_compiles_well_for_every_class(record: Any, card: CardClass) -> None:
         check(record, card)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["fp16_group_1", "fp16_group_2", "fp16_group_4", "fp32_group_1", "int8_group_1"])
 def test_a_prompts_attention_sums_in_the_order_of_one_tokens(kind: str) -> None:
     """Two specializations of one kernel: the compiler must spread their sums over threads alike."""
