@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from hetero_ee.config import Progress as Progress
     from hetero_ee.decoding.async_tokens import AsyncTokens as AsyncTokens
     from hetero_ee.decoding.conversation import Conversation as Conversation
+    from hetero_ee.decoding.conversation import Reply as Reply
     from hetero_ee.decoding.logprobs import TokenLogprobs as TokenLogprobs
     from hetero_ee.decoding.loop import DecodingLoop as DecodingLoop
     from hetero_ee.decoding.loop import Stepped as Stepped
-    from hetero_ee.decoding.reply import Reply as Reply
     from hetero_ee.decoding.result import FinishReason as FinishReason
     from hetero_ee.decoding.result import GeneratedToken as GeneratedToken
     from hetero_ee.decoding.result import GenerationResult as GenerationResult
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from hetero_ee.sparsity.job import PredictorOutcome as PredictorOutcome
     from hetero_ee.sparsity.job import SparsityOutcome as SparsityOutcome
     from hetero_ee.speculation.drafting import Drafting as Drafting
-    from hetero_ee.speculation.exit_statistics import ExitStatistics as ExitStatistics
     from hetero_ee.speculation.statistics import DraftStatistics as DraftStatistics
+    from hetero_ee.speculation.statistics import ExitStatistics as ExitStatistics
     from hetero_ee.text.chat_template import Message as Message
     from hetero_ee.text.prompt import Prompt as Prompt
     from hetero_ee.text.prompt import PromptList as PromptList
@@ -63,9 +63,8 @@ _NAMES = {
     "hetero_ee.calibration.run": ("CalibrationSettings",),
     "hetero_ee.config": ("Progress",),
     "hetero_ee.decoding.async_tokens": ("AsyncTokens",),
-    "hetero_ee.decoding.conversation": ("Conversation",),
+    "hetero_ee.decoding.conversation": ("Conversation", "Reply"),
     "hetero_ee.decoding.logprobs": ("TokenLogprobs",),
-    "hetero_ee.decoding.reply": ("Reply",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult", "TokenOrigin"),
     "hetero_ee.options.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
     "hetero_ee.decoding.loop": ("DecodingLoop", "Stepped"),
@@ -86,8 +85,7 @@ _NAMES = {
     "hetero_ee.planning.request": ("EngineOptions", "FindProfile", "PlanRequest"),
     "hetero_ee.sparsity.job": ("PredictorOutcome", "SparsityOutcome"),
     "hetero_ee.speculation.drafting": ("Drafting",),
-    "hetero_ee.speculation.exit_statistics": ("ExitStatistics",),
-    "hetero_ee.speculation.statistics": ("DraftStatistics",),
+    "hetero_ee.speculation.statistics": ("DraftStatistics", "ExitStatistics"),
     "hetero_ee.text.chat_template": ("Message",),
     "hetero_ee.text.prompt": ("Prompt", "PromptList"),
     "hetero_ee.text.tokenizer": ("Tokenizer",),

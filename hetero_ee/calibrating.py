@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
+from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress
 from hetero_ee.decoding.requests import Ending
@@ -70,10 +70,7 @@ class CalibratingEngine(ABC):
             DiskFullError: if the disk is full.
         """
         request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force, certify=certify)
-        if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
-        place, executor = self._place("a calibration"), self.executor
-        return calibrate(executor, self.tokenizer, self._ending(executor), place, request, progress=progress)
+        return calibrate(self._job("a calibration", request, progress))
 
     def calibrate_sparsity(
         self, request: CalibrationRequest | None = None, progress: Progress | None = None, target: float | None = None
@@ -86,12 +83,10 @@ class CalibratingEngine(ABC):
             request: As in `calibrate`.
             target: A share of neurons to measure in addition to those that "auto" is chosen from.
 
-        Raises:
-            HeteroError: as `calibrate` does.
+        Raises: HeteroError: as `calibrate` does.
         """
-        place, executor, request = self._place("sparsity"), self.executor, CalibrationRequest.of(request)
-        targets = () if target is None else (target,)
-        return calibrate_sparsity(executor, self.tokenizer, self._ending(executor), place, request, targets, progress)
+        job = self._job("sparsity", CalibrationRequest.of(request), progress)
+        return calibrate_sparsity(job, () if target is None else (target,))
 
     def calibrate_predictor(
         self, request: CalibrationRequest | None = None, progress: Progress | None = None
@@ -104,15 +99,16 @@ class CalibratingEngine(ABC):
         Args:
             request: As in `calibrate`; None for 16,384 tokens of the model's own.
 
-        Raises:
-            HeteroError: as `calibrate` does.
+        Raises: HeteroError: as `calibrate` does.
         """
-        place, executor = self._place("sparsity"), self.executor
         request = CalibrationRequest(n_tokens=PREDICTOR_TOKENS) if request is None else CalibrationRequest.of(request)
-        return calibrate_predictor(executor, self.tokenizer, self._ending(executor), place, request, progress)
+        return calibrate_predictor(self._job("sparsity", request, progress))
 
-    def _place(self, what: str) -> CalibrationPlace:
+    def _job(self, what: str, request: CalibrationRequest, progress: Progress | None) -> CalibrationJob:
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
         if self.calibrations is None:
             quantizer = MODEL_OPTIONS["quantizer"]
             raise UsageError(f"{what} belongs to a store, and ", quantizer, f" {UNQUANTIZED} has none; leave that out.")
-        return self.calibrations
+        ending = self._ending(self.executor)
+        return CalibrationJob(self.executor, self.tokenizer, ending, self.calibrations, request, progress)

@@ -33,8 +33,7 @@ from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
 from hetero_ee.speculation.exact import ExactMode
-from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
-from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
+from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics, ExitCounts, ExitStatistics
 from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
 from hetero_ee.text.tokenizer import Tokenizer
@@ -149,7 +148,7 @@ class Engine(CalibratingEngine):
         """Draft statistics of the latest call of generate or stream, or reply of a chat; None in full mode."""
         if self._drafting is None:
             return None
-        return self._draft_counts.statistics(self.spec.n_layers, self._drafting.drafting.exit_layer)
+        return self._draft_counts.statistics(self.spec.n_layers, self._drafting.exit_layer)
 
     @property
     def exit_statistics(self) -> ExitStatistics | None:
@@ -186,7 +185,7 @@ class Engine(CalibratingEngine):
     @property
     def drafting(self) -> Drafting | None:
         """Drafts of exact mode, for measurements; None in full mode."""
-        return None if self._drafting is None else self._drafting.drafting
+        return self._drafting
 
     @property
     def has_chat_template(self) -> bool:
@@ -368,7 +367,7 @@ class Engine(CalibratingEngine):
             return self._early_exit_mode(self.exits)
         if self._drafting is not None:
             self._draft_counts = DraftCounts()
-            return ExactMode(self.executor, self._drafting.drafting, self._draft_counts, self._clock)
+            return ExactMode(self.executor, self._drafting, self._draft_counts, self._clock)
         return FullMode(self.executor, self._clock)
 
     def _early_exit_mode(self, exits: EarlyExits) -> EarlyExitMode:

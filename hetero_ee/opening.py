@@ -25,11 +25,12 @@ from hetero_ee.sparsity.applied import made_sparse
 from hetero_ee.sparsity.job import order_or_warn
 from hetero_ee.sparsity.order import NeuronOrder
 from hetero_ee.sparsity.request import SparsityRequest
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits_opening import open_exits
 from hetero_ee.speculation.head_check import OPENING, HeadChecks
-from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
+from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
@@ -66,7 +67,7 @@ class OpenModel:
     executor: Executor
     threads: int
     opened: Opened | None = None  # None if nothing was planned
-    drafting: OpenDrafting | None = None  # of exact mode alone
+    drafting: Drafting | None = None  # of exact mode alone
     exits: EarlyExits | None = None  # of early-exit modes alone
 
 

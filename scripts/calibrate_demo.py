@@ -17,9 +17,8 @@ from stories import SEPARATOR, read_stories, without_held_out
 
 from hetero_ee import Engine
 from hetero_ee.calibration.certificate_file import write_certificate
-from hetero_ee.calibration.certify import N_PROMPTS, CertificateRun, by_group
+from hetero_ee.calibration.certify import N_PROMPTS, CertificateRun, by_group, specee_depths
 from hetero_ee.calibration.file import read_calibration, write_calibration
-from hetero_ee.calibration.following import specee_depths
 from hetero_ee.calibration.location import SHIPPED_FOLDER, checkpoint_key
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.texts import text_chunks, text_prompts

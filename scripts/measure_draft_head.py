@@ -25,9 +25,9 @@ from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.head_check import accepted
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee.speculation.sources.self_check import accepted
 from hetero_ee.speculation.sources.source import Choose
 
 

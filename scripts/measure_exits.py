@@ -18,7 +18,7 @@ from typing import Any
 from stories import read_stories
 
 from hetero_ee import Engine
-from hetero_ee.calibration.metrics import all_metrics, opened
+from hetero_ee.calibration.fitting import all_metrics, opened
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.texts import text_chunks

@@ -16,7 +16,6 @@ from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
@@ -25,6 +24,7 @@ from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRu
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from tests.draft_heads import random_head_source
 from tests.draft_sources import Propose, ScriptedSource, alternately, garbage, oracle, repetition
+from tests.drafted_generation import generate_exact
 from tests.e2e.test_trained_models import OPENINGS
 
 SAMPLINGS: dict[str, dict[str, Any]] = {

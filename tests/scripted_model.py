@@ -18,10 +18,10 @@ from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Observe
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.draft_sources import ScriptedSource, following
+from tests.drafted_generation import generate_exact
 
 N_LAYERS, VOCABULARY, HIDDEN, EXIT_LAYER = 6, 32, 3, 2
 PROMPT = [3, 4, 5]

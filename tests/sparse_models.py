@@ -10,8 +10,7 @@ from hetero_ee.calibration.stages import Chunk
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks, first_matrix, least_activations, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.sparsity.curves import Measurement, SparsityCurves
-from hetero_ee.sparsity.dealing import SHARES
+from hetero_ee.sparsity.curves import SHARES, Measurement, SparsityCurves
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, is_quantized
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import quantize

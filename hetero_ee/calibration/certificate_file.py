@@ -87,14 +87,6 @@ def _certificate(header: CertificateHeader, arrays: RecordArrays, key: str) -> C
         raise ValueError(f"its judgements can't be unpacked: {error}") from error
     if len(judgements) != n_all * n_exit_layers or not unpacker.eof:
         raise ValueError("it has more or fewer judgements than its tokens need")
-    return Certificate(
-        key,
-        header.exits_digest,
-        header.kv_type,
-        header.text,
-        header.exit_layers,
-        prompt_lengths,
-        n_tokens,
-        np.ascontiguousarray(np.frombuffer(judgements, np.uint8).reshape(n_exit_layers, n_all).T),
-        header.on_policy,
-    )
+    by_token = np.ascontiguousarray(np.frombuffer(judgements, np.uint8).reshape(n_exit_layers, n_all).T)
+    same = {field.name: getattr(header, field.name) for field in fields(header)}
+    return Certificate(key, **same, prompt_lengths=prompt_lengths, n_tokens=n_tokens, judgements=by_token)

@@ -4,8 +4,6 @@ The judges are those of decoding: the exit's map, head and predictor on the exec
 and values, as in lazy filling. The result depends only on the model, the exits, the prompts and the KV type.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,9 +13,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.calibration.following import followed
-from hetero_ee.calibration.partial import PartialCalibration
 from hetero_ee.calibration.stages import Chunk
+from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.config import Progress
 from hetero_ee.decoding.loop import FullMode, Take, generate
 from hetero_ee.decoding.requests import Ending, Request, step
@@ -27,15 +24,19 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import Drafted
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit, OnPolicy, levels_of
 from hetero_ee.speculation.pending import PendingToken, advance
-from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
+from hetero_ee.speculation.policies.policy import ExitPolicy
+from hetero_ee.speculation.policies.specee import SpecEE
+from hetero_ee.speculation.policies.thresholds import Certified
+from hetero_ee.speculation.statistics import ExitCounts, ExitStatistics
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.record import Arrays
 
-ALGORITHM_VERSION = 2  # increases when the bytes change; runs of other versions are not resumed
+ALGORITHM_VERSION = 3  # increases when the bytes or the steps change; runs of other versions are not resumed
 N_PROMPTS = 1500
 TOKENS_A_PROMPT = 64  # judged; prefill gives the token before them
 GROUP_PROMPTS = 32  # prompts in one batch
@@ -47,6 +48,8 @@ PARAMS = SamplingParams(max_new_tokens=TOKENS_A_PROMPT + 1)
 JUDGEMENTS, PROMPT_LENGTHS, N_TOKENS = "judgements", "prompt_lengths", "n_tokens"
 
 PromptSource = Callable[[int], Sequence[Chunk]]  # prompts of the n-th group, none after the last
+MAX_PENDING = 7  # pending tokens of a sequence
+N_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 64  # of mode specee
 
 
 def by_group(prompts: Sequence[Chunk]) -> PromptSource:
@@ -60,52 +63,42 @@ def kv_type_of(executor: Executor) -> str:
     return cast(HostExecutor, executor).kv_type if plan is None else str(plan.kv_type)
 
 
-def certificate_identity(key: str, exits_digest: str, kv_type: str, prompts_identity: str, n_prompts: int) -> str:
-    """Return a hash that differs between runs with other bytes."""
-    values = [ALGORITHM_VERSION, key, exits_digest, kv_type, prompts_identity, n_prompts]
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
 class CertificateRun:
-    """Makes a certificate. partial: where progress is saved, None to save nothing; clock: in seconds."""
+    """Makes a certificate. steps: where judged groups of prompts are kept; clock: in seconds."""
 
     def __init__(
         self,
         executor: Executor,
         ending: Ending,
         calibration: Calibration,
-        partial: PartialCalibration | None,
+        steps: KeptSteps | None,
         clock: Callable[[], float],
         progress: Progress | None = None,
     ) -> None:
         self._executor, self._ending, self._calibration = executor, ending, calibration
         compiled = executor.weights.quantizer != UNQUANTIZED
         self._heads = exit_heads(calibration, range(1, calibration.n_layers), compiled=compiled)
-        self._partial, self._clock, self._progress = partial, clock, progress
+        self._steps, self._clock, self._progress = steps or KeptSteps(), clock, progress
         self._n_prompts, self._started_s, self._is_told = 0, 0.0, False
 
     def certify(self, prompts_of: PromptSource, n_prompts: int, key: str, description: str) -> Certificate:
-        """Judge the prompts, which are the same in every run of the same identity. Raises: UsageError, StoreError,
-        DiskFullError.
+        """Judge the prompts, which are the same in every run of the same identity.
+
+        Raises: UsageError, StoreError, DiskFullError.
         """
-        kept = self._partial.load() if self._partial else {}
-        group = int(kept.pop("group")[0]) if kept else 0
-        kept = kept or _arrays_of([], [], len(self._heads))
-        self._n_prompts = n_prompts
-        while (n_left := n_prompts - len(kept[N_TOKENS])) > 0:
-            self._started_s = self._clock()
-            prompts = list(prompts_of(group))[:n_left]
-            if not prompts:
+        self._n_prompts, n_judged = n_prompts, 0
+        groups = [_arrays_of([], [], len(self._heads))]
+        while n_judged < n_prompts:
+            make = partial(self._judged, prompts_of, len(groups) - 1, n_judged)
+            groups.append(self._steps.once(f"group {len(groups) - 1}", make))
+            if not len(groups[-1][N_TOKENS]):
                 break
-            found = self._judged(prompts, n_prompts - n_left)
-            kept = {name: np.concatenate([array, found[name]]) for name, array in kept.items()}
-            group += 1
-            if self._partial is not None:
-                self._partial.save_in_time(kept | {"group": np.array([group])})
-        prompt_lengths, n_tokens = (kept[name].astype(np.uint16) for name in (PROMPT_LENGTHS, N_TOKENS))
+            n_judged += len(groups[-1][N_TOKENS])
+        found = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+        prompt_lengths, n_tokens = (found[name].astype(np.uint16) for name in (PROMPT_LENGTHS, N_TOKENS))
         kv_type, digest = kv_type_of(self._executor), self._calibration.exits_digest
         certificate = Certificate(
-            key, digest, kv_type, description, tuple(self._heads), prompt_lengths, n_tokens, kept[JUDGEMENTS]
+            key, digest, kv_type, description, tuple(self._heads), prompt_lengths, n_tokens, found[JUDGEMENTS]
         )
         return replace(certificate, on_policy=tuple(self._on_policy(certificate, prompts_of)))
 
@@ -137,8 +130,10 @@ class CertificateRun:
         )
         return known.n_tokens, known.n_exited, sum(different)
 
-    def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
-        """Judge a group's tokens. Sequences that end early have fewer."""
+    def _judged(self, prompts_of: PromptSource, group: int, n_before: int) -> Arrays:
+        """Judge a group's tokens. Sequences that end early have fewer. n_before: prompts of the groups before."""
+        self._started_s = self._clock()
+        prompts = list(prompts_of(group))[: self._n_prompts - n_before]
         mode = _JudgingMode(self._executor, self._heads, lambda n_steps: self._tell(n_before, len(prompts), n_steps))
         asked = [list(prompt) for prompt in prompts]
         for _ in generate(self._executor, asked, PARAMS, self._ending, lambda ids: "", lambda: 0.0, mode):
@@ -176,7 +171,6 @@ class _JudgingMode(FullMode):
         self.rows: dict[int, list[NDArray[np.uint8]]] = {}
 
     def advance(self, requests: Sequence[Request]) -> list[Take]:
-        """See Mode."""
         tokens = [
             PendingToken(request.token_ids[-1], request.kv_sequence, len(request.token_ids) - 1) for request in requests
         ]
@@ -210,3 +204,35 @@ def _arrays_of(prompts: Sequence[Chunk], rows: Sequence[Sequence[NDArray[np.uint
         PROMPT_LENGTHS: np.array([len(prompt) for prompt in prompts], np.int64),
         N_TOKENS: np.array([len(of_prompt) for of_prompt in rows], np.int64),
     }
+
+
+def followed(
+    executor: Executor, ending: Ending, policy: ExitPolicy, prompts: Sequence[Chunk], params: SamplingParams
+) -> tuple[list[list[int]], ExitStatistics]:
+    """Generate from the prompts with exact keys and values, in one batch. Returns the sequences with their prompts."""
+    texts, counts = [[*prompt] for prompt in prompts], ExitCounts()
+    mode = EarlyExitMode(executor, EarlyExits(policy, MAX_PENDING), counts, lambda: 0.0)
+    asked = [[*prompt] for prompt in prompts]
+    for token in generate(executor, asked, params, ending, lambda ids: "", lambda: 0.0, mode):
+        texts[token.sequence].append(token.token_id)
+    return texts, counts.statistics(executor.spec.n_layers)
+
+
+def specee_depths(
+    executor: Executor, ending: Ending, calibration: Calibration, chunks: Sequence[Chunk]
+) -> tuple[int, ...]:
+    """Count the tokens of mode specee without a draft head by the layers that they ran, 1 to all.
+
+    Returns () if the calibration has no exit layers.
+
+    Args:
+        chunks: The sequences start with the beginnings of some of them.
+    """
+    if not calibration.schedule:
+        return ()
+    n_layers, schedule = calibration.n_layers, calibration.schedule
+    heads = exit_heads(calibration, range(schedule[0], n_layers), compiled=executor.weights.quantizer != UNQUANTIZED)
+    prompts = [chunk[:PROMPT_TOKENS] for chunk in chunks[:N_TEXTS]]
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    _, found = followed(executor, ending, SpecEE(heads, schedule, n_layers), prompts, params)
+    return found.depths[1:] if found.n_tokens else ()

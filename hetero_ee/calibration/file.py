@@ -5,15 +5,14 @@ open. All metrics are in the header.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from hetero_ee.calibration.activations import activation_names
+from hetero_ee.calibration.stages import activation_names
 from hetero_ee.errors import shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (
@@ -121,19 +120,13 @@ def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | N
     def make(header: CalibrationHeader, arrays: RecordArrays) -> Calibration | None:
         if (header.n_layers, header.hidden_size) != (spec.n_layers, spec.hidden_size):
             return None
-        return Calibration(
-            header.n_layers,
-            header.hidden_size,
-            header.text,
-            tuple(_exit_layer(each, spec.hidden_size, arrays) for each in header.exit_layers),
-            header.schedule,
-            header.depths,
-            {
-                name: arrays.take(f"activations.{name}", np.float32, (n_features,))
-                for name, n_features in activation_names(spec).items()
-            },
-            header.specee_depths,
-        )
+        exit_layers = tuple(_exit_layer(each, spec.hidden_size, arrays) for each in header.exit_layers)
+        activations = {
+            name: arrays.take(f"activations.{name}", np.float32, (n_features,))
+            for name, n_features in activation_names(spec).items()
+        }
+        same = {each.name: getattr(header, each.name) for each in fields(header)}
+        return Calibration(**same | {"exit_layers": exit_layers}, activations=activations)
 
     file = calibration_file(folder)
     if file is None:
@@ -160,7 +153,7 @@ def _load_two_files(file: Path, max_bytes: int, what: str) -> tuple[Body, Arrays
 
 
 def _header(calibration: Calibration) -> CalibrationHeader:
-    exit_layers = (
+    exit_layers = tuple(
         ExitLayerRecord(
             each.exit_layer,
             each.exit_map.rank if each.exit_map else None,
@@ -170,36 +163,21 @@ def _header(calibration: Calibration) -> CalibrationHeader:
         )
         for each in calibration.exit_layers
     )
-    return CalibrationHeader(
-        calibration.n_layers,
-        calibration.hidden_size,
-        calibration.text,
-        tuple(exit_layers),
-        calibration.schedule,
-        calibration.depths,
-        calibration.specee_depths,
-    )
+    same = {each.name: getattr(calibration, each.name) for each in fields(CalibrationHeader)}
+    return CalibrationHeader(**same | {"exit_layers": exit_layers})
 
 
 def _arrays(calibration: Calibration) -> Arrays:
     arrays: Arrays = {}
     for each in calibration.exit_layers:
         prefix = f"exit_layers.{each.exit_layer}"
-        if each.exit_map is not None:
-            for name in ("up", "bias", "down"):
-                if (part := getattr(each.exit_map, name)) is not None:
-                    arrays[f"{prefix}.map.{name}"] = part.numpy().astype(np.float16)
-        for kind, predictor in _networks(each):
-            if predictor is not None:
-                for name in ("first", "first_bias", "second", "second_bias"):
-                    arrays[f"{prefix}.{kind}.{name}"] = getattr(predictor, name)
+        for name, part in ({} if each.exit_map is None else each.exit_map.parts).items():
+            arrays[f"{prefix}.map.{name}"] = part.numpy().astype(np.float16)
+        for kind in ("predictor", "partial_predictor", "gate"):
+            predictor: ExitPredictor | None = getattr(each, kind)
+            parts = {} if predictor is None else predictor.parts
+            arrays |= {f"{prefix}.{kind}.{name}": part for name, part in parts.items()}
     return arrays | {f"activations.{name}": array for name, array in calibration.activations.items()}
-
-
-def _networks(fitted: ExitLayerCalibration) -> Iterator[tuple[str, ExitPredictor | None]]:
-    yield "predictor", fitted.predictor
-    yield "partial_predictor", fitted.partial_predictor
-    yield "gate", fitted.gate
 
 
 def _most_bytes(spec: ModelSpec) -> int:
@@ -244,5 +222,4 @@ def _exit_map(header: ExitLayerRecord, prefix: str, hidden_size: int, arrays: Re
     if rank < hidden_size:
         shapes["down"] = (rank, hidden_size)
     parts = {name: arrays.take(f"{prefix}.{name}", np.float16, shape) for name, shape in shapes.items()}
-    tensors = {name: torch.from_numpy(part.astype(np.float32)) for name, part in parts.items()}
-    return ExitMap(tensors.get("down"), tensors["up"], tensors["bias"])
+    return ExitMap.of_parts({name: torch.from_numpy(part.astype(np.float32)) for name, part in parts.items()})

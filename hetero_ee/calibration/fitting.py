@@ -1,33 +1,47 @@
-"""Fits a calibration to the drafts of its chunks: predictors, thresholds, schedule, gates and metrics."""
+"""Fits a calibration to the drafts of its chunks: predictors, thresholds, schedule and gates.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+Metrics of early exits are measured on held-out text: for each exit layer separately, and for exits at the first open
+gate. A depth counts the layers that ran: b for a token that exits at exit layer b, n_layers for one that never exits.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.calibration.gate_fitting import fit_gates
-from hetero_ee.calibration.metrics import all_metrics, opened
-from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_predictor
+from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_gates, fit_predictor
 from hetero_ee.calibration.schedule import ReadBytes, fit_schedule
 from hetero_ee.calibration.stages import CHOOSE, HELD_OUT, TRAIN, is_in
 from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, joined
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import (
+    MAX_DRAFTS,
     NO_EXIT,
     Calibration,
     CalibrationText,
+    DepthMetrics,
     ExitLayerCalibration,
+    ExitLayerMetrics,
     FittedExitLayer,
 )
 from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.features import Floats
+from hetero_ee.speculation.exits.predictor import ExitPredictor
+from hetero_ee.speculation.exits.recent_exits import N_LAST, RADIUS, nearby
 from hetero_ee.weights.store.record import Arrays
+
+Flags = NDArray[np.bool_]
+Judged = tuple[Floats, Flags]  # features of tokens, and whether their drafts are right
 
 
 def fit_calibration(
     executor: Executor,
     chunks: Sequence[ChunkDrafts],
-    partial: Sequence[PartialLogits],
+    partial_logits: Sequence[PartialLogits],
     maps: Mapping[int, ExitMap],
     text: CalibrationText,
     activations: Arrays,
@@ -39,7 +53,7 @@ def fit_calibration(
     Args:
         executor: Only its model is used.
         chunks: Drafts of all chunks.
-        partial: Partial logits of the chunks of CHOOSE.
+        partial_logits: Those of the chunks of CHOOSE.
         maps: Exit maps by exit layer.
         text: Description of the calibration text.
         activations: Means per token, by name.
@@ -48,10 +62,8 @@ def fit_calibration(
     """
     spec = executor.spec
     train, choose = joined(_of_part(chunks, TRAIN)), joined(_of_part(chunks, CHOOSE))
-    whole = [_fitted(each, train, choose, maps.get(each), precision, training) for each in range(1, spec.n_layers)]
-    passed = ~opened(whole, choose.features)
-    fits = [whole[0], *(_with_partial(each, train, choose, passed, precision, training) for each in whole[1:])]
-    schedule = fit_schedule(fits, joined(partial), ReadBytes.of(executor.blocks, executor.weights))
+    fits = _exit_layers(train, choose, maps, partial(_judging, precision=precision, training=training))
+    schedule = fit_schedule(fits, joined(partial_logits), ReadBytes.of(executor.blocks, executor.weights))
     gates = fit_gates(train.features, train.is_right, schedule.exit_layers, training)
     held_out = _of_part(chunks, HELD_OUT)
     metrics, depths = all_metrics(
@@ -61,63 +73,152 @@ def fit_calibration(
         [opened(fits, each.features) for each in held_out],
     )
     exit_layers = tuple(
-        ExitLayerCalibration(
-            each.exit_layer,
-            each.exit_map,
-            each.predictor,
-            each.threshold,
-            each.partial_predictor,
-            each.partial_threshold,
-            gates.get(each.exit_layer),
-            metrics=own,
-        )
+        ExitLayerCalibration(**_fields(each) | {"gate": gates.get(each.exit_layer)}, metrics=own)
         for each, own in zip(fits, metrics, strict=True)
     )
     return Calibration(spec.n_layers, spec.hidden_size, text, exit_layers, schedule.exit_layers, depths, activations)
 
 
-def _fitted(
-    exit_layer: int,
+def _judging(
+    train: Judged, choose: Judged, precision: float, training: PredictorTraining
+) -> tuple[ExitPredictor, float]:
+    """Fit a predictor to some tokens, and choose its threshold on others."""
+    predictor = fit_predictor(*train, training)
+    features, is_right = choose
+    return predictor, calibrate_threshold(predictor.probability(features), is_right, precision)
+
+
+def _exit_layers(
     train: ChunkDrafts,
     choose: ChunkDrafts,
-    exit_map: ExitMap | None,
-    precision: float,
-    training: PredictorTraining,
-) -> FittedExitLayer:
-    """Fit the predictor for tokens that are judged at this exit layer first."""
-    index = exit_layer - 1
-    predictor = fit_predictor(train.features[index], train.is_right[index], training)
-    probabilities = predictor.probability(choose.features[index])
-    threshold = calibrate_threshold(probabilities, choose.is_right[index], precision)
-    return FittedExitLayer(exit_layer, exit_map, predictor, threshold)
+    maps: Mapping[int, ExitMap],
+    judging: Callable[[Judged, Judged], tuple[ExitPredictor, float]],
+) -> list[FittedExitLayer]:
+    """Fit each exit layer's predictor for tokens that are judged there first, and the one for tokens whose candidates
+    an earlier exit layer took, if it gets a threshold.
 
-
-def _with_partial(
-    fitted: FittedExitLayer,
-    train: ChunkDrafts,
-    choose: ChunkDrafts,
-    passed: NDArray[np.bool_],
-    precision: float,
-    training: PredictorTraining,
-) -> FittedExitLayer:
-    """Add a predictor for tokens whose candidates an earlier exit layer took, if it gets a threshold.
-
-    The threshold is chosen only on tokens that did not exit where their candidates were taken, since no others arrive
-    here and fewer of these are right.
-
-    Args:
-        passed: (n_exit_layers, m), whether the tokens of `choose` do not exit at their first exit layer.
+    The latter's threshold is chosen only on tokens that did not exit where their candidates were taken, since no others
+    arrive here and fewer of these are right.
     """
-    index = fitted.exit_layer - 1
-    predictor = fit_predictor(train.partial_features[index], train.partial_is_right[index], training)
-    first = choose.partial_first[index]
-    comes_by = passed[first - 1, np.arange(len(first))]
-    probabilities = predictor.probability(choose.partial_features[index][comes_by])
-    threshold = calibrate_threshold(probabilities, choose.partial_is_right[index][comes_by], precision)
-    if threshold == NO_EXIT:
-        return fitted
-    return replace(fitted, partial_predictor=predictor, partial_threshold=threshold)
+    fits = []
+    for index in range(len(train.features)):
+        own = ((part.features[index], part.is_right[index]) for part in (train, choose))
+        fits.append(FittedExitLayer(index + 1, maps.get(index + 1), *judging(*own)))
+    passed = ~opened(fits, choose.features)  # (n_exit_layers, m)
+    for index in range(1, len(fits)):
+        first = choose.partial_first[index]
+        comes_by = passed[first - 1, np.arange(len(first))]
+        predictor, threshold = judging(
+            (train.partial_features[index], train.partial_is_right[index]),
+            (choose.partial_features[index][comes_by], choose.partial_is_right[index][comes_by]),
+        )
+        if threshold != NO_EXIT:
+            fits[index] = replace(fits[index], partial_predictor=predictor, partial_threshold=threshold)
+    return fits
+
+
+def _fields(fitted: FittedExitLayer) -> dict[str, Any]:
+    return {field.name: getattr(fitted, field.name) for field in fields(fitted)}
 
 
 def _of_part(chunks: Sequence[ChunkDrafts], part: tuple[int, ...]) -> list[ChunkDrafts]:
     return [chunk for number, chunk in enumerate(chunks) if is_in(number, part)]
+
+
+def all_metrics(
+    exit_layers: Sequence[FittedExitLayer],
+    is_right: Sequence[Flags],
+    is_right_unmapped: Sequence[Flags],
+    gate: Sequence[Flags],
+) -> tuple[tuple[ExitLayerMetrics, ...], DepthMetrics]:
+    """Return the metrics of each exit layer from 1 on, and of all together. Flags: per chunk (n_exit_layers, m)."""
+    found = []
+    for index, each in enumerate(exit_layers):
+        mapped, unmapped = (np.concatenate([flags[index] for flags in part]) for part in (is_right, is_right_unmapped))
+        found.append(
+            exit_layer_metrics(
+                [flags[index] for flags in is_right],
+                [flags[index] for flags in gate],
+                agreement=float(unmapped.mean()),
+                mapped_agreement=float(mapped.mean()) if each.exit_map else None,
+            )
+        )
+    return tuple(found), depth_metrics(is_right, gate)
+
+
+def opened(exit_layers: Sequence[FittedExitLayer], features: NDArray[np.float32]) -> Flags:
+    """Return where each exit layer's gate opens for tokens judged there first, (n_exit_layers, m). features:
+    (n_exit_layers, m, 12)."""
+    return np.stack([each.opens(own, is_partial=False) for each, own in zip(exit_layers, features, strict=True)])
+
+
+def exit_layer_metrics(
+    is_right: Sequence[Flags], gate: Sequence[Flags], agreement: float, mapped_agreement: float | None
+) -> ExitLayerMetrics:
+    """Return one exit layer's metrics. is_right, gate: per chunk, for each token whether its draft is right and whether
+    it may exit."""
+    right, opened = np.concatenate(is_right), np.concatenate(gate)
+    kept = [0] * (MAX_DRAFTS + 1)
+    n_drafts = 0
+    for rights, gates in zip(is_right, gate, strict=True):
+        n_drafts += _add_steps(rights, gates, kept)
+    n_kept = sum(count * length for length, count in enumerate(kept))
+    return ExitLayerMetrics(
+        agreement=agreement,
+        mapped_agreement=mapped_agreement,
+        exit_rate=_share(int(opened.sum()), len(opened)),
+        precision=_share(int((right & opened).sum()), int(opened.sum())),
+        recall=_share(int((right & opened).sum()), int(right.sum())),
+        acceptance=_share(n_kept, n_drafts),
+        kept_drafts=tuple(kept),
+        refused_precision=_share(int((right & ~opened).sum()), int((~opened).sum())),
+    )
+
+
+def depth_metrics(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetrics:
+    """Return the metrics of exits at the first open gate. is_right, gate: per chunk (n_layers - 1, m) by exit layer."""
+    n_layers = len(gate[0]) + 1
+    depths = [_first_depths(each) for each in gate]
+    histogram = np.bincount(np.concatenate(depths), minlength=n_layers + 1)[1:]
+    near, covered = [], []
+    for each in depths:
+        recent: deque[int] = deque(maxlen=N_LAST)
+        for depth in each.tolist():
+            if recent:
+                near.append(any(abs(depth - other) <= RADIUS for other in recent))
+                covered.append(len(nearby(recent, n_layers)) / n_layers)
+            recent.append(depth)
+    return DepthMetrics(
+        histogram=tuple(histogram.tolist()),
+        mean_depth=float(np.concatenate(depths).mean()),
+        oracle_mean_depth=float(np.concatenate([_first_depths(each) for each in is_right]).mean()),
+        locality=float(np.mean(near)) if near else 0.0,
+        near_share=float(np.mean(covered)) if covered else 0.0,
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _first_depths(gate: Flags) -> NDArray[np.int64]:
+    """Return each token's depth: the first exit layer with a True, or n_layers."""
+    return np.where(gate.any(axis=0), gate.argmax(axis=0) + 1, len(gate) + 1)
+
+
+def _add_steps(is_right: Flags, gate: Flags, kept: list[int]) -> int:
+    """Count a chunk's simulated draft-verify steps into `kept` and return their number of drafts."""
+    n_drafts = start = 0
+    while start < len(gate):
+        window = slice(start, start + MAX_DRAFTS)
+        drafted = _leading(gate[window])
+        right = _leading(is_right[start : start + drafted])
+        kept[right] += 1
+        n_drafts += drafted
+        start += right + 1
+    return n_drafts
+
+
+def _leading(flags: Flags) -> int:
+    """Count the leading flags that are True."""
+    return len(flags) if flags.all() else int(flags.argmin())

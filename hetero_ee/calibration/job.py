@@ -1,30 +1,25 @@
 """Calibrates a model on text and writes the calibration next to its store, and the certificate of its exits."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero_ee.calibration.certificate_file import MAX_PROMPTS, write_certificate
-from hetero_ee.calibration.certify import (
-    N_PROMPTS,
-    CertificateRun,
-    PromptSource,
-    by_group,
-    certificate_identity,
-    kv_type_of,
-)
+from hetero_ee.calibration.certify import ALGORITHM_VERSION as CERTIFICATE_VERSION
+from hetero_ee.calibration.certify import N_PROMPTS, CertificateRun, PromptSource, by_group, kv_type_of, specee_depths
 from hetero_ee.calibration.file import write_calibration
-from hetero_ee.calibration.following import specee_depths
 from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.calibration.partial import PartialCalibration
-from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings, run_identity
+from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.stages import Chunk
+from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.calibration.texts import (
-    MIN_CHUNKS,
     chunk_tokens,
     chunks_identity,
     own_prompts,
@@ -33,6 +28,7 @@ from hetero_ee.calibration.texts import (
     prompt_tokens,
     text_chunks,
     text_prompts,
+    written_chunks,
 )
 from hetero_ee.config import Progress
 from hetero_ee.decoding.requests import Ending
@@ -112,148 +108,140 @@ def found_calibration(place: CalibrationPlace) -> CalibrationOutcome | None:
     return None if calibration is None or folder is None else CalibrationOutcome(calibration, folder, 0.0, is_new=False)
 
 
-def calibrate(
-    executor: Executor,
-    tokenizer: Tokenizer,
-    ending: Ending,
-    place: CalibrationPlace,
-    request: CalibrationRequest,
-    progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    files: FileSystem | None = None,
-) -> CalibrationOutcome:
-    """Calibrate the model and write the result next to its store, unless a calibration exists already.
+@dataclass(frozen=True, slots=True)
+class FitText:
+    """Text for a fit: the caller's chunks, or a way to have the model write some. identity: differs between texts."""
 
-    A killed run is resumed. Only one process calibrates a store at a time; others wait and find its result.
-
-    Raises:
-        UsageError: The texts are too short.
-        ModelError: The model has one layer, or ends its own texts at once.
-        StoreError, DiskFullError: The calibration can't be written.
-    """
-    if executor.spec.n_layers < 2:
-        raise ModelError("a model with one layer has none to exit from; there is nothing to calibrate.")
-    job = _Job(executor, tokenizer, ending, place, request, progress, clock, files or FileSystem())
-    with store_lock(place.folder, job.files, lambda: progress(WAITING, 0, 0) if progress else None):
-        outcome = None if request.force else _usable(place, request, progress)
-        outcome = outcome or job.calibrated()
-        return replace(outcome, certificate=job.certified(outcome.calibration)) if request.certify else outcome
+    identity: str
+    chunks: Callable[[KeptSteps], list[Chunk]]  # keeps what is written
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """The inputs of one call, which has locked the store."""
+class CalibrationJob:
+    """One call that fits something to a model and keeps it next to its store."""
 
     executor: Executor
     tokenizer: Tokenizer
     ending: Ending
     place: CalibrationPlace
     request: CalibrationRequest
-    progress: Progress | None
-    clock: Callable[[], float]
-    files: FileSystem
-
-    def calibrated(self) -> CalibrationOutcome:
-        """Make a calibration and write it."""
-        start_s, request, folder, key = self.clock(), self.request, self.place.folder, self.place.key
-        n_tokens, context_tokens = request.n_tokens, self.ending.context_tokens
-        if request.texts is None:
-            chunks, identity = None, own_text_identity(self.tokenizer, n_tokens, context_tokens)
-        else:
-            chunks = text_chunks(self.tokenizer, request.texts, n_tokens, context_tokens)
-            identity = chunks_identity(chunks)
-        partial = self._partial(PARTIAL_SUFFIX, run_identity(key, identity, request.settings))
-        with resumable(partial, folder):
-            run = CalibrationRun(self.executor, request.settings, partial, self.progress)
-            if chunks is None:
-                write = self._writer(chunk_tokens(context_tokens, n_tokens))
-                chunks = run.written(write, n_tokens)
-                require_enough(len(chunks))
-            calibration = run.calibrate(chunks, self._description)
-        depths = specee_depths(self.executor, self.ending, calibration, chunks)
-        calibration = replace(calibration, specee_depths=depths)
-        write_calibration(calibration, key, folder, self.files)
-        partial.remove()
-        return CalibrationOutcome(calibration, folder, self.clock() - start_s)
-
-    def certified(self, calibration: Calibration) -> Certificate:
-        """Return the existing certificate, or make one and write it."""
-        if not self.request.force and (found := self._usable_certificate(calibration)) is not None:
-            return found
-        key, n_prompts, folder = self.place.key, self.request.n_prompts, self.place.folder
-        prompts_of, prompts_identity = self._prompts()
-        of = key, calibration.exits_digest, kv_type_of(self.executor), prompts_identity, n_prompts
-        partial = self._partial(CERTIFICATE_PARTIAL_SUFFIX, certificate_identity(*of))
-        with resumable(partial, folder):
-            run = CertificateRun(self.executor, self.ending, calibration, partial, self.clock, self.progress)
-            certificate = run.certify(prompts_of, n_prompts, key, self._description)
-        write_certificate(certificate, folder, self.files)
-        partial.remove()
-        return certificate
-
-    def _usable_certificate(self, calibration: Calibration) -> Certificate | None:
-        """Return the existing certificate if it can be read and fits this engine's KV type."""
-        found = usable(lambda: self.place.certificate(calibration), self.progress, "Certifying")
-        return found if found is None or found.kv_type == kv_type_of(self.executor) else None
-
-    def _prompts(self) -> tuple[PromptSource, str]:
-        """Return the prompts by group, and a hash of them."""
-        request, context_tokens = self.request, self.ending.context_tokens
-        if request.texts is None:
-            size = prompt_tokens(context_tokens)
-            return own_prompts(self._writer(size), self.ending), own_text_identity(self.tokenizer, size, context_tokens)
-        prompts = text_prompts(self.tokenizer, request.texts, request.n_prompts, context_tokens, request.n_tokens)
-        return by_group(prompts), chunks_identity(prompts)
-
-    def _writer(self, size: int) -> Callable[[int], list[Chunk]]:
-        return own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
-
-    def _partial(self, suffix: str, identity: str) -> PartialCalibration:
-        file, settings = self.place.folder.with_name(self.place.folder.name + suffix), self.request.settings
-        return PartialCalibration(file, identity, self.files, settings.save_every_s, self.clock)
+    progress: Progress | None = None
+    clock: Callable[[], float] = time.perf_counter
+    files: FileSystem = field(default_factory=FileSystem)
 
     @property
-    def _description(self) -> str:
+    def description(self) -> str:
+        """Description of the text, for people."""
         return OWN_TEXT if self.request.texts is None else self.request.description
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Lock the store. Only one process calibrates it at a time; others wait and find its result."""
+        waiting = partial(self.progress, WAITING, 0, 0) if self.progress else lambda: None
+        return store_lock(self.place.folder, self.files, waiting)
 
-def _usable(
-    place: CalibrationPlace, request: CalibrationRequest, progress: Progress | None
-) -> CalibrationOutcome | None:
-    """Return a usable existing calibration. A checkpoint's own one doesn't count if the caller gave texts."""
+    def usable(self, find: Callable[[], Found | None], doing: str = "Calibrating") -> Found | None:
+        """Return what `find` returns, None if the caller forces a new one. Reports a record that can't be used."""
+        if self.request.force:
+            return None
+        try:
+            return find()
+        except StoreError as error:
+            if self.progress:
+                self.progress(f"{doing} again: {error}", 0, 0)
+            return None
+
+    @contextmanager
+    def steps(self, suffix: str, *identity: object) -> Iterator[KeptSteps]:
+        """Yield the steps of an earlier run of the same identity, and remove them after the block has written its
+        result.
+
+        Args:
+            suffix: Of the file in which the steps are kept.
+            identity: JSON values that differ between fits with other numbers.
+        """
+        file = self.place.folder.with_name(self.place.folder.name + suffix)
+        run = hashlib.sha256(json.dumps([self.place.key, *identity]).encode()).hexdigest()
+        steps = KeptSteps(file, run, self.files, self.request.settings.save_every_s, self.clock)
+        try:
+            yield steps
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            then = "running it again resumes it" if steps.exists else "nothing of its first seconds is kept"
+            interrupt.add_note(f"the calibration for {self.place.folder} has stopped; {then}.")
+            raise
+        steps.remove()
+
+    def text(self, n_tokens: int) -> FitText:
+        """Return up to n_tokens of text. Raises: UsageError: if the caller's texts are too short."""
+        n_tokens, context_tokens = min(n_tokens, self.request.n_tokens), self.ending.context_tokens
+        if self.request.texts is not None:
+            chunks = text_chunks(self.tokenizer, self.request.texts, n_tokens, context_tokens)
+            return FitText(chunks_identity(chunks), lambda steps: chunks)
+        write = self.writer(chunk_tokens(context_tokens, n_tokens))
+        identity = own_text_identity(self.tokenizer, n_tokens, context_tokens)
+        return FitText(identity, lambda steps: written_chunks(write, n_tokens, steps, self.progress))
+
+    def writer(self, size: int) -> Callable[[int], list[Chunk]]:
+        """Return what writes texts of `size` tokens with the model."""
+        return own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
+
+
+def calibrate(job: CalibrationJob) -> CalibrationOutcome:
+    """Calibrate the model and write the result next to its store, unless a calibration exists already.
+
+    A killed run is resumed.
+
+    Raises:
+        UsageError: The texts are too short.
+        ModelError: The model has one layer, or ends its own texts at once.
+        StoreError, DiskFullError: The calibration can't be written.
+    """
+    if job.executor.spec.n_layers < 2:
+        raise ModelError("a model with one layer has none to exit from; there is nothing to calibrate.")
 
     def find() -> CalibrationOutcome | None:
-        is_others = request.texts is not None and place.where() != place.folder
-        return None if is_others else found_calibration(place)
+        """A checkpoint's own calibration doesn't count if the caller gave texts."""
+        is_others = job.request.texts is not None and job.place.where() != job.place.folder
+        return None if is_others else found_calibration(job.place)
 
-    return usable(find, progress)
-
-
-def usable(find: Callable[[], Found | None], progress: Progress | None, doing: str = "Calibrating") -> Found | None:
-    """Return what `find` returns. If a record can't be used, report that it is made again and return None."""
-    try:
-        return find()
-    except StoreError as error:
-        if progress:
-            progress(f"{doing} again: {error}", 0, 0)
-        return None
+    with job.locked():
+        outcome = job.usable(find) or _calibrated(job)
+        return replace(outcome, certificate=_certified(job, outcome.calibration)) if job.request.certify else outcome
 
 
-def require_enough(n_chunks: int) -> None:
-    """Check that the model has written enough texts. Raises: ModelError."""
-    if n_chunks < MIN_CHUNKS:
-        raise ModelError(
-            f"this model ends its own texts at once ({n_chunks} of {MIN_CHUNKS} texts needed); "
-            "give texts to calibrate on with --text."
-        )
+def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
+    """Make a calibration and write it."""
+    start_s, settings, folder = job.clock(), job.request.settings, job.place.folder
+    text = job.text(job.request.n_tokens)
+    with job.steps(PARTIAL_SUFFIX, text.identity, settings.identity) as steps:
+        chunks = text.chunks(steps)
+        calibration = CalibrationRun(job.executor, settings, steps, job.progress).calibrate(chunks, job.description)
+        depths = specee_depths(job.executor, job.ending, calibration, chunks)
+        calibration = replace(calibration, specee_depths=depths)
+        write_calibration(calibration, job.place.key, folder, job.files)
+    return CalibrationOutcome(calibration, folder, job.clock() - start_s)
 
 
-@contextmanager
-def resumable(partial: PartialCalibration, folder: Path) -> Iterator[None]:
-    """Note on an interrupt whether the calibration can be resumed."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as interrupt:
-        then = "running it again resumes it" if partial.exists else "nothing of its first seconds is kept"
-        interrupt.add_note(f"the calibration for {folder} has stopped; {then}.")
-        raise
+def _certified(job: CalibrationJob, calibration: Calibration) -> Certificate:
+    """Return the existing certificate if it fits this engine's KV type, or make one and write it."""
+    found = job.usable(lambda: job.place.certificate(calibration), "Certifying")
+    kv_type = kv_type_of(job.executor)
+    if found is not None and found.kv_type == kv_type:
+        return found
+    prompts_of, prompts_identity = _prompts(job)
+    key, n_prompts = job.place.key, job.request.n_prompts
+    identity = CERTIFICATE_VERSION, calibration.exits_digest, kv_type, prompts_identity, n_prompts
+    with job.steps(CERTIFICATE_PARTIAL_SUFFIX, *identity) as steps:
+        run = CertificateRun(job.executor, job.ending, calibration, steps, job.clock, job.progress)
+        certificate = run.certify(prompts_of, n_prompts, key, job.description)
+        write_certificate(certificate, job.place.folder, job.files)
+    return certificate
+
+
+def _prompts(job: CalibrationJob) -> tuple[PromptSource, str]:
+    """Return the prompts by group, and a hash of them."""
+    request, context_tokens = job.request, job.ending.context_tokens
+    if request.texts is None:
+        size = prompt_tokens(context_tokens)
+        return own_prompts(job.writer(size), job.ending), own_text_identity(job.tokenizer, size, context_tokens)
+    prompts = text_prompts(job.tokenizer, request.texts, request.n_prompts, context_tokens, request.n_tokens)
+    return by_group(prompts), chunks_identity(prompts)

@@ -50,8 +50,7 @@ class CalibrationPlace:
         first_in_rows: bool = False,
     ) -> Self:
         """Return the place for the store in `folder`, or for the store in `cache` of the checkpoint there. Raises:
-        HeteroError.
-        """
+        HeteroError."""
         if is_store(folder):
             return cls(spec, folder)
         laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}

@@ -3,35 +3,36 @@
 The result depends only on the model, the chunks and the settings: a resumed run gives the same numbers.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-
-import numpy as np
+from functools import partial
 
 from hetero_ee.calibration.fitting import fit_calibration
-from hetero_ee.calibration.partial import KeptSteps, PartialCalibration
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.stages import (
     CHOOSE,
     HELD_OUT,
     TRAIN,
-    ActivationStage,
+    Activations,
     Chunk,
-    DraftStage,
-    MapStage,
-    Stage,
+    MapSums,
+    draft_arrays,
+    first_numbers,
     is_in,
+    map_arrays,
+    parsed_maps,
 )
-from hetero_ee.calibration.texts import written_chunks
+from hetero_ee.calibration.steps import KeptSteps
+from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, of_fields
 from hetero_ee.config import Progress
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.weights.store.record import Arrays
 
-ALGORITHM_VERSION = 3  # increases when the numbers change; runs of other versions are not resumed
+ALGORITHM_VERSION = 4  # increases when the numbers or the steps change; runs of other versions are not resumed
 CALIBRATING = "Calibrating"
-DONE = "done."  # before a stage's name in a partial file: chunks that it has seen, and whether it is finished
+MAP_SUMS = "map sums"  # a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +47,29 @@ class CalibrationSettings:
     training: PredictorTraining = field(default_factory=PredictorTraining)
     save_every_s: float = 5.0  # at least, between two saves
 
-
-def run_identity(key: str, text_identity: str, settings: CalibrationSettings) -> str:
-    """Return a hash that differs between runs with other numbers. key: of the weights; text_identity: of the chunks."""
-    values = asdict(settings)
-    del values["save_every_s"]
-    return hashlib.sha256(json.dumps([ALGORITHM_VERSION, key, text_identity, values]).encode()).hexdigest()
+    @property
+    def identity(self) -> list[object]:
+        """A JSON value that differs between settings that give other numbers."""
+        return [ALGORITHM_VERSION, asdict(self) | {"save_every_s": None}]
 
 
 class CalibrationRun:
-    """Runs the stages of a calibration. partial: where progress is saved, None to save nothing."""
+    """Measures a model's exits and fits what predicts them. steps: where finished steps are kept."""
 
     def __init__(
         self,
         executor: Executor,
         settings: CalibrationSettings,
-        partial: PartialCalibration | None,
+        steps: KeptSteps | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._executor, self._settings, self._progress = executor, settings, progress
-        self._steps = KeptSteps(partial)
-        self._n_done = self._n_all = 0
+        self._steps = steps or KeptSteps()
+        self._chunks: Sequence[Chunk] = ()
+        self._n_done = self._n_all = 0  # tokens
 
     def calibrate(self, chunks: Sequence[Chunk], description: str) -> Calibration:
-        """Run all stages on the chunks and fit the calibration.
+        """Measure the chunks and fit the calibration.
 
         Args:
             chunks: At least SPLIT_CHUNKS, each of at least two tokens, the same in every run of the same identity.
@@ -79,71 +79,49 @@ class CalibrationRun:
             UsageError: No token has finite features.
             StoreError, DiskFullError: Progress can't be saved.
         """
-        executor, settings = self._executor, self._settings
-        activations = ActivationStage(executor.spec, executor.weights, chunks, settings.n_activation_tokens)
-        maps = MapStage(executor, chunks, self._map_exit_layers(), settings.n_selection_tokens)
-        drafts = DraftStage(executor, chunks, maps.maps, settings.n_schedule_tokens)
-        stages: list[Stage] = [activations, maps, drafts]
-        self._n_all = sum(len(chunks[number]) for stage in stages for number in stage.numbers)
-        for stage in stages:
-            self._pass(stage, chunks)
-        train, choose, held_out = (
+        self._chunks, executor, settings = chunks, self._executor, self._settings
+        activated = first_numbers(chunks, TRAIN, settings.n_activation_tokens)
+        train = [number for number in range(len(chunks)) if is_in(number, TRAIN)]
+        mapped = [*train, *first_numbers(chunks, CHOOSE, settings.n_selection_tokens)]
+        n_before_drafts = sum(len(chunks[number]) for number in (*activated, *mapped))
+        self._n_done, self._n_all = 0, n_before_drafts + sum(map(len, chunks))
+
+        activations = Activations(executor.spec, executor.weights, chunks)
+        self._steps.sum_up("activations", activations, activated, self._tell)
+        maps = parsed_maps(self._steps.once("maps", partial(self._fitted_maps, mapped), forgets=MAP_SUMS))
+        self._n_done = n_before_drafts
+        drafts, logits = self._drafts(maps)
+        n_train, n_choose, n_held_out = (
             sum(len(chunk) - 1 for number, chunk in enumerate(chunks) if is_in(number, part))
             for part in (TRAIN, CHOOSE, HELD_OUT)
         )
+        text = CalibrationText(description, n_train, n_choose, n_held_out, activations.n_tokens)
         return fit_calibration(
-            executor,
-            drafts.chunks,
-            drafts.partial,
-            maps.maps,
-            CalibrationText(description, train, choose, held_out, activations.n_tokens),
-            activations.means,
-            settings.precision,
-            settings.training,
+            executor, drafts, logits, maps, text, activations.means, settings.precision, settings.training
         )
 
-    def written(self, write: Callable[[int], Sequence[Chunk]], n_tokens: int) -> list[Chunk]:
-        """Return chunks that the model writes: write(0), write(1), ... until they have n_tokens or a call gives none.
+    def _fitted_maps(self, numbers: Sequence[int]) -> Arrays:
+        sums = MapSums(self._executor, self._chunks, self._map_exit_layers())
+        self._steps.sum_up(MAP_SUMS, sums, numbers, self._tell)
+        return map_arrays(sums.fitted())
 
-        Chunks that an earlier run has saved are not written again.
-        """
-        return written_chunks(write, n_tokens, self._steps, self._progress)
+    def _drafts(self, maps: dict[int, ExitMap]) -> tuple[list[ChunkDrafts], list[PartialLogits]]:
+        """Return the drafts of all chunks, and the partial logits of the first chunks of CHOOSE."""
+        scheduling = first_numbers(self._chunks, CHOOSE, self._settings.n_schedule_tokens)
+        drafts, logits = [], []
+        for number, chunk in enumerate(self._chunks):
+            with_logits = number in scheduling
+            make = partial(draft_arrays, self._executor, number, chunk, maps, with_logits=with_logits)
+            found = self._steps.once(f"drafts {number}", make)
+            drafts.append(of_fields(ChunkDrafts, found))
+            logits += [of_fields(PartialLogits, found)] if with_logits else []
+            self._tell(number)
+        return drafts, logits
 
-    def _pass(self, stage: Stage, chunks: Sequence[Chunk]) -> None:
-        """Run the stage on all of its chunks, from where it was saved."""
-        n_taken, is_finished = self._restored(stage)
-        for index, number in enumerate(stage.numbers):
-            if index >= n_taken:
-                stage.add(number, chunks[number])
-                self._save(stage, index + 1, is_finished=False)
-            self._n_done += len(chunks[number])
-            if self._progress:
-                self._progress(CALIBRATING, self._n_done, self._n_all)
-        if not is_finished:
-            stage.finish()
-        self._save(stage, len(stage.numbers), is_finished=True)
-
-    def _restored(self, stage: Stage) -> tuple[int, bool]:
-        """Restore the stage. Returns the number of chunks that it has seen, and whether it is finished."""
-        start = f"{stage.name}."
-        state = self._steps.arrays.get(DONE + stage.name)
-        if state is None:
-            return 0, False
-        stage.restore(
-            {name.removeprefix(start): array for name, array in self._steps.arrays.items() if name.startswith(start)},
-            bool(state[1]),
-        )
-        return int(state[0]), bool(state[1])
-
-    def _save(self, stage: Stage, n_taken: int, *, is_finished: bool) -> None:
-        """Save every stage's arrays if it is time. Arrays of finished stages stay in memory for the next save."""
-        if not (is_finished or self._steps.is_time):
-            return
-        start = f"{stage.name}."
-        others = {name: array for name, array in self._steps.arrays.items() if not name.startswith(start)}
-        self._steps.arrays = others | {start + name: array for name, array in stage.arrays().items()}
-        self._steps.arrays[DONE + stage.name] = np.array([n_taken, int(is_finished)])
-        self._steps.save_in_time()
+    def _tell(self, number: int) -> None:
+        self._n_done += len(self._chunks[number])
+        if self._progress:
+            self._progress(CALIBRATING, self._n_done, self._n_all)
 
     def _map_exit_layers(self) -> list[int]:
         """Return the exit layers that get a map: all, or evenly spread ones if memory allows no more."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hetero_ee.calibration.traces import PartialLogits
 from hetero_ee.models.blocks import Block
 from hetero_ee.speculation.exits.calibration import FittedExitLayer
-from hetero_ee.speculation.exits.candidates import N_CANDIDATES
+from hetero_ee.speculation.exits.features import N_CANDIDATES
 from hetero_ee.weights.model_weights import ModelWeights
 
 LAYERS_PER_EXIT_LAYER = 4  # at least: tokens are judged at up to 8 of 32, as in SpecEE

@@ -1,33 +1,38 @@
-"""The stages of a calibration. Each processes chunks one after another and can save and restore its arrays.
+"""Measures a calibration's chunks: activations, sums from which exit maps are fitted, and drafts.
 
 The data is split by chunk, never by token, since tokens of one text depend on each other. Of four chunks two train, one
 chooses (thresholds, ranks of maps, the schedule) and one is held out for the metrics.
+
+Activations are second moments of the matrices' inputs, which tell which columns' quantization errors matter, and how
+often FFN neurons are active. They are measured on the reference operations, which see every matrix with its input.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.calibration.activations import ActivationRecorder
 from hetero_ee.calibration.map_fitting import NormalEquations, SelectionTokens, fit_exit_map, head_metric
-from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, drafts_of, fields_of, joined, split, trace
+from hetero_ee.calibration.traces import FIRST_COUNTED, ChunkDrafts, drafts_of, fields_of, trace
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.store.record import Arrays
+from hetero_ee.weights.weight import Weight
 
 Chunk = tuple[int, ...]
 SPLIT_CHUNKS = 4
 TRAIN, CHOOSE, HELD_OUT = (0, 1), (2,), (3,)
-MAP_PARTS = ("down", "up", "bias")
-FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapStage's arrays
-LENGTHS = "lengths"  # name of DraftStage's array that is not a field of ChunkDrafts or PartialLogits
+FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapSums' arrays
+ACTIVE_SHARE = 0.05  # of a token's largest activation in a layer; smaller ones count as inactive
+MOMENT, FREQUENCY = "second_moment", "active_share"  # ends of the names of activations
 
 
 def is_in(number: int, part: tuple[int, ...]) -> bool:
@@ -45,172 +50,169 @@ def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int)
     return numbers
 
 
-class Stage(Protocol):
-    """One stage. numbers: of the chunks that it processes, in order."""
+class Activations(BatchedTorchOps):
+    """Sums of the inputs of the layers' matrices, in float64, by operations that see every matrix with its input.
 
-    name: str
+    `sums` has, by name, "<matrix>.second_moment": the sums of squares of each input feature, and
+    "layers.*.ffn.active_share": the number of tokens at which a neuron was active (above 0 for ReLU, else above
+    ACTIVE_SHARE of the token's largest activation). Position 0 of a chunk is left out.
+    """
 
-    @property
-    def numbers(self) -> Sequence[int]: ...
-
-    def add(self, number: int, chunk: Chunk) -> None: ...
-
-    def finish(self) -> None:
-        """Called once after the last chunk, unless a finished stage was restored."""
-
-    def arrays(self) -> Arrays:
-        """Return everything that `restore` needs. May be called between any two calls of `add`."""
-
-    def restore(self, arrays: Arrays, is_finished: bool) -> None:
-        """Continue from what `arrays` has returned in another run."""
-
-
-class ActivationStage:
-    """Sums activations over the first training chunks, on an executor of its own in plain torch."""
-
-    name = "activations"
-
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk], max_tokens: int) -> None:
-        self._recorder = ActivationRecorder(spec, weights)
-        self._executor = ReferenceExecutor(spec, weights, max(map(len, chunks)), self._recorder)
-        self.numbers = first_numbers(chunks, TRAIN, max_tokens)
-
-    def add(self, number: int, chunk: Chunk) -> None:
-        trace(self._executor, chunk)
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-    @property
-    def n_tokens(self) -> int:
-        return self._recorder.n_tokens
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> None:
+        self._spec, self._chunks = spec, chunks
+        self._names = {
+            id(weights.matrices[tensor.name]): tensor.name
+            for block in _watched(spec)
+            for tensor in block.tensors.values()
+            if tensor.name in weights.matrices
+        }
+        self._executor = ReferenceExecutor(spec, weights, max(map(len, chunks)), self)
+        self.sums: Arrays = {}
+        self.n_tokens = 0
 
     @property
     def means(self) -> dict[str, NDArray[np.float32]]:
         """Means per token, by name."""
-        n_tokens = max(1, self.n_tokens)
-        return {name: (sums / n_tokens).astype(np.float32) for name, sums in self._recorder.sums.items()}
+        return {name: (sums / max(1, self.n_tokens)).astype(np.float32) for name, sums in self.sums.items()}
+
+    def add_chunk(self, number: int) -> None:
+        trace(self._executor, self._chunks[number])
 
     def arrays(self) -> Arrays:
-        return {**self._recorder.sums, "n_tokens": np.array([self.n_tokens])}
+        return {**self.sums, "n_tokens": np.array([self.n_tokens])}
 
-    def restore(self, arrays: Arrays, is_finished: bool) -> None:
-        self._recorder.n_tokens = int(arrays.pop("n_tokens")[0])
-        self._recorder.sums = arrays
+    def restore(self, arrays: Arrays) -> None:
+        self.n_tokens = int(arrays.pop("n_tokens")[0])
+        self.sums = arrays
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        self._count(x, weight)
+        return super().product(x, weight, bias)
+
+    def summed(self, inner: Tensor, down: Weight) -> Tensor:
+        self._count(inner, down)
+        return super().summed(inner, down)
+
+    def _count(self, x: Tensor, weight: Weight) -> None:
+        name = self._names.get(id(weight))
+        if name is not None:
+            counted = x[FIRST_COUNTED:]
+            self._add(f"{name}.{MOMENT}", counted.double().square().sum(0))
+            if name.endswith(".ffn.down"):
+                self._add(f"{name.removesuffix('.down')}.{FREQUENCY}", self._active(counted).double().sum(0))
+            if name == "layers.0.attention.qkv":
+                self.n_tokens += len(counted)
+
+    def _active(self, inner: Tensor) -> Tensor:
+        """Return which inputs of the second FFN matrix count as active, (m, ffn)."""
+        if self._spec.activation in ("relu", "fatrelu"):
+            return inner != 0 if self._spec.gated else inner > 0
+        size = inner.abs()
+        return size > ACTIVE_SHARE * size.amax(dim=1, keepdim=True)
+
+    def _add(self, name: str, values: Tensor) -> None:
+        array = values.numpy()
+        self.sums[name] = self.sums[name] + array if name in self.sums else array
 
 
-class MapStage:
-    """Sums the normal equations over the training chunks, keeps tokens to choose by, and fits the exit maps.
+def activation_names(spec: ModelSpec) -> dict[str, int]:
+    """Return the names that Activations sum under, with their numbers of features."""
+    sizes: dict[str, int] = {}
+    for block in _watched(spec):
+        for short, tensor in block.tensors.items():
+            if len(tensor.shape) == 2:
+                n_features = spec.ffn_size if short == "down" else tensor.shape[1]
+                sizes[f"{tensor.name}.{MOMENT}"] = n_features
+                if short == "down":
+                    sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = n_features
+    return sizes
 
-    exit_layers: those that may get a map. maps: filled when the stage is finished.
-    """
 
-    name = "maps"
+def _watched(spec: ModelSpec) -> list[Block]:
+    """Return the layers' blocks without predictors of active neurons, which are not part of the store."""
+    return [block for block in decoder_blocks(replace(spec, predictor_rank=0)) if block.layer is not None]
 
-    def __init__(
-        self, executor: Executor, chunks: Sequence[Chunk], exit_layers: Sequence[int], n_selection_tokens: int
-    ) -> None:
-        train = [number for number in range(len(chunks)) if is_in(number, TRAIN)]
-        self.numbers = [*train, *first_numbers(chunks, CHOOSE, n_selection_tokens)]
-        self.maps: dict[int, ExitMap] = {}
-        self._executor, self._exit_layers = executor, exit_layers
-        hidden_size = executor.spec.hidden_size
-        self._equations = {exit_layer: NormalEquations(hidden_size) for exit_layer in exit_layers}
+
+class MapSums:
+    """Normal equations over chunks of TRAIN, and tokens of CHOOSE to choose maps by, for these exit layers."""
+
+    def __init__(self, executor: Executor, chunks: Sequence[Chunk], exit_layers: Sequence[int]) -> None:
+        self._executor, self._chunks = executor, chunks
+        self._equations = {exit_layer: NormalEquations(executor.spec.hidden_size) for exit_layer in exit_layers}
         self._selection: dict[str, list[Tensor]] = {}  # parts of the chunks by exit layer, FINAL and TOKENS
-        self._is_finished = False
 
-    def add(self, number: int, chunk: Chunk) -> None:
-        found = trace(self._executor, chunk)
+    def add_chunk(self, number: int) -> None:
+        found = trace(self._executor, self._chunks[number])
         if is_in(number, CHOOSE):
             parts = {FINAL: found.final, TOKENS: found.tokens}
-            for name, part in (parts | {str(each): found.at(each) for each in self._exit_layers}).items():
+            for name, part in (parts | {str(each): found.at(each) for each in self._equations}).items():
                 self._selection.setdefault(name, []).append(part)
             return
         for exit_layer, equations in self._equations.items():
             equations.add(found.at(exit_layer), found.final)
 
-    def finish(self) -> None:
-        if self._equations and self._selection:
-            block = self._executor.blocks[-1]
-            metric = head_metric(self._executor.weights.matrices[block.tensors["tokens"].name])
-            for exit_layer, equations in self._equations.items():
-                found = fit_exit_map(equations, metric, self._selection_at(exit_layer), self._executor.lm_head)
-                if found is not None:
-                    self.maps[exit_layer] = found
-        self._is_finished = True
-        self._equations, self._selection = {}, {}
-
     def arrays(self) -> Arrays:
-        if self._is_finished:
-            return {
-                f"{exit_layer}.{name}": part.numpy()
-                for exit_layer, found in self.maps.items()
-                for name in MAP_PARTS
-                if (part := getattr(found, name)) is not None
-            }
         arrays: Arrays = {}
         for exit_layer, equations in self._equations.items():
             arrays[f"{exit_layer}.products"] = equations.products.numpy()
             arrays[f"{exit_layer}.targets"] = equations.targets.numpy()
         return arrays | {SELECTION + name: torch.cat(parts).numpy() for name, parts in self._selection.items()}
 
-    def restore(self, arrays: Arrays, is_finished: bool) -> None:
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._is_finished = is_finished
-        if is_finished:
-            for each in self._exit_layers:
-                if f"{each}.up" in tensors:
-                    self.maps[each] = ExitMap(
-                        tensors.get(f"{each}.down"), tensors[f"{each}.up"], tensors[f"{each}.bias"]
-                    )
-            return
+    def restore(self, arrays: Arrays) -> None:
         for exit_layer, equations in self._equations.items():
-            equations.products.copy_(tensors[f"{exit_layer}.products"])
-            equations.targets.copy_(tensors[f"{exit_layer}.targets"])
-        for name, tensor in tensors.items():
+            equations.products.copy_(torch.from_numpy(arrays[f"{exit_layer}.products"]))
+            equations.targets.copy_(torch.from_numpy(arrays[f"{exit_layer}.targets"]))
+        for name, array in arrays.items():
             if name.startswith(SELECTION):
-                self._selection[name.removeprefix(SELECTION)] = [tensor]
+                self._selection[name.removeprefix(SELECTION)] = [torch.from_numpy(array)]
+
+    def fitted(self) -> dict[int, ExitMap]:
+        """Return the exit maps that are better than none."""
+        if not self._equations or not self._selection:
+            return {}
+        executor = self._executor
+        metric = head_metric(executor.weights.matrices[executor.blocks[-1].tensors["tokens"].name])
+        maps = {
+            exit_layer: fit_exit_map(equations, metric, self._selection_at(exit_layer), executor.lm_head)
+            for exit_layer, equations in self._equations.items()
+        }
+        return {exit_layer: found for exit_layer, found in maps.items() if found is not None}
 
     def _selection_at(self, exit_layer: int) -> SelectionTokens:
         normed, final, tokens = (torch.cat(self._selection[name]) for name in (str(exit_layer), FINAL, TOKENS))
         return SelectionTokens(normed, final, tokens)
 
 
-class DraftStage:
-    """Drafts on every chunk with the fitted maps, and keeps partial logits of the first chunks of CHOOSE."""
+def map_arrays(maps: Mapping[int, ExitMap]) -> Arrays:
+    """Return the arrays of exit maps, by exit layer."""
+    arrays: Arrays = {"exit_layers": np.array([*maps], np.int64)}
+    parts = ((exit_layer, found.parts) for exit_layer, found in maps.items())
+    return arrays | {f"{layer}.{name}": part.numpy() for layer, of_map in parts for name, part in of_map.items()}
 
-    name = "drafts"
 
-    def __init__(
-        self, executor: Executor, chunks: Sequence[Chunk], maps: dict[int, ExitMap], n_schedule_tokens: int
-    ) -> None:
-        self.numbers = range(len(chunks))
-        self.chunks: list[ChunkDrafts] = []
-        self.partial: list[PartialLogits] = []
-        self._executor, self._maps = executor, maps
-        self._scheduling = first_numbers(chunks, CHOOSE, n_schedule_tokens)
+def parsed_maps(arrays: Arrays) -> dict[int, ExitMap]:
+    """Return the exit maps with these arrays."""
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {
+        exit_layer: ExitMap.of_parts(
+            {
+                name.removeprefix(f"{exit_layer}."): part
+                for name, part in tensors.items()
+                if name.startswith(f"{exit_layer}.")
+            }
+        )
+        for exit_layer in arrays["exit_layers"].tolist()
+    }
 
-    def add(self, number: int, chunk: Chunk) -> None:
-        found = trace(self._executor, chunk)
-        drafts = drafts_of(self._executor, found, self._maps, with_unmapped=is_in(number, HELD_OUT))
-        sampled = drafts.partial.sampled(np.random.default_rng(number))  # the same in every run
-        self.chunks.append(ChunkDrafts(drafts.features, drafts.is_right, drafts.is_right_unmapped, *sampled))
-        if number in self._scheduling:
-            self.partial.append(drafts.partial)
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
+def draft_arrays(
+    executor: Executor, number: int, chunk: Chunk, maps: Mapping[int, ExitMap], *, with_logits: bool
+) -> Arrays:
+    """Draft on a chunk with the exit maps, and return the fields of its ChunkDrafts, the same in every run.
 
-    def arrays(self) -> Arrays:
-        if not self.chunks:
-            return {}
-        arrays = fields_of(joined(self.chunks)) | {LENGTHS: np.array([each.is_right.shape[1] for each in self.chunks])}
-        if self.partial:
-            arrays |= fields_of(joined(self.partial))
-        return arrays
-
-    def restore(self, arrays: Arrays, is_finished: bool) -> None:
-        lengths = arrays[LENGTHS]
-        self.chunks = split(ChunkDrafts, arrays, lengths)
-        kept = [number for number in self._scheduling if number < len(lengths)]
-        self.partial = split(PartialLogits, arrays, lengths[kept]) if kept else []
+    with_logits: also return the fields of its PartialLogits.
+    """
+    drafts = drafts_of(executor, trace(executor, chunk), maps, with_unmapped=is_in(number, HELD_OUT))
+    sampled = drafts.partial.sampled(np.random.default_rng(number))
+    found = fields_of(ChunkDrafts(drafts.features, drafts.is_right, drafts.is_right_unmapped, *sampled))
+    return found | (fields_of(drafts.partial) if with_logits else {})

@@ -8,12 +8,12 @@ from itertools import count, zip_longest
 
 import numpy as np
 
-from hetero_ee.calibration.partial import KeptSteps
 from hetero_ee.calibration.stages import Chunk
+from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.config import Progress
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.options.engine import CALIBRATION_TOKENS, MIN_CALIBRATION_TOKENS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
@@ -87,8 +87,7 @@ def text_prompts(
     Args:
         n_fitted: Tokens that text_chunks uses. Prompts start after them if enough text is left.
 
-    Raises:
-        UsageError: The texts are too short.
+    Raises: UsageError: The texts are too short.
     """
     begin, size = begin_tokens(tokenizer), prompt_tokens(context_tokens)
     share = -(-n_fitted // max(1, len(texts)))
@@ -173,7 +172,10 @@ def own_writer(
 def written_chunks(
     write: Callable[[int], Sequence[Chunk]], n_tokens: int, steps: KeptSteps, progress: Progress | None
 ) -> list[Chunk]:
-    """Return write(0), write(1), ... until they have n_tokens or a call gives none. `steps` keeps the chunks."""
+    """Return write(0), write(1), ... until they have n_tokens or a call gives none. `steps` keeps the chunks.
+
+    Raises: ModelError: if the model writes too few.
+    """
 
     def arrays(number: int) -> Arrays:
         found = write(number)
@@ -191,6 +193,11 @@ def written_chunks(
             break
         parts = np.split(found["tokens"], found["lengths"].cumsum()[:-1])
         chunks += [tuple(part.tolist()) for part in parts]
+    if len(chunks) < MIN_CHUNKS:
+        raise ModelError(
+            f"this model ends its own texts at once ({len(chunks)} of {MIN_CHUNKS} texts needed); "
+            "give texts to calibrate on with --text."
+        )
     return chunks
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap
-from hetero_ee.speculation.exits.features import N_FEATURES, Floats, exit_features
+from hetero_ee.speculation.exits.features import N_FEATURES, Floats, exit_features, likeliest
 
 Flags = NDArray[np.bool_]
 
@@ -86,8 +85,7 @@ class PartialLogits:
         """Return the features (m, 12) at `exit_layer` for the candidates taken at `first`.
 
         Args:
-            previous: The exit layer evaluated before, from which the change is counted; None if the candidates are
-                new.
+            previous: The exit layer evaluated before, from which the change is counted; None if the candidates are new.
         """
         changed_from = np.zeros_like(self.at(first, exit_layer))
         if previous is not None:
@@ -157,7 +155,7 @@ def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, 
     for exit_layer, normed in enumerate(found.normed, start=1):
         exit_map = maps.get(exit_layer)
         whole = executor.lm_head(normed if exit_map is None else exit_map.apply(normed))
-        candidates = HeadCandidates().of(whole)
+        candidates = likeliest(whole)
         taken.append(candidates.token_ids)
         logits += [np.take_along_axis(whole.numpy(force=True), token_ids, axis=1) for token_ids in taken]
         hits = candidates.token_ids == tokens[:, None]
@@ -203,8 +201,6 @@ def joined(parts: Sequence[T]) -> T:
     return type(parts[0])(*(np.concatenate(column, axis=1) for column in columns))
 
 
-def split(kind: type[T], arrays: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64]) -> list[T]:
-    """Split the arrays of joined parts into parts with these numbers of tokens."""
-    ends = lengths.cumsum()[:-1]
-    columns = (np.split(arrays[field.name], ends, axis=1) for field in fields(kind))
-    return [kind(*map(np.ascontiguousarray, parts)) for parts in zip(*columns, strict=True)]
+def of_fields(kind: type[T], arrays: Mapping[str, NDArray[Any]]) -> T:
+    """Return the object whose arrays, and perhaps others, are given by name."""
+    return kind(*(arrays[field.name] for field in fields(kind)))

@@ -12,8 +12,7 @@ T = TypeVar("T")
 
 class AsyncTokens(AsyncIterator[GeneratedToken]):
     """The tokens of one request. Cancelling the task that waits for one ends it and frees its memory first; so does
-    aclose(), and leaving the loop. Nothing is computed before the first is asked for.
-    """
+    aclose(), and leaving the loop. Nothing is computed before the first is asked for."""
 
     def __init__(self, tokens: Generator[GeneratedToken], stop: Event) -> None:
         """stop: set to end the request while a long prompt is read."""

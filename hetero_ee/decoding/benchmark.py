@@ -1,11 +1,11 @@
 """Timed runs as llama-bench makes them: a prompt of n tokens, or n tokens one after another, after a given depth."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-from hetero_ee.decoding.loop import generate
-from hetero_ee.decoding.requests import Continuation, Ending
+from hetero_ee.decoding.loop import Mode, generate
+from hetero_ee.decoding.requests import Continuation, Ending, Prompts
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
@@ -14,6 +14,8 @@ from hetero_ee.runtime.executors.executor import Executor
 FIRST_TOKEN_ID = 1
 SHORT_CONTEXT_TOKENS = 16  # at which the executor itself is timed
 EXECUTOR_SAMPLE_S = 0.2
+
+MakeMode = Callable[[], Mode]  # a mode of its own for each run
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,109 +47,78 @@ class BenchRun:
         return stdev(self.samples_ts) if len(self.samples_s) > 1 else 0.0
 
 
-def bench_run(
-    executor: Executor,
-    n_prompt: int,
-    n_gen: int,
-    n_depth: int,
-    *,
-    chunk_tokens: int,
-    repetitions: int,
-    clock: Callable[[], float],
-) -> BenchRun:
-    """One of n_prompt and n_gen is 0. The depth is filled before the clock starts; one run before the first is not
-    counted. Tokens are those the model would choose greedily; tokenization is left out.
-    """
-    samples = []
-    for repetition in range(repetitions + 1):
-        sequence = executor.cache.open_new()
-        try:
-            _prefill(executor, sequence, 0, n_depth, chunk_tokens)
-            _make_room(executor, sequence, n_depth, n_prompt + n_gen)
-            start_s = clock()
-            if n_prompt:
-                _prefill(executor, sequence, n_depth, n_prompt, chunk_tokens)
-            else:
-                _decode(executor, sequence, n_depth, n_gen)
-            elapsed_s = clock() - start_s
-        finally:
-            executor.cache.close(sequence)
-        if repetition:
-            samples.append(elapsed_s)
-    return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
-
-
 @dataclass(frozen=True, slots=True)
-class DraftedWay:
-    """A speculative mode: warm_up and timed take what loop.generate does, and only the second counts its drafts."""
+class Bench:
+    """Times an executor, by this clock, after one run that is not counted."""
 
-    warm_up: Callable[..., Iterator[GeneratedToken]]
-    timed: Callable[..., Iterator[GeneratedToken]]
-    close: Callable[[int], None]  # frees what drafting keeps of a sequence of the KV cache
+    executor: Executor
+    repetitions: int
+    clock: Callable[[], float]
 
+    def run(self, n_prompt: int, n_gen: int, n_depth: int, *, chunk_tokens: int) -> BenchRun:
+        """Time a prompt, or tokens one after another: one of n_prompt and n_gen is 0.
 
-def bench_reading_run(
-    executor: Executor,
-    way: DraftedWay,
-    n_prompt: int,
-    n_depth: int,
-    *,
-    repetitions: int,
-    clock: Callable[[], float],
-) -> BenchRun:
-    """Time a prompt that draft sources read too, up to its first token."""
-    params, ending = SamplingParams(max_new_tokens=1), Ending(frozenset(), executor.cache.max_tokens)
-    samples = []
-    for repetition in range(repetitions + 1):
-        sequence = executor.cache.open_new()
+        The depth is filled before the clock starts. Tokens are those the model would choose greedily; tokenization is
+        left out.
+        """
+        samples, executor = [], self.executor
+        for repetition in range(self.repetitions + 1):
+            sequence = executor.cache.open_new()
+            try:
+                _prefill(executor, sequence, 0, n_depth, chunk_tokens)
+                _make_room(executor, sequence, n_depth, n_prompt + n_gen)
+                start_s = self.clock()
+                if n_prompt:
+                    _prefill(executor, sequence, n_depth, n_prompt, chunk_tokens)
+                else:
+                    _decode(executor, sequence, n_depth, n_gen)
+                elapsed_s = self.clock() - start_s
+            finally:
+                executor.cache.close(sequence)
+            if repetition:
+                samples.append(elapsed_s)
+        return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
 
-        def read(generate: Callable[..., Iterator[GeneratedToken]], n_tokens: int, sequence: int = sequence) -> float:
-            prompt = Continuation(sequence, [FIRST_TOKEN_ID] * n_tokens)
-            (token,) = generate(executor, prompt, params, ending, lambda _: "", clock)
-            return token.elapsed_s
+    def reading_run(self, warm_up: MakeMode, timed: MakeMode, n_prompt: int, n_depth: int) -> BenchRun:
+        """Time a prompt that draft sources read too, up to its first token. warm_up: the mode of what is not timed."""
+        samples, executor = [], self.executor
+        for repetition in range(self.repetitions + 1):
+            sequence, mode = executor.cache.open_new(), timed() if repetition else warm_up()
+            try:
+                if n_depth:
+                    self._read(warm_up(), sequence, n_depth)
+                _make_room(executor, sequence, n_depth, n_prompt)
+                samples.append(self._read(mode, sequence, n_depth + n_prompt))
+            finally:
+                executor.cache.close(sequence)
+                mode.close(sequence)
+        return BenchRun(n_prompt, 0, n_depth, tuple(samples[1:]))
 
-        try:
-            if n_depth:
-                read(way.warm_up, n_depth)
-            _make_room(executor, sequence, n_depth, n_prompt)
-            samples.append(read(way.timed if repetition else way.warm_up, n_depth + n_prompt))
-        finally:
-            executor.cache.close(sequence)
-            way.close(sequence)
-    return BenchRun(n_prompt, 0, n_depth, tuple(samples[1:]))
+    def text_run(self, warm_up: MakeMode, timed: MakeMode, n_gen: int, n_depth: int) -> BenchRun:
+        """Time n_gen tokens of a speculative mode, after one run with the mode `warm_up` that is not timed.
 
+        Drafts come true in text alone, so it is the model's own, greedy and with no end: after n_depth tokens of it
+        come a first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
+        """
+        prompt, samples = self.text(n_depth), []
+        for repetition in range(self.repetitions + 1):
+            tokens = self._generated(timed() if repetition else warm_up(), [prompt], n_gen + 1)
+            samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
+        return BenchRun(0, n_gen, n_depth, tuple(samples[1:]))
 
-def bench_text_run(
-    executor: Executor,
-    way: DraftedWay,
-    n_gen: int,
-    n_depth: int,
-    *,
-    repetitions: int,
-    clock: Callable[[], float],
-) -> BenchRun:
-    """Time n_gen tokens of a speculative mode, after one run that is not timed.
+    def text(self, n_tokens: int) -> list[int]:
+        """Return the tokens that text_run generates: a first one, and the model's greedy ones after it."""
+        text = [FIRST_TOKEN_ID]
+        return [*text, *(each.token_id for each in self._generated(None, [text], n_tokens))] if n_tokens else text
 
-    Drafts come true in text alone, so it is the model's own, greedy and with no end: after n_depth tokens of it come a
-    first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
-    """
-    ending = Ending(frozenset(), executor.cache.max_tokens)
-    prompt, samples = bench_text(executor, n_depth, clock), []
-    params = SamplingParams(max_new_tokens=n_gen + 1)
-    for repetition in range(repetitions + 1):
-        drafted = way.timed if repetition else way.warm_up
-        tokens = list(drafted(executor, [prompt], params, ending, lambda _: "", clock))
-        samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
-    return BenchRun(0, n_gen, n_depth, tuple(samples[1:]))
+    def _read(self, mode: Mode, sequence: int, n_tokens: int) -> float:
+        """Return the seconds until the first token after a prompt of n_tokens."""
+        (token,) = self._generated(mode, Continuation(sequence, [FIRST_TOKEN_ID] * n_tokens), 1)
+        return token.elapsed_s
 
-
-def bench_text(executor: Executor, n_tokens: int, clock: Callable[[], float]) -> list[int]:
-    """Return the tokens that bench_text_run generates: a first one, and the model's greedy ones after it."""
-    text = [FIRST_TOKEN_ID]
-    if n_tokens:
-        params, ending = SamplingParams(max_new_tokens=n_tokens), Ending(frozenset(), executor.cache.max_tokens)
-        text += [token.token_id for token in generate(executor, [text], params, ending, lambda _: "", clock)]
-    return text
+    def _generated(self, mode: Mode | None, prompts: Prompts, n_tokens: int) -> list[GeneratedToken]:
+        params, ending = SamplingParams(max_new_tokens=n_tokens), Ending(frozenset(), self.executor.cache.max_tokens)
+        return list(generate(self.executor, prompts, params, ending, lambda _: "", self.clock, mode))
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:

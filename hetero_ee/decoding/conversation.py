@@ -2,16 +2,15 @@
 
 Every turn renders the whole conversation, encodes it, and computes only what follows the longest beginning that the
 cache already holds. So its ids are those of a fresh run over the whole text, whatever was said, changed or interrupted
-before; and so are its tokens, since a row's bits depend on its own sequence alone.
+before. So are its tokens, since a row's bits depend on its own sequence alone.
 """
 
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Self, Unpack
 
-from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.requests import Continuation, common_length, room_for_reply
-from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.options.sampling import SamplingChanges, SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
@@ -23,6 +22,58 @@ N_SEEDS = 2**64
 Generate = Callable[[Continuation, SamplingParams], Iterator[GeneratedToken]]
 
 
+class Reply(Iterator[GeneratedToken]):
+    """The tokens of one turn. Nothing is computed before the first is asked for.
+
+    sampling: what it is generated with. n_prompt_tokens: tokens of the conversation before it; n_cached_tokens: how
+    many of them the KV cache held already. n_forgotten_messages: of the oldest, for want of room in the context.
+    """
+
+    def __init__(
+        self,
+        tokens: Generator[GeneratedToken],
+        sampling: SamplingParams,
+        n_prompt_tokens: int,
+        n_cached_tokens: int,
+        n_forgotten_messages: int,
+    ) -> None:
+        self._tokens, self._seen = tokens, list[GeneratedToken]()
+        self.sampling = sampling
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_cached_tokens = n_cached_tokens
+        self.n_forgotten_messages = n_forgotten_messages
+
+    @property
+    def n_prefilled_tokens(self) -> int:
+        """Tokens of the conversation before it that were computed for it."""
+        return self.n_prompt_tokens - self.n_cached_tokens
+
+    @property
+    def result(self) -> GenerationResult | None:
+        """The reply so far, None before the first token."""
+        return collect(self._seen, self.n_cached_tokens) if self._seen else None
+
+    def finish(self) -> GenerationResult:
+        """Generate the rest and return the whole. Raises HeteroError if it was ended before its first token."""
+        for _ in self:
+            pass
+        if self.result is None:
+            raise HeteroError("this reply was ended before its first token; send the message again.")
+        return self.result
+
+    def close(self) -> None:
+        """End the reply where it is."""
+        self._tokens.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> GeneratedToken:
+        token = next(self._tokens)
+        self._seen.append(token)
+        return token
+
+
 class Conversation:
     """Messages and what the KV cache holds of them. Use as a context manager, or call close(), which frees it.
 
@@ -30,8 +81,7 @@ class Conversation:
     fails before leaves no trace, one that is interrupted later keeps what was said. Where a turn does not fit into the
     context with room for a reply (a quarter, or max_new_tokens where that is less), and the context can't grow, the
     oldest turns are forgotten for good, as many as free another quarter if that leaves any, so that the next turns find
-    their beginning in the cache.
-    The system message stays. Not for several threads at once.
+    their beginning in the cache. The system message stays. Not for several threads at once.
     """
 
     def __init__(

@@ -23,20 +23,12 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the defaults of a model's folder.
-
-        Raises:
-            ModelError: if the file is invalid.
-        """
+        """Read the defaults of a model's folder. Raises: ModelError: if the file is invalid."""
         file = find_file(folder, "generation_config.json") or folder / CONFIG_FILE
         return cls(file, read_config_file(file))
 
     def sampling(self) -> SamplingParams:
-        """Return the supported sampling parameters.
-
-        Raises:
-            ModelError: if a value is invalid.
-        """
+        """Return the supported sampling parameters. Raises: ModelError: if a value is invalid."""
         try:
             return SamplingParams.from_hf({k: v for k, v in self.values.items() if k not in generation_keys.ALL})
         except UsageError as error:

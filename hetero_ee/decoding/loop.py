@@ -5,10 +5,10 @@ of letting sequences join and leave between passes (continuous batching): Orca (
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -35,86 +35,67 @@ from hetero_ee.text.text_stream import Decode
 Take = Callable[[], Sequence[GeneratedToken]]  # a sequence's tokens of one step; raises the HeteroError that ends it
 
 
-class Mode(Protocol):
+class Mode(ABC):
     """How sequences get their tokens once their prompts are read. One for the sequences of one loop.
 
     observe: called with each chunk of a prompt, None if nothing needs that.
     """
 
-    observe: Observe | None
+    observe: Observe | None = None
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request) -> None:  # noqa: B027
         """Prepare for a sequence whose prompt is about to be read. The cache holds the part that was read before.
 
-        Raises:
-            UsageError: if the mode does not support its sampling.
+        Raises: UsageError: if the mode does not support its sampling.
         """
-        ...
 
+    @abstractmethod
     def advance(self, requests: Sequence[Request]) -> Sequence[Take]:
         """Run one step with all these sequences and return what each takes of it, in the same order."""
-        ...
 
-    def leave(self, requests: Sequence[Request]) -> None:
+    def leave(self, requests: Sequence[Request]) -> None:  # noqa: B027
         """Forget everything about the next step of these sequences, so that the cache holds no unverified token."""
-        ...
 
-    def close(self, sequence: int) -> None:
+    def close(self, sequence: int) -> None:  # noqa: B027
         """Free what belongs to a sequence of the KV cache that is being closed."""
-        ...
 
 
-class FullMode:
+class FullMode(Mode):
     """One token per sequence and step, by a pass through all layers."""
-
-    observe: Observe | None = None
 
     def __init__(self, executor: Executor, clock: Callable[[], float]) -> None:
         self._executor, self._clock = executor, clock
-
-    def begin(self, request: Request) -> None:
-        pass
 
     def advance(self, requests: Sequence[Request]) -> list[Take]:
         logits = self._executor.logits(last_tokens(requests), range(len(requests)))
         return [partial(self._taken, request, row) for request, row in zip(requests, logits, strict=True)]
 
-    def leave(self, requests: Sequence[Request]) -> None:
-        pass
-
-    def close(self, sequence: int) -> None:
-        pass
-
     def _taken(self, request: Request, logits: Tensor) -> list[GeneratedToken]:
         return [step(request, logits, self._clock())]
 
 
-class SeparateModes:
+class SeparateModes(Mode):
     """A mode of its own for each sequence: they share no pass, and no policy sees more than one of them."""
 
     def __init__(self, make: Callable[[], Mode]) -> None:
         self._make, self._shared = make, make()
         self._modes: dict[int, Mode] = {}  # by sequence of the KV cache
-        self.observe: Observe | None = self._shared.observe
+        self.observe = self._shared.observe
 
     def begin(self, request: Request) -> None:
-        """See Mode."""
         mode = self._modes[request.kv_sequence] = self._make()
         mode.begin(request)
 
     def advance(self, requests: Sequence[Request]) -> list[Take]:
-        """See Mode."""
         return [partial(self._advanced, request) for request in requests]
 
     def leave(self, requests: Sequence[Request]) -> None:
-        """See Mode."""
         for request in requests:
             mode = self._modes.pop(request.kv_sequence, None)
             if mode is not None:
                 mode.leave([request])
 
     def close(self, sequence: int) -> None:
-        """See Mode."""
         self._shared.close(sequence)
 
     def _advanced(self, request: Request) -> Sequence[GeneratedToken]:
@@ -124,7 +105,7 @@ class SeparateModes:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step yielded for one sequence: a token, or the error that ended it."""
+    """The yield of a step for one sequence: a token, or the error that ended it."""
 
     number: int  # of the sequence, as join() returned it
     outcome: GeneratedToken | HeteroError
@@ -156,7 +137,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What all sequences of a model share.
+    """Everything that all sequences of a model share.
 
     ending: makes what ends sequences that join now. look: called before and after each sequence; raises HeteroError if
     the weights changed meanwhile.
@@ -195,8 +176,7 @@ class DecodingLoop:
         Args:
             stop: ends them when it is set, even while a prompt is read.
 
-        Raises:
-            UsageError: if the context cannot hold the longest prompt, or the mode does not support the sampling.
+        Raises: UsageError: if the context cannot hold the longest prompt, or the mode does not support the sampling.
         """
         shared = self._shared
         shared.look()
@@ -229,8 +209,7 @@ class DecodingLoop:
     def step(self) -> list[Stepped]:
         """Read prompts or a chunk of one, and advance the sequences whose prompts were read before.
 
-        Raises:
-            Exception: anything but a HeteroError of a single sequence.
+        Raises: Exception: anything but a HeteroError of a single sequence.
         """
         alone = self._shared.turns.alone
         reading = [each for each in self._running.values() if not each.is_read]

@@ -26,7 +26,7 @@ UNCACHED = -1  # no sequence of the KV cache has this number
 
 @dataclass(slots=True)
 class Ending:
-    """What ends a request in addition to its sampling parameters."""
+    """The ends of a request that its sampling parameters don't name."""
 
     eos_token_ids: frozenset[int]
     context_tokens: int  # prompt and generated tokens together
@@ -86,6 +86,20 @@ class Request:
         constraint = None if ending.constrain is None else ending.constrain(params)
         ids = list(prompt_ids)
         return cls(index, ids, len(ids), stream, params, ending, kv_sequence, began_s, constraint=constraint)
+
+    def choose(self, logits: Tensor, history: Sequence[int], noise: Noise | None = None) -> int:
+        """Sample the token after this history from logits (vocab,). noise: see choose_token."""
+        params, n_prompt_tokens, allowed = self.params, self.n_prompt_tokens, self.allowed_after(history)
+        return choose_token(
+            logits,
+            history,
+            params,
+            self.index,
+            len(history),
+            noise=noise,
+            n_prompt_tokens=n_prompt_tokens,
+            allowed=allowed,
+        )
 
     def allowed_after(self, history: Sequence[int]) -> Allowed | None:
         """Return the tokens that may follow the history (prompt, tokens and drafts), None if all may."""
@@ -187,15 +201,9 @@ def last_tokens(requests: Sequence[Request]) -> Batch:
 
 def step(request: Request, logits: Tensor, now_s: float, noise: Noise | None = None) -> GeneratedToken:
     """Choose the request's next token and append it. noise: see choose_token."""
-    history, params = request.token_ids, request.params
-    allowed = request.allowed_after(history)
-    token_id = choose_token(
-        logits, history, params, request.index, len(history), noise, request.n_prompt_tokens, allowed
-    )
-    token = taken(request, token_id, now_s)
-    if params.logprobs is None:
-        return token
-    return replace(token, logprobs=token_logprobs(logits, token_id, params.logprobs))
+    token_id = request.choose(logits, request.token_ids, noise)
+    token, n_top = taken(request, token_id, now_s), request.params.logprobs
+    return token if n_top is None else replace(token, logprobs=token_logprobs(logits, token_id, n_top))
 
 
 def taken(request: Request, token_id: int, now_s: float) -> GeneratedToken:

@@ -1,10 +1,8 @@
 """Sampling: chooses the next token from logits and from noise that depends only on the position.
 
 Gumbel-max: argmax(logits / temperature + g), g = -log(-log(u)), draws from softmax(logits / temperature). The noise of
-a
-position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before it
-were
-computed: a draft can later be checked against the very token that the full model draws. Derived.
+a position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before
+it were computed: a draft can later be checked against the very token that the full model draws. Derived.
 """
 
 import math
@@ -30,6 +28,7 @@ def choose_token(
     params: SamplingParams,
     sequence: int,
     position: int,
+    *,
     noise: Noise | None = None,
     n_prompt_tokens: int = 0,
     allowed: Allowed | None = None,
@@ -41,8 +40,7 @@ def choose_token(
         n_prompt_tokens: First tokens of the history that are the prompt.
         allowed: The tokens to choose from, at least one; None for all.
 
-    Raises:
-        HeteroError: if the logits are not finite.
+    Raises: HeteroError: if the logits are not finite.
     """
     if not all_finite(logits):
         raise HeteroError(f"the model's logits at position {position} are not finite; its weights may be damaged.")
@@ -139,8 +137,7 @@ def best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
     """Return the ids of the n_kept greatest scores, greatest first, lowest id first among equals.
 
     It uses NumPy's fast partition and sort, which don't keep the order of equals, and corrects that: a tenth of the
-    time of a
-    stable sort of everything.
+    time of a stable sort of everything.
     """
     n_left_out = len(scores) - n_kept
     if n_left_out > 0:

@@ -9,7 +9,7 @@ from hetero_ee.decoding.requests import Continuation, Ending, require_room
 from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 
-SCORED_TOKENS = 128  # in one pass beside other texts: their logits, a vocabulary each, are memory that no plan counts
+SCORED_TOKENS = 128  # in one pass with other sequences: their logits, a vocabulary each, are memory that no plan counts
 
 
 def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
@@ -30,8 +30,7 @@ def prompt_logprobs(
 
     Its sequence must be empty, and then holds all tokens except the last.
 
-    Raises:
-        UsageError: if the context is too small.
+    Raises: UsageError: if the context is too small.
     """
     token_ids, n_done = prompt.token_ids, 1
     require_room(len(token_ids), ending)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_ee.decoding.result import GenerationResult
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
@@ -59,34 +58,12 @@ class Simulation:
         return (self.n_generated_tokens - 1) / self.generation_s if self.generation_s else 0.0
 
 
-def of_text(
-    result: GenerationResult,
-    spec: ModelSpec,
-    plan: Plan,
-    profile: HardwareProfile,
-    statistics: Statistics,
-    spans: Sequence[Span],
-) -> Simulation:
-    """Return the simulation of an emulated engine's first request. statistics: those that the plan was made with."""
-    return _simulation(
-        spec,
-        plan,
-        profile,
-        statistics,
-        spans,
-        (result.n_prompt_tokens, result.n_generated_tokens),
-        (result.prompt_s, result.generation_s),
-        result.text,
-    )
-
-
 def of_shapes(
     spec: ModelSpec, plan: Plan, profile: HardwareProfile, n_prompt_tokens: int, n_new_tokens: int
 ) -> tuple[Simulation, list[Span]]:
     """Return the times of a prompt and a text of these lengths, without computing anything, and the spans of all work.
 
-    Raises:
-        UsageError: if they exceed the plan's context, or the plan exceeds the machine.
+    Raises: UsageError: if they exceed the plan's context, or the plan exceeds the machine.
     """
     if n_prompt_tokens + n_new_tokens > plan.context_tokens:
         raise UsageError(
@@ -97,7 +74,6 @@ def of_shapes(
         )
     check_emulates(plan, profile)
     timeline = Timeline()
-
     machine = emulated_machine(profile, spec, plan, timeline)
     executor = open_plan(
         spec, dummy_weights(spec), plan, machine, lambda layers: DummyExecutor(spec, plan.context_tokens, layers)
@@ -105,7 +81,7 @@ def of_shapes(
     prompt_s = _run(executor, n_prompt_tokens, n_new_tokens, lambda: timeline.now_s)
     seconds = prompt_s, timeline.now_s - prompt_s
     counts = n_prompt_tokens, n_new_tokens
-    return _simulation(spec, plan, profile, Statistics(), timeline.spans, counts, seconds, None), timeline.spans
+    return simulated(spec, plan, profile, Statistics(), timeline.spans, counts, seconds), timeline.spans
 
 
 def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Callable[[], float]) -> float:
@@ -124,7 +100,7 @@ def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Cal
     return prompt_s
 
 
-def _simulation(
+def simulated(
     spec: ModelSpec,
     plan: Plan,
     profile: HardwareProfile,
@@ -132,21 +108,26 @@ def _simulation(
     spans: Sequence[Span],
     counts: tuple[int, int],
     seconds: tuple[float, float],
-    text: str | None,
+    text: str | None = None,
 ) -> Simulation:
-    n_prompt, n_new = counts
+    """Return the simulation of an emulated engine's first request.
+
+    Args:
+        statistics: Those that the plan was made with.
+        spans: All work of the emulated machine.
+        counts: Tokens of the prompt and of the text.
+        seconds: Of the prompt with its first token, and of the other tokens.
+    """
     reading = statistics.of_plan(plan).reading(plan.drafts)
     return Simulation(
-        hardware=profile.name,
-        hardware_kind=profile.kind,
-        plan_hash=plan.sha256,
-        text=text,
-        n_prompt_tokens=n_prompt,
-        n_generated_tokens=n_new,
-        prompt_s=seconds[0],
-        generation_s=seconds[1],
-        predicted_prompt_s=predicted_run_s(spec, profile, plan, n_prompt, 0, 0, reading),
-        predicted_generation_s=predicted_text_s(spec, profile, plan, statistics, n_new - 1, n_prompt),
+        profile.name,
+        profile.kind,
+        plan.sha256,
+        text,
+        *counts,
+        *seconds,
+        predicted_prompt_s=predicted_run_s(spec, profile, plan, counts[0], 0, 0, reading),
+        predicted_generation_s=predicted_text_s(spec, profile, plan, statistics, counts[1] - 1, counts[0]),
         lanes=lane_times(spans, 0.0, *seconds),
     )
 

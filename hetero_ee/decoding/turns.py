@@ -9,7 +9,7 @@ from hetero_ee.config import Progress
 from hetero_ee.errors import HeteroError
 
 CLOSED = "this engine is closed; open the model again with Engine.from_pretrained."
-NEVER = threading.Event()  # set by nobody
+NEVER = threading.Event()  # never set
 
 T = TypeVar("T")
 

@@ -30,8 +30,7 @@ class HeteroEE(TemplateLM):
     def __init__(self, pretrained: str | None = None, add_bos_token: bool = False, **options: Any) -> None:
         """Open the model. `pretrained` and `options` are those of `Engine.from_pretrained`; None is the demo model.
 
-        Raises:
-            HeteroError: if it can't be opened.
+        Raises: HeteroError: if it can't be opened.
         """
         super().__init__()
         chosen = {name: value for name, value in options.items() if name not in HARNESS}
@@ -48,11 +47,7 @@ class HeteroEE(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end token.
-
-        Raises:
-            UsageError: if the model has none.
-        """
+        """Id of the end token. Raises: UsageError: if the model has none."""
         token_id = self._engine.tokenizer.eos_token_id
         if token_id is None:
             raise UsageError("the tokenizer has no end token, without which lm_eval can't measure.")
@@ -70,11 +65,7 @@ class HeteroEE(TemplateLM):
         return f"{self._engine.spec.architecture}-{self._engine.spec.vocab_size}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return token ids.
-
-        Raises:
-            HeteroError: if the tokenizer fails.
-        """
+        """Return token ids. Raises: HeteroError: if the tokenizer fails."""
         adds = self._adds_bos if add_special_tokens is None else add_special_tokens
         return self._engine.tokenizer.encode(string, with_special_tokens=adds)
 
@@ -83,11 +74,7 @@ class HeteroEE(TemplateLM):
         return self._engine.tokenizer.chat_template
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation.
-
-        Raises:
-            HeteroError: if the template refuses it.
-        """
+        """Return the text of a conversation. Raises: HeteroError: if the template refuses it."""
         source = self._engine.tokenizer.chat_template
         if source is None or not add_generation_prompt:
             raise UsageError("this model has no chat template, or none that goes on from a reply of its own.")

@@ -29,8 +29,7 @@ def of_text(
     """Return chunks of n_prompt_tokens + n_new_tokens: first the beginnings of the text's documents, then what follows
     them.
 
-    Raises:
-        UsageError: if the text has fewer chunks than n_prompts.
+    Raises: UsageError: if the text has fewer chunks than n_prompts.
     """
     begin = begin_tokens(tokenizer)
     size, least = n_prompt_tokens + n_new_tokens, n_prompt_tokens + min(LEAST_SCORED_TOKENS, n_new_tokens)
@@ -56,8 +55,7 @@ def of_text(
 def of_the_model(tokenizer: Tokenizer, n_prompts: int) -> Material:
     """Return openings of many kinds of text, which full mode continues.
 
-    Raises:
-        UsageError: if n_prompts exceeds their number.
+    Raises: UsageError: if n_prompts exceeds their number.
     """
     prompts: Sequence[list[int]] = [ids for opening in OPENINGS if (ids := tokenizer.encode(opening))]
     if n_prompts > len(prompts):

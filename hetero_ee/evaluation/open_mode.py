@@ -1,11 +1,9 @@
 """An open mode: continues prompts and predicts texts. Evaluation compares these."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol
 
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from hetero_ee.decoding.scoring import n_changed, score
 from hetero_ee.engine import Engine
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.speculation.early_exit import score_early
-from hetero_ee.speculation.exit_statistics import ExitCounts
+from hetero_ee.speculation.statistics import ExitCounts
 
 FULL = "full"
 
@@ -52,26 +50,8 @@ class Written:
         return self.clock_s if self.emulated_s is None else self.emulated_s
 
 
-class OpenMode(Protocol):
-    """An open mode. It remembers nothing of earlier prompts."""
-
-    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written: ...
-
-    def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
-        """Yield, for each token after the prompt, the logits (vocab,) that the mode would choose it from and the layers
-        passed. The KV cache is the one that the mode leaves behind."""
-        ...
-
-    def n_changed(self, prompt: Sequence[int], written: Written) -> int:
-        """Return how many tokens of a greedy text the full model would not have chosen after the same text."""
-        ...
-
-
-Open = Callable[[Variant], AbstractContextManager[OpenMode]]
-
-
 class EngineMode:
-    """An engine's mode. `emulates`: its clock is an emulated machine's."""
+    """An engine's mode, which remembers nothing of earlier prompts. `emulates`: its clock is an emulated machine's."""
 
     def __init__(self, engine: Engine, *, emulates: bool) -> None:
         self._engine, self._emulates = engine, emulates
@@ -92,12 +72,15 @@ class EngineMode:
         )
 
     def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
+        """Yield, for each token after the prompt, the logits (vocab,) that the mode would choose it from and the layers
+        passed. The KV cache is the one that the mode leaves behind."""
         executor, exits = self._engine.executor, self._engine.exits
         if exits is None:
             return score(executor, token_ids, n_prompt_tokens)  # exact gives out what full does
         return score_early(executor, token_ids, n_prompt_tokens, exits, ExitCounts())
 
     def n_changed(self, prompt: Sequence[int], written: Written) -> int:
+        """Return how many tokens of a greedy text the full model would not have chosen after the same text."""
         return n_changed(self._engine.executor, [*prompt, *written.token_ids], len(prompt))
 
     def _depth_sum(self, n_tokens: int) -> float:

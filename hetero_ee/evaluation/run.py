@@ -1,7 +1,7 @@
 """Runs modes one after another on the same material and compares each with full mode, which runs first."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
 from typing import IO
@@ -11,10 +11,9 @@ import torch
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import HeteroError
-from hetero_ee.evaluation.estimate import Estimate, ratio
 from hetero_ee.evaluation.material import Ids, Material
-from hetero_ee.evaluation.metrics import doubled_words, first_divergence, n_equal, nats_and_divergence
-from hetero_ee.evaluation.open_mode import FULL, Open, OpenMode, Variant, Written
+from hetero_ee.evaluation.metrics import Estimate, doubled_words, first_divergence, n_equal, nats_and_divergence, ratio
+from hetero_ee.evaluation.open_mode import FULL, EngineMode, Variant, Written
 from hetero_ee.options.sampling import SamplingParams
 
 WARM_UP_TOKENS = 4  # generated first, so that cold caches don't count
@@ -61,7 +60,7 @@ class Refused:
 def evaluate(
     material: Material,
     variants: Sequence[Variant],
-    open_mode: Open,
+    open_mode: Callable[[Variant], AbstractContextManager[EngineMode]],
     n_new_tokens: int,
     *,
     seed: int = 0,
@@ -70,11 +69,9 @@ def evaluate(
     """Yield the result of each variant, full mode first even if it was not requested.
 
     Texts are greedy, n_new_tokens long whatever would end them, and generated one at a time. `seed` draws the held-out
-    texts
-    that full mode writes, and the intervals.
+    texts that full mode writes, and the intervals.
 
-    Raises:
-        HeteroError: if full mode can't run.
+    Raises: HeteroError: if full mode can't run.
     """
     params = SamplingParams(max_new_tokens=n_new_tokens, ignore_eos=True)
     ordered = [Variant(FULL), *(each for each in variants if each.mode != FULL)]
@@ -101,7 +98,7 @@ def evaluate(
             yield _result(variant, written, reference, n_changed, scored, seed)
 
 
-def _with_held_out(material: Material, mode: OpenMode, params: SamplingParams) -> Material:
+def _with_held_out(material: Material, mode: EngineMode, params: SamplingParams) -> Material:
     """Return the material with what the mode writes after the prompts, each with its own seed."""
     texts = [
         (*prompt, *mode.generate(prompt, replace(params, seed=params.seed + number)).token_ids)
@@ -110,7 +107,7 @@ def _with_held_out(material: Material, mode: OpenMode, params: SamplingParams) -
     return replace(material, held_out=tuple(texts))
 
 
-def _scored(mode: OpenMode, material: Material, kept: IO[bytes], *, is_reference: bool) -> list[Scored]:
+def _scored(mode: EngineMode, material: Material, kept: IO[bytes], *, is_reference: bool) -> list[Scored]:
     """Score the held-out texts. `kept` holds the reference's fp32 logits in a file: for a large vocabulary they need as
     much memory as layers."""
     kept.seek(0)
@@ -118,7 +115,7 @@ def _scored(mode: OpenMode, material: Material, kept: IO[bytes], *, is_reference
     return [_scored_text(mode, text, len(prompt), kept, is_reference=is_reference) for prompt, text in pairs]
 
 
-def _scored_text(mode: OpenMode, text: Ids, n_prompt: int, kept: IO[bytes], *, is_reference: bool) -> Scored:
+def _scored_text(mode: EngineMode, text: Ids, n_prompt: int, kept: IO[bytes], *, is_reference: bool) -> Scored:
     nats = kl_nats = depth_sum = 0.0
     for (given, depth), token_id in zip(mode.score(text, n_prompt), text[n_prompt:], strict=True):
         logits = reference = given.float().cpu()

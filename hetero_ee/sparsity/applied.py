@@ -6,11 +6,10 @@ from pathlib import Path
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.errors import StoreError, UsageError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.sparsity.curves import SparsityCurves
-from hetero_ee.sparsity.file import WAY_OUT
+from hetero_ee.sparsity.curves import WAY_OUT, SparsityCurves
 from hetero_ee.sparsity.job import found_predictor, found_sparsity, order_or_warn
-from hetero_ee.sparsity.prediction.file import WAY_OUT as PREDICTOR_WAY_OUT
-from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
+from hetero_ee.sparsity.predictor import WAY_OUT as PREDICTOR_WAY_OUT
+from hetero_ee.sparsity.predictor import NeuronPredictor
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.store.reader import is_store

@@ -1,19 +1,59 @@
-"""Sparsity curves: quantiles of neuron scores, the error of leaving neurons out, and comparisons with the dense
-model.
+"""Sparsity curves: quantiles of neuron scores, the error of leaving neurons out, and comparisons with the dense model.
+
+A neuron's score is |activation| x norm of its row of down: the most that it adds to the sum per unit of up (CATS, arXiv
+2404.08763, with the norm of WINA, arXiv 2505.19427). A neuron whose activation is 0 is never summed, so that a
+threshold of 0 leaves out only what changes nothing.
+
+On disk the curves are a record next to the store, with the arrays "thresholds" and "errors", fp32.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hetero_ee.errors import UsageError
-from hetero_ee.sparsity.dealing import SHARES, dealt_shares
-from hetero_ee.sparsity.thresholds import Thresholds
+from hetero_ee.models.blocks import Block, least_activations, neuron_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee.weights.store.record import RecordArrays, RecordKind
 
+SHARE_STEP = 0.05
+SHARES = tuple(round(step * SHARE_STEP, 2) for step in range(20))  # of a layer's neurons, at which errors are measured
 MAX_KL_NATS = 0.005  # of `auto`: about what int4 weights cost the demo model (docs/quality.md)
+MAX_BYTES = 2**20
+WAY_OUT = "run hetero-ee calibrate --sparsity auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Thresholds per layer, fp32. target: the share of all neurons that they should leave out."""
+
+    target: float
+    per_layer: tuple[float, ...]
+
+    def least(self, spec: ModelSpec, weights: ModelWeights) -> dict[str, Tensor]:
+        """Return the thresholds as the least |activation| of each neuron, fp32 (ffn,), below which it is left out.
+
+        The names are those that executors look up in a model's vectors, `least_activations` of each block.
+        """
+        smallest = torch.finfo(torch.float32).tiny
+        return {
+            least_activations(block): threshold / down_norms(block, weights).clamp(min=smallest)
+            for block, threshold in zip(neuron_blocks(spec), self.per_layer, strict=True)
+        }
+
+
+def down_norms(block: Block, weights: ModelWeights) -> Tensor:
+    """Return the L2 norms of the rows of down of a neuron-major FFN, fp32 (ffn,)."""
+    norms: Tensor = torch.linalg.vector_norm(weights.matrices[block.tensors["down"].name].dequantize(), dim=1)
+    return norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +122,59 @@ def largest_within(measure: Callable[[float], Measurement], max_kl_nats: float =
         found.append(measure(SHARES[middle]))
         low, high = (middle, high) if found[-1].kl_nats <= max_kl_nats else (low, middle)
     return found
+
+
+def dealt_shares(errors: NDArray[np.float32], target: float) -> NDArray[np.float64]:
+    """Return each layer's share, (n_layers,), with the target as their mean, never worse than the same share
+    everywhere.
+
+    Greedy: each step goes to the layer where it adds the least error, as TEAL (arXiv 2408.14690) does within a block.
+
+    Args:
+        errors: Each layer's errors at SHARES, (n_layers, n_shares).
+        target: 0 to the last of SHARES.
+    """
+    n_layers = len(errors)
+    steps = np.zeros(n_layers, np.int64)
+    added = np.diff(errors.astype(np.float64), axis=1, append=np.inf)
+    n_whole, rest = divmod(round(target * n_layers / SHARE_STEP, 6), 1)
+    for _ in range(int(n_whole)):
+        steps[np.argmin(added[np.arange(n_layers), steps])] += 1
+    shares: NDArray[np.float64] = steps.astype(np.float64) * SHARE_STEP
+    if rest:
+        shares[np.argmin(added[np.arange(n_layers), steps])] += rest * SHARE_STEP
+    uniform = np.full(n_layers, target)
+    return shares if total_error(errors, shares) <= total_error(errors, uniform) else uniform
+
+
+def total_error(errors: NDArray[np.float32], shares: NDArray[np.float64]) -> float:
+    """Return the sum of all layers' errors at their shares, interpolated linearly between SHARES."""
+    return float(sum(np.interp(share, SHARES, row) for share, row in zip(shares, errors, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityHeader:
+    """Sparsity curves without their arrays. text: what was calibrated on, for people."""
+
+    text: str
+    measured: tuple[Measurement, ...]
+
+
+SPARSITY = RecordKind(SparsityHeader, "calibration of sparsity", 1, WAY_OUT)
+
+
+def write_sparsity(curves: SparsityCurves, key: str, text: str, file: Path, files: FileSystem | None = None) -> None:
+    """Write the curves of the weights `key`, completely or not at all. Raises: StoreError, DiskFullError."""
+    arrays = {"thresholds": curves.thresholds, "errors": curves.errors}
+    SPARSITY.write(file, key, SparsityHeader(text, curves.measured), arrays, files)
+
+
+def read_sparsity(file: Path, spec: ModelSpec, key: str) -> SparsityCurves | None:
+    """Return the curves in `file`, None if it does not exist. Raises: StoreError: see RecordKind.read."""
+
+    def make(header: SparsityHeader, arrays: RecordArrays) -> SparsityCurves | None:
+        thresholds, errors = (arrays.take(name, np.float32) for name in ("thresholds", "errors"))
+        curves = SparsityCurves(thresholds, errors, header.measured)
+        return curves if len(thresholds) == spec.n_layers else None
+
+    return SPARSITY.read(file, key, MAX_BYTES, make)

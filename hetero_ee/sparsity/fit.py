@@ -8,19 +8,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.calibration.partial import KeptSteps
 from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
+from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.config import Progress
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.sparsity.curves import Measurement, SparsityCurves, largest_within
-from hetero_ee.sparsity.dealing import SHARES
+from hetero_ee.sparsity.curves import (
+    SHARES,
+    Measurement,
+    SparsityCurves,
+    Thresholds,
+    down_norms,
+    largest_within,
+)
 from hetero_ee.sparsity.held_out import HeldOut
 from hetero_ee.sparsity.recorder import ErrorRecorder, FfnRecorder, ScoreRecorder, Scores
-from hetero_ee.sparsity.thresholds import Thresholds, down_norms
 from hetero_ee.weights.model_weights import ModelWeights
 
 PART_TOKENS = 1024  # to fit on, and to measure on

@@ -35,9 +35,7 @@ class HeldOut:
     def divergence(
         self, spec: ModelSpec, weights: ModelWeights, ops: BatchedTorchOps | None = None
     ) -> tuple[float, NeuronCounts]:
-        """Return the sparse model's mean KL divergence of the next-token distribution, in nats, and its neuron
-        counts.
-        """
+        """Return the sparse model's mean KL divergence of the next tokens, in nats, and its neuron counts."""
         self._dense = self._dense or [*self._distributions(self._executor(self._spec, self._weights))]
         executor = self._executor(spec, weights, ops)
         pairs = zip(self._dense, self._distributions(executor), strict=True)

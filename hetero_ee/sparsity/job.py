@@ -1,35 +1,36 @@
 """Calibrates sparsity on text and writes the results next to the store."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from hetero_ee.calibration.job import WAITING, CalibrationRequest, usable
+from hetero_ee.calibration.job import CalibrationJob
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.calibration.stages import SPLIT_CHUNKS, Chunk
-from hetero_ee.config import Progress
-from hetero_ee.decoding.requests import Ending
+from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.errors import StoreError, UsageError
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.sparsity.curves import SparsityCurves
-from hetero_ee.sparsity.file import read_sparsity, write_sparsity
+from hetero_ee.sparsity.curves import SparsityCurves, read_sparsity, write_sparsity
+from hetero_ee.sparsity.factors import FactorTraining
 from hetero_ee.sparsity.fit import PART_TOKENS, SparsityFit
-from hetero_ee.sparsity.material import Material
 from hetero_ee.sparsity.order import NeuronOrder, fitted_order, read_order, write_order
-from hetero_ee.sparsity.prediction.factors import FactorTraining
-from hetero_ee.sparsity.prediction.file import read_predictor, write_predictor
-from hetero_ee.sparsity.prediction.fit import FITTED_TOKENS, PredictorFit
-from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
+from hetero_ee.sparsity.predictor import NeuronPredictor, read_predictor, write_predictor
+from hetero_ee.sparsity.predictor_fit import FITTED_TOKENS, PredictorFit
 from hetero_ee.sparsity.request import ZERO_ACTIVATIONS
-from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.store.calibration_files import ORDER_SUFFIX, PREDICTOR_SUFFIX, SPARSITY_SUFFIX, neuron_file
-from hetero_ee.weights.store.filesystem import FileSystem, store_lock
+from hetero_ee.weights.store.calibration_files import (
+    ORDER_SUFFIX,
+    PARTIAL_SUFFIX,
+    PREDICTOR_SUFFIX,
+    SPARSITY_SUFFIX,
+    neuron_file,
+)
+from hetero_ee.weights.store.filesystem import FileSystem
 
-ALGORITHM_VERSION = 1  # increases when the numbers change; fits of other versions are not resumed
+ALGORITHM_VERSION = 2  # increases when the numbers change; fits of other versions are not resumed
 PREDICTOR_TOKENS = 2 * FITTED_TOKENS  # half of the chunks are fitted to
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,92 +72,90 @@ def order_or_warn(place: CalibrationPlace, warn: Callable[[str], None]) -> Neuro
         return None
 
 
-def calibrate_sparsity(
-    executor: Executor,
-    tokenizer: Tokenizer,
-    ending: Ending,
-    place: CalibrationPlace,
-    request: CalibrationRequest,
-    targets: Sequence[float] = (),
-    progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> SparsityOutcome:
+def calibrate_sparsity(job: CalibrationJob, targets: Sequence[float] = ()) -> SparsityOutcome:
     """Fit the model's sparsity curves and write them next to its store, unless these targets are measured already.
 
-    A killed fit is resumed. Only one process calibrates a store at a time.
-
-    Args:
-        executor: Has neuron-major FFNs and leaves out no neuron.
+    A killed fit is resumed. FFNs have to be neuron-major, and the executor must leave out no neuron.
 
     Raises:
         UsageError: FFNs are not neuron-major, or the texts are too short.
         ModelError: The model writes no text.
         StoreError, DiskFullError: The result can't be written.
     """
-    spec, weights, file = executor.spec, executor.weights, neuron_file(place.store, SPARSITY_SUFFIX)
+    spec, weights = job.executor.spec, job.executor.weights
     if not spec.neuron_major:
         raise UsageError("these FFNs are not neuron-major; open the model with sparsity='dense' to calibrate.")
-    files = FileSystem()
-    with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
-        found = None if request.force else usable(lambda: found_sparsity(place), progress)
-        if found is not None and {each.target for each in found.measured}.issuperset(targets):
-            return SparsityOutcome(found, file, 0.0, is_new=False)
-        start_s = clock()
-        material = Material(executor, tokenizer, ending, request, SPLIT_CHUNKS * PART_TOKENS, progress, clock)
-        with material.keeping(place, SPARSITY_SUFFIX, [ALGORITHM_VERSION]) as (chunks, kept):
-            fit = SparsityFit(spec, weights, chunks, progress=progress, kept=kept)
-            curves = fit.measured(fit.curves(), targets)
-        write_sparsity(curves, place.key, material.description, file, files)
-        _write_order(spec, weights, chunks, place, files)
-        kept.remove()
-    return SparsityOutcome(curves, file, clock() - start_s)
+
+    def find() -> SparsityCurves | None:
+        found = found_sparsity(job.place)
+        is_enough = found is not None and {each.target for each in found.measured}.issuperset(targets)
+        return found if is_enough else None
+
+    def fit(chunks: Sequence[Chunk], steps: KeptSteps) -> SparsityCurves:
+        made = SparsityFit(spec, weights, chunks, progress=job.progress, kept=steps)
+        return made.measured(made.curves(), targets)
+
+    kind = NeuronRecord(SPARSITY_SUFFIX, [ALGORITHM_VERSION], SPLIT_CHUNKS * PART_TOKENS, find, fit, write_sparsity)
+    return SparsityOutcome(*_calibrated(job, kind))
 
 
-def calibrate_predictor(
-    executor: Executor,
-    tokenizer: Tokenizer,
-    ending: Ending,
-    place: CalibrationPlace,
-    request: CalibrationRequest,
-    progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> PredictorOutcome:
+def calibrate_predictor(job: CalibrationJob) -> PredictorOutcome:
     """Fit a predictor of the model's active neurons and write it next to its store, unless one exists.
 
-    It is resumed and locked like calibrate_sparsity.
-
-    Args:
-        executor: All its FFNs are in rows, and it leaves out no neuron.
+    A killed fit is resumed. All FFNs have to be in rows, and the executor must leave out no neuron.
 
     Raises:
         UsageError: FFNs are not in rows, the texts are too short, or no predictor is good enough.
         ModelError: The model writes no text.
         StoreError, DiskFullError: The result can't be written.
     """
-    spec, weights, file = executor.spec, executor.weights, neuron_file(place.store, PREDICTOR_SUFFIX)
+    spec, weights, training = job.executor.spec, job.executor.weights, FactorTraining()
     if not spec.first_in_rows or spec.predictor_rank or spec.hot_curve:
         raise UsageError("these FFNs can't be predicted; open the model with sparsity='unpredicted' to calibrate.")
-    files, training = FileSystem(), FactorTraining()
-    with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
-        found = None if request.force else usable(lambda: found_predictor(place), progress)
+
+    def fit(chunks: Sequence[Chunk], steps: KeptSteps) -> NeuronPredictor:
+        made = PredictorFit(spec, weights, chunks, training, progress=job.progress, kept=steps).predictor()
+        made.chosen()  # raises if none is good enough
+        return made
+
+    identity = [ALGORITHM_VERSION, asdict(training)]
+    find = partial(found_predictor, job.place)
+    kind = NeuronRecord(PREDICTOR_SUFFIX, identity, PREDICTOR_TOKENS, find, fit, write_predictor)
+    return PredictorOutcome(*_calibrated(job, kind))
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronRecord(Generic[T]):
+    """How one kind of record of a store's neurons is found, fitted and written."""
+
+    suffix: str  # of its file
+    identity: list[object]  # JSON values that differ between fits with other numbers
+    n_tokens: int  # most that are used
+    find: Callable[[], T | None]
+    fit: Callable[[Sequence[Chunk], KeptSteps], T]
+    write: Callable[[T, str, str, Path, FileSystem], None]
+
+
+def _calibrated(job: CalibrationJob, kind: NeuronRecord[T]) -> tuple[T, Path, float, bool]:
+    """Return the existing record, or fit one and write it and the order of neurons: the fields of an outcome."""
+    file = neuron_file(job.place.store, kind.suffix)
+    with job.locked():
+        found = job.usable(kind.find)
         if found is not None:
-            return PredictorOutcome(found, file, 0.0, is_new=False)
-        start_s = clock()
-        material = Material(executor, tokenizer, ending, request, PREDICTOR_TOKENS, progress, clock)
-        with material.keeping(place, PREDICTOR_SUFFIX, [ALGORITHM_VERSION, asdict(training)]) as (chunks, kept):
-            predictor = PredictorFit(spec, weights, chunks, training, progress=progress, kept=kept).predictor()
-        predictor.chosen()
-        write_predictor(predictor, place.key, material.description, file, files)
-        _write_order(spec, weights, chunks, place, files)
-        kept.remove()
-    return PredictorOutcome(predictor, file, clock() - start_s)
+            return found, file, 0.0, False
+        start_s, text = job.clock(), job.text(kind.n_tokens)
+        with job.steps(kind.suffix + PARTIAL_SUFFIX, text.identity, *kind.identity) as steps:
+            chunks = text.chunks(steps)
+            made = kind.fit(chunks, steps)
+            kind.write(made, job.place.key, job.description, file, job.files)
+            _write_order(job, chunks)
+        return made, file, job.clock() - start_s, True
 
 
-def _write_order(
-    spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk], place: CalibrationPlace, files: FileSystem
-) -> None:
+def _write_order(job: CalibrationJob, chunks: Sequence[Chunk]) -> None:
     """Write the order of neurons that are often 0, unless the model has one."""
+    spec, place = job.executor.spec, job.place
     if spec.activation in ZERO_ACTIVATIONS and not spec.hot_curve:
-        order = fitted_order(spec, weights, chunks)
+        order = fitted_order(spec, job.executor.weights, chunks)
         if order is not None:
-            write_order(order, place.key, neuron_file(place.store, ORDER_SUFFIX), files)
+            write_order(order, place.key, neuron_file(place.store, ORDER_SUFFIX), job.files)

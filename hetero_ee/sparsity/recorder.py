@@ -1,6 +1,6 @@
 """Operations that watch neuron-major FFNs: the distribution of neuron scores, and the error of leaving out the lowest.
 
-A neuron's score is |activation| x norm of its row of down (see `thresholds.py`).
+A neuron's score is |activation| x norm of its row of down (see `curves.py`).
 """
 
 from collections.abc import Callable

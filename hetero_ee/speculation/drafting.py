@@ -1,26 +1,18 @@
 """Drafting: what exact mode drafts with, and how far it goes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import MAX_DRAFT_LENGTH
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.drafts import DraftSampler, DraftStep
+from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exit_drafter import ExitDrafter
 from hetero_ee.speculation.sequence_drafter import SequenceDrafter
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.stop_rule import StopRule
-
-
-class Drafter(Protocol):
-    """Makes a step's drafts."""
-
-    def draft(self, steps: Sequence[DraftStep]) -> None:
-        """Add drafts to each step. All tokens of all steps are then pending at one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +34,19 @@ class Drafting:
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise UsageError(f"draft length is {self.draft_length}; expected 1 to {MAX_DRAFT_LENGTH}.")
 
+    @property
+    def origin(self) -> str:
+        """Where drafts come from, in a few words."""
+        return self.sources[-1].name if self.exit_end is None else f"exit after layer {self.exit_layer}"
+
     def close(self, sequence: int) -> None:
         """Free what the sources keep of a sequence of the KV cache."""
         for source in self.sources:
             source.close(sequence)
 
-    def drafter(self, executor: Executor, sampler: DraftSampler, warn: Callable[[str], None]) -> Drafter:
+    def drafter(
+        self, executor: Executor, sampler: DraftSampler, warn: Callable[[str], None]
+    ) -> SequenceDrafter | ExitDrafter:
         """Make the drafter for one loop. Raises UsageError if no layer is left after the exit layer."""
         spec, end = executor.spec, self.exit_end
         if self.exit_layer >= spec.n_layers:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.requests import Request
 from hetero_ee.decoding.result import GRAMMAR
-from hetero_ee.decoding.sampling import RememberedNoise, choose_token
+from hetero_ee.decoding.sampling import RememberedNoise
 from hetero_ee.runtime.choice import all_finite, confidence_of
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor
@@ -78,10 +78,7 @@ class DraftSampler:
 
     def choose(self, request: Request, history: Sequence[int], logits: Tensor) -> int:
         """Sample the request's token after this history from logits (vocab,)."""
-        noise, n_prompt_tokens, allowed = self.noise.of_draft, request.n_prompt_tokens, request.allowed_after(history)
-        return choose_token(
-            logits, history, request.params, request.index, len(history), noise, n_prompt_tokens, allowed
-        )
+        return request.choose(logits, history, self.noise.of_draft)
 
     def drafted(
         self,

@@ -13,19 +13,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hetero_ee.decoding.loop import Take, generate
-from hetero_ee.decoding.requests import Ending, Prompts, Request, prefill, step, taken
+from hetero_ee.decoding.loop import Mode, Take
+from hetero_ee.decoding.requests import Ending, Request, prefill, step, taken
 from hetero_ee.decoding.result import EXIT, GeneratedToken, TokenOrigin
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.runtime.executors.executor import Executor, Observe
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.audit import ExitAudit, is_audited
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.exit_statistics import ExitCounts
 from hetero_ee.speculation.pending import PendingToken, advance, stacked
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.policy import ExitPolicy
-from hetero_ee.text.text_stream import Decode
+from hetero_ee.speculation.statistics import ExitCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +49,8 @@ class Passed(NamedTuple):
     request: Request
     depth: int  # layers passed
     hidden: Tensor  # (hidden,) after them
-    token_id: int | None  # that follows, chosen at an exit; None where all layers were passed
+    token_id: int | None  # that follows, chosen at an exit; None if all layers were passed
     logits: Tensor | None  # (vocab,) of those that passed all layers
-
-
-def generate_early(
-    executor: Executor,
-    prompts: Prompts,
-    params: SamplingParams,
-    ending: Ending,
-    decode: Decode,
-    clock: Callable[[], float],
-    exits: EarlyExits,
-    counts: ExitCounts | None = None,
-) -> Iterator[GeneratedToken]:
-    """Yield the tokens of all prompts as they come, and count them in `counts`.
-
-    Raises UsageError for sampling that the policy can't judge.
-    """
-    mode = EarlyExitMode(executor, exits, counts or ExitCounts(), clock)
-    return generate(executor, prompts, params, ending, decode, clock, mode)
 
 
 def score_early(
@@ -98,7 +79,7 @@ def score_early(
         mode.close(sequence)
 
 
-class EarlyExitMode:
+class EarlyExitMode(Mode):
     """Sequences whose tokens are emitted at their exits. See Mode.
 
     The last tokens of all sequences take each step together. What a policy decides may depend on that: see SkipDecode.
@@ -110,10 +91,9 @@ class EarlyExitMode:
         self._judge = exits.policy.judging(executor, self._sampler)
         self._pending: dict[int, list[PendingToken]] = {}  # by sequence: its last token and those before it that exited
         self._audited: dict[int, list[tuple[PendingToken, int]]] = {}  # of these, with the token emitted after each
-        self.observe: Observe | None = None if exits.candidates is None else exits.candidates.read_prompt
+        self.observe = None if exits.candidates is None else exits.candidates.read_prompt
 
     def begin(self, request: Request) -> None:
-        """See Mode."""
         self._judge.begin(request)
 
     def advance(self, requests: Sequence[Request]) -> list[Take]:
@@ -138,7 +118,6 @@ class EarlyExitMode:
                 cache.cut(request.kv_sequence, cache.length(request.kv_sequence))
 
     def close(self, sequence: int) -> None:
-        """See Mode."""
         self._exits.close(sequence)
 
     def logits(self, passed: Passed) -> Tensor:
@@ -205,7 +184,7 @@ class EarlyExitMode:
         return [Passed(request, n_layers, state, None, row) for request, state, row in rows]
 
     def _audit(self, audited: Sequence[tuple[Request, PendingToken, int]], logits: Tensor) -> None:
-        """What was given out after these tokens, and what the full model would have chosen there: logits (m, vocab)."""
+        """Compare what was emitted after these tokens with what the full model chooses, from its logits (m, vocab)."""
         for (request, token, token_id), row in zip(audited, logits, strict=True):
             audit, warn = self._exits.audit, self._exits.warn
             assert audit is not None, "there is something to audit"

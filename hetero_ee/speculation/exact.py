@@ -16,14 +16,13 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from hetero_ee.decoding.loop import Take, generate
-from hetero_ee.decoding.requests import Ending, Prompts, Request, step
+from hetero_ee.decoding.loop import Mode, Take
+from hetero_ee.decoding.requests import Request, step
 from hetero_ee.decoding.result import EXIT, FULL_MODEL, GeneratedToken, TokenOrigin
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.choice import all_finite
-from hetero_ee.runtime.executors.executor import Executor, Observe
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
@@ -31,29 +30,9 @@ from hetero_ee.speculation.pending import PendingToken
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.statistics import DraftCounts
-from hetero_ee.text.text_stream import Decode
 
 
-def generate_exact(
-    executor: Executor,
-    prompts: Prompts,
-    params: SamplingParams,
-    ending: Ending,
-    decode: Decode,
-    clock: Callable[[], float],
-    drafting: Drafting,
-    counts: DraftCounts | None = None,
-) -> Iterator[GeneratedToken]:
-    """Yield the tokens that full mode yields, and count the drafts in `counts`.
-
-    For a Continuation, the draft sources must already have observed the cached prefix. Raises UsageError for an exit
-    layer that the model does not have.
-    """
-    mode = ExactMode(executor, drafting, counts or DraftCounts(), clock)
-    return generate(executor, prompts, params, ending, decode, clock, mode)
-
-
-class ExactMode:
+class ExactMode(Mode):
     """Draft-verify steps of several sequences, which share every pass. See Mode."""
 
     def __init__(self, executor: Executor, drafting: Drafting, counts: DraftCounts, clock: Callable[[], float]) -> None:
@@ -61,7 +40,7 @@ class ExactMode:
         self._sampler = DraftSampler()
         self._drafter = drafting.drafter(executor, self._sampler, self._warn)
         self._guesses = AsyncDrafting(executor, drafting.exit_layer, drafting.async_layers, counts)
-        self.observe: Observe | None = self._read if drafting.sources else None
+        self.observe = self._read if drafting.sources else None
         self._has_warned = False
 
     def begin(self, request: Request) -> None:

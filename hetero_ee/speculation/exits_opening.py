@@ -14,15 +14,14 @@ from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
 from hetero_ee.speculation.opening import DraftKnowledge
 from hetero_ee.speculation.policies.calm import CalmPolicy
-from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
-from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
-from hetero_ee.speculation.policies.joint_gate import joint_gate
+from hetero_ee.speculation.policies.exit_head import exit_end, exit_heads
 from hetero_ee.speculation.policies.patience import PatiencePolicy
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.q_exit import QExitPolicy
 from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
 from hetero_ee.speculation.policies.specee import SpecEE
+from hetero_ee.speculation.policies.thresholds import Certified, joint_gate
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.weights.model_weights import UNQUANTIZED
@@ -30,17 +29,17 @@ from hetero_ee.weights.model_weights import UNQUANTIZED
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
-    """What a policy is made from."""
+    """The model and plan that a policy is made for. compiled: the model runs on kernels."""
 
     calibration: Calibration
     plan: Plan
-    compiled: bool  # the model runs on kernels
+    compiled: bool
     candidates: DraftCandidates | None = None
     certificate: Certificate | None = None
 
     @property
     def schedule(self) -> tuple[int, ...]:
-        """Exit layers that always judge, the plan's or the calibration's. Raises UsageError for none."""
+        """Exit layers that always judge, the plan's or the calibration's. Raises: UsageError: if there are none."""
         found = self.plan.exit_layers or self.calibration.schedule
         if not found:
             raise UsageError(
@@ -49,19 +48,16 @@ class PolicyRequest:
             )
         return found
 
-    def heads(self, first: int) -> ExitHeads:
-        """Of every exit layer from this one on."""
-        return exit_heads(self.calibration, range(first, self.calibration.n_layers), compiled=self.compiled)
-
     def ends(self, exit_layers: Iterable[int]) -> Mapping[int, DraftEnd]:
-        """Of the heads of these exit layers."""
-        heads = exit_heads(self.calibration, exit_layers, compiled=self.compiled)
-        return {exit_layer: head.end for exit_layer, head in heads.items()}
+        """Return what makes tokens at these exit layers."""
+        return {each: exit_end(self.calibration.at(each), compiled=self.compiled) for each in sorted(exit_layers)}
 
 
 def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], None]) -> EarlyExits | None:
-    """As the plan says; None where it is in another mode. Raises UsageError for a model without a calibration, and what
-    the policy asks for."""
+    """Return the exits of the plan, or None if it is in another mode.
+
+    Raises: UsageError: if the model has no calibration, or lacks something else that the policy needs.
+    """
     plan, calibration = opened.plan, knowledge.calibration
     if plan.mode not in EARLY_EXIT_MODES:
         return None
@@ -83,7 +79,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
 
 
 def _certified(request: PolicyRequest) -> ExitPolicy:
-    """Raises UsageError where the certificate does not allow what the plan asks for."""
+    """Raises: UsageError: if the certificate does not allow what the plan needs."""
     plan, certificate = request.plan, request.certificate
     if certificate is None:
         raise UsageError(f"mode certified needs a certificate of this model's exits; {WAY_OUT}.")
@@ -97,20 +93,16 @@ def _certified(request: PolicyRequest) -> ExitPolicy:
 
 
 def _specee(request: PolicyRequest) -> ExitPolicy:
-    """Without a draft head no layer before the schedule judges: it would take its candidates from too little."""
-    schedule = request.schedule
-    heads = request.heads(schedule[0] if request.candidates is None else 1)
-    return SpecEE(heads, schedule, request.calibration.n_layers, request.candidates)
-
-
-def _joint_gate(request: PolicyRequest) -> ExitPolicy:
-    return joint_gate(request.calibration, request.ends(request.schedule))
+    """Without a draft head, no layer before the schedule judges, because its candidates would be poor."""
+    schedule, n_layers = request.schedule, request.calibration.n_layers
+    layers = range(schedule[0] if request.candidates is None else 1, n_layers)
+    heads = exit_heads(request.calibration, layers, compiled=request.compiled)
+    return SpecEE(heads, schedule, n_layers, request.candidates)
 
 
 def _skipdecode(request: PolicyRequest) -> ExitPolicy:
-    """Nothing is judged, so that every exit layer may do."""
-    every = range(1, request.calibration.n_layers)
-    return SkipDecodePolicy(request.ends(request.plan.exit_layers or every))
+    """Nothing is judged, so that every exit layer may be one."""
+    return SkipDecodePolicy(request.ends(request.plan.exit_layers or range(1, request.calibration.n_layers)))
 
 
 # Every policy there is; a new one takes a line here, and its name in planning/limits.py.
@@ -121,5 +113,5 @@ POLICIES: Mapping[str, Callable[[PolicyRequest], ExitPolicy]] = {
     "skipdecode": _skipdecode,
     "q-exit": lambda request: QExitPolicy(request.ends(request.schedule)),
     "patience": lambda request: PatiencePolicy(request.ends(request.schedule)),
-    "joint-gate": _joint_gate,
+    "joint-gate": lambda request: joint_gate(request.calibration, request.ends(request.schedule)),
 }

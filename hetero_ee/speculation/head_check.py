@@ -1,29 +1,51 @@
-"""Self-check of a draft head without measured acceptance: done once, then kept in the cache."""
+"""Checks whether a draft head fits its model, on a text that the model writes: how often its drafts are right, and
+whether it sees the layers that it was trained on.
+
+Publishers count captured layers in two ways, and a head that sees the wrong ones drafts as badly as an untrained one.
+So the first drafts are also tried with the states of one layer earlier and one later. A head without measured
+acceptance is checked once; the result is kept in the cache. Source: derived.
+"""
 
 import hashlib
 import json
-from contextlib import suppress
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import EARLY_EXIT_MODES
+from hetero_ee.runtime.devices.cpu import host_machine
+from hetero_ee.runtime.drafted import Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.opening import DraftKnowledge, Warn
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
-from hetero_ee.speculation.sources.self_check import check_head
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHead, DraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu, head_parts
+from hetero_ee.speculation.sources.eagle3 import LAYER_IDS
+from hetero_ee.speculation.sources.source import Choose
 from hetero_ee_profiles.records import read_record, write_record
 
 FOLDER = "draft_heads"  # in the cache
 OPENING = "It was a quiet morning in the old town, and"  # that the model continues
+N_WRITTEN, N_DRAFTS = 64, 4  # tokens that the model writes; drafts after each
+OFFSETS = (-1, 0, 1)
+CLEARLY = 2.0  # standard errors
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAcceptance:
-    """What is kept of a self-check: the share of drafts accepted, by position."""
+    """The kept result of a self-check: the share of drafts accepted, by position."""
 
     acceptance: tuple[float, ...]
 
@@ -95,3 +117,137 @@ def _acceptance(file: Path) -> tuple[float, ...]:
         return read_record(KeptAcceptance, file).acceptance
     except (OSError, ValueError):
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCheck:
+    """Result of a check. acceptance: by position, the share of right drafts given that all before it are right.
+    first_drafts: the share of right first drafts by layer offset; only offset 0 for EAGLE-1."""
+
+    n_tokens: int
+    acceptance: tuple[float, ...]
+    first_drafts: Mapping[int, float]
+
+    @property
+    def better_offset(self) -> int:
+        """The offset with clearly more right first drafts, or 0."""
+        here = self.first_drafts[0]
+        best = max(self.first_drafts, key=self.first_drafts.__getitem__)
+        there = self.first_drafts[best]
+        error = math.sqrt((here * (1 - here) + there * (1 - there)) / self.n_tokens)
+        return best if there - here > CLEARLY * error else 0
+
+    def warning(self, name: str, captured: Sequence[int]) -> str | None:
+        """Return a warning for a head that sees the wrong layers, or None."""
+        offset = self.better_offset
+        if not offset:
+            return None
+        here, there = self.first_drafts[0], self.first_drafts[offset]
+        return (
+            f"{name} sees states before layers {list(captured)}, where {here:.0%} of its first drafts are right, and "
+            f"one layer {'later' if offset > 0 else 'earlier'} {there:.0%} would be; change {LAYER_IDS} in its "
+            "config.json."
+        )
+
+
+def check_head(head: DraftHead, executor: Executor, prompt: Sequence[int], n_tokens: int = N_WRITTEN) -> HeadCheck:
+    """Check a head. The model writes n_tokens after the prompt, greedily, and reads them once more; the head drafts on
+    the CPU. The executor's captured layers are restored."""
+    captures = executor.capturing
+    try:
+        tokens = written(executor, prompt, n_tokens)
+        by_offset = {0: head} if head.eagle3 is None else _shifted(head, executor.spec.n_layers)
+        layers = sorted({layer for each in by_offset.values() if each.eagle3 for layer in each.eagle3.captured})
+        executor.capture(layers)
+        normed, *states = _states(executor, tokens)
+    finally:
+        executor.capture(captures)
+    found: dict[int, tuple[Tensor, int]] = {}
+    for offset, each in by_offset.items():
+        seen = [] if each.eagle3 is None else [states[layers.index(layer)] for layer in each.eagle3.captured]
+        source, n_drafts = _on_cpu(each, executor, len(tokens)), N_DRAFTS if offset == 0 else 1
+        right, tried = accepted(source, greedy_choice(executor), tokens, [normed, *seen], len(prompt), n_drafts)
+        found[offset] = right / tried.clamp(min=1), int(tried[0])
+    shares = {offset: float(share[0]) for offset, (share, _) in found.items()}
+    return HeadCheck(found[0][1], tuple(found[0][0].tolist()), shares)
+
+
+def accepted(
+    source: DraftHeadSource,
+    choose: Choose,
+    tokens: Sequence[int],
+    states: Sequence[Tensor],
+    n_prompt: int,
+    n_drafts: int,
+    sequence: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Draft after every token of a text from its prompt's end on. Return by position how many drafts were right, and
+    how many were tried because all before them were. `states`: see DraftSource.observe, for all tokens."""
+    right, tried = torch.zeros(n_drafts), torch.zeros(n_drafts)
+    for position in range(n_prompt, len(tokens) - 1):
+        first = 0 if position == n_prompt else position - 1
+        source.observe(sequence, first, tokens[first:position], *(each[first:position] for each in states))
+        with closing(source.drafts(sequence, tokens[: position + 1], choose)) as drafting:
+            drafts = [draft.token_id for draft in islice(drafting, n_drafts)]
+        true = tokens[position + 1 : position + 1 + len(drafts)]
+        pairs = enumerate(zip(drafts, true, strict=False))
+        n_right = next((index for index, pair in pairs if pair[0] != pair[1]), len(true))
+        right[:n_right] += 1
+        tried[: min(n_right + 1, len(true))] += 1
+    source.close(sequence)
+    return right, tried
+
+
+def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[int]:
+    """Return the prompt and the model's greedy continuation."""
+    tokens, sequence = list(prompt), executor.cache.open_new()
+    try:
+        logits = executor.prompt([Batch.of_sequence(sequence, 0, tokens, is_prompt=True)])
+        for _ in range(n_tokens):
+            tokens.append(int(logits.argmax()))
+            logits = executor.logits(Batch.of_sequence(sequence, len(tokens) - 1, tokens[-1:]), [0])[0]
+    finally:
+        executor.cache.close(sequence)
+    return tokens
+
+
+def greedy_choice(executor: Executor) -> Choose:
+    """Return a function that chooses the head's likeliest token."""
+
+    def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
+        place = int(executor.draft_logits(state, end)[0].argmax())
+        return Drafted(place if end.vocabulary is None else int(end.vocabulary.token_ids[place]), 1.0)
+
+    return choose
+
+
+def _states(executor: Executor, tokens: Sequence[int]) -> list[Tensor]:
+    """Return the final normed states and the captured ones of all tokens, on the CPU."""
+    sequence, size, parts = executor.cache.open_new(), executor.prompt_chunk_tokens, []
+    try:
+        for first in range(0, len(tokens), size):
+            hidden = executor.hidden(Batch.of_sequence(sequence, first, list(tokens[first : first + size])))
+            captured = executor.captured
+            parts.append([executor.on_cpu(each).clone() for each in (executor.final_norm(hidden), *captured)])
+    finally:
+        executor.cache.close(sequence)
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+
+def _shifted(head: DraftHead, n_layers: int) -> dict[int, DraftHead]:
+    """Return the head's variants by layer offset, as far as the model has the layers."""
+    assert head.eagle3 is not None, "the captured layers of EAGLE-3 can be shifted"
+    found = {}
+    for offset in OFFSETS:
+        captured = tuple(layer + offset for layer in head.eagle3.captured)
+        if captured[0] >= 0 and captured[-1] < n_layers:
+            found[offset] = replace(head, eagle3=replace(head.eagle3, captured=captured))
+    return found
+
+
+def _on_cpu(head: DraftHead, executor: Executor, n_tokens: int) -> DraftHeadSource:
+    weights, vocabulary = head_parts(head, executor)
+    on_cpu = head_on_cpu(head.spec, weights, n_tokens, executor.pool)
+    embedding = weights.matrices.get(EMBEDDING)
+    layer = DraftHeadLayer(on_cpu, head.spec, embedding, host_machine(), on_gpu=False, eagle3=head.eagle3)
+    return DraftHeadSource(lambda: layer, executor, vocabulary)

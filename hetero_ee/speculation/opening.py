@@ -1,4 +1,4 @@
-"""What a model's drafts can be made from, told to the planner; and the drafting of a plan, ready to run."""
+"""The sources of a model's drafts, for the planner, and the drafting of a plan, ready to run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,16 +20,16 @@ from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
+from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate
-from hetero_ee.speculation.exits.predictor import ExitConfidence
+from hetero_ee.speculation.policies.exit_head import exit_end
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
-from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule
+from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -40,7 +40,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DraftKnowledge:
-    """What there is to draft with."""
+    """Everything that the model can draft with."""
 
     calibration: Calibration | None = None
     draft_head: Path | None = None
@@ -52,8 +52,13 @@ class DraftKnowledge:
     def found(
         cls, calibration: Calibration | None, draft_head: Path | None, folder: Path, spec: ModelSpec, warn: Warn
     ) -> "DraftKnowledge":
-        """draft_head: as the caller named it, else the one in the model's folder, left out with a warning where it
-        can't be read. Raises ModelError for a named head that can't be read."""
+        """Find what to draft with. The model folder's own head is left out with a warning if it can't be read.
+
+        Args:
+            draft_head: The head that the caller named; None for the one in the model's folder.
+
+        Raises: ModelError: if a named head can't be read.
+        """
         if draft_head is not None:
             draft_head_facts(draft_head, spec)
             return cls(calibration, draft_head, is_asked=True)
@@ -70,8 +75,10 @@ class DraftKnowledge:
     def statistics(
         self, spec: ModelSpec, profile: HardwareProfile | None, threads: int, risk: float | None = None
     ) -> Statistics:
-        """As the planner takes it. risk: of mode certified. Raises ModelError, UsageError for a risk that can't be
-        promised."""
+        """Return the planner's statistics. risk: of mode certified.
+
+        Raises: ModelError, UsageError: if the risk can't be promised.
+        """
         exits = None if self.calibration is None else self.calibration.statistics()
         is_drafted = self.draft_head is not None
         depths = () if self.calibration is None else self.calibration.depth_statistics(is_drafted=is_drafted)
@@ -87,115 +94,90 @@ class DraftKnowledge:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenDrafting:
-    """Drafting, ready to be used."""
-
-    drafting: Drafting
-
-    @property
-    def origin(self) -> str:
-        """Where drafts come from, in a few words."""
-        if self.drafting.exit_end is not None:
-            return f"exit after layer {self.drafting.exit_layer}"
-        return self.drafting.sources[-1].name
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRequest:
-    """What a draft source is opened from."""
+class DraftingRequest:
+    """The model, plan and machine that drafting is opened for."""
 
     knowledge: DraftKnowledge
     opened: Opened
     profile: HardwareProfile | None
     warn: Warn
 
+    @property
+    def switch(self) -> SpeculationSwitch | None:
+        """Turns drafting off if it is slower; None if the user chose exact mode or the clock knows no Python."""
+        wants_exact = self.opened.request is not None and self.opened.request.limits.mode == "exact"
+        return None if self.opened.is_emulated or wants_exact else SpeculationSwitch()
+
+    @property
+    def draft_length(self) -> int:
+        """The length that a plan or a request gives. Otherwise the rule finds the length, within what a plan that was
+        made here keeps memory for."""
+        placement, planned = self.opened.request, self.opened.plan.draft_length
+        is_chosen = placement is None or placement.plan is not None or placement.limits.draft_length is not None
+        return planned if is_chosen or self.profile is None else max(planned, BEST_OF_DRAFTS)
+
 
 def open_drafting(
     knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, warn: Warn
-) -> OpenDrafting | None:
-    """The plan's way to draft, None for full mode. The model folder's own draft head is left out where it can't be
-    read.
+) -> Drafting | None:
+    """Return the plan's way to draft, None for full mode. A draft head in the model's folder that can't be read is left
+    out.
 
-    Raises UsageError for a plan whose exits were not calibrated, ModelError for a named head that can't be read.
+    Raises:
+        UsageError: if the plan drafts by exits that were not calibrated.
+        ModelError: if a named head can't be read.
     """
-    plan = opened.plan
-    if plan.exit_layer is None:
+    request = DraftingRequest(knowledge, opened, profile, warn)
+    if opened.plan.exit_layer is None:
         return None
-    wants_exact = opened.request is not None and opened.request.limits.mode == "exact"
-    switch = None if opened.is_emulated or wants_exact else SpeculationSwitch()  # emulated clocks know no Python
-    if plan.drafts == SEQUENCE:
-        return _sequences(knowledge, opened, profile, warn, switch)
-    drafting = _exits(knowledge.calibration, opened, profile, warn, switch)
+    if opened.plan.drafts == SEQUENCE:
+        return _sequences(request)
+    drafting = _exits(request, opened.plan.exit_layer)
     assert drafting.exit_end is not None, "exits have an end"
     _warm_up(opened, drafting.exit_end)
-    return OpenDrafting(drafting)
+    return drafting
 
 
 def _warm_up(opened: Opened, end: DraftEnd) -> None:
-    """What a GPU needs for the end, before a text does: kernels compiled, weights there, a graph of one row recorded.
+    """Prepare what a GPU needs for the end before a request does: compiled kernels, weights, a graph of one row.
 
-    Not on an emulated machine, whose time would go on.
+    An emulated machine is left alone, since its clock would advance.
     """
     if opened.running is not None and not opened.is_emulated and opened.plan.n_bytes(GPU):
         nothing = torch.zeros(1, opened.executor.spec.hidden_size)
         opened.executor.draft(nothing, [DraftNoise(0.0, 0, 0, 0)], end)
 
 
-def _exits(
-    calibration: Calibration | None,
-    opened: Opened,
-    profile: HardwareProfile | None,
-    warn: Warn,
-    switch: SpeculationSwitch | None,
-) -> Drafting:
-    """By costs where they are known, else by the threshold that was calibrated."""
-    plan = opened.plan
-    if calibration is None or plan.exit_layer is None:
+def _exits(request: DraftingRequest, exit_layer: int) -> Drafting:
+    """Draft by exits while that is worth its time, or up to the calibrated threshold if no costs are known."""
+    opened, calibration, plan = request.opened, request.knowledge.calibration, request.opened.plan
+    if calibration is None:
         raise UsageError("the plan drafts by early exit and this model has no calibration; run hetero-ee calibrate.")
-    fitted = calibration.at(plan.exit_layer)
-    rule: MarginalRule | FixedThreshold = FixedThreshold(fitted.threshold)
+    fitted = calibration.at(exit_layer)
+    rule: StopRule = FixedThreshold(fitted.threshold)
     async_layers = 0
-    if profile is not None:
-        ranks = {} if fitted.exit_map is None else {plan.exit_layer: fitted.exit_map.rank}
-        times = step_times(opened.executor.spec, profile, plan, map_ranks=ranks)
-        rule = MarginalRule(times.draft_s(plan.exit_layer), partial(times.verify_s, plan.exit_layer))
-        async_layers = times.layers_ahead(plan.exit_layer)
-    end = _exit_end(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
-    return Drafting(plan.exit_layer, plan.draft_length, rule, end, (), warn, switch, async_layers)
+    if request.profile is not None:
+        ranks = {} if fitted.exit_map is None else {exit_layer: fitted.exit_map.rank}
+        times = step_times(opened.executor.spec, request.profile, plan, map_ranks=ranks)
+        rule = MarginalRule(times.draft_s(exit_layer), partial(times.verify_s, exit_layer))
+        async_layers = times.layers_ahead(exit_layer)
+    end = exit_end(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
+    return Drafting(exit_layer, plan.draft_length, rule, end, (), request.warn, request.switch, async_layers)
 
 
-def _exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
-    """compiled: the model runs on kernels, which multiply with tiles."""
-    exit_map = fitted.exit_map
-    state_map = None if exit_map is None else exit_map.packed(compiled=compiled)
-    return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor, compiled=compiled))
-
-
-def _sequences(
-    knowledge: DraftKnowledge,
-    opened: Opened,
-    profile: HardwareProfile | None,
-    warn: Warn,
-    switch: SpeculationSwitch | None,
-) -> OpenDrafting:
-    request = SourceRequest(knowledge, opened, profile, warn)
-    found = [open_source(request) for open_source in SOURCES]
-    sources = tuple(source for source in found if source is not None)
-    rule: MarginalRule | FixedThreshold = FixedThreshold(UNPRICED_CHANCE)
-    if profile is not None:
-        times = step_times(opened.executor.spec, profile, opened.plan)
+def _sequences(request: DraftingRequest) -> Drafting:
+    """Draft by all sources that can be opened."""
+    sources = tuple(source for open_source in SOURCES if (source := open_source(request)) is not None)
+    rule: StopRule = FixedThreshold(UNPRICED_CHANCE)
+    if request.profile is not None:
+        times = step_times(request.opened.executor.spec, request.profile, request.opened.plan)
         rule = MarginalRule(0.0, partial(times.verify_s, 0))
-    drafting = Drafting(0, _draft_length(opened, profile), rule, None, sources, warn, switch)
-    return OpenDrafting(drafting)
+    return Drafting(0, request.draft_length, rule, None, sources, request.warn, request.switch)
 
 
-def _open_ngrams(request: SourceRequest) -> DraftSource | None:
-    return NgramSource()
-
-
-def _open_draft_head(request: SourceRequest) -> DraftSource | None:
-    """On the device that the plan has room for it on; None where there is none, or one that nobody asked for can't be
-    read."""
+def _open_draft_head(request: DraftingRequest) -> DraftSource | None:
+    """Open the draft head on the device that the plan has memory on. Return None if there is no head, or one that the
+    caller did not name can't be read."""
     knowledge, opened, profile = request.knowledge, request.opened, request.profile
     folder, executor = knowledge.draft_head, opened.executor
     if folder is None:
@@ -217,12 +199,4 @@ def _open_draft_head(request: SourceRequest) -> DraftSource | None:
 
 
 # Every draft source there is; a new one takes a line here.
-SOURCES: tuple[Callable[[SourceRequest], DraftSource | None], ...] = (_open_ngrams, _open_draft_head)
-
-
-def _draft_length(opened: Opened, profile: HardwareProfile | None) -> int:
-    """As long as a plan or a request says that was given; else the rule finds the length, within what a plan that was
-    made here keeps memory for."""
-    placement, planned = opened.request, opened.plan.draft_length
-    is_chosen = placement is None or placement.plan is not None or placement.limits.draft_length is not None
-    return planned if is_chosen or profile is None else max(planned, BEST_OF_DRAFTS)
+SOURCES: tuple[Callable[[DraftingRequest], DraftSource | None], ...] = (lambda _: NgramSource(), _open_draft_head)

@@ -6,13 +6,13 @@ before all earlier tokens of its sequence have. Source: pending tokens as in EE-
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hetero_ee.decoding.requests import Request
 from hetero_ee.kv.batch import Batch
+from hetero_ee.runtime.executors.executor import Executor
 
 
 @dataclass(slots=True, eq=False)
@@ -31,15 +31,7 @@ class PendingToken:
         return cls(request.token_ids[-1], request.kv_sequence, len(request.token_ids) - 1)
 
 
-class LayerRunner(Protocol):
-    """Runs layers: an executor."""
-
-    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        """See Executor.run."""
-        ...
-
-
-def advance(executor: LayerRunner, tokens: Sequence[PendingToken], to_layer: int) -> Tensor | None:
+def advance(executor: Executor, tokens: Sequence[PendingToken], to_layer: int) -> Tensor | None:
     """Run the tokens through the layers up to `to_layer`, the shallowest first.
 
     tokens: by sequence, in order of position. Each pass takes along all that are pending where it begins, so weights

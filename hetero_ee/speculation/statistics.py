@@ -1,4 +1,4 @@
-"""DraftStatistics: what drafting gained, counted while it runs."""
+"""The gain of drafting, and the layers after which tokens were emitted, counted while decoding."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class DraftStatistics:
     prompt_s: dict[str, float] = field(default_factory=dict)  # of the prompts' time, what each origin took to read them
 
     def reading_shares(self, prompt_s: float) -> dict[str, float]:
-        """The part of the prompts' time, so many seconds, that each origin took to read them."""
+        """Return the share of the prompts' time that each origin needed to read them."""
         return {origin: seconds / (prompt_s or 1.0) for origin, seconds in self.prompt_s.items()}
 
     @property
@@ -89,11 +89,11 @@ class DraftCounts:
     _accepted_runs: Counter[int] = field(default_factory=Counter)
 
     def add_reading(self, origin: str, seconds: float) -> None:
-        """Reading a chunk of a prompt took the source of that name so long."""
+        """Count the seconds in which the source of that name read a chunk of a prompt."""
         self._prompt_s[origin] = self._prompt_s.get(origin, 0.0) + seconds
 
     def add_step(self, origins: Sequence[str], n_accepted: int, n_tokens: int) -> None:
-        """One text's step: the origins of its drafts, in order, of which the first n_accepted were right."""
+        """Count a request's step: the origins of its drafts, in order, of which the first n_accepted were right."""
         self._drafted.update(origins)
         self._checked.update(origins[:n_tokens])  # each token came with a judgement of the draft in its place
         self._accepted.update(origins[:n_accepted])
@@ -125,3 +125,63 @@ class DraftCounts:
 
 def _histogram(counts: Counter[int]) -> tuple[int, ...]:
     return tuple(counts[n] for n in range(max(counts, default=-1) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatistics:
+    """Exit counts summed over all requests. Excludes each request's first token, which prefill produces."""
+
+    depths: tuple[int, ...]  # [n]: tokens emitted after n layers
+    reached: tuple[int, ...]  # [n]: steps whose deepest token passed n layers; a step takes a token of every request
+    judged: tuple[int, ...]  # [n]: tokens judged after n layers
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.depths) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(self.depths)
+
+    @property
+    def n_exited(self) -> int:
+        """Tokens that skipped layers."""
+        return self.n_tokens - self.depths[-1]
+
+    @property
+    def mean_depth(self) -> float:
+        """Mean number of layers after which a token was emitted; 0 without tokens."""
+        return sum(depth * n for depth, n in enumerate(self.depths)) / self.n_tokens if self.n_tokens else 0.0
+
+    @property
+    def judged_per_token(self) -> float:
+        """Exit layers at which a token was judged, on average; 0 for none."""
+        return sum(self.judged) / self.n_tokens if self.n_tokens else 0.0
+
+    def passes_per_token(self, layer: int) -> float:
+        """Return how often the layer's weights were read per emitted token; 0 without tokens."""
+        return sum(self.reached[layer + 1 :]) / self.n_tokens if self.n_tokens else 0.0
+
+
+@dataclass(slots=True)
+class ExitCounts:
+    """Counts steps as they end; `statistics` is what they amount to so far."""
+
+    n_judged: Counter[int] = field(default_factory=Counter)  # by exit layer
+    _depths: Counter[int] = field(default_factory=Counter)
+    _reached: Counter[int] = field(default_factory=Counter)
+
+    def add_token(self, depth: int) -> None:
+        """Count a token that was emitted after `depth` layers."""
+        self._depths[depth] += 1
+
+    def add_step(self, depth: int) -> None:
+        """Count a step whose deepest token passed `depth` layers."""
+        self._reached[depth] += 1
+
+    def statistics(self, n_layers: int) -> ExitStatistics:
+        """The counts so far."""
+        found = (
+            tuple(counts[n] for n in range(n_layers + 1)) for counts in (self._depths, self._reached, self.n_judged)
+        )
+        return ExitStatistics(*found)

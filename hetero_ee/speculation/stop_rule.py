@@ -17,10 +17,34 @@ from itertools import pairwise
 from math import prod
 
 BIN_EDGES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)  # finer where a draft sequence needs it
-PRIOR_DRAFTS = 8.0  # drafts that the confidence itself weighs in each bin
-DRAFT_DECAY = 0.998  # of a bin's counts at each draft: half is forgotten after 350
+PRIOR_DRAFTS = 8.0  # drafts that the first belief in a kind weighs
+DRAFT_DECAY = 0.998  # of a kind's counts at each draft: half is forgotten after 350
 PRIOR_TOKENS = 32.0  # tokens that full mode's time weighs at the start
 STEP_DECAY = 0.98  # of seconds and tokens at each step: half is forgotten after 35
+
+
+class LearnedChances:
+    """Chances that drafts of several kinds are right: the means of Beta posteriors. priors: the first beliefs."""
+
+    def __init__(self, priors: Sequence[float]) -> None:
+        self._priors = priors
+        self._right = [0.0] * len(priors)
+        self._checked = [0.0] * len(priors)
+
+    @property
+    def mean(self) -> float:
+        """Chance that a draft of an unknown kind is right."""
+        right = PRIOR_DRAFTS * sum(self._priors) + sum(self._right)
+        return right / (PRIOR_DRAFTS * len(self._priors) + sum(self._checked))
+
+    def of(self, kind: int) -> float:
+        """Return the chance that a draft of this kind is right."""
+        return (PRIOR_DRAFTS * self._priors[kind] + self._right[kind]) / (PRIOR_DRAFTS + self._checked[kind])
+
+    def add(self, kind: int, was_right: bool) -> None:
+        """Count whether a draft of this kind was right."""
+        self._right[kind] = DRAFT_DECAY * self._right[kind] + was_right
+        self._checked[kind] = DRAFT_DECAY * self._checked[kind] + 1
 
 
 class FixedThreshold:
@@ -66,9 +90,7 @@ class MarginalRule:
     def __init__(self, draft_s: float, verify_s: Callable[[int], float]) -> None:
         self.draft_s, self._verify_s = draft_s, cache(verify_s)
         self.n_beside = 0  # tokens of other requests in the pass that drafts are for
-        self._prior = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
-        self._right = [0.0] * len(self._prior)
-        self._checked = [0.0] * len(self._prior)
+        self._chances = LearnedChances([(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))])
         self._seconds = PRIOR_TOKENS * (draft_s + verify_s(1))
         self._tokens = PRIOR_TOKENS
 
@@ -80,13 +102,11 @@ class MarginalRule:
     @property
     def mean_chance(self) -> float:
         """Chance that a draft is right whose confidence is unknown."""
-        right = PRIOR_DRAFTS * sum(self._prior) + sum(self._right)
-        return right / (PRIOR_DRAFTS * len(self._prior) + sum(self._checked))
+        return self._chances.mean
 
     def chance(self, confidence: float) -> float:
         """Return the chance that a draft of this confidence is right: the mean of its bin's Beta posterior."""
-        index = bisect_right(BIN_EDGES, confidence)
-        return (PRIOR_DRAFTS * self._prior[index] + self._right[index]) / (PRIOR_DRAFTS + self._checked[index])
+        return self._chances.of(bisect_right(BIN_EDGES, confidence))
 
     def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
         """Return whether the last of these drafts is worth draft_s seconds and its token in the verification."""
@@ -102,9 +122,7 @@ class MarginalRule:
 
     def audit(self, confidence: float, was_right: bool) -> None:
         """Learn from a verification whether a draft of this confidence, made or not, was right."""
-        index = bisect_right(BIN_EDGES, confidence)
-        self._right[index] = DRAFT_DECAY * self._right[index] + was_right
-        self._checked[index] = DRAFT_DECAY * self._checked[index] + 1
+        self._chances.add(bisect_right(BIN_EDGES, confidence), was_right)
 
     def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
         """Learn from a request's step: n_verified tokens were verified and n_tokens emitted.

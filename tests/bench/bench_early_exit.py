@@ -23,13 +23,13 @@ from hetero_ee.decoding.requests import Request
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.early_exit import EarlyExits, score_early
-from hetero_ee.speculation.exit_statistics import ExitCounts
 from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.speculation.policies.policy import ExitJudge
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee.speculation.statistics import ExitCounts
 
 SCHEDULES = ("every layer", "offline", "online", "both")
 CANDIDATES = ("first layer", "draft head")

@@ -40,7 +40,8 @@ from bench_gpu_ops import other_libraries
 from gpu_tables import agreeing_tokens, failures, goals, markdown, products
 
 from hetero_ee.config import cache_folder
-from hetero_ee.decoding.benchmark import DraftedWay, bench_run, bench_text, bench_text_run
+from hetero_ee.decoding.benchmark import Bench as TimedBench
+from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
@@ -57,7 +58,7 @@ from hetero_ee.profiling.preset import FULL, Preset
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.speculation.sources import draft_head_opening
 from hetero_ee.speculation.sources.draft_head_layer import DraftHead
@@ -323,7 +324,7 @@ def full_figures(
 ) -> dict[str, Any]:
     """A prompt, and a text behind none."""
     executor, made, n_prompt, n_text = opened.executor, opened.plan, bench.prompt_tokens, bench.text_tokens
-    measured = partial(bench_run, executor, chunk_tokens=made.prefill_chunk_tokens, repetitions=2, clock=opened.clock)
+    measured = partial(TimedBench(executor, 2, opened.clock).run, chunk_tokens=made.prefill_chunk_tokens)
     found = {}
     for name, tokens in (("prompt", (n_prompt, 0)), ("full", (0, n_text))):
         expected_s = predicted_run_s(bench.spec, profile, made, *tokens, 0, None)
@@ -336,11 +337,12 @@ def exact_figures(
 ) -> dict[str, Any]:
     """A text with synthetic acceptance, which must be the text of full mode."""
     executor, clock, spec, n_text = opened.executor, opened.clock, bench.spec, bench.text_tokens
-    text, counts = bench_text(executor, n_text + 1, clock), DraftCounts()
-    way = partial(generate_exact, drafting=drafting(knowledge, opened, profile, text, spec), counts=counts)
+    timing, counts = TimedBench(executor, 2, clock), DraftCounts()
+    text = timing.text(n_text + 1)
+    mode = partial(ExactMode, executor, drafting(knowledge, opened, profile, text, spec), counts, clock)
     params, ending = SamplingParams(max_new_tokens=n_text + 1), Ending(frozenset(), executor.cache.max_tokens)
-    tokens = list(way(executor, [text[:1]], params, ending, lambda _: "", clock))
-    run = bench_text_run(executor, DraftedWay(way, way, lambda sequence: None), n_text, 0, repetitions=2, clock=clock)
+    tokens = list(generate(executor, [text[:1]], params, ending, lambda _: "", clock, mode()))
+    run = timing.text_run(mode, mode, n_text, 0)
     expected_s = predicted_text_s(spec, profile, opened.plan, known, n_text, 0)
     return {
         "exact": achieved(n_text, expected_s, run.samples_s),
@@ -356,7 +358,7 @@ def drafting(
     """Of the head in `knowledge`, right as often as RATES say."""
     found = open_drafting(knowledge, opened, profile, say)
     assert found is not None, "exact mode drafts"
-    return synthetic(found.drafting, text, RATES, spec.vocab_size)
+    return synthetic(found, text, RATES, spec.vocab_size)
 
 
 def achieved(n_tokens: int, expected_s: float | None, samples_s: Sequence[float]) -> dict[str, Any]:

@@ -27,11 +27,11 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.opening import open_drafting
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
+from tests.drafted_generation import generate_exact
 
 CLOCK = time.thread_time
 SHORT_TOKENS = 16  # of the prompt behind what is known
@@ -127,10 +127,10 @@ class LongPrompts:
                 found, counts = Told(), DraftCounts()
                 executor.progress = lambda *_: found.chunks_s.append(CLOCK())
                 common = executor, known, SamplingParams(n_tokens), ending, lambda _: "", CLOCK
-                tokens = generate(*common) if drafting is None else generate_exact(*common, drafting.drafting, counts)
+                tokens = generate(*common) if drafting is None else generate_exact(*common, drafting, counts)
                 for token in tokens:
                     if not found.token_ids and drafting is not None and len(known.token_ids) > SHORT_TOKENS:
-                        _learned_alike(drafting.drafting, learned)
+                        _learned_alike(drafting, learned)
                     found.token_ids.append(token.token_id)
                     found.at_s.append(token.elapsed_s)
                 found.head_s = counts.statistics(1, 0).prompt_s.get(HEAD, 0.0)

@@ -23,7 +23,7 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import neuron_blocks
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
+from hetero_ee.sparsity.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hetero_ee.config import cache_folder, data_folder
-from hetero_ee.decoding.benchmark import bench_run
+from hetero_ee.decoding.benchmark import Bench
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
@@ -116,15 +116,8 @@ def measured(
     try:
 
         def rate(n_prompt: int, n_gen: int, n_depth: int) -> float:
-            run = bench_run(
-                opened.executor,
-                n_prompt,
-                n_gen,
-                n_depth,
-                chunk_tokens=plan.prefill_chunk_tokens,
-                repetitions=REPEATS,
-                clock=time.perf_counter,
-            )
+            bench = Bench(opened.executor, REPEATS, time.perf_counter)
+            run = bench.run(n_prompt, n_gen, n_depth, chunk_tokens=plan.prefill_chunk_tokens)
             return statistics.median(run.samples_ts)
 
         return row_of(plan, budget, rate(PROMPT_TOKENS, 0, 0), rate(0, n_tokens, PROMPT_TOKENS), " ".join(told))

@@ -28,7 +28,7 @@ from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.sparsity.dealing import SHARES, dealt_shares
+from hetero_ee.sparsity.curves import SHARES, dealt_shares
 from hetero_ee.sparsity.fit import SparsityFit, weighted_scores
 from hetero_ee.sparsity.recorder import FfnRecorder, Scores
 from hetero_ee.text.tokenizer import Tokenizer

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,15 +23,15 @@ from bench_plans import this_profile
 from bench_vs_llamacpp import CONTEXT, llama_spec, random_weights
 from llamacpp import LlamaCpp, write_gguf
 
-from hetero_ee.decoding.benchmark import DraftedWay, bench_text, bench_text_run
-from hetero_ee.decoding.loop import generate
+from hetero_ee.decoding.benchmark import Bench, MakeMode
+from hetero_ee.decoding.loop import FullMode
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.planning.statistics import DraftRates
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import open_planned
-from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.speculation.sources.synthetic import synthetic, write_synthetic_head
 from hetero_ee.speculation.statistics import DraftCounts
@@ -94,17 +95,15 @@ def our_texts(
     assert drafting is not None, "exact mode drafts"
     try:
         executor, clock = opened.executor, time.perf_counter
-        text = bench_text(executor, CONTEXT + tokens + 1, clock)
-        drawn = synthetic(drafting.drafting, text, rates, spec.vocab_size)
+        bench = Bench(executor, 1, clock)
+        text = bench.text(CONTEXT + tokens + 1)
+        drawn = synthetic(drafting, text, rates, spec.vocab_size)
 
-        def exact(*arguments: object) -> Iterator[object]:
-            return generate_exact(*arguments, drafting=drawn, counts=counts)  # type: ignore[arg-type]
+        def run(mode: MakeMode) -> float:
+            return bench.text_run(mode, mode, tokens, CONTEXT).samples_s[0]
 
-        def run(way: Callable[..., Iterator[object]]) -> float:
-            drafted = DraftedWay(way, way, lambda sequence: None)  # type: ignore[arg-type]
-            return bench_text_run(executor, drafted, tokens, CONTEXT, repetitions=1, clock=clock).samples_s[0]
-
-        yield {"full": lambda: run(generate), "exact": lambda: run(exact)}
+        full, exact = partial(FullMode, executor, clock), partial(ExactMode, executor, drawn, counts, clock)
+        yield {"full": lambda: run(full), "exact": lambda: run(exact)}
     finally:
         opened.executor.close()
 

@@ -16,11 +16,11 @@ from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exits.calibration import Calibration
-from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
+from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER, DraftKnowledge, open_drafting
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
+from tests.drafted_generation import generate_exact
 
 OPENINGS = (
     "One morning, a rabbit",
@@ -119,7 +119,7 @@ def _row(
     stories: Stories,
     profile: HardwareProfile,
     opened: Opened,
-    drafting: OpenDrafting | None,
+    drafting: Drafting | None,
     described: Row,
     full: Timed,
 ) -> Row:
@@ -131,7 +131,7 @@ def _row(
     if drafting is None or plan.drafts is None:
         return full_row(described, costs, full)
     counts = StepCounts()
-    exact = stories.told(opened, described.sampling, drafting.drafting, counts)
+    exact = stories.told(opened, described.sampling, drafting, counts)
     return row(described, counts, costs, full, exact)
 
 

@@ -196,7 +196,7 @@ def overheads(stories: Stories, profile: HardwareProfile, n_rounds: int = N_ROUN
         for name in SAMPLINGS:
             watch = Stopwatch()
             executor: Any = Clocked(opened.executor, PASSES, watch)
-            how = replace(drafting.drafting, switch=None)  # drafts in every step
+            how = replace(drafting, switch=None)  # drafts in every step
             told = partial(stories.told_by, executor, opened, name)
             with _clocked_head(how.sources, watch):
                 yield _compared(kind, name, Loop(told, watch, None), Loop(told, watch, how), n_rounds, big_token_s)
@@ -247,7 +247,7 @@ def _looks_s(loop: Loop, name: str, n_tokens: int) -> dict[str, float]:
     logits = torch.randn(n_tokens, generator=torch.Generator().manual_seed(1)) * 4
     noise, params = gumbel_noise(n_tokens, 1, 2, 3), SamplingParams(temperature=SAMPLINGS[name])
     calls: dict[str, Callable[[], Any]] = {
-        CHOOSE: lambda: choose_token(logits, [1], params, 0, 1, lambda *_: noise),
+        CHOOSE: lambda: choose_token(logits, [1], params, 0, 1, noise=lambda *_: noise),
         NOISE: lambda: gumbel_noise(n_tokens, 1, 2, 3),
         FINITE: lambda: all_finite(logits),
     }

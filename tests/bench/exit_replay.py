@@ -32,7 +32,6 @@ from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
@@ -41,6 +40,7 @@ from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee.weights.weight import DenseWeight
 from hetero_ee_profiles.hardware import HardwareProfile
+from tests.drafted_generation import generate_exact
 
 POSITION, DEPTH, GUESSES = 0, 1, 2  # columns of a hidden state; GUESSES: by the draft head since the last verified row
 PROMPT_TOKENS = 16

@@ -44,7 +44,7 @@ class WallClock:
                 if drafting is None:
                     yield self._declined(kind, sampling, opened)
                 else:
-                    yield self._row(kind, sampling, opened, drafting.drafting)
+                    yield self._row(kind, sampling, opened, drafting)
             opened.executor.close()
 
     def _opened(self, kind: str) -> Opened:

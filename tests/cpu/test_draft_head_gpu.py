@@ -26,18 +26,17 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource, StateRows
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
 from hetero_ee.speculation.sources.draft_head_opening import DraftHeadOpener, draft_vocabulary, head_weights
 from hetero_ee.speculation.sources.source import Choose, Draft
-from hetero_ee.speculation.sources.state_rows import StateRows
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import held_bytes
 from tests.draft_heads import random_head
+from tests.drafted_generation import generate_exact
 from tests.emulation import LAPTOP, planned
 from tests.executor_support import Model, model_of, on_kernels
 from tests.stand_in_machine import on_stand_in

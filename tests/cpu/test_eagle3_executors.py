@@ -13,13 +13,13 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
 from tests.cpu.test_draft_head_gpu import CONTEXT_TOKENS, ENDING, PROMPTS, by_text, watched
+from tests.drafted_generation import generate_exact
 from tests.eagle3_heads import DIALECTS, save_eagle3
 from tests.emulation import emulated, planned
 from tests.executor_support import Model, model_of, on_kernels

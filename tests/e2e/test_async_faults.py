@@ -10,10 +10,10 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.device_support import no_memory
+from tests.drafted_generation import generate_exact
 from tests.e2e import test_runtime_faults as faults
 from tests.e2e.test_placements import of_family
 from tests.e2e.test_runtime_faults import CONTEXT_TOKENS, EVERY_OR_SOME, PROMPTS, KernelError, Model, Points, opened

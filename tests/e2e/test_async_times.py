@@ -16,10 +16,10 @@ from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation import exact
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.device_support import SPEC, round_profile
+from tests.drafted_generation import generate_exact
 from tests.emulation import dummy, emulated, planned
 from tests.exact_cases import Case, Run, check_identity
 from tests.placements import split_at

@@ -117,7 +117,7 @@ def test_the_draft_head_lies_where_it_is_fastest(bench: Any, stories: Any, gpu_l
     limits = Limits(gpu_layers=gpu_layers, context_tokens=512, mode="exact")
     opened = exit_demo._opened(stories, PROFILE, limits, knowledge)
     drafting = exit_demo.open_drafting(knowledge, opened, PROFILE, pytest.fail)
-    stories.told(opened, "greedy", drafting.drafting)
+    stories.told(opened, "greedy", drafting)
     spans = opened.spans()
     where = "gpu" if gpu_layers else "cpu"
     assert opened.plan.draft_device == where

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
-from hetero_ee.calibration.activations import activation_names
-from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
+from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
+from hetero_ee.calibration.stages import activation_names
 from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
@@ -52,16 +52,10 @@ def job(
     assert engine.calibrations is not None
     tokenizer, ending = engine._tokenizer, engine._ending(engine.executor)
     place = engine.calibrations
-    return calibrate(
-        engine.executor,
-        tokenizer,
-        ending,
-        place,
-        replace(request, settings=SETTINGS, force=True),
-        progress=progress,
-        clock=lambda: 0.0,  # saves at every chunk
-        files=files,
-    )
+    request = replace(request, settings=SETTINGS, force=True)
+    clock = lambda: 0.0  # noqa: E731  # saves at every chunk
+    work = CalibrationJob(engine.executor, tokenizer, ending, place, request, progress, clock, files or FileSystem())
+    return calibrate(work)
 
 
 def written(engine: Engine) -> bytes:

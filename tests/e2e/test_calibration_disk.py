@@ -4,13 +4,13 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hetero_ee import Engine
 from hetero_ee.calibration.job import CalibrationRequest
+from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.errors import DiskFullError, StoreError
 from hetero_ee.speculation.exits.calibration import Calibration
 from tests.e2e.test_calibration import job, partial_file, text_of, written
@@ -35,12 +35,12 @@ class Measured:
 
     calibration: Calibration
 
-    def __init__(self, executor: object, settings: object, partial: Any, *_: object) -> None:
-        self._partial = partial
+    def __init__(self, executor: object, settings: object, steps: KeptSteps, *_: object) -> None:
+        self._steps = steps
 
     def calibrate(self, chunks: object, description: str) -> Calibration:
         for number in range(2):
-            self._partial.save(self._partial.load() | {f"stage {number}": np.ones(3, np.float32)})
+            self._steps.once(f"stage {number}", lambda: {"": np.ones(3, np.float32)})
         return self.calibration
 
 

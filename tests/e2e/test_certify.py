@@ -12,7 +12,7 @@ import pytest
 from hetero_ee import Engine, UsageError
 from hetero_ee.calibration.certificate_file import read_certificate, write_certificate
 from hetero_ee.calibration.certify import TOKENS_A_PROMPT
-from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
+from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.texts import MOST_PROMPT_TOKENS, text_prompts
 from hetero_ee.errors import DiskFullError, StoreError
 from hetero_ee.kv.batch import Batch
@@ -46,13 +46,11 @@ def job(
     files: FileSystem | None = None,
 ) -> CalibrationOutcome:
     """The calibration is there; the certificate is made now, every group of prompts saved."""
-    from hetero_ee.calibration.job import calibrate
-
     assert engine.calibrations is not None
     settings = replace(request.settings, save_every_s=0.0)
     request = replace(request, settings=settings)
     work = engine.executor, engine._tokenizer, engine._ending(engine.executor), engine.calibrations
-    return calibrate(*work, request, progress=progress, clock=lambda: 0.0, files=files)
+    return calibrate(CalibrationJob(*work, request, progress, lambda: 0.0, files or FileSystem()))
 
 
 def file_of(engine: Engine) -> Path:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, HeteroError, ModelError, UsageError
-from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.decoding.reply import Reply
+from hetero_ee.decoding.conversation import Conversation, Reply
 from hetero_ee.decoding.result import FinishReason
 from hetero_ee.text.chat_template import Message
 from tests.chat_support import CHATML, GEMMA, LINES, LLAMA_2, text_of

@@ -13,8 +13,9 @@ from hetero_ee.errors import UsageError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.early_exit import EarlyExits, generate_early, score_early
-from hetero_ee.speculation.exit_statistics import ExitCounts
+from hetero_ee.speculation.early_exit import EarlyExits, score_early
+from hetero_ee.speculation.statistics import ExitCounts
+from tests.drafted_generation import generate_early
 from tests.executor_support import Model, model_of, on_kernels
 from tests.kv_contents import read_back
 

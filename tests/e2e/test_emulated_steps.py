@@ -19,10 +19,10 @@ from hetero_ee.planning.times.steps import StepTimes, exit_steps
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.reference import reference_profile
+from tests.drafted_generation import generate_exact
 from tests.drawn_plans import Drawn, drawn, roomy
 from tests.emulation import dummy
 from tests.scripted_model import Says

@@ -19,7 +19,6 @@ from hetero_ee.runtime.devices.device import CPU
 from hetero_ee.runtime.devices.timeline import TO_GPU, Timeline
 from hetero_ee.runtime.executors.dummy import DummyExecutor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
@@ -28,6 +27,7 @@ from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import DATA_SHEETS, reference_names, reference_profile
+from tests.drafted_generation import generate_exact
 from tests.drawn_plans import Drawn, drawn
 from tests.emulation import dummy, planned, prompt_of
 

@@ -9,9 +9,10 @@ from hetero_ee import Engine
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.speculation.early_exit import EarlyExits, generate_early, score_early
-from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
+from hetero_ee.speculation.early_exit import EarlyExits, score_early
 from hetero_ee.speculation.exits_opening import POLICIES, PolicyRequest
+from hetero_ee.speculation.statistics import ExitCounts, ExitStatistics
+from tests.drafted_generation import generate_early
 
 PROMPTS = ["Once upon a time there was a little boy named Ben.", "Lily and her mom went to the park.", "The dog"]
 NEIGHBOURS = [mode for mode in POLICIES if mode not in ("specee", "certified")]

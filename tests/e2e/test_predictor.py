@@ -15,11 +15,10 @@ from hetero_ee.calibration.run import CalibrationSettings
 from hetero_ee.errors import StoreError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.sparsity.applied import planned_sparse
+from hetero_ee.sparsity.factors import FactorTraining
 from hetero_ee.sparsity.job import PREDICTOR_TOKENS, PredictorOutcome
-from hetero_ee.sparsity.prediction.factors import FactorTraining
-from hetero_ee.sparsity.prediction.file import write_predictor
-from hetero_ee.sparsity.prediction.fit import FITTING
-from hetero_ee.sparsity.prediction.predictor import MAX_PREDICTED_KL_NATS, NeuronPredictor
+from hetero_ee.sparsity.predictor import MAX_PREDICTED_KL_NATS, NeuronPredictor, write_predictor
+from hetero_ee.sparsity.predictor_fit import FITTING
 from hetero_ee.sparsity.request import PREDICTED, UNPREDICTED, SparsityRequest
 from hetero_ee.weights.store.library import remove_stored, stored_models
 from hetero_ee.weights.store.manifest import read_manifest

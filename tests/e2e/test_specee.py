@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
-from hetero_ee.calibration.following import MAX_PENDING, NEW_TOKENS, PROMPT_TOKENS, specee_depths
+from hetero_ee.calibration.certify import MAX_PENDING, NEW_TOKENS, PROMPT_TOKENS, specee_depths
 from hetero_ee.decoding.requests import Ending, Request
 from hetero_ee.kv.batch import Batch
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.early_exit import EarlyExits, generate_early
-from hetero_ee.speculation.exit_statistics import ExitCounts
+from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.exits.recent_exits import RecentExits
 from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.speculation.policies.specee import SpecEE
+from hetero_ee.speculation.statistics import ExitCounts
 from hetero_ee_profiles.reference import reference_profile
+from tests.drafted_generation import generate_early
 from tests.emulation import LAPTOP
 
 PROMPT = "Once upon a time, there was a little dog"

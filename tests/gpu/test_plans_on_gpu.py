@@ -11,7 +11,7 @@ import torch
 
 from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
-from hetero_ee.decoding.benchmark import bench_run
+from hetero_ee.decoding.benchmark import Bench
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import DeviceMemoryError
@@ -27,10 +27,10 @@ from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import open_on_cpu, open_planned
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
+from tests.drafted_generation import generate_exact
 from tests.emulation import prompt_of
 from tests.executor_support import Model, model_of
 from tests.placements import (
@@ -229,7 +229,7 @@ def test_predicted_beside_achieved(
         with Engine.from_pretrained(demo, profile=demo_profile, limits=limits, threads=1, context_tokens=256) as engine:
             plan = engine.plan
             assert plan is not None and plan.gpu_layers == gpu_layers
-            run = bench_run(engine.executor, 0, 64, 64, chunk_tokens=64, repetitions=3, clock=time.perf_counter)
+            run = Bench(engine.executor, 3, time.perf_counter).run(0, 64, 64, chunk_tokens=64)
         expected = plan.prediction.generated_tokens_per_s
         with capsys.disabled():
             print(f"\n{gpu_layers} layers on the GPU: {expected:.0f} tokens/s predicted, {run.avg_ts:.0f} achieved")

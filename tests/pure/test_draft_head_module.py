@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
+from hetero_ee.speculation.sources.draft_head import StateRows
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
-from hetero_ee.speculation.sources.state_rows import StateRows
 from tests.draft_heads import CONFIG, MODEL, VOCAB, BareTarget, draft_head_layer, random_text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -18,7 +18,7 @@ from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation import opening
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.features import exit_features
-from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
+from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule
 from hetero_ee_kernels.reference import judged
@@ -60,7 +60,7 @@ def opened(drafts: str, executor: Any = None, placement: PlanRequest | None = No
 def exits(profile: HardwareProfile | None = PROFILE, **limits: Any) -> Drafting:
     found = open_drafting(DraftKnowledge(CALIBRATION), opened(EXIT, **limits), profile, print)
     assert found is not None and found.origin == "exit after layer 4"
-    return found.drafting
+    return found
 
 
 def test_confidences_are_the_predictors() -> None:
@@ -97,15 +97,15 @@ def test_who_asks_for_exact_mode_gets_it_at_its_length(
     """Else the switch may turn drafting off; and a length that nobody asked for is the rule's to find."""
     placement = PlanRequest(PROFILE, Limits(mode=mode, draft_length=draft_length))
     found = open_drafting(DraftKnowledge(), opened(SEQUENCE, placement=placement), PROFILE, print)
-    assert found is not None and (found.drafting.switch is not None) == has_switch
-    assert found.drafting.draft_length == (3 if draft_length else 8)
+    assert found is not None and (found.switch is not None) == has_switch
+    assert found.draft_length == (3 if draft_length else 8)
 
 
 def test_a_source_that_is_registered_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_source(request: opening.SourceRequest) -> ScriptedSource | None:
+    def open_source(request: opening.DraftingRequest) -> ScriptedSource | None:
         return ScriptedSource(following(successor), HIDDEN) if request.profile is None else None
 
-    def found(profile: HardwareProfile | None, executor: Any = None) -> OpenDrafting:
+    def found(profile: HardwareProfile | None, executor: Any = None) -> Drafting:
         drafting = open_drafting(DraftKnowledge(), opened(SEQUENCE, executor), profile, print)
         assert drafting is not None
         return drafting
@@ -114,7 +114,7 @@ def test_a_source_that_is_registered_drafts(monkeypatch: pytest.MonkeyPatch) -> 
     model, counts = ScriptedModel(successor, successor), DraftCounts()
     drafting = found(None, model)
     assert drafting.origin == "scripted" and found(PROFILE).origin == "n-grams"
-    tokens = list(decoding(model, drafting.drafting, [PROMPT], 12, counts))
+    tokens = list(decoding(model, drafting, [PROMPT], 12, counts))
     assert tokens == list(decoding(ScriptedModel(successor, successor), None, [PROMPT]))
     (origin,) = counts.statistics(model.spec.n_layers, 0).origins
     assert (origin.origin, origin.precision) == ("scripted", 1.0) and origin.n_drafted > 6
@@ -130,4 +130,4 @@ def test_a_gpu_has_made_a_draft_before_a_text_asks_for_one(
     executor.draft = lambda hidden, noise, end: ends.append(end)
     found = replace(opened(EXIT, executor, gpu_layers=gpu_layers), running=lambda: executor, is_emulated=is_emulated)
     drafting = open_drafting(DraftKnowledge(CALIBRATION), found, PROFILE, print)
-    assert drafting is not None and ends == [drafting.drafting.exit_end] * n_drafts
+    assert drafting is not None and ends == [drafting.exit_end] * n_drafts

@@ -15,9 +15,8 @@ from hetero_ee.planning.placement import Placement
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts, read_draft_head
-from hetero_ee.speculation.sources.draft_head_layer import HEAD_ROWS
 from hetero_ee.speculation.sources.draft_head_opening import draft_vocabulary
-from hetero_ee.speculation.sources.eagle3 import LAYER_IDS, Eagle3, default_layers
+from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, LAYER_IDS, Eagle3, default_layers
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MODEL, VOCAB, BareTarget, draft_head_layer
 from tests.draft_sources import taken_ids

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hetero_ee.calibration.texts import OPENINGS
 from hetero_ee.errors import HeteroError, ModelError, UsageError
-from hetero_ee.evaluation.estimate import Estimate, ratio
 from hetero_ee.evaluation.material import Material, of_text, of_the_model
-from hetero_ee.evaluation.metrics import doubled_words, first_divergence, n_equal, nats_and_divergence
+from hetero_ee.evaluation.metrics import Estimate, doubled_words, first_divergence, n_equal, nats_and_divergence, ratio
 from hetero_ee.evaluation.open_mode import Variant, Written
 from hetero_ee.evaluation.run import ModeResult, Refused, evaluate
 from hetero_ee.options.sampling import SamplingParams

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.calibration.metrics import depth_metrics, exit_layer_metrics
+from hetero_ee.calibration.fitting import depth_metrics, exit_layer_metrics
 from hetero_ee.speculation.exits.calibration import MAX_DRAFTS, DepthMetrics, ExitLayerMetrics
 
 SHARES = (

@@ -20,11 +20,11 @@ from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.predictor import ExitConfidence, ExitPredictor
 from hetero_ee.speculation.policies.calm import CalmPolicy
-from hetero_ee.speculation.policies.joint_gate import JointGatePolicy, joint_gate
 from hetero_ee.speculation.policies.patience import PatiencePolicy
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.q_exit import QExitPolicy
 from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
+from hetero_ee.speculation.policies.thresholds import JointGatePolicy, joint_gate
 from tests.calibration_support import small_spec, some_calibration
 
 N_LAYERS, VOCABULARY, MAX_NEW = 9, 12, 10

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from hetero_ee.calibration.gate_fitting import PRICE, fit_gates, gradients
-from hetero_ee.calibration.predictor_fitting import PredictorTraining
+from hetero_ee.calibration.predictor_fitting import PRICE, PredictorTraining, fit_gates, gradients
 from hetero_ee.errors import UsageError
 from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.exits.predictor import ExitPredictor

@@ -14,9 +14,9 @@ from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
+from tests.drafted_generation import generate_exact
 from tests.emulation import planned
 from tests.executor_support import Model, model_of
 from tests.stand_in_cuda import StandInCuda

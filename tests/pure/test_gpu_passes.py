@@ -24,10 +24,10 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.reference import reference_profile
+from tests.drafted_generation import generate_exact
 from tests.emulation import LAPTOP, emulated, planned
 from tests.executor_support import Model, model_of
 from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations

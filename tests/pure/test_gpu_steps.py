@@ -28,7 +28,6 @@ from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitConfidence, ExitPredictor
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
@@ -38,6 +37,7 @@ from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import DenseWeight, TileWeight
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import MODEL, save_head
+from tests.drafted_generation import generate_exact
 from tests.emulation import LAPTOP, emulated, planned
 from tests.executor_support import Model, model_of
 from tests.exit_patterns import Exiting, end_sequence, run_exiting

@@ -17,10 +17,9 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.captured import captured_layers
 from hetero_ee.runtime.drafted import DraftEnd
-from hetero_ee.speculation.head_check import FOLDER
-from hetero_ee.speculation.sources.draft_head_layer import HEAD_ROWS, DraftHead
-from hetero_ee.speculation.sources.eagle3 import Eagle3
-from hetero_ee.speculation.sources.self_check import HeadCheck, check_head
+from hetero_ee.speculation.head_check import FOLDER, HeadCheck, check_head
+from hetero_ee.speculation.sources.draft_head_layer import DraftHead
+from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, Eagle3
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import DenseWeight
 from tests.draft_heads import HIDDEN, MODEL, VOCAB

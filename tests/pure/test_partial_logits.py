@@ -8,9 +8,8 @@ from hetero_ee.calibration.traces import PartialLogits, Trace, drafts_of, joined
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap
-from hetero_ee.speculation.exits.features import exit_features
+from hetero_ee.speculation.exits.features import exit_features, likeliest
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import random_model, save_checkpoint
@@ -55,7 +54,7 @@ def test_each_exit_layer_sees_the_candidates_that_each_before_it_took(
     normed = [maps[b].apply(found.at(b)) if b in maps else found.at(b) for b in range(1, n_exit_layers + 1)]
     assert drafts.partial.n_exit_layers == n_exit_layers == 4
     for first in range(1, n_exit_layers + 1):
-        taken = HeadCandidates().of(executor.lm_head(normed[first - 1])).token_ids
+        taken = likeliest(executor.lm_head(normed[first - 1])).token_ids
         rank = [np.flatnonzero(row == token) for row, token in zip(taken, found.tokens.tolist(), strict=True)]
         assert drafts.partial.rank[first - 1].tolist() == [place[0] if len(place) else 4 for place in rank]
         np.testing.assert_array_equal(drafts.is_right[first - 1], drafts.partial.is_right(first, first))

@@ -10,22 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.calibration.partial import KeptSteps, PartialCalibration
+from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.sparsity.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.sparsity.fit import SparsityFit
-from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
-from hetero_ee.sparsity.prediction.file import layer_arrays
-from hetero_ee.sparsity.prediction.fit import PredictorFit
-from hetero_ee.sparsity.prediction.predictor import (
+from hetero_ee.sparsity.predictor import (
     MARGINS,
     MAX_PREDICTED_KL_NATS,
     NeuronPredictor,
     PredictorMeasurement,
+    layer_arrays,
     least_within,
 )
+from hetero_ee.sparsity.predictor_fit import PredictorFit
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee.weights.store.record import parsed_checksummed
 from hetero_ee.weights.weight import DenseWeight
 from tests.sparse_models import random_chunks, sparse_model
 
@@ -153,7 +153,7 @@ def test_the_least_margin_within_the_bound_is_chosen(first_good: int) -> None:
 
 def kept(folder: Path) -> KeptSteps:
     """By a clock that stands: nothing takes time, so that every step is saved."""
-    return KeptSteps(PartialCalibration(folder / "partial", "ab" * 32, FileSystem(), clock=lambda: 0.0))
+    return KeptSteps(folder / "partial", "ab" * 32, clock=lambda: 0.0)
 
 
 def interrupting(call: int) -> Callable[[str, int, int], None]:
@@ -181,7 +181,7 @@ def test_a_fit_that_was_broken_off_goes_on_to_the_same_bytes(
         n_fitted += 1
         return fit_factors(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hetero_ee.sparsity.prediction.fit.fit_factors", counted)
+    monkeypatch.setattr("hetero_ee.sparsity.predictor_fit.fit_factors", counted)
     steps = kept(tmp_path)
     assert bits(fit("llama-relu", kept=steps).predictor()) == whole
     assert n_fitted == max(0, 4 - call)  # of 4 layers, those that were done are not fitted again
@@ -191,7 +191,7 @@ def test_a_fit_that_was_broken_off_goes_on_to_the_same_bytes(
 
 def test_states_of_layers_that_are_done_with_are_forgotten(tmp_path: Path) -> None:
     fit("llama-relu", kept=kept(tmp_path)).predictor()
-    arrays = PartialCalibration(tmp_path / "partial", "ab" * 32, FileSystem()).load()
+    arrays = parsed_checksummed((tmp_path / "partial").read_bytes())
     assert [name for name in arrays if name.endswith("states")] == ["layer 3/states"]
 
 

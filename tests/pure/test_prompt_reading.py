@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from hetero_ee.config import READING
-from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_text_run
+from hetero_ee.decoding.benchmark import Bench
 from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.decoding.result import collect
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
@@ -20,12 +20,13 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics
 from hetero_ee.planning.times.prediction import predicted_run_s
-from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_cli.reports.run_report import reading_words
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_sources import ScriptedSource, following
+from tests.drafted_generation import generate_exact
 from tests.scripted_model import (
     COUNTING,
     HIDDEN,
@@ -126,14 +127,19 @@ def test_a_source_that_cannot_read_costs_no_token(error: Exception) -> None:
 
 def test_a_warm_up_is_not_counted() -> None:
     model, how = drafted("sequences", sources=(NgramSource(), source := SlowReader()))
-    counts, exact = DraftCounts(), partial(generate_exact, drafting=how)
-    way = DraftedWay(exact, partial(exact, counts=counts), source.close)
-    clock = lambda: source.now_s  # noqa: E731
-    bench_text_run(model, way, 5, 0, repetitions=2, clock=clock)  # type: ignore[arg-type]
+    counts, clock = DraftCounts(), lambda: source.now_s
+
+    def exact(counts: DraftCounts) -> ExactMode:
+        return ExactMode(model, how, counts, clock)  # type: ignore[arg-type]
+
+    def warm_up() -> ExactMode:
+        return exact(DraftCounts())
+
+    bench = Bench(model, 2, clock)  # type: ignore[arg-type]
+    bench.text_run(warm_up, lambda: exact(counts), 5, 0)
     assert counts.n_tokens == 2 * 5
     counts = DraftCounts()
-    way = DraftedWay(exact, partial(exact, counts=counts), source.close)
-    found = bench_reading_run(model, way, 6, 4, repetitions=2, clock=clock)  # type: ignore[arg-type]
+    found = bench.reading_run(warm_up, partial(exact, counts), 6, 4)
     assert found.name == "pp6 @ d4" and found.samples_s == (6 * TOKEN_S, 6 * TOKEN_S)
     statistics = counts.statistics(N_LAYERS, 0)
     assert statistics.reading_shares(sum(found.samples_s)) == {"n-grams": 0.0, "scripted": 1.0}

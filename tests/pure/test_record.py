@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hetero_ee.errors import StoreError
-from hetero_ee.sparsity.file import read_sparsity, write_sparsity
+from hetero_ee.sparsity.curves import read_sparsity, write_sparsity
 from hetero_ee.sparsity.order import read_order, write_order
-from hetero_ee.sparsity.prediction.file import read_predictor, write_predictor
+from hetero_ee.sparsity.predictor import read_predictor, write_predictor
 from hetero_ee.weights.store.record import OtherWeightsError, RecordArrays, RecordKind
 from tests.calibration_support import KEY, small_spec
 

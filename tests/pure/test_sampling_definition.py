@@ -99,7 +99,7 @@ def test_noise_has_the_definitions_bits(n_tokens: int) -> None:
 def test_noise_that_is_known_stays_as_it_is() -> None:
     known, params = gumbel_noise(300, 5, 2, 9), SamplingParams(temperature=0.8, seed=5)
     before = known.clone()
-    assert choose_token(random_logits(1, 300), [], params, 2, 9, lambda *_: known) == defined_token(
+    assert choose_token(random_logits(1, 300), [], params, 2, 9, noise=lambda *_: known) == defined_token(
         random_logits(1, 300), [0], params, 9
     )
     assert torch.equal(known, before)

@@ -21,8 +21,7 @@ from hetero_ee.planning.reports.pins import placement_pins
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.sparsity.applied import expecting, planned_sparse
-from hetero_ee.sparsity.curves import SparsityCurves
-from hetero_ee.sparsity.dealing import SHARES
+from hetero_ee.sparsity.curves import SHARES, SparsityCurves
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, RowsTime, needed_share

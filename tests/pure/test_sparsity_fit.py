@@ -14,11 +14,17 @@ from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import least_activations, neuron_blocks
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.sparsity.curves import MAX_KL_NATS, Measurement, largest_within
-from hetero_ee.sparsity.dealing import SHARES, dealt_shares, total_error
+from hetero_ee.sparsity.curves import (
+    MAX_KL_NATS,
+    SHARES,
+    Measurement,
+    Thresholds,
+    dealt_shares,
+    largest_within,
+    total_error,
+)
 from hetero_ee.sparsity.fit import SparsityFit, weighted_scores
 from hetero_ee.sparsity.recorder import ScoreRecorder
-from hetero_ee.sparsity.thresholds import Thresholds
 from tests.sparse_models import random_chunks, some_curves, sparse_model
 
 FAMILIES = ("llama", "llama-relu", "opt")  # SiLU, ReLU, and ReLU without a gate

@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from hetero_ee.errors import DiskFullError, StoreError
-from hetero_ee.sparsity.file import read_sparsity, write_sparsity
-from hetero_ee.sparsity.prediction.file import layer_arrays, read_predictor, write_predictor
-from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement
+from hetero_ee.sparsity.curves import read_sparsity, write_sparsity
+from hetero_ee.sparsity.predictor import (
+    LayerPredictor,
+    NeuronPredictor,
+    PredictorMeasurement,
+    layer_arrays,
+    read_predictor,
+    write_predictor,
+)
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed
 from tests.calibration_support import KEY, FailingDisk, small_spec

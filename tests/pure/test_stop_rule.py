@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule
+from hetero_ee.speculation.stop_rule import BIN_EDGES, FixedThreshold, LearnedChances, MarginalRule
 
 DRAFT_S = 0.2
 
@@ -28,7 +28,7 @@ def sequences(mean_chance: float = 0.5) -> MarginalRule:
     """Of drafts from elsewhere, right as often as mean_chance, whatever their confidence. Full mode's token takes a
     second, another one in its pass 0.05."""
     rule = MarginalRule(0.0, lambda m: 1 + 0.05 * (m - 1))
-    rule._prior = [mean_chance] * len(rule._prior)
+    rule._chances = LearnedChances([mean_chance] * (len(BIN_EDGES) + 1))
     return rule
 
 

@@ -190,7 +190,7 @@ def _random(subject: _Subject, limits: "Limits") -> Iterator[_Running]:
     opened = open_planned(spec, random_weights(spec), request, threads, time.perf_counter, warn)
     with closing(opened.executor):
         found = open_drafting(knowledge, opened, profile, warn)
-        yield _Running(opened.executor, opened.plan, statistics, None if found is None else found.drafting)
+        yield _Running(opened.executor, opened.plan, statistics, found)
         subject.spans.extend(opened.spans())
 
 
@@ -232,13 +232,14 @@ def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress)
 
 
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
-    from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_run, bench_text, bench_text_run
+    from hetero_ee.decoding.benchmark import Bench
     from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
-    from hetero_ee.speculation.exact import generate_exact
+    from hetero_ee.speculation.exact import ExactMode
     from hetero_ee.speculation.sources.synthetic import synthetic
     from hetero_ee.speculation.statistics import DraftCounts
 
     made, executor, clock = running.plan, running.executor, time.perf_counter
+    timing = Bench(executor, repetitions, clock)
     n_prompt, n_gen, n_depth = test
     known = subject.spec, subject.profile, made
     found: DraftStatistics | None = None  # None if nothing was drafted or read
@@ -248,18 +249,18 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     if running.drafting is not None and (n_gen or running.sources):
         drafting = running.drafting
         if subject.synthetic is not None:
-            text = bench_text(executor, n_depth + n_gen + 1 if n_gen else 0, clock)
+            text = timing.text(n_depth + n_gen + 1 if n_gen else 0)
             drafting = synthetic(drafting, text, subject.synthetic, subject.spec.vocab_size)
-        counts, drafted = DraftCounts(), partial(generate_exact, drafting=drafting)
-        way = DraftedWay(drafted, partial(drafted, counts=counts), drafting.close)
+        counts = DraftCounts()
+        warm_up, timed = (partial(ExactMode, executor, drafting, each, clock) for each in (DraftCounts(), counts))
         if n_gen:
-            run = bench_text_run(executor, way, n_gen, n_depth, repetitions=repetitions, clock=clock)
+            run = timing.text_run(warm_up, timed, n_gen, n_depth)
             predicted_s = predicted_text_s(*known, running.statistics, n_gen, n_depth)
         else:
-            run = bench_reading_run(executor, way, n_prompt, n_depth, repetitions=repetitions, clock=clock)
+            run = timing.reading_run(warm_up, timed, n_prompt, n_depth)
         found = counts.statistics(subject.spec.n_layers, running.drafting.exit_layer)
     else:
-        run = bench_run(executor, *test, chunk_tokens=made.prefill_chunk_tokens, repetitions=repetitions, clock=clock)
+        run = timing.run(*test, chunk_tokens=made.prefill_chunk_tokens)
     if found is not None and subject.placed.options.stats:
         say("\n".join([f"{run.name}, {made.mode}", *draft_lines(found)]))
     row = columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.sparsity.curves import SparsityCurves
     from hetero_ee.sparsity.job import PredictorOutcome, SparsityOutcome
-    from hetero_ee.sparsity.prediction.predictor import NeuronPredictor
+    from hetero_ee.sparsity.predictor import NeuronPredictor
     from hetero_ee.sparsity.request import SparsityRequest
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
@@ -151,9 +151,9 @@ def _existing(options: dict[str, Any], asked: "SparsityRequest | None") -> _Foun
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.hub.config_file import read_spec
-    from hetero_ee.sparsity.file import WAY_OUT
+    from hetero_ee.sparsity.curves import WAY_OUT
     from hetero_ee.sparsity.job import found_predictor, found_sparsity
-    from hetero_ee.sparsity.prediction.file import WAY_OUT as PREDICTOR_WAY_OUT
+    from hetero_ee.sparsity.predictor import WAY_OUT as PREDICTOR_WAY_OUT
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.store.library import model_folder
 

@@ -21,8 +21,7 @@ from hetero_ee_cli.terminal.output import complain, echo_prompt, print_tokens, p
 from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
-    from hetero_ee.decoding.conversation import Conversation
-    from hetero_ee.decoding.reply import Reply
+    from hetero_ee.decoding.conversation import Conversation, Reply
 
 COMMANDS = {
     "/clear": "forget all messages",

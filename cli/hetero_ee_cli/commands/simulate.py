@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.devices.timeline import Span
     from hetero_ee.runtime.devices.traffic import TextTraffic
-    from hetero_ee.speculation.exit_statistics import ExitStatistics
-    from hetero_ee.speculation.statistics import DraftStatistics
+    from hetero_ee.speculation.statistics import DraftStatistics, ExitStatistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -125,7 +124,7 @@ def _of_text(
 ) -> _Simulated:
     with ending_at_once():
         from hetero_ee.engine import Engine
-    from hetero_ee.decoding.simulation import of_text
+    from hetero_ee.decoding.simulation import simulated
     from hetero_ee.planning.times.prediction import predicted_step
     from hetero_ee_profiles.host.process import physical_core_count
 
@@ -146,7 +145,9 @@ def _of_text(
         result = engine.generate(prompt, max_new_tokens=n_new)
         ran, placement, spans = engine.plan, engine.plan_request, engine.spans
         assert ran is not None and placement is not None, "an emulated machine runs a plan"
-        simulation = of_text(result, engine.spec, ran, profile, placement.statistics, spans)
+        known = engine.spec, ran, profile, placement.statistics
+        counts = result.n_prompt_tokens, result.n_generated_tokens
+        simulation = simulated(*known, spans, counts, (result.prompt_s, result.generation_s), result.text)
         if engine.draft_statistics is None:
             return _Simulated(simulation, ran, spans, exits=engine.exit_statistics, traffic=engine.traffic)
         step = predicted_step(engine.spec, profile, ran, placement.statistics, result.n_prompt_tokens + n_new // 2)

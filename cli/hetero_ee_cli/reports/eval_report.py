@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_ee_cli.terminal.output import table
 
 if TYPE_CHECKING:
-    from hetero_ee.evaluation.estimate import Estimate
+    from hetero_ee.evaluation.metrics import Estimate
     from hetero_ee.evaluation.run import ModeResult, Refused
 
 RATE, SHARE, PLAIN, SMALL = "{:.1f}", "{:.1%}", "{:.2f}", "{:.4f}"

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from hetero_ee.engine import Engine
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.devices.traffic import TextTraffic
-    from hetero_ee.speculation.exit_statistics import ExitStatistics
-    from hetero_ee.speculation.statistics import DraftStatistics
+    from hetero_ee.speculation.statistics import DraftStatistics, ExitStatistics
     from hetero_ee_cli.options.placement import Session
 
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins

@@ -1,10 +1,8 @@
 """Constraint: the tokens that a grammar allows next in one text, by llguidance's matcher.
 
 A text may be queried with drafts after it, and then without them. What was found for the longer one is kept until it
-turns
-out otherwise, so that a verification finds the masks of its drafts. If the grammar forces bytes, the mask leaves only
-the
-token that the tokenizer would begin them with, so that forced tokens are certain.
+turns out otherwise, so that a verification finds the masks of its drafts. If the grammar forces bytes, the mask leaves
+only the token that the tokenizer would begin them with, so that forced tokens are certain.
 """
 
 import time
@@ -37,8 +35,7 @@ class Constraint:
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
         """Return a mask (vocab,) of the tokens that may follow these. After the end, it has the end tokens.
 
-        Raises:
-            GrammarError: if the grammar needs too much memory or time.
+        Raises: GrammarError: if the grammar needs too much memory or time.
         """
         generated = list(generated)
         known = self._masks.get(len(generated))

@@ -60,8 +60,7 @@ class Grammars:
     def constraint(self, params: SamplingParams) -> "Constraint | None":
         """Return a new text's constraint, or None without one. Compiles each grammar once, which may take a second.
 
-        Raises:
-            UsageError: if a grammar or schema is invalid or can't be enforced.
+        Raises: UsageError: if a grammar or schema is invalid or can't be enforced.
         """
         if not params.is_constrained:
             return None
@@ -124,11 +123,7 @@ def _key(params: SamplingParams) -> tuple[str | None, str | None]:
 
 
 def _grammar_text(params: SamplingParams) -> str:
-    """Return the grammar in llguidance's format.
-
-    Raises:
-        ValueError: if a schema is invalid.
-    """
+    """Return the grammar in llguidance's format. Raises: ValueError: if a schema is invalid."""
     from llguidance import LLMatcher, grammar_from
 
     if params.json_schema is not None:

@@ -14,7 +14,6 @@ from hetero_ee.speculation.exits.recent_exits import N_LAST, RADIUS
 
 MAX_DRAFTS = 8  # drafts in one simulated draft-verify step
 NO_EXIT = 2.0  # a threshold that no probability reaches
-FREQUENCY = "active_share"  # ends the names of activations that say how often FFN neurons are active
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,7 @@ class ExitLayerMetrics:
     """Metrics of one exit layer, on held-out tokens.
 
     Acceptance is that of simulated draft-verify steps, which draft until the gate refuses, or MAX_DRAFTS times, and
-    keep drafts
-    up to the first wrong one.
+    keep drafts up to the first wrong one.
     """
 
     agreement: float  # share of tokens whose likeliest token here, without a map, is the full model's
@@ -71,8 +69,7 @@ class FittedExitLayer:
     """An exit after `exit_layer` layers. A token may exit if a predictor's probability reaches its threshold.
 
     The partial predictor is for tokens whose candidates an earlier exit layer has chosen: only their logits are
-    computed here,
-    and the features include the change since the exit layer evaluated last.
+    computed here, and the features include the change since the exit layer evaluated last.
     """
 
     exit_layer: int
@@ -125,7 +122,7 @@ class Calibration:
     exit_layers: tuple[ExitLayerCalibration, ...]
     schedule: tuple[int, ...]  # exit layers worth judging tokens at, ascending; empty where that is not known
     depths: DepthMetrics
-    activations: Mapping[str, NDArray[np.float32]]  # means per token by name, see calibration/activations.py
+    activations: Mapping[str, NDArray[np.float32]]  # means per token by name, see calibration/stages.py
     specee_depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
 
     def at(self, exit_layer: int) -> ExitLayerCalibration:
@@ -137,10 +134,8 @@ class Calibration:
         """Return a digest of the maps and predictors, which distinguishes exits that choose or judge differently."""
         found = hashlib.sha256()
         for each in self.exit_layers:
-            exit_map, predictor = each.exit_map, each.predictor
-            parts = () if exit_map is None else (exit_map.down, exit_map.up, exit_map.bias)
-            arrays = [part.numpy() for part in parts if part is not None]
-            for array in (*arrays, predictor.first, predictor.first_bias, predictor.second, predictor.second_bias):
+            maps = {} if each.exit_map is None else each.exit_map.parts
+            for array in (*(part.numpy() for part in maps.values()), *each.predictor.parts.values()):
                 found.update(f"{each.exit_layer} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
         return found.hexdigest()
 

@@ -106,11 +106,7 @@ class Certificate:
         return len(self.n_tokens)
 
     def require_kv_type(self, kv_type: str) -> None:
-        """Check the type of keys and values.
-
-        Raises:
-            UsageError: if it is not the certificate's.
-        """
+        """Check the type of keys and values. Raises: UsageError: if it is not the certificate's."""
         if kv_type != self.kv_type:
             raise UsageError(
                 f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave out ",
@@ -121,8 +117,7 @@ class Certificate:
     def depth_statistics(self, risk: float) -> tuple[DepthStatistics, ...]:
         """Return the statistics of each single exit layer where tokens may exit.
 
-        Raises:
-            UsageError: if the risk can't be certified.
+        Raises: UsageError: if the risk can't be certified.
         """
         source = f"the certificate on {self.n_prompts:,} prompts of {self.text}"
         found = [self.certified_exit([exit_layer], risk) for exit_layer in self.exit_layers]
@@ -135,8 +130,7 @@ class Certificate:
     def certified_exit(self, exit_layers: Sequence[int], risk: float, delta: float = DELTA) -> CertifiedExit:
         """Return the loosest certified threshold for exits at the first of these exit layers.
 
-        Raises:
-            UsageError: if the risk can't be certified.
+        Raises: UsageError: if the risk can't be certified.
         """
         chosen = self._checked(exit_layers)
         level_delta = delta / 2 ** len(chosen) / math.comb(len(self.exit_layers), len(chosen))
@@ -175,8 +169,7 @@ class Certificate:
 
     def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return, for a threshold at each level, the wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at
-        each exit
-        layer (n_columns, N_LEVELS).
+        each exit layer (n_columns, N_LEVELS).
 
         A token exits at an exit layer for the levels above all that it has reached before, up to the one it has there.
         """
@@ -196,21 +189,13 @@ class Certificate:
 
 
 def check_risk(risk: object) -> None:
-    """Check a risk.
-
-    Raises:
-        UsageError: if it is not a share between 0 and 1.
-    """
+    """Check a risk. Raises: UsageError: if it is not a share between 0 and 1."""
     if isinstance(risk, bool) or not isinstance(risk, int | float) or not 0 < risk < 1:  # false for NaN too
         raise UsageError(PLAN_OPTIONS["risk"], f" is {shown(risk)}; expected a number between 0 and 1, as 0.05.")
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Check that sampling is greedy, the only kind that was certified.
-
-    Raises:
-        UsageError: if it is not.
-    """
+    """Check that sampling is greedy, the only kind that was certified. Raises: UsageError: if it is not."""
     if params.temperature != 0 or params.changes_logits or params.is_constrained:
         raise UsageError(
             f"the certificate is of greedy texts, and temperature is {params.temperature:g}, repeat penalty "

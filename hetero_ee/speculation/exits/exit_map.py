@@ -3,10 +3,11 @@
     y = x + x W + b
 
 x: normed hidden state after some layer, y: estimate of the normed state after the last. W is (hidden, hidden), or
-low-rank in
-two factors. The map is a correction: without evidence it is the identity. calibration/map_fitting.py fits it.
+low-rank in two factors. The map is a correction: without evidence it is the identity. calibration/map_fitting.py fits
+it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,6 +39,17 @@ class ExitMap:
     def rank(self) -> int:
         return self.up.shape[1]
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Its factors and its bias, by name."""
+        down = {} if self.down is None else {"down": self.down}
+        return {**down, "up": self.up, "bias": self.bias}
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, Tensor]) -> Self:
+        """Return the map with these `parts`."""
+        return cls(parts.get("down"), parts["up"], parts["bias"])
+
     @torch.inference_mode()
     def apply(self, normed: Tensor) -> Tensor:
         """Map (m, hidden) to (m, hidden). A token's bits don't depend on the batch: each is multiplied separately."""
@@ -58,13 +70,8 @@ class ExitMap:
         return StateMap(up, down, self.bias)
 
     def rounded(self) -> Self:
-        """Return the map rounded to fp16, as stored on disk.
-
-        Raises:
-            ValueError: if a value is too large for fp16.
-        """
-        parts = (self.down, self.up, self.bias)
-        halves = [None if part is None else part.half().float() for part in parts]
-        if not all(part is None or bool(torch.isfinite(part).all()) for part in halves):
+        """Return the map rounded to fp16, as stored on disk. Raises: ValueError: if a value is too large for fp16."""
+        halves = {name: part.half().float() for name, part in self.parts.items()}
+        if not all(bool(torch.isfinite(part).all()) for part in halves.values()):
             raise ValueError("the map has values that fp16 can't hold")
-        return type(self)(*halves)  # type: ignore[arg-type]
+        return self.of_parts(halves)

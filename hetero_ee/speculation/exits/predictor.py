@@ -1,22 +1,19 @@
 """The exit predictor: the chance that a token's likeliest candidate is the full model's token, from its features.
 
 It returns NaN for a token whose features are not finite. NaN reaches no threshold, so such a token passes every layer.
-A
-probability's last bits may depend on the other tokens of the batch, as matrix products do. That can change which drafts
-are
-made, never which tokens come out.
+A probability's last bits may depend on the other tokens of the batch, as matrix products do. That can change which
+drafts are made, never which tokens come out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.speculation.exits.candidates import N_CANDIDATES
-from hetero_ee.speculation.exits.features import Floats, exit_features, is_finite
+from hetero_ee.speculation.exits.features import N_CANDIDATES, Floats, exit_features, is_finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +24,11 @@ class ExitPredictor:
     first_bias: Floats  # (h,)
     second: Floats  # (h,)
     second_bias: Floats  # (1,)
+
+    @property
+    def parts(self) -> dict[str, Floats]:
+        """Its arrays, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def probability(self, features: Floats) -> Floats:
         """Return (m,) probabilities from features (m, n_features) fp32, NaN for tokens that are not finite."""
@@ -44,8 +46,7 @@ class ExitConfidence:
     """A predictor's answers for single tokens.
 
     compiled: by the CPU kernel, in microseconds; else by exit_features and the predictor, which agree to a few units of
-    fp32's last
-    place. NaN: the token can't be judged.
+    fp32's last place. NaN: the token can't be judged.
     """
 
     def __init__(self, predictor: ExitPredictor, *, compiled: bool) -> None:
@@ -60,19 +61,15 @@ class ExitConfidence:
     @property
     def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See Judge.network."""
-        known = self._predictor
-        first, first_bias, second, second_bias = (
-            torch.from_numpy(np.ascontiguousarray(part, np.float32))
-            for part in (known.first, known.first_bias, known.second, known.second_bias)
-        )
+        parts = self._predictor.parts.values()
+        first, first_bias, second, second_bias = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
         return first, first_bias, second, second_bias
 
     def of_row(self, logits: Tensor, softmax: Floats | None = None) -> float:
         """Return the confidence from logits (vocab,) fp32 on the CPU, of which the N_CANDIDATES largest count. softmax:
         see of_candidates; None at the token's first judgement.
 
-        Raises:
-            ValueError: if there are fewer tokens than candidates.
+        Raises: ValueError: if there are fewer tokens than candidates.
         """
         if len(logits) < N_CANDIDATES:
             raise ValueError(f"{len(logits)} logits, expected {N_CANDIDATES} at least.")

@@ -1,16 +1,11 @@
 """A bound on the mean of independent losses between 0 and 1, by betting against a mean above it.
 
 A bettor who stakes a share of a purse on the next loss being below `risk` does not gain on average if the mean is
-`risk` or
-more. So the chance that the purse ends 1 / delta times as large is at most delta. Such a purse rejects, with that
-confidence,
-that the mean is above `risk` (Markov; Waudby-Smith & Ramdas, arXiv 2010.09686). Several fixed stakes share the purse,
-as the
-best one is not known beforehand; the order of the losses does not matter. For mostly small losses this is far stronger
-than
-Hoeffding-Bentkus, which ignores their variance (for 1,500 prompts at 5 % risk, a margin of about 0.5 % instead of 1.7
-%),
-and never weaker than the exact binomial bound by more than log(STAKES) nats.
+`risk` or more. So the chance that the purse ends 1 / delta times as large is at most delta. Such a purse rejects, with
+that confidence, that the mean is above `risk` (Markov; Waudby-Smith & Ramdas, arXiv 2010.09686). Several fixed stakes
+share the purse, as the best one is not known beforehand; the order of the losses does not matter. For mostly small
+losses this is far stronger than Hoeffding-Bentkus, which ignores their variance (for 1,500 prompts at 5 % risk, a
+margin of about 0.5 % instead of 1.7 %), and never weaker than the exact binomial bound by more than log(STAKES) nats.
 """
 
 import math

@@ -18,18 +18,14 @@ from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
+from hetero_ee.speculation.policies.policy import ExitJudge, progress, require_number
 
 MAX_DECAY = 1000.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalmPolicy:
-    """CALM's policy. ends: by exit layer.
-
-    Raises:
-        UsageError: if a parameter is out of range.
-    """
+    """CALM's policy. ends: by exit layer. Raises: UsageError: if a parameter is out of range."""
 
     ends: Mapping[int, DraftEnd]
     threshold: float = 0.9  # lambda
@@ -40,29 +36,18 @@ class CalmPolicy:
         require_number("decay", self.decay, 0, MAX_DECAY)
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_CalmJudge":
-        """See ExitPolicy."""
         return _CalmJudge(executor, sampler, self)
 
 
-def margin(logits: Tensor) -> float:
-    """Return top-1 minus top-2 softmax of logits (vocab,), or NaN if they are not finite."""
-    if not all_finite(logits):
-        return math.nan
-    first, second = torch.softmax(logits, 0).topk(2).values.tolist()
-    return float(first - second)
-
-
-class _CalmJudge(HeadJudge):
-    def __init__(self, executor: Executor, sampler: DraftSampler, policy: CalmPolicy) -> None:
-        super().__init__(executor, sampler, policy.ends)
-        self._policy = policy
-
+class _CalmJudge(ExitJudge[CalmPolicy]):
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
         rows = zip(requests, self.logits(exit_layer, hidden), strict=True)
         return [self._judged(request, logits) for request, logits in rows]
 
     def _judged(self, request: Request, logits: Tensor) -> int | None:
-        decayed = 0.9 * self._policy.threshold + 0.1 * math.exp(-self._policy.decay * self.progress(request))
-        if margin(logits) >= min(1.0, max(0.0, decayed)):  # NaN reaches none
-            return self._sampler.choose(request, request.token_ids, logits)
-        return None
+        decayed = 0.9 * self._policy.threshold + 0.1 * math.exp(-self._policy.decay * progress(request))
+        if not all_finite(logits):
+            return None
+        first, second = torch.softmax(logits, 0).topk(2).values.tolist()
+        is_sure = first - second >= min(1.0, max(0.0, decayed))
+        return self._sampler.choose(request, request.token_ids, logits) if is_sure else None

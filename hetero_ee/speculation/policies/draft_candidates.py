@@ -16,7 +16,7 @@ from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.exits.candidates import HeadCandidates
+from hetero_ee.speculation.exits.features import likeliest
 from hetero_ee.speculation.sources.source import DraftSource
 
 
@@ -31,10 +31,10 @@ class DraftCandidates:
         found: list[Tensor] = []
 
         def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
-            likeliest = HeadCandidates().of(executor.draft_logits(state, end))
-            if not likeliest.is_finite[0]:
+            best = likeliest(executor.draft_logits(state, end))
+            if not best.is_finite[0]:
                 return Drafted(NO_TOKEN, nan)
-            ids = torch.from_numpy(likeliest.token_ids[0])
+            ids = torch.from_numpy(best.token_ids[0])
             found.append(ids if end.vocabulary is None else end.vocabulary.token_ids[ids])
             return Drafted(int(found[0][0]), 1.0)
 

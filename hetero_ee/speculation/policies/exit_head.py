@@ -1,4 +1,4 @@
-"""Judges a token at one exit layer: an exit map, a predictor and its threshold."""
+"""Exit heads: how a token is judged at one exit layer, by an exit map, a predictor and its threshold."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,15 +21,20 @@ class ExitHead:
 
     @classmethod
     def of(cls, fitted: FittedExitLayer, *, compiled: bool) -> "ExitHead":
-        """Return the head of a fitted exit layer. compiled: the model runs on kernels, which multiply tiles."""
-        state_map = None if fitted.exit_map is None else fitted.exit_map.packed(compiled=compiled)
-        judge, partial = ExitConfidence(fitted.predictor, compiled=compiled), fitted.partial_predictor
+        """Return the head of a fitted exit layer."""
+        end, partial = exit_end(fitted, compiled=compiled), fitted.partial_predictor
         later = None if partial is None else ExitConfidence(partial, compiled=compiled)
-        end = DraftEnd(state_map=state_map, judge=judge)
-        return cls(end, judge, fitted.threshold, later, fitted.partial_threshold)
+        assert isinstance(end.judge, ExitConfidence), "exit_end makes it"
+        return cls(end, end.judge, fitted.threshold, later, fitted.partial_threshold)
 
 
 ExitHeads = Mapping[int, ExitHead]  # by exit layer, ascending
+
+
+def exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
+    """Return what makes drafts at a fitted exit layer. compiled: the model runs on kernels, which multiply tiles."""
+    state_map = None if fitted.exit_map is None else fitted.exit_map.packed(compiled=compiled)
+    return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor, compiled=compiled))
 
 
 def exit_heads(calibration: Calibration, exit_layers: Iterable[int], *, compiled: bool) -> ExitHeads:

@@ -16,18 +16,14 @@ from hetero_ee.options.option import is_whole
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.policies.head_judge import HeadJudge
+from hetero_ee.speculation.policies.policy import ExitJudge
 
 MAX_PATIENCE = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatiencePolicy:
-    """The patience policy. ends: by exit layer.
-
-    Raises:
-        UsageError: if the patience is out of range.
-    """
+    """The patience policy. ends: by exit layer. Raises: UsageError: if the patience is out of range."""
 
     ends: Mapping[int, DraftEnd]
     patience: int = 3  # judged layers in a row
@@ -37,14 +33,12 @@ class PatiencePolicy:
             raise UsageError(f"patience is {shown(self.patience)}; expected a whole number from 1 to {MAX_PATIENCE}.")
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_PatienceJudge":
-        """See ExitPolicy."""
         return _PatienceJudge(executor, sampler, self)
 
 
-class _PatienceJudge(HeadJudge):
+class _PatienceJudge(ExitJudge[PatiencePolicy]):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: PatiencePolicy) -> None:
-        super().__init__(executor, sampler, policy.ends)
-        self._patience = policy.patience
+        super().__init__(executor, sampler, policy)
         self._said: dict[int, tuple[int, int]] = {}  # by Request.index: the token last said, and how often in a row
 
     def exit_layers(self, request: Request) -> Sequence[int]:
@@ -59,4 +53,4 @@ class _PatienceJudge(HeadJudge):
         last_id, n_said = self._said[sequence]
         n_said = 0 if token_id == NO_TOKEN else n_said + 1 if token_id == last_id else 1
         self._said[sequence] = token_id, n_said
-        return token_id if n_said >= self._patience else None
+        return token_id if n_said >= self._policy.patience else None

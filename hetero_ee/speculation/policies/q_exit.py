@@ -1,9 +1,8 @@
 """Q-exit: a token exits at the quantile q of the distribution over exit layers that its exit probabilities define.
 
 p_l = lambda_l (1 - lambda_1) ... (1 - lambda_{l-1}), where lambda_l is the calibrated predictor's probability that exit
-layer
-l's token is right. The exit is the first l at which p_1 + ... + p_l reaches q; nothing is drawn. Source: PALBERT (arXiv
-2204.03276, section 3.1), where lambda is trained with the model, after PonderNet (arXiv 2107.05407).
+layer l's token is right. The exit is the first l at which p_1 + ... + p_l reaches q; nothing is drawn. Source: PALBERT
+(arXiv 2204.03276, section 3.1), where lambda is trained with the model, after PonderNet (arXiv 2107.05407).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +15,12 @@ from hetero_ee.decoding.requests import Request
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
+from hetero_ee.speculation.policies.policy import ExitJudge, require_number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QExitPolicy:
-    """The q-exit policy. ends: by exit layer.
-
-    Raises:
-        UsageError: if the quantile is out of range.
-    """
+    """The q-exit policy. ends: by exit layer. Raises: UsageError: if the quantile is out of range."""
 
     ends: Mapping[int, DraftEnd]
     quantile: float = 0.99
@@ -34,14 +29,12 @@ class QExitPolicy:
         require_number("quantile", self.quantile, 0, 1)
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_QExitJudge":
-        """See ExitPolicy."""
         return _QExitJudge(executor, sampler, self)
 
 
-class _QExitJudge(HeadJudge):
+class _QExitJudge(ExitJudge[QExitPolicy]):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: QExitPolicy) -> None:
-        super().__init__(executor, sampler, policy.ends)
-        self._quantile = policy.quantile
+        super().__init__(executor, sampler, policy)
         self._cumulated: dict[int, float] = {}  # by Request.index: p_1 + ... + p_l so far
 
     def exit_layers(self, request: Request) -> Sequence[int]:
@@ -56,4 +49,4 @@ class _QExitJudge(HeadJudge):
         if drafted.token_id == NO_TOKEN or not isfinite(drafted.confidence):
             return None  # its lambda counts as 0
         self._cumulated[sequence] += drafted.confidence * (1 - self._cumulated[sequence])
-        return drafted.token_id if self._cumulated[sequence] >= self._quantile else None
+        return drafted.token_id if self._cumulated[sequence] >= self._policy.quantile else None

@@ -16,16 +16,12 @@ from hetero_ee.errors import UsageError
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
+from hetero_ee.speculation.policies.policy import ExitJudge, progress, require_number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SkipDecodePolicy:
-    """The SkipDecode policy. ends: by exit layer.
-
-    Raises:
-        UsageError: if a bound is out of range.
-    """
+    """The SkipDecode policy. ends: by exit layer. Raises: UsageError: if a bound is out of range."""
 
     ends: Mapping[int, DraftEnd]
     first: float = 1.0  # share of the layers that a request's first tokens pass
@@ -38,14 +34,12 @@ class SkipDecodePolicy:
             raise UsageError(f"last is {self.last:g}, more than first, {self.first:g}; depths have to fall.")
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_SkipDecodeJudge":
-        """See ExitPolicy."""
         return _SkipDecodeJudge(executor, sampler, self)
 
 
-class _SkipDecodeJudge(HeadJudge):
+class _SkipDecodeJudge(ExitJudge[SkipDecodePolicy]):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: SkipDecodePolicy) -> None:
-        super().__init__(executor, sampler, policy.ends)
-        self._policy = policy
+        super().__init__(executor, sampler, policy)
         self._requests: dict[int, Request] = {}  # by Request.index: all that were ever asked for
 
     def exit_layers(self, request: Request) -> Sequence[int]:
@@ -53,7 +47,7 @@ class _SkipDecodeJudge(HeadJudge):
         is_known = request.index in self._requests
         self._requests[request.index] = request
         depth = self._depth()
-        return [each for each in self._exit_layers if each >= depth][: 1 if is_known else None]
+        return [each for each in sorted(self._policy.ends) if each >= depth][: 1 if is_known else None]
 
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
         if exit_layer < self._depth():
@@ -64,5 +58,5 @@ class _SkipDecodeJudge(HeadJudge):
     def _depth(self) -> float:
         """Return the layers that the step's tokens pass."""
         n_layers, first, last = self._executor.spec.n_layers, self._policy.first, self._policy.last
-        progress = min(self.progress(request) for request in self._requests.values() if not request.finished)
-        return n_layers * (first + (last - first) * progress)
+        share = min(progress(request) for request in self._requests.values() if not request.finished)
+        return n_layers * (first + (last - first) * share)

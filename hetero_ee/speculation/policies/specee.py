@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from hetero_ee.decoding.requests import Request
-from hetero_ee.runtime.drafted import NO_TOKEN
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.exits.candidates import N_CANDIDATES, HeadCandidates
-from hetero_ee.speculation.exits.features import Floats
+from hetero_ee.speculation.exits.features import N_CANDIDATES, Floats, likeliest
 from hetero_ee.speculation.exits.recent_exits import RecentExits
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads
+from hetero_ee.speculation.policies.policy import ExitJudge
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +29,10 @@ class _Candidates:
 
     token_ids: Tensor  # int64 (k,)
     softmax: Floats  # (k,), where the token was judged last; each judgement changes it
+
+    @classmethod
+    def new(cls, token_ids: Tensor) -> "_Candidates":
+        return cls(token_ids, np.zeros(N_CANDIDATES, np.float32))
 
 
 class SpecEE:
@@ -40,82 +43,82 @@ class SpecEE:
         self, heads: ExitHeads, schedule: Sequence[int], n_layers: int, draft: DraftCandidates | None = None
     ) -> None:
         self.heads, self.schedule, self.n_layers, self.draft = heads, schedule, n_layers, draft
+        self.ends = {exit_layer: head.end for exit_layer, head in heads.items()}
 
-    def judging(self, executor: Executor, sampler: DraftSampler) -> "_Judge":
-        return _Judge(executor, sampler, self)
+    def judging(self, executor: Executor, sampler: DraftSampler) -> "_SpecEEJudge":
+        return _SpecEEJudge(executor, sampler, self)
 
 
-class _Judge:
+class _SpecEEJudge(ExitJudge[SpecEE]):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: SpecEE) -> None:
-        self._executor, self._sampler, self._draft = executor, sampler, policy.draft
-        self._heads, self._schedule, self._n_layers = policy.heads, policy.schedule, policy.n_layers
+        super().__init__(executor, sampler, policy)
         self._recent: dict[int, RecentExits] = {}  # by Request.index, as below
-        self._candidates: dict[int, _Candidates] = {}
-
-    def begin(self, request: Request) -> None:
-        """See ExitJudge."""
+        self._candidates: dict[int, _Candidates] = {}  # of each request's last token, once it has some
 
     def exit_layers(self, request: Request) -> Sequence[int]:
-        ids = None if self._draft is None else self._draft.of(self._executor, request)
+        draft = self._policy.draft
+        ids = None if draft is None else draft.of(self._executor, request)
         if ids is not None:
-            self._candidates[request.index] = _Candidates(ids, np.zeros(N_CANDIDATES, np.float32))
-        recent = self._recent.setdefault(request.index, RecentExits(self._schedule, self._n_layers))
-        return [layer for layer in recent.active() if layer in self._heads]
+            self._candidates[request.index] = _Candidates.new(ids)
+        return [layer for layer in self._recent_of(request).active() if layer in self._policy.heads]
 
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
-        chosen: list[int | None] = [None] * len(requests)
-        groups: tuple[list[int], list[int]] = ([], [])
-        for row, request in enumerate(requests):
-            groups[request.index in self._candidates].append(row)
-        for judge, rows in zip((self._judge_first, self._judge_later), groups, strict=True):
-            if rows:
-                found = judge(exit_layer, hidden[rows], [requests[row] for row in rows])
-                for row, token_id in zip(rows, found, strict=True):
-                    chosen[row] = token_id
-        return chosen
-
-    def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
-        return self._executor.draft_logits(hidden, self._heads[exit_layer].end)
+        """See ExitJudge. Tokens without candidates take them here."""
+        has_candidates = [request.index in self._candidates for request in requests]
+        new = [row for row, known in enumerate(has_candidates) if not known]
+        known = [row for row, known in enumerate(has_candidates) if known]
+        found: dict[int, int] = {}  # by row
+        if new:
+            found |= self._judge_new(exit_layer, hidden[new], {row: requests[row] for row in new})
+        if known:
+            found |= self._judge_known(exit_layer, hidden[known], {row: requests[row] for row in known})
+        return [found.get(row) for row in range(len(requests))]
 
     def given_out(self, request: Request, depth: int, hidden: Tensor) -> None:
-        self._recent.setdefault(request.index, RecentExits(self._schedule, self._n_layers)).append(depth)
+        super().given_out(request, depth, hidden)
+        self._recent_of(request).append(depth)
         self._candidates.pop(request.index, None)
-        self._sampler.noise.close(request.index)
-        if self._draft is not None:
+        if self._policy.draft is not None:
             last, normed = len(request.token_ids) - 1, self._executor.final_norm(hidden[None])
-            self._draft.observe(request.kv_sequence, last, request.token_ids[last], normed)
+            self._policy.draft.observe(request.kv_sequence, last, request.token_ids[last], normed)
 
-    def _judge_first(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
-        """Choose the candidates from the whole head's logits."""
-        head, logits = self._heads[exit_layer], self.logits(exit_layer, hidden)
-        found = HeadCandidates().of(logits)
-        chosen: list[int | None] = []
-        for row, request in enumerate(requests):
-            candidates = _Candidates(torch.from_numpy(found.token_ids[row]), np.zeros(N_CANDIDATES, np.float32))
-            is_sure = False
-            if found.is_finite[row]:
-                self._candidates[request.index] = candidates
-                is_sure = head.judge.of_candidates(found.logits[row], candidates.softmax) >= head.threshold
-            token_id = self._sampler.choose(request, request.token_ids, logits[row]) if is_sure else NO_TOKEN
-            chosen.append(token_id if token_id in candidates.token_ids else None)
-        return chosen
+    def _recent_of(self, request: Request) -> RecentExits:
+        return self._recent.setdefault(request.index, RecentExits(self._policy.schedule, self._policy.n_layers))
 
-    def _judge_later(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
-        """Judge by the candidates' logits. If the predictor is sure, the whole head's choice must be a candidate."""
-        head, known = self._heads[exit_layer], [self._candidates[request.index] for request in requests]
-        chosen: list[int | None] = [None] * len(requests)
+    def _judge_new(self, exit_layer: int, hidden: Tensor, requests: dict[int, Request]) -> dict[int, int]:
+        """Take candidates from the whole head's logits, and return the next tokens of requests that exit, by row."""
+        head, logits = self._policy.heads[exit_layer], self.logits(exit_layer, hidden)
+        best, found = likeliest(logits), {}
+        for place, (row, request) in enumerate(requests.items()):
+            if not best.is_finite[place]:
+                continue
+            candidates = self._candidates[request.index] = _Candidates.new(torch.from_numpy(best.token_ids[place]))
+            if head.judge.of_candidates(best.logits[place], candidates.softmax) >= head.threshold:
+                token_id = self._sampler.choose(request, request.token_ids, logits[place])
+                if token_id in candidates.token_ids:
+                    found[row] = token_id
+        return found
+
+    def _judge_known(self, exit_layer: int, hidden: Tensor, requests: dict[int, Request]) -> dict[int, int]:
+        """Judge by the logits of the known candidates, and return the next tokens of the requests that exit, by row.
+
+        If the predictor is sure, the whole head chooses, and its choice must be a candidate.
+        """
+        head, rows = self._policy.heads[exit_layer], list(requests)
         if head.later is None:
-            return chosen
+            return {}
+        known = [self._candidates[request.index] for request in requests.values()]
         ids = torch.stack([candidates.token_ids for candidates in known])
         partial = self._executor.partial_logits(hidden, ids, head.end).numpy()
-        sure = [
-            row
-            for row, candidates in enumerate(known)
-            if head.later.of_candidates(partial[row], candidates.softmax) >= head.later_threshold
+        confidences = [
+            head.later.of_candidates(*each) for each in zip(partial, (c.softmax for c in known), strict=True)
         ]
-        if sure:
-            rows = [(requests[row], requests[row].token_ids) for row in sure]
-            found = self._sampler.drafted(self._executor, hidden[sure], head.end, rows, is_verified=False)
-            for row, each in zip(sure, found, strict=True):
-                chosen[row] = each.token_id if each.token_id in known[row].token_ids else None
-        return chosen
+        sure = [place for place, confidence in enumerate(confidences) if confidence >= head.later_threshold]
+        if not sure:
+            return {}
+        chosen = self.drafted(exit_layer, hidden[sure], [requests[rows[place]] for place in sure])
+        return {
+            rows[place]: each.token_id
+            for place, each in zip(sure, chosen, strict=True)
+            if each.token_id in known[place].token_ids
+        }

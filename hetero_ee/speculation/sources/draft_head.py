@@ -1,39 +1,57 @@
 """DraftHeadSource: draft sequences from a draft head, which reads the model's last verified states.
 
 Token i of a sequence joins the state at position i with the token at i + 1, and predicts the state at i + 1. Keys and
-values
-of verified states stay. Those of drafts, whose states are predictions, are dropped when the draft sequence ends.
-Source:
-EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
+values of verified states stay. Those of drafts, whose states are predictions, are dropped when the draft sequence ends.
+Source: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
 """
 
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.devices.machine import BESIDE_ROWS
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd, DraftVocabulary
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.sources.source import Choose, Draft
-from hetero_ee.speculation.sources.state_rows import StateRows
 
+PIECE_ROWS = 256  # memory comes in such pieces, so that growing copies nothing
 NOT_FINITE = "the draft head computed values that are not finite; decoding continues without its drafts there."
 
 
-class Target(Protocol):
-    """An executor, as the head needs it of its model."""
+class StateRows:
+    """States (hidden,) of one sequence's verified tokens by number, fp32, on the device that computed them."""
 
-    @property
-    def spec(self) -> ModelSpec: ...
+    def __init__(self) -> None:
+        self._pieces: list[Tensor] = []
 
-    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor: ...
+    @torch.inference_mode()
+    def put(self, first: int, rows: Tensor) -> None:
+        """Write rows (m, hidden) from row `first` on, at most the number of rows, replacing existing ones."""
+        while rows.shape[0] and len(self._pieces) * PIECE_ROWS < first + len(rows):
+            self._pieces.append(rows.new_empty(PIECE_ROWS, rows.shape[1]))
+        for piece, inside, taken in self._places(first, first + len(rows)):
+            piece[inside] = rows[taken]
+
+    @torch.inference_mode()
+    def rows(self, first: int, end: int) -> Tensor:
+        """Return (end - first, hidden). The rows must exist."""
+        found = [piece[inside] for piece, inside, _ in self._places(first, end)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _places(self, first: int, end: int) -> list[tuple[Tensor, slice, slice]]:
+        """Yield, for each piece with some of these rows, the piece and their positions in it and among all."""
+        found = []
+        for number in range(first // PIECE_ROWS, -(-end // PIECE_ROWS)):
+            start = number * PIECE_ROWS
+            low, high = max(first, start), min(end, start + PIECE_ROWS)
+            found.append((self._pieces[number], slice(low - start, high - start), slice(low - first, high - first)))
+        return found
 
 
 @dataclass(slots=True)
@@ -69,7 +87,7 @@ class DraftHeadSource:
     def __init__(
         self,
         layer: Callable[[], DraftHeadLayer | None],
-        target: Target,
+        target: Executor,
         vocabulary: DraftVocabulary | None = None,
         warn: Callable[[str], None] | None = None,
         draft_s: float = 0.0,
@@ -142,7 +160,6 @@ class DraftHeadSource:
                 held.cut()
 
     def truncate(self, sequence: int, length: int) -> None:
-        """See DraftSource.truncate."""
         self._current()
         held = self._sequences.get(sequence)
         if held is not None:
@@ -151,7 +168,6 @@ class DraftHeadSource:
             self._forget(held, n_kept)
 
     def close(self, sequence: int) -> None:
-        """See DraftSource.close."""
         self._current()
         held = self._sequences.pop(sequence, None)
         if held is not None:

@@ -17,14 +17,9 @@ from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import DraftRates, PromptReading
 from hetero_ee.planning.times.memory import WorkingSizes, rounded
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
+from hetero_ee.speculation.sources.draft_head import PIECE_ROWS
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
-from hetero_ee.speculation.sources.draft_head_layer import (
-    EMBEDDING,
-    DraftHeadWorks,
-    fc_block,
-    layer_blocks,
-)
-from hetero_ee.speculation.sources.state_rows import PIECE_ROWS
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHeadWorks, fc_block, layer_blocks
 from hetero_ee_profiles.hardware import HardwareProfile
 
 TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned

@@ -19,22 +19,20 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.statistics import MAX_ACCEPTANCE_POSITIONS
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, layer_blocks
 from hetero_ee.speculation.sources.eagle3 import (
-    DRAFT_VOCABULARY,
-    Eagle3,
-    draft_vocabulary_size,
-    eagle3_of,
-    is_eagle3,
-    layer_config,
-)
-from hetero_ee.speculation.sources.eagle3_tensors import (
     D2T,
+    DRAFT_VOCABULARY,
     HIDDEN_NORM,
     IGNORED,
     LAYER,
     LM_HEAD,
+    Eagle3,
     draft_rows,
+    draft_vocabulary_size,
+    eagle3_of,
     eagle3_shapes,
     eagle3_vectors,
+    is_eagle3,
+    layer_config,
     plain_name,
 )
 from hetero_ee.weights.model_weights import ModelWeights
@@ -58,12 +56,12 @@ _IGNORED = (LAYER + "self_attn.rotary_emb.inv_freq", *IGNORED)  # what the layer
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadFacts:
-    """Facts from a head's config.json, known before its weights are read.
+    """Facts from a head's config.json, and which tensors it has, known before its weights are read.
 
     has_embedding, has_rows: it has its own instead of the model's embedding and rows of the model's head. acceptance:
-    for each
-    position of a draft sequence, the measured chance that its draft is right given that all before it are; empty if not
-    measured. eagle3: None for a head of EAGLE-1 or 2.
+    for each position of a draft sequence, the measured chance that its draft is right given that all before it are;
+    empty if not measured. eagle3: None for a head of EAGLE-1 or 2. token_ids: of EAGLE-1 heads with a trimmed
+    vocabulary.
     """
 
     spec: ModelSpec  # of the head's layer
@@ -72,6 +70,7 @@ class DraftHeadFacts:
     acceptance: tuple[float, ...]
     eagle3: Eagle3 | None = None
     has_rows: bool = False
+    token_ids: tuple[int, ...] | None = None
 
 
 def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
@@ -81,16 +80,35 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
         ModelError: if it belongs to another model, or its config.json is invalid.
         CheckpointError: if its weights can't be read.
     """
-    head = _configured(folder, model)
-    found = head.config.get(ACCEPTANCE, [])
-    if not isinstance(found, list) or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in found):
-        raise ModelError(f"{folder}: {ACCEPTANCE} is {shown(found)}; expected a list of chances from 0 to 1.")
+    config, where = read_config_file(folder), str(folder)
+    eagle3, token_ids = None, None
+    if is_eagle3(config):
+        spec = read_spec(layer_config(config, where))
+        check_head_shape(spec, model, folder)
+        seen_size = Fields(config, where).integer("target_hidden_size", model.hidden_size)
+        if seen_size != model.hidden_size:
+            raise ModelError(
+                f"the draft head {folder} is for a hidden size of {seen_size}, the model has {model.hidden_size}; get "
+                "a head made for this model."
+            )
+        eagle3 = eagle3_of(config, model.n_layers, where)
+        n_draft_tokens = draft_vocabulary_size(config, model.vocab_size, where)
+    else:
+        spec = read_spec(config)
+        check_head_shape(spec, model, folder)
+        token_ids = draft_token_ids(config, model, folder)
+        n_draft_tokens = model.vocab_size if token_ids is None else len(token_ids)
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     names = set() if file is None else {plain_name(name) for name in read_header(file)}
-    acceptance = tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS])
-    return DraftHeadFacts(
-        head.spec, head.n_draft_tokens, OWN_EMBEDDING in names, acceptance, head.eagle3, LM_HEAD in names
-    )
+    acceptance, has_embedding = _acceptance(config, where), OWN_EMBEDDING in names
+    return DraftHeadFacts(spec, n_draft_tokens, has_embedding, acceptance, eagle3, LM_HEAD in names, token_ids)
+
+
+def _acceptance(config: Mapping[str, Any], where: str) -> tuple[float, ...]:
+    found = config.get(ACCEPTANCE, [])
+    if not isinstance(found, list) or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in found):
+        raise ModelError(f"{where}: {ACCEPTANCE} is {shown(found)}; expected a list of chances from 0 to 1.")
+    return tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS])
 
 
 def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
@@ -100,13 +118,14 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
         ModelError: if its configuration doesn't fit.
         CheckpointError: if files are missing, damaged or pickles, or have other tensors than required.
     """
-    head = _configured(folder, model)
-    spec, eagle3, token_ids = head.spec, head.eagle3, head.token_ids
+    head = draft_head_facts(folder, model)
+    spec, eagle3 = head.spec, head.eagle3
+    token_ids = None if head.token_ids is None else torch.tensor(head.token_ids)
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     if file is None:
         raise CheckpointError(f"{folder} holds no {SINGLE_FILE}{_instead(folder)}.")
     names, header = _by_plain_name(file)
-    shapes = _shapes(spec, header)
+    shapes = head_shapes(spec, header)
     if eagle3 is not None:
         shapes = eagle3_shapes(spec, eagle3, head.n_draft_tokens, shapes, has_head=LM_HEAD in header)
     elif HIDDEN_NORM in header or D2T in header:
@@ -133,42 +152,10 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
     return DraftHead(spec, dense, token_ids, eagle3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Configured:
-    """The head that config.json describes."""
-
-    config: Mapping[str, Any]
-    spec: ModelSpec
-    eagle3: Eagle3 | None
-    token_ids: Tensor | None  # of EAGLE-1 heads with a trimmed vocabulary
-    n_draft_tokens: int
-
-
-def _configured(folder: Path, model: ModelSpec) -> _Configured:
-    config, eagle3, where = read_config_file(folder), None, str(folder)
-    if not is_eagle3(config):
-        spec = read_spec(config)
-        check_head_shape(spec, model, folder)
-        token_ids = draft_token_ids(config, model, folder)
-        tensor = None if token_ids is None else torch.tensor(token_ids)
-        return _Configured(config, spec, None, tensor, len(token_ids or range(model.vocab_size)))
-    spec = read_spec(layer_config(config, where))
-    check_head_shape(spec, model, folder)
-    seen_size = Fields(config, where).integer("target_hidden_size", model.hidden_size)
-    if seen_size != model.hidden_size:
-        raise ModelError(
-            f"the draft head {folder} is for a hidden size of {seen_size}, the model has {model.hidden_size}; get a "
-            "head made for this model."
-        )
-    eagle3 = eagle3_of(config, model.n_layers, where)
-    return _Configured(config, spec, eagle3, None, draft_vocabulary_size(config, model.vocab_size, where))
-
-
 def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
     """Check the head's layer.
 
-    Raises:
-        ModelError: if the head in `folder` belongs to another model, or a head can't have such a layer.
+    Raises: ModelError: if the head in `folder` belongs to another model, or a head can't have such a layer.
     """
     for name, found, expected in (
         ("a vocabulary of", spec.vocab_size, model.vocab_size),
@@ -188,11 +175,10 @@ def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
         )
 
 
-def draft_token_ids(config: Mapping[str, Any], model: ModelSpec, folder: Path) -> list[int] | None:
+def draft_token_ids(config: Mapping[str, Any], model: ModelSpec, folder: Path) -> tuple[int, ...] | None:
     """Return the tokens that the head in `folder` drafts, ascending, or None for all.
 
-    Raises:
-        ModelError: if config.json lists invalid tokens.
+    Raises: ModelError: if config.json lists invalid tokens.
     """
     found = config.get(DRAFT_TOKEN_IDS)
     if found is None:
@@ -203,7 +189,7 @@ def draft_token_ids(config: Mapping[str, Any], model: ModelSpec, folder: Path) -
             f"{folder}: {DRAFT_TOKEN_IDS} is {shown(found)}; expected an ascending list of tokens from 0 to "
             f"{model.vocab_size - 1}, each once."
         )
-    return list(found)
+    return tuple(found)
 
 
 def _instead(folder: Path) -> str:
@@ -216,7 +202,7 @@ def _instead(folder: Path) -> str:
     )
 
 
-def _shapes(spec: ModelSpec, header: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+def head_shapes(spec: ModelSpec, header: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every required tensor and of the optional ones that exist."""
     size, queries, keys = spec.hidden_size, spec.query_size, spec.kv_size
     layer: dict[str, tuple[int, ...]] = {
@@ -257,8 +243,7 @@ def _check_names(header: dict[str, StoredTensor], shapes: dict[str, tuple[int, .
 def _by_plain_name(file: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """Return the names in the file, and its header, by plain names.
 
-    Raises:
-        CheckpointError: if two tensors have the same plain name.
+    Raises: CheckpointError: if two tensors have the same plain name.
     """
     header = read_header(file)
     names = {plain_name(name): name for name in header}

@@ -1,9 +1,8 @@
 """A draft head as a list of blocks, on any executor and device.
 
-EAGLE-1 (arXiv 2401.15077): from the newest token's embedding e and the final normed state h that led to it,
-x = fc [e; h] passes one Llama layer without input norm: x += attention(x), then x += ffn(norm(x)). The result estimates
-the
-next state h. EAGLE-3: see eagle3.py; its kept states are those after fc.
+EAGLE-1 (arXiv 2401.15077): from the newest token's embedding e and the final normed state h that led to it, x = fc [e;
+h] passes one Llama layer without input norm: x += attention(x), then x += ffn(norm(x)). The result estimates the next
+state h. EAGLE-3: see eagle3.py; its kept states are those after fc.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from hetero_ee.speculation.sources.eagle3 import NORM_ALL, NORM_EACH, Eagle3
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
-FC, EMBEDDING, HEAD_ROWS = "fc", "embedding.tokens", "head.rows"  # matrices in addition to those of the layer's blocks
+FC, EMBEDDING = "fc", "embedding.tokens"  # matrices in addition to those of the layer's blocks
 EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM, FC_NORM = "embedding_norm", "hidden_norm", "head_norm", "fc_norm"
 
 
@@ -77,8 +76,7 @@ class DraftHeadLayer:
     """Computes a head on the CPU or GPU of a machine, where its KV cache is too.
 
     executor: of fc_block and layer_blocks on that device. spec: of its one layer. embedding: its own, None for the
-    model's. A
-    token's bits depend only on that token and its sequence.
+    model's. A token's bits depend only on that token and its sequence.
     """
 
     def __init__(
@@ -137,8 +135,7 @@ class DraftHeadLayer:
         """Call `put` with the first row and the kept states of verified tokens, (m, d) on its device: the final normed
         states, or fc of the captured ones.
 
-        Raises:
-            ValueError: if captured states are missing.
+        Raises: ValueError: if captured states are missing.
         """
         eagle3 = self._eagle3
         if eagle3 is None:
@@ -182,11 +179,7 @@ class DraftHeadLayer:
         return self._machine.copier.to_gpu(x) if self._on_gpu else x
 
     def on_device(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return compute(), run on its device.
-
-        Raises:
-            DeviceMemoryError: if the result doesn't fit.
-        """
+        """Return compute(), run on its device. Raises: DeviceMemoryError: if the result doesn't fit."""
         return self._run([], compute)
 
     def embed(self, token_ids: list[int]) -> Tensor | None:

@@ -23,13 +23,12 @@ from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import (
     EMBEDDING,
-    HEAD_ROWS,
     DraftHead,
     DraftHeadLayer,
     fc_block,
     layer_blocks,
 )
-from hetero_ee.speculation.sources.eagle3 import Eagle3
+from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, Eagle3
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
@@ -76,8 +75,7 @@ class DraftHeadOpener:
     def open(self) -> None:
         """Open the layer on the machine that runs now.
 
-        Raises:
-            DeviceMemoryError: if the memory that the plan reserves for it is not available.
+        Raises: DeviceMemoryError: if the memory that the plan reserves for it is not available.
         """
         self._layer, self._has_tried, self._beside = None, True, self._now()
         self._layer = self._opened(self._beside)
@@ -119,8 +117,7 @@ def open_draft_head(
 
     Args:
         running: Runs the target's plan now, if there is one. Its machine charges drafting, and its GPU has the head if
-            the plan
-            says so.
+            the plan says so.
         warn: See DraftHeadSource and DraftHeadOpener.
 
     Raises:
@@ -129,15 +126,19 @@ def open_draft_head(
         DeviceMemoryError: if the memory that the plan reserves for it is not available.
     """
     head = read_draft_head(folder, target.spec)
-    weights = head_weights(head, compiled=target.weights.quantizer != UNQUANTIZED)
-    vocabulary, rows = None, weights.matrices.pop(HEAD_ROWS, None)
-    if head.draft_token_ids is not None:
-        vocabulary = draft_vocabulary(target, head.draft_token_ids, rows)
+    weights, vocabulary = head_parts(head, target)
     if head.eagle3 is not None:
         target.capture(head.eagle3.captured)
     opener = DraftHeadOpener(head.spec, weights, target, running, warn, head.eagle3)
     opener.open()
     return DraftHeadSource(opener, target, vocabulary, warn)
+
+
+def head_parts(head: DraftHead, target: Executor) -> tuple[ModelWeights, DraftVocabulary | None]:
+    """Return the head's weights for the target's kind of code, and its vocabulary, None for the model's."""
+    weights = head_weights(head, compiled=target.weights.quantizer != UNQUANTIZED)
+    rows = weights.matrices.pop(HEAD_ROWS, None)
+    return weights, None if head.draft_token_ids is None else draft_vocabulary(target, head.draft_token_ids, rows)
 
 
 def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool) -> ModelWeights:

@@ -1,18 +1,22 @@
-"""EAGLE-3 heads (arXiv 2503.01840) as config.json describes them, in the dialects of their publishers.
+"""EAGLE-3 heads (arXiv 2503.01840): their config.json and the tensors of their files, in the publishers' dialects.
 
 The head sees the model's states before a few of its layers, concatenated: g = fc [low; middle; high]. One layer follows
 whose attention reads [norm(embedding); norm(g)] and is added to g, or to its norm. The result replaces g for the next
 draft; its norm, times a head of a draft vocabulary, gives the logits. EAGLE-3.1 norms the inputs of fc and starts the
-next
-draft with the normed state.
+next draft with the normed state.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hetero_ee.errors import ModelError, shown
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import CheckpointError, ModelError, shown
 from hetero_ee.models.fields import Fields
+from hetero_ee.models.spec import ModelSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 DRAFT_VOCABULARY = "draft_vocab_size"
@@ -23,6 +27,14 @@ OUTPUT_IDS = ("LlamaForCausalLMEagle3",)  # SpecForge, SGLang: states are counte
 INPUT_IDS = ("Eagle3LlamaForCausalLM",)  # AngelSlim, vLLM: by the layer that they go into
 NESTED = ("Eagle3Speculator", "Eagle3DraftModel")  # speculators, as INPUT_IDS
 PLAIN = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+HEAD_ROWS = "head.rows"  # the matrix of a head's own logits
+LAYER = "layers.0."
+D2T, LM_HEAD = "d2t", "lm_head.weight"
+PREFIXES = {"midlayer.": LAYER}  # of names, and what the same layer is called elsewhere
+MODEL_PREFIX = "model."
+IGNORED = ("t2d",)  # what d2t says too
+HIDDEN_NORM = f"{LAYER}hidden_norm.weight"  # that no head of EAGLE-1 has
+NORMS = {"embedding": f"{LAYER}input_layernorm.weight", "hidden": HIDDEN_NORM, "head": "norm.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +60,7 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 def layer_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of the head's layer as those of a Llama model with one layer.
 
-    Raises:
-        ModelError: if they are invalid.
+    Raises: ModelError: if they are invalid.
     """
     if _architecture(config) not in NESTED:
         return dict(config) | PLAIN
@@ -60,11 +71,7 @@ def layer_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Eagle3:
-    """Return the properties of a head for a model with n_layers.
-
-    Raises:
-        ModelError: if config.json is invalid.
-    """
+    """Return the properties of a head for a model with n_layers. Raises: ModelError: if config.json is invalid."""
     fields = Fields(config, where)
     inner = fields.section("eagle_config")
     ids = fields.get(LAYER_IDS, inner.get(LAYER_IDS))
@@ -81,11 +88,7 @@ def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Eagle3:
 
 
 def draft_vocabulary_size(config: Mapping[str, Any], vocab_size: int, where: str) -> int:
-    """Return how many of the model's tokens the head drafts.
-
-    Raises:
-        ModelError: if config.json is invalid.
-    """
+    """Return how many of the model's tokens the head drafts. Raises: ModelError: if config.json is invalid."""
     return Fields(config, where).integer(DRAFT_VOCABULARY, vocab_size, largest=vocab_size)
 
 
@@ -104,3 +107,59 @@ def _captured(ids: Any, are_outputs: bool, n_layers: int, where: str) -> tuple[i
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without the parts that differ between publishers."""
+    name = name.removeprefix(MODEL_PREFIX)
+    return next((known + name.removeprefix(each) for each, known in PREFIXES.items() if name.startswith(each)), name)
+
+
+def eagle3_shapes(
+    spec: ModelSpec, eagle3: Eagle3, n_draft_tokens: int, layer: Mapping[str, tuple[int, ...]], *, has_head: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all required tensors by name. `layer`: shapes of a layer whose attention reads states of
+    this size."""
+    size, n_seen = spec.hidden_size, len(eagle3.captured)
+    shapes = dict(layer) | {"fc.weight": (size, n_seen * size)} | dict.fromkeys(NORMS.values(), (size,))
+    for part in "qkv":
+        name = f"{LAYER}self_attn.{part}_proj.weight"
+        shapes[name] = (layer[name][0], 2 * size)
+    if eagle3.fc_norm == NORM_ALL:
+        shapes["input_norm.weight"] = (n_seen * size,)
+    if eagle3.fc_norm == NORM_EACH:
+        shapes |= {f"fc_norm.{number}.weight": (size,) for number in range(n_seen)}
+    if n_draft_tokens < spec.vocab_size:
+        shapes[D2T] = (n_draft_tokens,)
+    if has_head or n_draft_tokens < spec.vocab_size:
+        shapes[LM_HEAD] = (n_draft_tokens, size)
+    return shapes
+
+
+def eagle3_vectors(eagle3: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the norms by the engine's names. Norms of several states are concatenated, as the states are."""
+    found = {f"{short}_norm": tensors[name] for short, name in NORMS.items()}
+    if eagle3.fc_norm == NORM_ALL:
+        found["fc_norm"] = tensors["input_norm.weight"]
+    if eagle3.fc_norm == NORM_EACH:
+        each = range(len(eagle3.captured))
+        found |= {f"fc_norm.{number}": tensors[f"fc_norm.{number}.weight"] for number in each}
+    return found
+
+
+def draft_rows(tensors: Mapping[str, Tensor], vocab_size: int, file: Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return the head's own rows as HEAD_ROWS and their tokens, ascending; nothing if it has none.
+
+    Raises: CheckpointError: if d2t names tokens that the model lacks, or one twice.
+    """
+    if LM_HEAD not in tensors:
+        return {}, None
+    rows = tensors[LM_HEAD]
+    offsets = tensors.get(D2T, torch.zeros(len(rows), dtype=torch.int64)).long()
+    token_ids, order = (torch.arange(len(rows)) + offsets).sort()
+    if int(token_ids[0]) < 0 or int(token_ids[-1]) >= vocab_size or not bool((token_ids[1:] > token_ids[:-1]).all()):
+        raise CheckpointError(
+            f"{file}: {D2T} names tokens from {int(token_ids[0])} to {int(token_ids[-1])}, some of them twice or none "
+            f"of the model's {vocab_size}; get the file again."
+        )
+    return {HEAD_ROWS: rows[order]}, token_ids

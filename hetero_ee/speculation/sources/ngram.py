@@ -1,8 +1,7 @@
 """NgramSource: drafts the tokens that followed an earlier occurrence of the last tokens in the same text.
 
 Prompt lookup decoding with decreasing n-gram sizes. Such drafts cost nothing and are right if a text repeats its prompt
-or
-itself.
+or itself.
 """
 
 import itertools
@@ -11,12 +10,11 @@ from collections.abc import Generator, Sequence
 from torch import Tensor
 
 from hetero_ee.speculation.sources.source import Choose, Draft
+from hetero_ee.speculation.stop_rule import LearnedChances
 
 MAX_ORDER = 5  # tokens of the longest n-gram looked up
 TOKEN_BITS = 32  # an n-gram's key is its tokens side by side in one integer
-PRIOR_TOKENS = 8.0  # tokens that the first belief in a match weighs
 PRIOR_ORDER = 4.0  # order of which one in two is believed to be right: low, as computed drafts are there instead
-DECAY = 0.998  # of the counts of an order at each token: half is forgotten after 350
 
 
 class NgramSource:
@@ -67,42 +65,33 @@ class NgramSource:
             self._texts[sequence].truncate(length)
 
     def close(self, sequence: int) -> None:
-        """See DraftSource.close."""
         self._texts.pop(sequence, None)
 
 
 class MatchPrecision:
-    """How often the token after a repeated n-gram equals the earlier one, by the match's length.
+    """How often the token after a repeated n-gram equals the earlier one, by the match's length, up to MAX_ORDER.
 
     It starts at n / (n + PRIOR_ORDER) for n tokens.
     """
 
     def __init__(self) -> None:
-        self._right = [0.0] * MAX_ORDER
-        self._seen = [0.0] * MAX_ORDER
+        self._chances = LearnedChances([order / (order + PRIOR_ORDER) for order in range(1, MAX_ORDER + 1)])
 
     def add(self, order: int, was_right: bool) -> None:
         """Count whether the token after a match of this length was right."""
-        index = order - 1
-        self._right[index] = DECAY * self._right[index] + was_right
-        self._seen[index] = DECAY * self._seen[index] + 1
+        self._chances.add(order - 1, was_right)
 
     def chance(self, order: int) -> float:
-        """Return the chance that the token after such a match is right: the mean of a Beta posterior. Longer matches
-        count as MAX_ORDER."""
-        order = min(order, MAX_ORDER)
-        right = PRIOR_TOKENS * order / (order + PRIOR_ORDER) + self._right[order - 1]
-        return right / (PRIOR_TOKENS + self._seen[order - 1])
+        """Return the chance that the token after such a match is right."""
+        return self._chances.of(min(order, MAX_ORDER) - 1)
 
 
 class _Text:
     """A growing text with the last position of each of its n-grams, and exact rollback.
 
     For each order, a table from n-gram to the newest position after one, and for each position the previous one of the
-    same
-    n-gram: the chains of LZ77 encoders. Appending and undoing cost O(MAX_ORDER) per token, whatever the length. If
-    Ctrl-C
-    interrupts a change, the next change rebuilds the tables from the tokens.
+    same n-gram: the chains of LZ77 encoders. Appending and undoing cost O(MAX_ORDER) per token, whatever the length. If
+    Ctrl-C interrupts a change, the next change rebuilds the tables from the tokens.
     """
 
     def __init__(self) -> None:

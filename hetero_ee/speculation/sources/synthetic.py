@@ -1,14 +1,14 @@
 """SyntheticSource: drafts with a given acceptance at the cost of a draft head. For benchmarks.
 
 A head's training and the text decide which drafts are right, but not what they cost. So a head with any weights
-computes
-every draft, and the result is replaced: by the text's next token as often as the rates say, else by another. Everything
-else, verification included, is computed and timed as usual.
+computes every draft, and the result is replaced: by the text's next token as often as the rates say, else by another.
+Everything else, verification included, is computed and timed as usual.
 """
 
 import json
+import math
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import save_file
 
 from hetero_ee.errors import ModelError, UsageError
-from hetero_ee.hub.config_file import read_config_file
+from hetero_ee.hub.config_file import read_config_file, read_spec
 from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.statistics import DraftRates
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.sources.draft_head_file import ACCEPTANCE
+from hetero_ee.speculation.sources.draft_head_file import ACCEPTANCE, head_shapes
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 
 SEED = 0
@@ -36,12 +36,11 @@ def write_synthetic_head(folder: Path, model: ModelSpec, rates: DraftRates, own:
 
     Random heads need about two bytes per weight on disk, 0.5 GB for a 7B model.
 
-    Raises:
-        ModelError: if `own` can't be read.
+    Raises: ModelError: if `own` can't be read.
     """
     if own is None:
         config = _config(model)
-        save_file(_random_tensors(model), folder / SINGLE_FILE)
+        save_file(_random_tensors(config), folder / SINGLE_FILE)
     else:
         config, file = dict(read_config_file(own)), find_file(own, SINGLE_FILE)
         if file is None:
@@ -54,8 +53,7 @@ def synthetic(drafting: Drafting, text: Sequence[int], rates: DraftRates, vocab_
     """Return the drafting with only its draft head's drafts, replaced. `text`: the tokens that the model is going to
     generate, from the sequence's first.
 
-    Raises:
-        UsageError: if no draft head drafts.
+    Raises: UsageError: if no draft head drafts.
     """
     heads = [source for source in drafting.sources if not source.is_free]
     if not heads:
@@ -101,23 +99,13 @@ def _config(model: ModelSpec) -> dict[str, object]:
     }
 
 
-def _random_tensors(model: ModelSpec) -> dict[str, torch.Tensor]:
-    size, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
-    values = torch.randn(RANDOM_VALUES, generator=torch.Generator().manual_seed(SEED)) / size**0.5
-    shapes = {
-        "fc": (size, 2 * size),
-        "layers.0.self_attn.q_proj": (queries, size),
-        "layers.0.self_attn.k_proj": (keys, size),
-        "layers.0.self_attn.v_proj": (keys, size),
-        "layers.0.self_attn.o_proj": (size, queries),
-        "layers.0.mlp.gate_proj": (ffn, size),
-        "layers.0.mlp.up_proj": (ffn, size),
-        "layers.0.mlp.down_proj": (size, ffn),
-    }
+def _random_tensors(config: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    spec = read_spec(config)
+    values = torch.randn(RANDOM_VALUES, generator=torch.Generator().manual_seed(SEED)) / spec.hidden_size**0.5
     halves = values.half()
-    tensors = {
-        f"{name}.weight": halves.repeat(-(-rows * columns // RANDOM_VALUES))[: rows * columns].view(rows, columns)
-        for name, (rows, columns) in shapes.items()
-    }
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return tensors | {"layers.0.post_attention_layernorm.weight": torch.ones(size, dtype=torch.float16)}
+    tensors = {}
+    for name, shape in head_shapes(spec, {}).items():
+        n_values = math.prod(shape)
+        repeated = halves.repeat(-(-n_values // RANDOM_VALUES))[:n_values].view(shape).contiguous()
+        tensors[name] = repeated if len(shape) == 2 else torch.ones(shape, dtype=torch.float16)
+    return tensors

@@ -2,7 +2,7 @@
 
 Like Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456), it minimizes the cross-entropy of "is active". Unlike
 them, nothing is between the two factors, the start is the reduced-rank regression of the first matrix on the inputs,
-and each active neuron is weighted by its score (see `thresholds.py`), so that those that add most are found.
+and each active neuron is weighted by its score (see `curves.py`), so that those that add most are found.
 """
 
 import math

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.calibration.partial import OF, KeptSteps
 from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
+from hetero_ee.calibration.steps import OF, KeptSteps
 from hetero_ee.config import Progress
 from hetero_ee.errors import ModelError
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
@@ -20,10 +20,16 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.sparsity.factors import Factors, FactorTraining, fit_factors, rank_of
 from hetero_ee.sparsity.held_out import HeldOut
-from hetero_ee.sparsity.prediction.factors import Factors, FactorTraining, fit_factors, rank_of
-from hetero_ee.sparsity.prediction.file import layer_arrays, parsed_layer
-from hetero_ee.sparsity.prediction.predictor import LayerPredictor, NeuronPredictor, PredictorMeasurement, least_within
+from hetero_ee.sparsity.predictor import (
+    LayerPredictor,
+    NeuronPredictor,
+    PredictorMeasurement,
+    layer_arrays,
+    least_within,
+    parsed_layer,
+)
 from hetero_ee.weights.model_weights import ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.store.record import Arrays, RecordArrays
