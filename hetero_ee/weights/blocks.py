@@ -44,6 +44,8 @@ class Blocks:
         """
         zeros = minimums / scales - 8
         is_flat = ~(zeros.abs() <= LARGEST_ZERO) & scales.isfinite()
+        if not is_flat.any():
+            return cls(codes, scales, LINEAR_CODEBOOK, zeros)
         zero_code = LINEAR_CODEBOOK.index(0)
         codes = torch.where(is_flat.repeat_interleave(layout.TILE_COLUMNS, dim=1), zero_code, codes)
         return cls(codes, torch.where(is_flat, minimums, scales), LINEAR_CODEBOOK, torch.where(is_flat, 1.0, zeros))

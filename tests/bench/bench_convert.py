@@ -234,6 +234,7 @@ def random_blocks(n_rows: int, n_columns: int, kind: Any) -> np.ndarray:
     n_weights, n_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (n_rows, n_columns // n_weights, n_bytes), np.uint8)
+    blocks[blocks == 128] = 129  # as int8 -128, which no quantizer writes
     first = 208 if kind.name == "Q6_K" else 0
     for at in (first, first + 2) if kind.name == "Q4_K" else (first,):
         scales = random.uniform(1e-4, 2e-4, blocks.shape[:2]).astype(np.float16)

@@ -42,9 +42,8 @@ class RawTensors:
     def finite(self, name: str) -> Tensor:
         """Return the tensor as fp32. Raises CheckpointError for NaN or Inf."""
         values = self.read(name).float()
-        finite = torch.isfinite(values)
-        if not finite.all():
-            index = [int(i) for i in (~finite).nonzero()[0]]
+        if not torch.isfinite(torch.stack(torch.aminmax(values))).all():
+            index = [int(i) for i in (~torch.isfinite(values)).nonzero()[0]]
             raise self.failure(name, f"gives {values[tuple(index)].item()} at {index}")
         return values
 
