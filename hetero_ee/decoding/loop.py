@@ -32,6 +32,7 @@ from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.text_meter import TextMeter
 from hetero_ee.text.text_stream import Decode
 
+MAX_WAITED = 16  # steps without a chunk of a prompt, while shorter ones are read
 Take = Callable[[], Sequence[GeneratedToken]]  # a sequence's tokens of one step; raises the HeteroError that ends it
 
 
@@ -267,15 +268,14 @@ class DecodingLoop:
         return stepped
 
     def _next_to_read(self, reading: Sequence[_Running]) -> _Running:
-        """Choose the prompt with the fewest tokens left. Each step that a prompt waits counts as a chunk less, so that
-        shorter ones can't keep it waiting for more steps than it has chunks."""
-        executor = self._shared.executor
+        """Choose the prompt with the fewest tokens left, or one that has waited for MAX_WAITED steps."""
+        cache = self._shared.executor.cache
 
-        def n_left(each: _Running) -> int:
-            n_missing = each.request.n_prompt_tokens - executor.cache.length(each.request.kv_sequence)
-            return n_missing - each.n_waited * executor.prompt_chunk_tokens
+        def order(each: _Running) -> tuple[bool, int]:
+            n_left = each.request.n_prompt_tokens - cache.length(each.request.kv_sequence)
+            return each.n_waited < MAX_WAITED, n_left
 
-        chosen = min(reading, key=n_left)
+        chosen = min(reading, key=order)
         for each in reading:
             each.n_waited = 0 if each is chosen else each.n_waited + 1
         return chosen
