@@ -59,12 +59,7 @@ class BlockCost:
         shares: NeuronShares = ALL_NEURONS,
         disk_bytes: int = 0,
     ) -> Work:
-        """Return the work of m tokens, the last of a sequence of context_tokens.
-
-        Args:
-            shares: of a sparse FFN's neurons, per token.
-            disk_bytes: read from the disk meanwhile.
-        """
+        """Return the work of m tokens, the last of a sequence of context_tokens. See Work for the other fields."""
         return Work(
             name,
             m,

@@ -74,12 +74,7 @@ class Work:
         return 0.0
 
     def split(self, n_hot: int, hot_curve: Sequence[float] = ()) -> "SplitWork":
-        """Divide a sparse FFN between two devices.
-
-        Args:
-            hot_curve: see ModelSpec; empty if it is unknown.
-
-        """
+        """Divide a sparse FFN between two devices. `hot_curve` is ModelSpec's, empty if it is unknown."""
         rows = self.neurons
         assert rows is not None, "not a sparse FFN"
         size, activations = rows.n_neurons, hot_activations(hot_curve, n_hot / rows.n_neurons)

@@ -106,11 +106,7 @@ class _Step:
 
 
 class _Grid:
-    """The dynamic programme over units of memory.
-
-    Args:
-        units: of each part's options, in order.
-    """
+    """The dynamic programme over units of memory, of which each part's options take `units`."""
 
     def __init__(
         self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, transfer_s: float

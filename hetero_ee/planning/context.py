@@ -27,10 +27,7 @@ class Choice:
 
 
 def best_in_context(problem: Problem, predict_at_tokens: int) -> Choice:
-    """Return the best candidate for the context of the problem.
-
-    Args:
-        predict_at_tokens: Context that its rates hold for; 0 for half the context.
+    """Return the best candidate for the context of the problem, with rates after predict_at_tokens (0: half of it).
 
     Raises:
         UsageError: if nothing fits.
@@ -64,13 +61,9 @@ def best_context(problem: Problem, predict_at_tokens: int) -> Choice:
 
 
 def grown(plan_for: Callable[[int], Plan], present_tokens: int, n_tokens: int, most_tokens: int) -> Plan | None:
-    """Return a larger plan than the present one, None if none fits.
+    """Return a plan for at least n_tokens in place of one for present_tokens, None if none fits.
 
-    Args:
-        plan_for: Makes the plan for a context, or raises a UsageError.
-        present_tokens: Context of the present plan.
-        n_tokens: Context that is needed.
-        most_tokens: The longest context allowed.
+    `plan_for` makes the plan for a context, or raises a UsageError.
     """
     if n_tokens > most_tokens:
         return None

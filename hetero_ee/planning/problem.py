@@ -58,10 +58,8 @@ class Problem:
     def layer_options(self, context_tokens: int, passes: Passes | None = None) -> list[PartOptions]:
         """Return where each part of a layer may go, and what a token costs there.
 
-        A streamed part costs the longer of copy and computing, since copies run ahead.
-
-        Args:
-            passes: how often a token passes each layer; None for once.
+        A streamed part costs the longer of copy and computing, since copies run ahead. Without `passes`, a token passes
+        each layer once.
         """
         known: dict[object, PartOptions] = {}  # the same for parts of one shape
         found = []

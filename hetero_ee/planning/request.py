@@ -128,10 +128,7 @@ class PlanRequest:
         return not isinstance(self.asked_profile, str) or any(wish is not None for wish in wishes)
 
     def found_profile(self, spec: ModelSpec, folder: Path, automatic: FindProfile) -> HardwareProfile | None:
-        """Return the profile to plan by, None if nothing is planned.
-
-        Args:
-            automatic: Finds the profile of this machine.
+        """Return the profile to plan by, None if nothing is planned. `automatic` finds that of this machine.
 
         Raises:
             UsageError: if a profile is needed and none is found.
@@ -151,8 +148,7 @@ class PlanRequest:
     def completed(self, profile: HardwareProfile | None, quantizer: str, statistics: Statistics) -> Self:
         """Return the request with the machine's profile and the model's statistics.
 
-        Args:
-            quantizer: Of the weights. Those that are not quantized run on the CPU unless a GPU is asked for.
+        Weights that are not quantized run on the CPU unless a GPU is asked for.
         """
         limits = Limits() if profile is None else self.limits
         if profile is not None and self.context_tokens:

@@ -59,11 +59,7 @@ def open_on_cpu(
     *,
     cache: KvCache | None = None,
 ) -> HostExecutor:
-    """Open the executor of these weights: the CPU kernels if they are quantized, else the reference.
-
-    Args:
-        cache: KV cache of some of the layers, see HostExecutor.
-    """
+    """Open the executor of these weights: the CPU kernels if they are quantized, else the reference."""
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())

@@ -41,15 +41,11 @@ def split_work(spec: ModelSpec, part: Part, placement: Placement, m: int) -> Spl
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Expected seconds of one model on one machine.
-
-    Attributes:
-        threads: of the CPU; 0 for the most that were measured.
-    """
+    """Expected seconds of one model on one machine."""
 
     spec: ModelSpec
     profile: HardwareProfile
-    threads: int = 0
+    threads: int = 0  # of the CPU; 0 for the most that were measured
     _known: dict[object, float] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -41,10 +41,7 @@ class Lanes:
     """A simulation that begins at 0 with nothing copied.
 
     Copies of streamed weights run ahead as far as there are buffers, also into the next pass if it streams the same
-    parts. Otherwise they begin again.
-
-    Args:
-        beside_cpu: see Costs.copy_s.
+    parts. Otherwise they begin again. `beside_cpu` is as in Costs.copy_s.
     """
 
     def __init__(self, costs: Costs, *, beside_cpu: bool) -> None:

@@ -22,8 +22,7 @@ from hetero_ee_profiles.hardware import HardwareProfile
 def predict(made: Candidate, cpu_s: float | None) -> Prediction:
     """Return the expected speed at the candidate's context: prompts of that length, and decoding after it.
 
-    Args:
-        cpu_s: seconds of a token on the CPU only, None if that is impossible.
+    cpu_s: seconds of a token on the CPU only, None if that is impossible.
     """
     context_tokens, costs, parts, step = made.context_tokens, made.problem.costs, made.problem.parts, made.schedule.step
     decode = pass_time(costs, parts, made.decode, 1, context_tokens)

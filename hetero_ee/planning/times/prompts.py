@@ -33,11 +33,7 @@ def prompt_s(
     chunk_tokens: int,
     reading: PromptReading | None = None,
 ) -> float:
-    """Return the seconds of a prompt, with the head for its last token.
-
-    Args:
-        reading: the cost of a draft source that reads the prompt too.
-    """
+    """Return the seconds of a prompt, with the head for its last token."""
     lanes = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode))
     read_prompt(lanes, parts, placements, range(0, n_tokens, chunk_tokens), n_tokens, reading)
     return lanes.spent.seconds
@@ -51,7 +47,7 @@ def read_prompt(
     n_tokens: int,
     reading: PromptReading | None = None,
 ) -> None:
-    """Read chunks that begin at `firsts`, up to n_tokens, then apply the head. See prompt_s for `reading`."""
+    """Read chunks that begin at `firsts`, up to n_tokens, then apply the head."""
     flow, begun = lanes.entered(), None
     for first in firsts:
         m = min(firsts.step, n_tokens - first)

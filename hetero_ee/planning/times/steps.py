@@ -174,10 +174,7 @@ class StepTimes:
         """Return the seconds of exit map, head and judging of one token, including transfers.
 
         The hidden state moves to the head's device. The draft's id and confidence come back to the CPU, which costs as
-        much as one hidden state.
-
-        Args:
-            is_partial: judge by a few rows of the head.
+        much as one hidden state. Partial judging takes a few rows of the head.
         """
         head_on_gpu = self._on_gpu[-1]
         n_transfers = (self._on_gpu[self._n_parts(exit_layer)] != head_on_gpu) + head_on_gpu

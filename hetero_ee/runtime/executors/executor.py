@@ -228,8 +228,7 @@ class BlockExecutor(HeadExecutor, Protocol):
 class HostExecutor(Executor, BlockExecutor):
     """Base of executors that run a whole model, or some of its blocks, in the CPU's memory.
 
-    Args:
-        cache: of some layers, if others compute the rest; None for one of all layers in kv_type.
+    `cache` is that of some layers, if others compute the rest; None for one of all layers in kv_type.
     """
 
     kv_type: ClassVar[str] = KV_TYPE
