@@ -24,6 +24,7 @@ from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.safetensors_file import MAX_TENSORS, StoredTensor, read_header
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+SHORT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 BIAS = ".bias"
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
@@ -62,11 +63,17 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor of this engine's name, fp32, its parts stacked. Raises CheckpointError for NaN or Inf."""
+        return self.values(name).float()
+
+    def values(self, name: str) -> Tensor:
+        """Return what `tensor` returns, but in the file's type if all parts share one of 16 bits: half the memory."""
         parts, order = self._parts[name], self._neuron_order(name)
         if len(parts) == 1 and order is None:
             return self._read(parts[0])
         n_rows = [part.shape[0] for part in parts]
-        stacked = torch.empty(sum(n_rows), *parts[0].shape[1:])
+        kinds = {self._kind(part) for part in parts}
+        kind = kinds.pop() if len(kinds) == 1 else torch.float32
+        stacked = torch.empty(sum(n_rows), *parts[0].shape[1:], dtype=kind)
         for rows, part in zip(torch.split(stacked, n_rows), parts, strict=True):  # one part in memory besides the whole
             values = self._read(part)
             rows.copy_(values if order is None else values[_in_each(order, len(values))])
@@ -121,11 +128,16 @@ class Checkpoint:
         if part.hf_name in self._saved:
             tensor = self._saved[part.hf_name].dequantize()
         else:
-            tensor = self._raw(part.hf_name).float()
+            tensor = self._raw(part.hf_name).to(self._kind(part))
             refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
         rows = engine_order(part)
         tensor = tensor if rows is None else tensor[rows]
-        return tensor + part.added if part.added else tensor
+        return tensor.float() + part.added if part.added else tensor
+
+    def _kind(self, part: Part) -> torch.dtype:
+        """Return the type in which a part is read."""
+        is_saved = part.hf_name in self._saved
+        return torch.float32 if is_saved else SHORT_TYPES.get(self._header(part.hf_name)[0], torch.float32)
 
     def _raw(self, name: str) -> Tensor:
         """Return the tensor as it is in its file."""
@@ -186,7 +198,7 @@ class Checkpoint:
         [embedding], name = self._parts["embedding.tokens"], self._family.head_name
         if not self.spec.tied_head or name not in self._located or embedding.hf_name == name:
             return
-        if not torch.equal(self._read(Part(name, embedding.shape)), self._read(embedding)):
+        if not torch.equal(self._read(Part(name, embedding.shape)).float(), self._read(embedding).float()):
             raise CheckpointError(
                 f"{self.folder}: config.json ties the head to the embedding, but {name} holds other values; "
                 "set tie_word_embeddings to false in config.json to use both, as transformers does."

@@ -54,6 +54,8 @@ class GgufCheckpoint:
         """Return the tensor of this engine's name, fp32, its parts stacked. Raises CheckpointError for NaN or Inf."""
         return torch.cat([self._read(part) for part in self._parts[name]])
 
+    values = tensor
+
     def tiles(self, name: str) -> KeptCodes | None:
         """Return the tensor in tiles with the file's codes, or None if tiles cannot hold it.
 

@@ -160,7 +160,7 @@ def test_conversion_holds_two_tensors_at_a_time(
     values: list[weakref.ref[Any]] = []
     tiles: list[weakref.ref[Any]] = []
     n_alive: list[int] = []
-    read, write = Checkpoint.tensor, StoreWriter.add_matrix
+    read, write = Checkpoint.values, StoreWriter.add_matrix
 
     def watched_read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
         n_alive.extend(sum(reference() is not None for reference in references) for references in (values, tiles))
@@ -172,7 +172,7 @@ def test_conversion_holds_two_tensors_at_a_time(
         tiles.append(weakref.ref(weight.tiles))
         write(writer, name, weight)
 
-    monkeypatch.setattr(Checkpoint, "tensor", watched_read)
+    monkeypatch.setattr(Checkpoint, "values", watched_read)
     monkeypatch.setattr(StoreWriter, "add_matrix", watched_write)
     convert(model_folder, read_spec(model_folder), tmp_path / "store", Quantization())
     assert len(values) == 3 + 6 and len(tiles) == 6 and max(n_alive) == 1  # three norms, six matrices

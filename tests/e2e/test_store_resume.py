@@ -23,8 +23,8 @@ def n_tensors_read(model_folder: Path, target: Path) -> int:
     """Converts; how many tensors it had to read from the checkpoint."""
     read: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        real = Checkpoint.tensor
-        patch.setattr(Checkpoint, "tensor", lambda self, name: (read.append(name), real(self, name))[1])
+        real = Checkpoint.values
+        patch.setattr(Checkpoint, "values", lambda self, name: (read.append(name), real(self, name))[1])
         made_store(model_folder, target)
     return len(read)
 

@@ -149,11 +149,11 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
 def _read_ahead(
     checkpoint: Checkpoint | GgufCheckpoint, quantization: Quantization, tensors: list[TensorSpec]
 ) -> Iterator[KeptCodes | Tensor]:
-    """Yield each tensor, as codes to be kept or in fp32, while a thread reads the next one."""
+    """Yield each tensor, as codes to be kept or as floats, while a thread reads the next one."""
 
     def read(tensor: TensorSpec) -> KeptCodes | Tensor:
         if not is_quantized(tensor.role):
-            return checkpoint.tensor(tensor.name)
+            return checkpoint.values(tensor.name)
         kept = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
         return _values(checkpoint, tensor, quantization) if kept is None else kept
 
@@ -191,12 +191,12 @@ def _values(checkpoint: Checkpoint | GgufCheckpoint, tensor: TensorSpec, quantiz
     """Return the values of one of the store's matrices. Neuron-major stores split gate_up and transpose down."""
     prefix, _, short = tensor.name.rpartition(".")
     if not quantization.neuron_major or not prefix.endswith(".ffn"):
-        return checkpoint.tensor(tensor.name)
+        return checkpoint.values(tensor.name)
     if short == "down":
-        return checkpoint.tensor(tensor.name).T.contiguous()
+        return checkpoint.values(tensor.name).T.contiguous()
     if not checkpoint.spec.gated:
-        return checkpoint.tensor(tensor.name)
-    gate, up = checkpoint.tensor(f"{prefix}.gate_up").chunk(2)
+        return checkpoint.values(tensor.name)
+    gate, up = checkpoint.values(f"{prefix}.gate_up").chunk(2)
     return gate if short == "gate" else up
 
 
