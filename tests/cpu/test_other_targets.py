@@ -17,7 +17,10 @@ FILES = [
     for name in ("simd_float", "norm", "rope", "attention", "activate", "embed", "sparse_ffn", "quantize_weights")
 ]
 PRODUCTS = [f"test_{name}.py" for name in ("exact_products", "matmul")]
-CORE = "accurate_in_random or writes_what or fp16 or catches or bits_are or equals_numpy or whole_range or matches or same_b"
+CORE = (
+    "accurate_in_random or writes_what or fp16 or catches or bits_are or equals_numpy or whole_range or matches "
+    "or same_bits"
+)
 AVX512 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512vnni"
 TARGETS = {
     "avx512 without vbmi": ("cascadelake", AVX512),
