@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from hetero_ee.costs.product import FLOAT_BYTES, exit_map_products
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.planning.chain import Chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
@@ -10,8 +12,9 @@ from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.times.memory import (
     DRAFT_HEAD,
     DRAFT_ROWS,
+    GRAPH_BYTES,
+    GRAPH_LAYER_BYTES,
     MemoryTerm,
-    gpu_reserve_terms,
     part_gpu_bytes,
     pinned_buffer_bytes,
     rounded,
@@ -30,13 +33,22 @@ def memory_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: 
 
 def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[MemoryTerm]:
     """Return what a GPU that computes any layer needs besides those layers."""
-    drafts = 0
+    spec, terms = problem.spec, list[MemoryTerm]()
     if head == Placement.GPU:
-        drafts = max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
-    exits = problem.statistics.exits
-    map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
-    terms = gpu_reserve_terms(problem.sizes, problem.parts, problem.context_tokens, chunk_tokens, drafts, map_rank)
-    return terms + draft_terms(problem, "gpu", head)
+        draft_length = max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
+        terms.append(MemoryTerm("gpu", "head", rounded(problem.head.cost.product_bytes)))
+        terms.append(MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)))
+        exits = problem.statistics.exits
+        map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
+        if products := exit_map_products(spec.hidden_size, map_rank):
+            terms.append(MemoryTerm("gpu", "exit map", sum(rounded(product.n_bytes) for product in products)))
+    graph_bytes = GRAPH_BYTES + rounded(MAX_DECODE_TOKENS * spec.n_layers * GRAPH_LAYER_BYTES)
+    return [
+        *terms,
+        *problem.sizes.gpu_terms(problem.context_tokens, chunk_tokens),
+        MemoryTerm("gpu", "graphs and workspaces", graph_bytes),
+        *draft_terms(problem, "gpu", head),
+    ]
 
 
 def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) -> list[MemoryTerm]:

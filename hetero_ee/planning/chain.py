@@ -142,8 +142,10 @@ class _Grid:
             if n_reached <= 0:
                 continue
             row = int(option.on_gpu)
-            offered = self._seen_from(index, arrived[row], taken) + option.seconds
-            _take_better(after[row][-n_reached:], codes[row][-n_reached:], offered, np.int16(code))
+            offered, best_s = self._seen_from(index, arrived[row], taken) + option.seconds, after[row][-n_reached:]
+            better = offered < best_s
+            np.copyto(best_s, offered, where=better)
+            np.copyto(codes[row][-n_reached:], np.int16(code), where=better)
         return after, _Step(first, codes, self._firsts[index], self._lasts[index], best)
 
     def _seen_from(self, index: int, values: Any, taken: int) -> Any:
@@ -163,13 +165,6 @@ class _Grid:
             before = step.before[:, n_units - step.first_before]
             device = device if before[device] <= before[1 - device] + self._transfer_s else 1 - device
         return tuple(reversed(placements))
-
-
-def _take_better(seconds: Any, codes: Any, offered: Any, code: Any) -> None:
-    """Take what is offered where it is faster."""
-    better = offered < seconds
-    np.copyto(seconds, offered, where=better)
-    np.copyto(codes, code, where=better)
 
 
 def _early_first(parts: Sequence[PartOptions], placements: Chain) -> Chain:

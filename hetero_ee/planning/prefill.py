@@ -32,18 +32,13 @@ def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state:
     for part, placement in zip(problem.layers, decode[1:-1], strict=True):
         key = part.shape, placement
         if key not in known:
-            allowed = _allowed(placement, may_visit=with_state or part.cost.state is None)
+            may_visit = with_state or part.cost.state is None or placement.is_split
+            allowed = placement.prefill_choices if may_visit else (placement,)
             known[key] = {each: _option(problem, part, each, chunk_tokens) for each in allowed}
         options.append(known[key])
     chain = place_chain(options, 0, problem.costs.transfer_s(chunk_tokens), ends_on_gpu=decode[-1].on_gpu)
     assert chain is not None, "nothing here takes memory"
     return (decode[0], *chain, decode[-1])
-
-
-def _allowed(decode: Placement, *, may_visit: bool) -> list[Placement]:
-    if decode.is_split:
-        return [Placement.VISIT]
-    return [decode, Placement.VISIT] if decode == Placement.CPU and may_visit else [decode]
 
 
 def _option(problem: Problem, part: Part, placement: Placement, chunk_tokens: int) -> Option:

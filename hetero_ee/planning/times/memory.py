@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from hetero_ee.costs.product import FLOAT_BYTES, exit_map_products
+from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.layers.ops import MULTIPLIED
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import layer_buffers, layer_states
@@ -87,36 +87,6 @@ class WorkingSizes:
         if self.n_ropes:
             terms["rotary angles"] = self.n_ropes * context_tokens * spec.head_dim * FLOAT_BYTES
         return [MemoryTerm("gpu", name, rounded(n_bytes)) for name, n_bytes in terms.items()]
-
-
-def gpu_reserve_terms(
-    sizes: WorkingSizes,
-    parts: Sequence[Part],
-    context_tokens: int,
-    chunk_tokens: int,
-    draft_length: int,
-    map_rank: int = 0,
-) -> list[MemoryTerm]:
-    """Return what a GPU that computes any layer needs in addition to those layers.
-
-    Args:
-        draft_length: 0 for a head on the CPU.
-        map_rank: of the largest exit map.
-    """
-    spec = sizes.spec
-    head = [
-        MemoryTerm("gpu", "head", rounded(parts[-1].cost.product_bytes)),
-        MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
-    ]
-    map_bytes = sum(rounded(product.n_bytes) for product in exit_map_products(spec.hidden_size, map_rank))
-    if map_bytes:
-        head.append(MemoryTerm("gpu", "exit map", map_bytes))
-    graph_bytes = MAX_DECODE_TOKENS * spec.n_layers * GRAPH_LAYER_BYTES
-    return [
-        *(head if draft_length else []),
-        *sizes.gpu_terms(context_tokens, chunk_tokens),
-        MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES + rounded(graph_bytes)),
-    ]
 
 
 def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> int:
