@@ -58,9 +58,10 @@ def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: flo
     chances, exit_layers = passes.chances, known.exit_layers
     seconds = chances[0] * times.before_s(exit_layers[0]) + (draft_s if known.is_drafted else 0.0)
     for number, (exit_layer, end) in enumerate(zip(exit_layers, (*exit_layers[1:], None), strict=True)):
-        seconds += chances[number] * _judging_s(times, known, number)
+        looks = known.looks(number)  # judged by candidates only, if there are some
+        seconds += chances[number] * (known.judging(number) * times.exit_head_s(exit_layer, is_partial=looks))
         exited = chances[number] - chances[number + 1]
-        if known.looks(number):
+        if looks:
             seconds += exited * times.exit_head_s(exit_layer)
         for m, n_passes in enumerate(passes.batches[number + 1], 1):
             later_s = 0.0 if end is None else times.verify_s(end, m)
@@ -69,11 +70,6 @@ def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: flo
     n_tokens = 1 / chances[-1]
     batch = sum(m * n_passes for m, n_passes in enumerate(last, 1)) / (chances[-1] or 1.0)
     return Step(seconds * n_tokens, n_tokens, batch)
-
-
-def _judging_s(times: StepTimes, known: DepthStatistics, number: int) -> float:
-    """Return the seconds of judging a token that reaches an exit layer, by candidates only if there are some."""
-    return known.judging(number) * times.exit_head_s(known.exit_layers[number], is_partial=known.looks(number))
 
 
 def _round_lengths(all_layers: float, most: int) -> list[float]:
