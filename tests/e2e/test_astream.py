@@ -39,6 +39,7 @@ async def text_of(engine: Engine, prompt: str, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("mode", ["full", "exact"])
+@pytest.mark.sample(1)
 def test_texts_side_by_side_are_what_each_is_alone(mode: str, request: pytest.FixtureRequest) -> None:
     engine: Engine = request.getfixturevalue("engine" if mode == "full" else "exact")
     alone = [engine.generate(prompt, max_new_tokens=N_TOKENS).text for prompt in PROMPTS]

@@ -71,6 +71,7 @@ def test_rows_of_every_context_step_and_number_of_threads(bench: Any) -> None:
         assert bench.table_line(row).count("|") == bench.heading(models).splitlines()[0].count("|")
 
 
+@pytest.mark.sample(0)
 def test_llama_cpp_runs_beside_it(bench: Any, llamacpp: Any, model_file: Path) -> None:
     assert llamacpp.system_info().startswith("llama-cpp-python ")
     models = {"ours": bench.OurModel(SPEC, bench.random_weights(SPEC, "int4"), 900, "fp32")}

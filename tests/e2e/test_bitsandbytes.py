@@ -119,6 +119,7 @@ def test_the_store_has_their_codes(four_bit: Path, spec: ModelSpec, store: Path,
     assert (manifest["quantizer"], manifest["vocabulary_quantizer"]) == (kind, "int8")
 
 
+@pytest.mark.sample(1)
 def test_the_store_predicts_what_bitsandbytes_predicts(four_bit: Path, spec: ModelSpec, store: Path) -> None:
     """Both round activations, the store to int8 and bitsandbytes to bfloat16; docs/quality.md has the figures."""
     import transformers

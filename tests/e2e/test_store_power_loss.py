@@ -72,6 +72,7 @@ def test_a_crash_leaves_no_store_or_a_whole_one(
 
 
 @pytest.mark.parametrize("n_draws", N_DRAWS)
+@pytest.mark.sample(0)
 def test_a_crash_of_a_resumed_conversion(
     model_folder: Path, tmp_path: Path, whole: dict[str, bytes], n_draws: int
 ) -> None:
@@ -113,6 +114,7 @@ def test_crash_after_crash_after_crash(model_folder: Path, tmp_path: Path, whole
         ("sync_folder", "recorded"),  # the folder above
     ],
 )
+@pytest.mark.sample(1)
 def test_without_one_of_the_flushes_a_crash_shows(
     model_folder: Path, tmp_path: Path, whole: dict[str, bytes], flush: str, of: str
 ) -> None:

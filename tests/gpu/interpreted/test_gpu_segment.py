@@ -100,7 +100,7 @@ def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.cpu() - expected).square().sum() / expected.square().sum())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model: Model) -> None:
     part, executor = segment(model), ReferenceExecutor(*model, MAX_TOKENS, BatchedTorchOps())
     for owner in (part, executor):
@@ -115,6 +115,7 @@ def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model:
 
 
 @pytest.mark.few(2)
+@pytest.mark.sample(1)
 def test_a_row_has_the_same_bits_whatever_m_and_the_other_rows_are(model: Model) -> None:
     """A ragged batch of three sequences, and one row after the other."""
     prompts = [PROMPT[:2], PROMPT[:1], PROMPT[3:5]]

@@ -28,6 +28,7 @@ SHAPES = [(16, 32, 1), (17, 33, 2), (3, 1054, 3), (33, 64, 9), (16, 2080, 1), (7
 @pytest.mark.few(11)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(3)
 def test_products_equal_float64(kind: str, shape: tuple[int, int, int]) -> None:
     n_rows, n_columns, m = shape
     weight = random_matrix(kind, (n_rows, n_columns))
@@ -82,6 +83,7 @@ def test_fp16_activations_are_those_numbers_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
 def test_the_product_is_the_cpu_kernels(kind: str) -> None:
     """The same int8 codes and integer sums; only the order of the fp32 sums differs."""
     from hetero_ee_cpu_ops.matmul import Matmul

@@ -21,6 +21,7 @@ def ids(*values: Any) -> torch.Tensor:
 @pytest.mark.few(5)
 @pytest.mark.parametrize("n_columns", [64, 1088])
 @pytest.mark.parametrize("kind", VOCABULARY_KINDS)
+@pytest.mark.sample(1)
 def test_bits_of_the_whole_product(kind: str, n_columns: int) -> None:
     weight, x = random_matrix(kind, (N_ROWS, n_columns)), activations(1, 3, n_columns)
     expected = matmul(x, weight)
