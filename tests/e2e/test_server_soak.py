@@ -125,6 +125,7 @@ class Client:
 
 
 @pytest.mark.parametrize("n_requests", [pytest.param(500), pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.sample(0)
 def test_nothing_is_left_of_thousands_of_requests(server: RunningServer, n_requests: int) -> None:
     right = server.text_of(**GREEDY)
     asked_by(server, 100, seed=1)  # what is allocated once is there

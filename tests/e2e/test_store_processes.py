@@ -103,7 +103,7 @@ def test_who_waits_goes_on_with_what_a_killed_process_has_left(
     model_folder: Path, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     target = tmp_path / "store"
-    with converting(model_folder, target, pause_s=0.05) as first:
+    with converting(model_folder, target, pause_s=0.3) as first:
         while not (tmp_path / "store.partial").is_dir():
             assert first.process.is_alive()
         with converting(model_folder, target) as second:
