@@ -26,7 +26,7 @@ class Reply(Iterator[GeneratedToken]):
     """The tokens of one turn. Nothing is computed before the first is asked for.
 
     sampling: what it is generated with. n_prompt_tokens: tokens of the conversation before it; n_cached_tokens: how
-    many of them the KV cache held already. n_forgotten_messages: of the oldest, for want of room in the context.
+    many of them the KV cache held already. n_forgotten_messages: of the oldest, left out because the context is full.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """What the model is told before the first message. Raises ModelError where the template takes none."""
+        """The system message, None without one. Raises: ModelError: if the template has no place for it."""
         return self._system[0].content if self._system else None
 
     @system.setter
@@ -144,10 +144,11 @@ class Conversation:
         self._system = system
 
     def send(self, text: str, **changes: Unpack[SamplingChanges]) -> Reply:
-        """The reply to `text`, to be iterated over; `changes` are SamplingParams fields to change for this turn.
+        """Return the reply to `text`, an iterator; `changes` are SamplingParams fields to change for this turn.
 
-        Raises UsageError and ModelError at the call, and leaves the conversation as it was. An earlier reply that is
-        still going on ends here.
+        A reply that is still being generated ends here.
+
+        Raises: UsageError, ModelError: at the call; the conversation stays as it was.
         """
         self._end_reply()
         params = self._sampling.changed(**changes)
@@ -156,9 +157,9 @@ class Conversation:
         return reply
 
     def regenerate(self, **changes: Unpack[SamplingChanges]) -> Reply:
-        """Another reply to the last message, in place of the last one: the n-th time with the seed n higher.
+        """Return another reply to the last message, which replaces the last reply. The n-th time its seed is n higher.
 
-        Raises UsageError where there is no reply yet.
+        Raises: UsageError: if there is no reply yet.
         """
         self._end_reply()
         if not self._messages:
@@ -170,12 +171,12 @@ class Conversation:
         return reply
 
     def clear(self) -> None:
-        """Forgets every message but the system message."""
+        """Forget every message but the system message."""
         self._end_reply()
         self._messages = []
 
     def close(self) -> None:
-        """Frees the memory and ends the template's process. Closing twice does nothing."""
+        """Free the memory and end the template's process. Closing twice does nothing."""
         if self._reply is not None:
             self._reply.close()
         self._finalizer()
@@ -201,7 +202,7 @@ class Conversation:
         return self._reply
 
     def _fitted(self, earlier: list[Message], question: Message, params: SamplingParams) -> tuple[int, list[int]]:
-        """How many of the earlier messages must be forgotten, and the ids of the rest."""
+        """Return how many of the earlier messages must be forgotten, and the ids of the rest."""
         ids = self._encoded([*earlier, question])
         context, n_reply = self.context_tokens, room_for_reply(self.context_tokens, params)
         if len(ids) > context - n_reply:
@@ -234,7 +235,7 @@ class Conversation:
     def _generated(
         self, messages: list[Message], ids: list[int], n_cached: int, params: SamplingParams
     ) -> Generator[GeneratedToken]:
-        """Yields the reply's tokens. Each step leaves what stays true if it is the last, as Ctrl-C may have it."""
+        """Yield the reply's tokens. Each step leaves a valid state, since Ctrl-C may make it the last."""
         n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
         n_cached = self._executor.cache.truncate(self._sequence, n_cached)
         self._cached_ids = ids[:n_cached]
@@ -262,6 +263,6 @@ def _message(role: str, text: str) -> Message:
 
 
 def _free(close_sequence: Callable[[int], None], sequence: int, template: ChatTemplate) -> None:
-    """What a conversation holds beside itself; called once, at the latest when it is collected."""
+    """Free the sequence and the template's process. Called once, at the latest when the conversation is collected."""
     close_sequence(sequence)
     template.close()

@@ -34,8 +34,12 @@ class PendingToken:
 def advance(executor: Executor, tokens: Sequence[PendingToken], to_layer: int) -> Tensor | None:
     """Run the tokens through the layers up to `to_layer`, the shallowest first.
 
-    tokens: by sequence, in order of position. Each pass takes along all that are pending where it begins, so weights
-    are read once for all of them. Returns the states (m, hidden), None where no layer was passed.
+    Each pass includes all tokens that are pending where it begins, so weights are read once for all of them.
+
+    Args:
+        tokens: By sequence, in order of position.
+
+    Returns: The states (m, hidden), None if no layer was passed.
     """
     while True:
         depth = min(token.depth for token in tokens)
