@@ -67,23 +67,26 @@ def bench(
     placed = placement.checked(LimitOptions(**limits.given | {"mode": wanted.single_mode}), engine)
     opening, rates = engine.arguments(model), wanted.rates()
     modes = wanted.modes(FULL if placed.plan is None else placed.plan.mode)
-    runs = _Runs(wanted.thread_counts(opening["threads"]), modes, wanted.tests(), wanted.repetitions)
-    runs.check_context(engine.given.get("context_tokens"))
+    threads, tests = wanted.thread_counts(opening["threads"]), wanted.tests()
+    context_tokens, needed = engine.given.get("context_tokens"), max(_context_tokens(tests, mode) for mode in modes)
+    if context_tokens and context_tokens < needed:
+        raise UsageError(
+            MODEL_OPTIONS["context_tokens"],
+            f" is {context_tokens} and the tests need {needed}; raise it, or lower -p, -n or -d.",
+        )
     with ending_at_once():
         from hetero_ee.hub.draft_head import resolve_draft_head
         from hetero_ee_cli.commands.profile import profile_for
     with stage_progress() as progress, ExitStack() as kept:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
-        profile = profile_for(spec, folder, progress, quick=wanted.quick, refresh=wanted.refresh, threads=runs.threads)
+        profile = profile_for(spec, folder, progress, quick=wanted.quick, refresh=wanted.refresh, threads=threads)
         head = resolve_draft_head(placed.options.draft_head, offline=opening["offline"], progress=progress)
         if rates is not None:
             head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, head)
         placed = replace(placed, options=replace(placed.options, draft_head=None if head is None else str(head)))
         weights = opening["quantizer"], engine.given.get("sparsity")
-        subject = _Subject(
-            spec, name, folder, *weights, engine.given.get("context_tokens"), profile, placed, progress, rates
-        )
-        print_rows(_measured(subject, runs), wanted.style)
+        subject = _Subject(spec, name, folder, *weights, context_tokens, profile, placed, progress, rates)
+        print_rows(_rows(subject, wanted.repetitions, tests, modes, threads), wanted.style)
     placement.write_trace(subject.spans, f"bench of {name}")
 
 
@@ -104,26 +107,9 @@ class _Subject:
     spans: "list[Span]" = field(default_factory=list)  # of everything so far, if recorded
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The tests to run, and with which modes and threads."""
-
-    threads: tuple[int, ...]
-    modes: tuple[str, ...]
-    tests: list[Test]
-    repetitions: int
-
-    def context_tokens(self, mode: str) -> int:
-        return max(map(sum, self.tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
-
-    def check_context(self, n_tokens: int | None) -> None:
-        """Check that a context of n_tokens is long enough; None is as long as necessary."""
-        needed = max(map(self.context_tokens, self.modes))
-        if n_tokens and n_tokens < needed:
-            raise UsageError(
-                MODEL_OPTIONS["context_tokens"],
-                f" is {n_tokens} and the tests need {needed}; raise it, or lower -p, -n or -d.",
-            )
+def _context_tokens(tests: list[Test], mode: str) -> int:
+    """Return the context that the longest test needs."""
+    return max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,24 +127,22 @@ class _Running:
         return () if self.drafting is None else self.drafting.sources
 
 
-def _measured(subject: _Subject, runs: _Runs) -> Iterator[Row]:
-    for threads in runs.threads:
-        _compare_speed(subject.profile, threads, subject.progress)
-        for mode in runs.modes:
-            yield from _rows(subject, mode, threads, runs)
-
-
-def _rows(subject: _Subject, mode: str, threads: int, runs: _Runs) -> Iterator[Row]:
-    """Yield a row for each test. With both modes, exact mode leaves out tests that full mode runs alike."""
+def _rows(
+    subject: _Subject, repetitions: int, tests: list[Test], modes: tuple[str, ...], thread_counts: tuple[int, ...]
+) -> Iterator[Row]:
+    """Yield the rows as they are measured. With both modes, exact mode leaves out tests that full mode runs alike."""
     from hetero_ee.decoding.benchmark import executor_s_per_layer
 
-    with _running(subject, mode, threads, runs.context_tokens(mode)) as running:
-        seconds = executor_s_per_layer(running.executor, time.perf_counter)
-        executor_us = None if seconds is None else round(seconds * MICROSECONDS, 2)
-        for test in runs.tests:
-            if len(runs.modes) > 1 and mode == EXACT and test[0] and not running.sources:
-                continue
-            yield _row(running, subject, test, runs.repetitions) | {"executor_us_per_layer": executor_us}
+    for threads in thread_counts:
+        _compare_speed(subject.profile, threads, subject.progress)
+        for mode in modes:
+            with _running(subject, mode, threads, _context_tokens(tests, mode)) as running:
+                seconds = executor_s_per_layer(running.executor, time.perf_counter)
+                executor_us = None if seconds is None else round(seconds * MICROSECONDS, 2)
+                for test in tests:
+                    if len(modes) > 1 and mode == EXACT and test[0] and not running.sources:
+                        continue
+                    yield _row(running, subject, test, repetitions) | {"executor_us_per_layer": executor_us}
 
 
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> AbstractContextManager[_Running]:

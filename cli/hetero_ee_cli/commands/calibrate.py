@@ -97,7 +97,7 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
         from hetero_ee.sparsity.request import SparsityRequest
 
     asked = SparsityRequest.parsed(options.get("sparsity"))
-    found = _existing(options, asked) if wanted.show else _made(wanted, options, asked)
+    found = _existing(engine, options, model, asked) if wanted.show else _made(wanted, options, asked)
     if not wanted.as_json:
         print("\n".join(_report(found)))
     if wanted.plot is not None:
@@ -145,7 +145,9 @@ def _made(wanted: CalibrateOptions, options: dict[str, Any], asked: "SparsityReq
     return replace(found, exits=exits)
 
 
-def _existing(options: dict[str, Any], asked: "SparsityRequest | None") -> _Found:
+def _existing(
+    engine: ModelOptions, options: dict[str, Any], model: str | None, asked: "SparsityRequest | None"
+) -> _Found:
     """Return the calibrations of the model that exist."""
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
@@ -155,9 +157,8 @@ def _existing(options: dict[str, Any], asked: "SparsityRequest | None") -> _Foun
     from hetero_ee.sparsity.job import found_predictor, found_sparsity
     from hetero_ee.sparsity.predictor import WAY_OUT as PREDICTOR_WAY_OUT
     from hetero_ee.weights.model_weights import UNQUANTIZED
-    from hetero_ee.weights.store.library import model_folder
 
-    quantizer, named = options["quantizer"], {"revision": options.get("revision"), "offline": options["offline"]}
+    quantizer = options["quantizer"]
     if quantizer == UNQUANTIZED:
         raise UsageError(
             "a calibration belongs to a store, and ",
@@ -165,16 +166,15 @@ def _existing(options: dict[str, Any], asked: "SparsityRequest | None") -> _Foun
             f" {UNQUANTIZED} has none; leave that out.",
         )
     with stage_progress() as progress:
-        cache = cache_folder()
-        folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
+        folder = engine.model_folder(model, progress, configuration_only=True)
     layout = {"neuron_major": asked is not None, "first_in_rows": asked is not None and asked.first_in_rows}
-    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer, **layout)
+    place = CalibrationPlace.of_model(read_spec(folder), folder, cache_folder(), quantizer, **layout)
     found = found_calibration(place)
     if found is None:
-        model = options["model"]
-        again = {"-m": model, "--sparsity": options.get("sparsity")}
+        name = options["model"]
+        again = {"-m": name, "--sparsity": options.get("sparsity")}
         command = shlex.join(["hetero-ee", "calibrate", *(word for item in again.items() if item[1] for word in item)])
-        raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
+        raise UsageError(f"there is no calibration of {name or 'the demo model'} yet; make one with {command}.")
     found = replace(found, certificate=place.certificate(found.calibration))
     curves, predictor = found_sparsity(place), found_predictor(place)
     if asked is not None and (predictor if asked.is_predicted else asked.is_exact or curves) is None:

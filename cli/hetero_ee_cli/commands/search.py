@@ -1,7 +1,7 @@
 """`hetero-ee search`: models on the Hugging Face Hub that could be run."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.flags import Json
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.signals import ending_at_once
-
-if TYPE_CHECKING:
-    from hetero_ee.hub.search import FoundModel
 
 INT4_BYTES = 4.5 / 8  # a weight, scales included
 COLUMNS = ("model", "parameters", "in int4", "downloads", "terms")
@@ -33,11 +30,10 @@ def search(
         print_document({"models": [asdict(model) for model in found]})
         return
     if found:
-        print(table([COLUMNS, *map(_row, found)], numbers_from=1))
+        rows: list[tuple[str, ...]] = [COLUMNS]
+        for each in found:
+            n, terms = each.n_parameters, "gated" if each.is_gated else "open"
+            sizes = ("?", "?") if n is None else (f"{n / 1e9:.2f} B", f"{n * INT4_BYTES / 2**30:.1f} GiB")
+            rows.append((printable(each.name), *sizes, f"{each.n_downloads:,}", terms))
+        print(table(rows, numbers_from=1))
     say(f"{len(found)} model{'' if len(found) == 1 else 's'}; hetero-ee run MODEL runs one, pull only fetches it.")
-
-
-def _row(model: "FoundModel") -> tuple[str, ...]:
-    n = model.n_parameters
-    sizes = ("?", "?") if n is None else (f"{n / 1e9:.2f} B", f"{n * INT4_BYTES / 2**30:.1f} GiB")
-    return (printable(model.name), *sizes, f"{model.n_downloads:,}", "gated" if model.is_gated else "open")

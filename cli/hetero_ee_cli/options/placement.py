@@ -110,8 +110,11 @@ class PlacementOptions:
         given = limits.flags()
         limits.check_alone(self.plan_file)
         requested = limits.limits(engine)
-        if self.draft_head is not None:
-            _check_head(self.draft_head)
+        if (head := self.draft_head) is not None:
+            from hetero_ee.hub.draft_head import is_head_id
+
+            if not is_head_id(head) and not (Path(head) / "config.json").is_file():
+                raise UsageError(DRAFT_HEAD, f" {head} has no config.json; name the folder of a draft head, or an id.")
         if self.trace is not None and (self.trace.is_dir() or not self.trace.absolute().parent.is_dir()):
             raise UsageError(f"--trace {self.trace} is a folder, or its folder does not exist; name another file.")
         with ending_at_once():
@@ -140,13 +143,6 @@ class Placed:
     @property
     def traces(self) -> bool:
         return self.options.stats or self.options.trace is not None
-
-
-def _check_head(head: str) -> None:
-    from hetero_ee.hub.draft_head import is_head_id
-
-    if not is_head_id(head) and not (Path(head) / "config.json").is_file():
-        raise UsageError(DRAFT_HEAD, f" {head} has no config.json; name the folder of a draft head, or an id.")
 
 
 def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":

@@ -10,6 +10,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee_cli.terminal.text_file import read_text
 
 STANDARD_INPUT = "-"
+ONE_PROMPT = "give one prompt: as an argument, with --prompt, with --file, or - for standard input."
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The text to begin with; - reads it from standard input.")
 ]
@@ -32,7 +33,7 @@ class PromptOptions:
         """
         prompts = [each for each in (argument, self.prompt) if each is not None]
         if len(prompts) + (self.file is not None) > 1:
-            raise UsageError("give one prompt: as an argument, with --prompt, with --file, or - for standard input.")
+            raise UsageError(ONE_PROMPT)
         if not prompts and self.file is None:
             return None
         text = prompts[0] if prompts else STANDARD_INPUT
@@ -44,7 +45,6 @@ class PromptOptions:
 
     def required(self, argument: str | None = None) -> str:
         """Return the prompt, as `given` does."""
-        text = self.given(argument)
-        if text is None:
-            raise UsageError("give one prompt: as an argument, with --prompt, with --file, or - for standard input.")
+        if (text := self.given(argument)) is None:
+            raise UsageError(ONE_PROMPT)
         return text

@@ -45,9 +45,12 @@ def closing_lines(
     guessed = "" if predicted is None else f", {predicted:.0%} predicted"
     found, expected = engine.draft_statistics, None if is_interrupted else expected_rate(engine, result)
     reading = "" if found is None else reading_words(found.reading_shares(result.prompt_s))
+    usual = "" if expected is None else f" (expected {expected:.1f})"
+    # A single token has no rate: the prompt's pass produces it.
+    rate = f", {result.generated_tokens_per_s:.1f} t/s{usual}" if result.n_generated_tokens > 1 else ""
     parts = [
         f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s{reading}",
-        f"gen {result.n_generated_tokens} tok{_rate(result, expected)}",
+        f"gen {result.n_generated_tokens} tok{rate}",
         *_mode(engine),
         *([] if share is None else [f"{share:.0%} of FFN neurons used{guessed}"]),
         f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
@@ -59,13 +62,6 @@ def closing_lines(
     lines += slowness(result, expected, engine.plan is not None and engine.plan.n_bytes("gpu") > 0)
     lines += _times(result, session.load_s) if placement.verbose else []
     return "\n".join(lines + (_statistics(engine, result, start_s) if placement.stats else []))
-
-
-def _rate(result: "GenerationResult", expected: float | None) -> str:
-    """Return the rate as text. It is empty for a single token, which the prompt's pass produces."""
-    if result.n_generated_tokens < 2:
-        return ""
-    return f", {result.generated_tokens_per_s:.1f} t/s" + ("" if expected is None else f" (expected {expected:.1f})")
 
 
 def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
@@ -91,9 +87,8 @@ def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
 def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool) -> list[str]:
     """Return a sentence if the text needed more than twice the expected time."""
     rate = result.generated_tokens_per_s
-    if expected is None or result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS:
-        return []
-    if rate >= SLOW * expected:
+    is_short = result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS
+    if expected is None or is_short or rate >= SLOW * expected:
         return []
     spilled = ", or the GPU driver may have moved some of its memory to system RAM" if uses_gpu else ""
     remedy = "Lower --vram-budget" if uses_gpu else "Close it"
@@ -258,8 +253,10 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
 
     total_s, spans, found = result.prompt_s + result.generation_s or 1.0, engine.spans, engine.draft_statistics
     start_s = min((span.start_s for span in spans if span.start_s >= start_s), default=start_s)
+    read_s = {} if found is None else found.prompt_s  # by the draft sources
+    reading = "".join(f"; {origin} {seconds:.3f} s" for origin, seconds in read_s.items())
     lines = [
-        f"{'time':14}prompt {result.prompt_s:.3f} s ({result.prompt_s / total_s:.0%}{_reading(found)}), "
+        f"{'time':14}prompt {result.prompt_s:.3f} s ({result.prompt_s / total_s:.0%}{reading}), "
         f"text {result.generation_s:.3f} s ({result.generation_s / total_s:.0%})"
     ]
     seconds = result.prompt_s, result.generation_s
@@ -269,11 +266,6 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
     if engine.exit_statistics is not None:
         return lines + exit_lines(engine.exit_statistics)
     return lines + (_declined(engine) if found is None else draft_lines(found))
-
-
-def _reading(found: "DraftStatistics | None") -> str:
-    """Return how much of the prompt's time the draft sources read for."""
-    return "".join(f"; {origin} {seconds:.3f} s" for origin, seconds in found.prompt_s.items()) if found else ""
 
 
 def _bars(title: str, counts: dict[int, int]) -> list[str]:

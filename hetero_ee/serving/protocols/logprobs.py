@@ -35,7 +35,8 @@ def asked_by_completion(fields: Fields) -> int | None:
 
 def ids_in(tokens: Iterable[PlacedToken]) -> set[int]:
     """Return the token ids whose texts the formats below need."""
-    return {token_id for each in tokens for token_id in (each.token_id, *(one for one, _ in _top(each)))}
+    top = {token_id for each in tokens if each.logprobs is not None for token_id, _ in each.logprobs.top}
+    return top | {each.token_id for each in tokens}
 
 
 def of_completion(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:
@@ -46,10 +47,6 @@ def of_completion(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> di
         "top_logprobs": [_likeliest(each, texts) for each in tokens],
         "text_offset": [each.offset for each in tokens],
     }
-
-
-def _top(token: PlacedToken) -> tuple[tuple[int, float], ...]:
-    return () if token.logprobs is None else token.logprobs.top
 
 
 def of_chat(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hetero_ee.serving.protocols.body import Fields
 from hetero_ee.serving.protocols.messages import text_of, tool_call, with_tool_names
 from hetero_ee.serving.protocols.sampling_fields import RESPONSES, read_request
 from hetero_ee.serving.served_model import ServedModel
-from hetero_ee.serving.tools.chat import Chat, Form, prepared, schema_form
+from hetero_ee.serving.tools.chat import Chat, prepared, schema_form
 from hetero_ee.serving.tools.reply import Reply
 from hetero_ee.serving.tools.reply_reader import CALLED, SAID, THOUGHT, Piece
 from hetero_ee.serving.tools.tool import openai_tools
@@ -40,16 +40,13 @@ async def responses(request: Request, served: ServedModel) -> Response:
     fields = await read_request(request, served.settings, REFUSED)
     params = RESPONSES.read(fields, served.usual, served.engine.spec.vocab_size)
     ping_s, messages = served.settings.ping_s if fields.flag("stream") else None, _messages(fields)
-    work = prepared(served, messages, params, openai_tools(fields, is_flat=True), _form(fields))
+    asked = fields.inner("text").inner("format")
+    form = schema_form(asked, asked.values.get("type"), asked, "text.format") if asked.values else None
+    work = prepared(served, messages, params, openai_tools(fields, is_flat=True), form)
     chat = await until_gone(request, work)
     generation = served.generation(chat.prompt_ids, chat.params)
     answer = _Answer(fields, served.settings.model_name, chat, Reply(generation, chat))
     return await answered(request, answer, [generation], ping_s)
-
-
-def _form(fields: Fields) -> Form | None:
-    asked = fields.inner("text").inner("format")
-    return schema_form(asked, asked.values.get("type"), asked, "text.format") if asked.values else None
 
 
 def _messages(fields: Fields) -> list[Message]:
