@@ -53,10 +53,6 @@ class RequestCost:
     n_read_tokens: int  # of them, those that the KV cache lacked
     n_tokens: int  # generated
 
-    @property
-    def whole_s(self) -> float:
-        return self.queue_s + self.prefill_s + self.decode_s
-
 
 class Metrics:
     """Metrics of one server, in its own registry."""
@@ -126,7 +122,7 @@ class Metrics:
         self._observe("request_prefill_time_seconds", cost.prefill_s)
         self._observe("request_decode_time_seconds", cost.decode_s)
         self._observe("request_inference_time_seconds", cost.prefill_s + cost.decode_s)
-        self._observe("e2e_request_latency_seconds", cost.whole_s)
+        self._observe("e2e_request_latency_seconds", cost.queue_s + cost.prefill_s + cost.decode_s)
         n_later = max(0, cost.n_tokens - 1)  # the first one's time is the prompt's
         if n_later:
             self._observe("request_time_per_output_token_seconds", cost.decode_s / n_later)
