@@ -63,7 +63,7 @@ def test_nobody_else_waits_for_such_grammars(server: RunningServer) -> None:
         time.sleep(0.3)
         begin_s = time.monotonic()
         server.text_of("Tom had", max_tokens=1)
-        assert time.monotonic() - begin_s < 1.5
+        assert not all(each.done() for each in asked) and time.monotonic() - begin_s < 10
         assert server.get("/health").json() == {"status": "ok"}
         assert {each.result().status_code for each in asked} == {400}
 

@@ -41,16 +41,10 @@ class Constraint:
         known = self._masks.get(len(generated))
         if known is not None and self._begins_with(generated):
             return known
-        begin_s = time.thread_time()
         self._go_to(generated)
+        begin_s = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        self._used_s += time.thread_time() - begin_s
-        if self._used_s > FREE_S + TOKEN_S * len(generated):
-            raise GrammarError(
-                f"the grammar took {self._used_s:.1f} s for {len(generated)} tokens, which holds up other texts; "
-                "simplify it."
-            )
+        self._check(begin_s)
         mask = np.unpackbits(bits, bitorder="little")[: self._n_tokens].view(np.bool_)
         if self._banned and not self._matcher.is_stopped():
             mask[self._banned] = False
@@ -80,7 +74,7 @@ class Constraint:
 
     def _go_to(self, generated: list[int]) -> None:
         """Move the matcher behind these tokens, each of which was allowed."""
-        n_common = len(self._taken)
+        n_common, begin_s = len(self._taken), time.thread_time()
         if generated[:n_common] != self._taken:
             pairs = enumerate(zip(self._taken, generated, strict=False))
             shorter = min(n_common, len(generated))
@@ -89,9 +83,14 @@ class Constraint:
             self._masks = {place: mask for place, mask in self._masks.items() if place <= n_common}
         self._matcher.consume_tokens(generated[n_common:])
         self._taken = generated
-        self._check()
+        self._check(begin_s)
 
-    def _check(self) -> None:
+    def _check(self, begin_s: float) -> None:
+        """Check the matcher after work that began at `begin_s`, a time of this thread."""
+        self._used_s += time.thread_time() - begin_s
+        if self._used_s > FREE_S + TOKEN_S * len(self._taken):
+            used = f"{self._used_s:.1f} s for {len(self._taken)} tokens"
+            raise GrammarError(f"the grammar took {used}, which holds up other texts; simplify it.")
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0][:200]
             raise GrammarError(f"the text can't be held to its grammar any more ({reason}); simplify the grammar.")
