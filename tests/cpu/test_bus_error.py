@@ -50,6 +50,7 @@ with Engine.from_pretrained(sys.argv[1], quantizer=sys.argv[2], profile="off", t
 
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="this system has no SIGBUS")
 @pytest.mark.parametrize("quantizer", ["rtn", "none"])
+@pytest.mark.sample(0)
 def test_weights_cut_short_during_a_stream_of_the_library(own_tiny: Path, cache: Path, quantizer: str) -> None:
     files = [str(own_tiny / "model.safetensors"), str(cache / "stores")]
     command = [sys.executable, "-c", STREAM, str(own_tiny), quantizer, *files]

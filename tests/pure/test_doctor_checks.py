@@ -16,6 +16,7 @@ from hetero_ee.runtime.kernel_cache import KernelCache, kernel_cache_folder
 from hetero_ee.weights.store.names import MANIFEST_FILE
 from hetero_ee_cli.checks import configuration, finding, machine, software, storage
 from hetero_ee_cli.checks.finding import Finding, Row, Status, examine, ok, once, presentable
+from hetero_ee_cli.checks.tested_versions import TESTED_VERSIONS
 from hetero_ee_profiles.host.disk import DiskInfo
 from hetero_ee_profiles.host.host import Answer, MemoryCounts, this_host
 from hetero_ee_profiles.host.torch_build import TorchBuild, TorchGpu
@@ -125,7 +126,7 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
         "not installed",
         "Reinstall hetero-ee",
     ),
-    "tested versions": (lambda: software.untested_versions(), "ok", "no dependency is newer", ""),
+    "tested versions": (lambda: software.untested_versions(TESTED_VERSIONS.get), "ok", "no dependency is newer", ""),
     "older versions": (
         lambda: software.untested_versions(versions(a="2.9", b="1.0+cpu"), {"a": "2.10.1", "b": "1.0", "absent": "1"}),
         *("ok", "no dependency is newer", ""),
