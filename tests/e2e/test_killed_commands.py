@@ -42,7 +42,7 @@ def check_whole(folder: Path, tiny: Path) -> None:
             assert verify(store.parent) == () and read_spec(store.parent) == read_spec(tiny)
     for record in (folder / "cache" / "stores").glob(f"*.calibration/{RECORD_FILE}"):
         assert load_record(record, 2**26, "the calibration") is not None
-    if not list((folder / "cache").rglob("*.partial")):
+    if not [*(folder / "cache").rglob("*.partial"), *(folder / "cache").rglob("*.calibration*")]:
         check_files(folder)
 
 
@@ -50,6 +50,7 @@ def goes_on(folder: Path, words: tuple[object, ...]) -> bool:
     """Whether a run that nobody kills does what it is for."""
     if words[0] != "serve":
         return ended(folder, words).code == 0
+    (folder / ERR).write_text("")  # of the run before
     process = started(folder, words)
     try:
         for _ in range(600):
