@@ -3,7 +3,7 @@
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,8 +145,12 @@ def test_what_else_lies_in_the_folder_does_not_matter(own_tiny: Path, kind: str)
 def test_a_folder_that_can_not_be_listed_is_refused(
     own_tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied")
+    listed = Path.iterdir
+
+    def denied(folder: Path) -> Iterator[Path]:
+        if folder == own_tiny:
+            raise PermissionError(13, "Permission denied")
+        return listed(folder)
 
     monkeypatch.setattr(Path, "iterdir", denied)
     check_refusal(own_tiny, cache, ModelError, "can't be listed (Permission denied)")
