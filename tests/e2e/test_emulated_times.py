@@ -113,7 +113,7 @@ class NoNumbers(DummyExecutor):
 def with_a_head(case: Drawn, n_prompt: int, on_gpu: bool) -> tuple[float, float, float]:
     """Seconds of a prompt that a draft head reads too: emulated, predicted, and what the host spends on reading."""
     timeline, head_spec = Timeline(), replace(case.spec, n_layers=1, sliding_windows=(None,))
-    executor = dummy(case.spec, replace(case.plan, context_tokens=n_prompt + 1), case.profile, timeline)
+    executor = dummy(case.spec, case.plan, case.profile, timeline)
     layer = DraftHeadLayer(NoNumbers(head_spec, n_prompt), head_spec, None, executor.machine, on_gpu=on_gpu)
     how = Drafting(0, 2, FixedThreshold(0.0), None, (DraftHeadSource(lambda: layer, executor),))
     options: Any = SamplingParams(1), Ending(frozenset(), n_prompt + 1), str, lambda: timeline.now_s, how
