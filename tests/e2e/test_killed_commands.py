@@ -103,9 +103,7 @@ def test_a_command_killed_at_any_moment(kernels: Path, tiny: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", LONGEST_S)
-@pytest.mark.parametrize(
-    "n_faults", [pytest.param(2, marks=pytest.mark.full), pytest.param(50, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("n_faults", [pytest.param(50, marks=pytest.mark.slow)])
 def test_a_command_on_a_failing_disk(kernels: Path, tiny: Path, tmp_path: Path, command: str, n_faults: int) -> None:
     """Files that can't grow beyond some size, or a call that fails; a server may go on without."""
     text = tmp_path / "words.txt"
