@@ -143,6 +143,7 @@ def test_a_first_message_is_shown_as_if_typed(arguments: list[str], environment:
     opened.close()
 
 
+@pytest.mark.sample(0)
 def test_ctrl_c_stops_the_reply_alone(endless: Terminal) -> None:
     endless.enter("Hi")
     for _ in range(2):
