@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
 GUARD_BYTES, GUARD = 256, 0xA5
 

@@ -12,7 +12,7 @@ PATIENCE_S = 120  # then a second process compiles it too
 
 def compile_once(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Makes processes that miss a kernel take turns. folder: of the locks."""
-    from hetero_ee_cpu_ops.kernel_files import KernelFiles
+    from hetero_ee_cpu_ops.jit.kernel_files import KernelFiles
 
     load, save = KernelFiles.load_overload, KernelFiles.save_overload
     held: dict[str, filelock.FileLock] = {}

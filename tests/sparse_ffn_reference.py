@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.rows import RowMatrix
+from hetero_ee_cpu_ops.neurons.rows import RowMatrix
 
 F32 = np.float32
 LINEAR = tuple(range(-8, 8))

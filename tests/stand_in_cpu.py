@@ -7,9 +7,9 @@ import pytest
 
 from hetero_ee.layers.decoder import BoundBlock
 from hetero_ee.ops import cpu as cpu_operations
-from hetero_ee_cpu_ops.attention import Attention
-from hetero_ee_cpu_ops.kv_table import POSITION
-from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.attention.attention import Attention
+from hetero_ee_cpu_ops.attention.kv_table import POSITION
+from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from hetero_ee_cpu_ops.matmul import Matmul
 
 BYTE_S, POSITION_S, WRITE_S, EMBED_S = 1e-9, 1e-7, 3e-6, 7e-6

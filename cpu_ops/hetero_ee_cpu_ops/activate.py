@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.atomics import call_chunk
-from hetero_ee_cpu_ops.kernel_files import inner
-from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.atomics import call_chunk
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.simd.bytes import word
 from hetero_ee_cpu_ops.simd.floats import (
     Lanes,
@@ -36,7 +37,6 @@ from hetero_ee_cpu_ops.simd.floats import (
     write_float,
     write_integer,
 )
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 F32 = np.float32(0)  # type of a loaded value
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4, "softcap": 5}

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.kernel_files import inner
-from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.floats import first_lane, load_lanes
 
 HALF = np.uint16(0)  # type of a stored scale

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from hetero_ee_cpu_ops.kernel_files import compiled, compiled_chunk, inner
-from hetero_ee_cpu_ops.lazy import Chunk
+from hetero_ee_cpu_ops.jit.kernel_files import compiled, compiled_chunk, inner
+from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.jit.thread_pool import MAX_CHUNKS, ThreadPool, lead
 from hetero_ee_cpu_ops.quantize import (
     BYTES_PER_GROUP,
     CODE_SCALES,
@@ -34,7 +35,6 @@ from hetero_ee_cpu_ops.quantize import (
 from hetero_ee_cpu_ops.simd.bytes import prefetch, store_rows, word, zeros
 from hetero_ee_cpu_ops.simd.floats import read_float, scratch
 from hetero_ee_cpu_ops.simd.tuples import load_tile, store_tile
-from hetero_ee_cpu_ops.thread_pool import MAX_CHUNKS, ThreadPool, lead
 from hetero_ee_cpu_ops.tile_group import UNPACKED_BYTES, add_group, add_unpacked, unpack_group
 from hetero_ee_cpu_ops.tile_kind import (
     LINEAR,

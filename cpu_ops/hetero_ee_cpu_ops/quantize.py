@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.kernel_files import inner
+from hetero_ee_cpu_ops.jit.kernel_files import inner
 from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I8, I16, I32, I32X16, call, constant, load, splat, word
 from hetero_ee_cpu_ops.tile_kind import NARROW_LIMIT, adds_in_16_bits
 

@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.kernel_files import inner
-from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I32X16, call, constant, f32x16, load, splat, target_has
 from hetero_ee_cpu_ops.simd.floats import (
     Lanes,

@@ -10,9 +10,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.lazy import Chunk
+from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.simd.bytes import I64, load, prefetch, word
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 CHUNK_BYTES = 2**18
 PREFETCH_BYTES = 4096

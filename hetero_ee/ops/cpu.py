@@ -18,17 +18,17 @@ from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate
-from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.attention.attention import Attention
+from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
+from hetero_ee_cpu_ops.attention.kv_write import KvWrite
+from hetero_ee_cpu_ops.attention.rope import Rope
 from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
-from hetero_ee_cpu_ops.kv_table import SequenceCache, kv_table
-from hetero_ee_cpu_ops.kv_write import KvWrite
-from hetero_ee_cpu_ops.masked_linear import MaskedLinear
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
+from hetero_ee_cpu_ops.neurons.masked_linear import MaskedLinear
+from hetero_ee_cpu_ops.neurons.rows import RowMatrix
+from hetero_ee_cpu_ops.neurons.sparse_ffn import SparseFfn
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
-from hetero_ee_cpu_ops.rope import Rope
-from hetero_ee_cpu_ops.rows import RowMatrix
-from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import CODEBOOK, random_weights
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.read import Read
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_profiles.cpu_probe import READ_BYTES, probe_read_bytes_per_s
 from hetero_ee_profiles.hardware import (
     AttentionTime,

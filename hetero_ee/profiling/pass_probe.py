@@ -26,7 +26,7 @@ from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.profiling.preset import PassSampling
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.weight import TileWeight, Weight
-from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from hetero_ee_profiles.probe_samples import Clock
 
 N_LONG_HEADS = 2  # products of the lm_head with a chunk: as slow as several layers, and rarely needed

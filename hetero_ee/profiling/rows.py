@@ -17,9 +17,9 @@ from hetero_ee.ops.registry import Registry
 from hetero_ee.profiling.preset import Preset
 from hetero_ee.weights.random_weights import random_rows
 from hetero_ee.weights.rows import RowWeight
-from hetero_ee_cpu_ops.rows import RowMatrix
-from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.neurons.rows import RowMatrix
+from hetero_ee_cpu_ops.neurons.sparse_ffn import SparseFfn
 from hetero_ee_profiles.gpu.platform import GpuPlatform
 from hetero_ee_profiles.gpu.probe import FREE_SHARE, L2_TURNS, probe_calls
 from hetero_ee_profiles.hardware import RowsTime

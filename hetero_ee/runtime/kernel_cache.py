@@ -42,7 +42,7 @@ class KernelCache:
 
     def is_filled(self) -> bool:
         """Whether all files that existed when it was filled still exist."""
-        from hetero_ee_cpu_ops.kernel_files import read_own
+        from hetero_ee_cpu_ops.jit.kernel_files import read_own
 
         try:
             names = read_own(self.folder / FILLED_FILE).decode("ascii").split()
@@ -57,7 +57,7 @@ class KernelCache:
             DiskFullError: if the disk is full.
             StoreError: if it can't be written otherwise.
         """
-        from hetero_ee_cpu_ops.kernel_files import PRIVATE, SUFFIX
+        from hetero_ee_cpu_ops.jit.kernel_files import PRIVATE, SUFFIX
 
         if self.keeps:
             names = sorted(file.name for file in self.folder.glob(f"*{SUFFIX}"))
@@ -99,7 +99,7 @@ def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCac
 
 def _problem(folder: Path) -> str:
     """Return why compiled code in the folder can't be trusted, or an empty string. A new folder is made private."""
-    from hetero_ee_cpu_ops.kernel_files import why_foreign
+    from hetero_ee_cpu_ops.jit.kernel_files import why_foreign
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _lets_others_rename(folder: Path) -> bool:
 def _remove_damaged(folder: Path) -> int:
     """Remove damaged files and return their number. Unfinished files of killed processes are removed too, but not
     counted."""
-    from hetero_ee_cpu_ops.kernel_files import SUFFIX, is_unfinished, read_kernel
+    from hetero_ee_cpu_ops.jit.kernel_files import SUFFIX, is_unfinished, read_kernel
 
     n_damaged = 0
     for file in folder.iterdir():

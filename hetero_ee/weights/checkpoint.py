@@ -263,7 +263,7 @@ def _in_each(order: Tensor, n_rows: int) -> Tensor:
 def _open(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
-    from hetero_ee_cpu_ops.bus_error import report_bus_errors
+    from hetero_ee_cpu_ops.jit.bus_error import report_bus_errors
 
     report_bus_errors()  # since safetensors maps the file
     try:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.read import Read
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_profiles.probe_samples import Clock
 
 READ_BYTES = 2**28  # at least this much, to exceed any cache

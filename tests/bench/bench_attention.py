@@ -22,12 +22,12 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights
-from hetero_ee_cpu_ops.attention import Attention
-from hetero_ee_cpu_ops.kernel_files import compiled
-from hetero_ee_cpu_ops.kv_table import DTYPES, SequenceCache, kv_table
+from hetero_ee_cpu_ops.attention.attention import Attention
+from hetero_ee_cpu_ops.attention.kv_table import DTYPES, SequenceCache, kv_table
+from hetero_ee_cpu_ops.jit.kernel_files import compiled
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.simd.bytes import target_has, zeros
 from hetero_ee_cpu_ops.simd.tuples import add_products, store_tile
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 CYCLE_BYTES = 200_000_000
 CONTEXTS, GROUPS, N_KV_HEADS, HEAD_DIM = (512, 1024, 2048, 16384), (1, 4, 8), 8, 128

@@ -85,8 +85,8 @@ def main() -> None:
 def measure(threads: int, weights: Weights) -> dict[str, Any]:
     from bench_attention import attention_metrics
 
+    from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
     from hetero_ee_cpu_ops.matmul import Matmul
-    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
     pool = ThreadPool(threads)
     metrics: dict[str, Any] = {"threads": threads, "read_gbps": read_gbps(pool)}
@@ -149,8 +149,8 @@ def random_matrices(codebook: tuple[int, ...], weights: Weights, n_scales: int) 
 
 def zero_points_cost(threads: int, weights: Weights) -> dict[int, float]:
     """For m = 1, 4, 8: seconds a byte of linear tiles with zero points over those without, the median of pairs."""
+    from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
     from hetero_ee_cpu_ops.matmul import Matmul
-    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
     pool, half = ThreadPool(threads), replace(weights, cycle_bytes=-(-weights.cycle_bytes // 2))
     matmul = Matmul(pool)

@@ -25,11 +25,11 @@ import numpy as np
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.random_weights import CODEBOOK
 from hetero_ee_cpu_ops.activate import activate
-from hetero_ee_cpu_ops.masked_linear import MaskedLinear
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
-from hetero_ee_cpu_ops.rows import RowMatrix
-from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.neurons.masked_linear import MaskedLinear
+from hetero_ee_cpu_ops.neurons.rows import RowMatrix
+from hetero_ee_cpu_ops.neurons.sparse_ffn import SparseFfn
 from hetero_ee_profiles.host.process import physical_core_count
 
 WIDTH, N_NEURONS, RANK = 4096, 11008, 512

@@ -10,7 +10,7 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from hetero_ee_cpu_ops.row_sums import I8X64, _dot, _quad
+from hetero_ee_cpu_ops.neurons.row_sums import I8X64, _dot, _quad
 from hetero_ee_cpu_ops.simd.bytes import I32X16, constant, load
 from hetero_ee_cpu_ops.tile_group import Emitter
 from hetero_ee_cpu_ops.tile_kind import BYTES, CODEBOOK, LINEAR, TileKind

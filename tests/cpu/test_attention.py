@@ -13,9 +13,9 @@ import torch
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.ops.torch_ops import TorchOps
-from hetero_ee_cpu_ops.attention import Attention
-from hetero_ee_cpu_ops.kv_table import DTYPES, SequenceCache, kv_table
-from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.attention.attention import Attention
+from hetero_ee_cpu_ops.attention.kv_table import DTYPES, SequenceCache, kv_table
+from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from tests.attention_case import BUGS, FIRST, TOLERANCE, AttentionCase
 from tests.cpu_support import Guarded, assert_close, assert_same_bits, teams
 

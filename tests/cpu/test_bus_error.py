@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee_cpu_ops.bus_error import MESSAGE
+from hetero_ee_cpu_ops.jit.bus_error import MESSAGE
 
 PROGRAM = """
 import mmap, os, sys
 import numpy as np
 from pathlib import Path
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee_cpu_ops.bus_error import report_bus_errors
+from hetero_ee_cpu_ops.jit.bus_error import report_bus_errors
 use_kernel_cache(Path(os.environ["HETERO_EE_CACHE_DIR"]))
 report_bus_errors()
 with open(sys.argv[1], "r+b") as file:

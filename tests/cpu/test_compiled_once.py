@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.read import Read
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 MAPPINGS = Path("/proc/self/maps")
 CODEBOOKS = {"bytes": None, "linear": tuple(range(-8, 8)), "codebook": tuple(range(-16, 16, 2))}

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_profiles.cpu_probe import probe_read_bytes_per_s
 from hetero_ee_profiles.probe_samples import ProductShape
 

@@ -14,7 +14,7 @@ from hetero_ee.ops.cpu import CpuOps
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.weights.quantizers import quantize
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from tests.draft_heads import HIDDEN, VOCAB, BareTarget, draft_head_layer, head_source, head_weights, random_text
 from tests.draft_sources import taken
 

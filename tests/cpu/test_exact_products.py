@@ -17,8 +17,8 @@ from numba.core.registry import cpu_target
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import FITTED_LIMIT, quantize
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.tile_kind import (
     CODEBOOK,
     LINEAR,

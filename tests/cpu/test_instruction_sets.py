@@ -21,7 +21,7 @@ TARGETS = {
 CODE = """
 from hetero_ee_cpu_ops.matmul import _chunk_function
 from hetero_ee_cpu_ops.tile_kind import BYTES, CODEBOOK, LINEAR, NARROW, ZEROS
-from hetero_ee_cpu_ops.sparse_section import SECTIONS
+from hetero_ee_cpu_ops.neurons.sparse_section import SECTIONS
 SPARSE = None
 def code(kind):
     if kind is not SPARSE:

@@ -18,8 +18,16 @@ from numba import config, types
 from hetero_ee.errors import DiskFullError
 from hetero_ee.runtime import kernel_cache
 from hetero_ee.runtime.kernel_cache import FILLED_FILE, KernelCache, kernel_cache_folder, use_kernel_cache
-from hetero_ee_cpu_ops import kernel_files
-from hetero_ee_cpu_ops.kernel_files import SUFFIX, UNFINISHED, KernelFiles, compiled, inner, read_kernel, write_kernel
+from hetero_ee_cpu_ops.jit import kernel_files
+from hetero_ee_cpu_ops.jit.kernel_files import (
+    SUFFIX,
+    UNFINISHED,
+    KernelFiles,
+    compiled,
+    inner,
+    read_kernel,
+    write_kernel,
+)
 
 PROGRAM = """
 import sys

@@ -9,9 +9,9 @@ import pytest
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.ops.cpu import sequence_cache
-from hetero_ee_cpu_ops.attention import Attention
-from hetero_ee_cpu_ops.kv_table import kv_table
-from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.attention.attention import Attention
+from hetero_ee_cpu_ops.attention.kv_table import kv_table
+from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from tests.cpu_support import assert_same_bits
 
 N_KV_HEADS, GROUP, HEAD_DIM, CAPACITY = 2, 2, 64, 32768

@@ -13,7 +13,7 @@ from numba import types
 
 import hetero_ee_cpu_ops
 from hetero_ee.runtime import kernel_cache
-from hetero_ee_cpu_ops.lazy import Chunk, array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.lazy import Chunk, array_in, array_out, entry
 
 
 @pytest.mark.sample(0)

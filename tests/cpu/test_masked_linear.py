@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee_cpu_ops.masked_linear import MaskedLinear
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.neurons.masked_linear import MaskedLinear
 from tests.cpu_support import GuardedAllocations, assert_same_bits, teams
 from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, masked_reference
 
@@ -114,7 +114,7 @@ def test_nothing_is_written_beside_the_output(operation: MaskedLinear, monkeypat
     for shape in SHAPES:
         case = Case(shape, 11)
         with monkeypatch.context() as patch:
-            patch.setattr("hetero_ee_cpu_ops.masked_linear.np.empty", allocated.empty)
+            patch.setattr("hetero_ee_cpu_ops.neurons.masked_linear.np.empty", allocated.empty)
             found = [operation(case.x, case.scores, case.matrix, None, skips) for skips in (None, case.skips)]
         for skips, each in zip((None, case.skips), found, strict=True):
             assert_same_bits(each, masked_reference(case.x, case.scores, case.rows, None, skips))

@@ -14,8 +14,8 @@ import torch
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.cpu_support import GuardedAllocations
 
 KINDS = ("rtn", "codebook", "wide", "int8", "zeros")

@@ -21,7 +21,7 @@ from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
 from hetero_ee.profiling.preset import MOST_PASSES, QUICK, USUAL_PASSES, PassSampling, product_shapes
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights
-from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile

@@ -6,7 +6,7 @@ import torch
 
 from hetero_ee.layers.rope import RopeScaling, RopeSpec
 from hetero_ee.ops.torch_ops import TorchOps
-from hetero_ee_cpu_ops.rope import Rope
+from hetero_ee_cpu_ops.attention.rope import Rope
 from tests.cpu_support import assert_close, assert_same_bits, guarded_copy
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from hetero_ee.weights.sections import section_neurons
-from hetero_ee_cpu_ops.rows import RowMatrix
-from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_per_section
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.neurons.rows import RowMatrix
+from hetero_ee_cpu_ops.neurons.sparse_ffn import SparseFfn, n_blocks_per_section
 from tests.cpu_support import GuardedAllocations, assert_same_bits, teams
 from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, reference
 
@@ -185,7 +185,7 @@ def test_nothing_is_written_beside_the_output(operation: SparseFfn, monkeypatch:
         case = Case(shape, 11)
         expected = case.run(operation, case.active)
         with monkeypatch.context() as patch:
-            patch.setattr("hetero_ee_cpu_ops.sparse_ffn.np.empty", allocated.empty)
+            patch.setattr("hetero_ee_cpu_ops.neurons.sparse_ffn.np.empty", allocated.empty)
             assert_same_bits(case.run(operation, case.active), expected)
     assert len(allocated.arrays) == 3 * len(SHAPES)
     allocated.check()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numba import cfunc, types
 
-from hetero_ee_cpu_ops.atomics import add
+from hetero_ee_cpu_ops.jit.atomics import add
+from hetero_ee_cpu_ops.jit.thread_pool import SPINS, ThreadPool
 from hetero_ee_cpu_ops.simd.bytes import word
-from hetero_ee_cpu_ops.thread_pool import SPINS, ThreadPool
 
 
 @pytest.fixture(scope="module")

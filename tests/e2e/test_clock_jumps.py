@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee_cpu_ops.kernel_files import SUFFIX, UNFINISHED, is_unfinished, read_kernel, write_kernel
+from hetero_ee_cpu_ops.jit.kernel_files import SUFFIX, UNFINISHED, is_unfinished, read_kernel, write_kernel
 from tests.command_line import PROMPT, Cli
 
 PRODUCT = Path(__file__).resolve().parents[2]

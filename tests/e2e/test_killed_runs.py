@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from hetero_ee_cpu_ops.kernel_files import SUFFIX, UNFINISHED, read_kernel
+from hetero_ee_cpu_ops.jit.kernel_files import SUFFIX, UNFINISHED, read_kernel
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.records import from_json, read_record
 from tests.command_line import PROMPT, Ended

@@ -118,7 +118,7 @@ def test_other_kinds_turn_the_same_in_every_context(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
 def test_every_device_has_one_table_for_a_context(kind: str) -> None:
-    from hetero_ee_cpu_ops.rope import Rope
+    from hetero_ee_cpu_ops.attention.rope import Rope
 
     pairs = {"short_factor": [1.0] * 32, "long_factor": [3.0] * 32} if kind == "longrope" else {}
     rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 8192, **pairs}

@@ -40,8 +40,8 @@ KEYWORDS = {("trust_remote_code", True), ("shell", True), ("allow_pickle", True)
 ALLOWED = {
     ("scripts/train_demo_model.py", "torch.load"),  # its own state, weights alone, to go on after an interruption
     ("scripts/convert_draft_head.py", "torch.load"),  # a published head, weights alone
-    ("cpu_ops/hetero_ee_cpu_ops/kernel_files.py", "pickle"),  # what a process of this user compiled, after its digest
-    ("cpu_ops/hetero_ee_cpu_ops/bus_error.py", "ctypes.CDLL"),  # the C library that is loaded already
+    ("cpu_ops/hetero_ee_cpu_ops/jit/kernel_files.py", "pickle"),  # compiled by this user, after its digest
+    ("cpu_ops/hetero_ee_cpu_ops/jit/bus_error.py", "ctypes.CDLL"),  # the C library that is loaded already
 }
 
 

@@ -16,7 +16,7 @@ from hetero_ee.runtime.executors.executor import SplitFfn
 from hetero_ee.runtime.executors.host import OpsExecutor
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.sections import section_neurons
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
 COMPILING = "Compiling the CPU kernels"
 

@@ -27,7 +27,7 @@ from hetero_ee.runtime.replans import Growth
 from hetero_ee.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
-    from hetero_ee_cpu_ops.thread_pool import ThreadPool
+    from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
 
 class Observe(Protocol):

@@ -22,7 +22,7 @@ from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_profiles.units import GIB
 
 if TYPE_CHECKING:
-    from hetero_ee_cpu_ops.thread_pool import ThreadPool
+    from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
 SMALLER = 0.85  # of the bytes that did not fit, for the next plan
 N_SMALLER = 3  # smaller plans tried at opening, each loaded, before the GPU is given up

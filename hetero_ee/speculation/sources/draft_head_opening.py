@@ -34,7 +34,7 @@ from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 if TYPE_CHECKING:
-    from hetero_ee_cpu_ops.thread_pool import ThreadPool
+    from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
 Running = Callable[[], PlannedExecutor]
 

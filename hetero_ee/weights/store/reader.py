@@ -160,7 +160,7 @@ def _mapped(file: Path) -> Tensor:
     A private writable mapping would make Linux reserve memory for the whole file, so stores larger than RAM, the main
     use case, could not be opened.
     """
-    from hetero_ee_cpu_ops.bus_error import report_bus_errors  # which imports Numba
+    from hetero_ee_cpu_ops.jit.bus_error import report_bus_errors  # which imports Numba
 
     report_bus_errors()
     try:

@@ -86,9 +86,9 @@ def test_fp16_activations_are_those_numbers_in_fp32() -> None:
 @pytest.mark.sample(1)
 def test_the_product_is_the_cpu_kernels(kind: str) -> None:
     """The same int8 codes and integer sums; only the order of the fp32 sums differs."""
+    from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
     from hetero_ee_cpu_ops.matmul import Matmul
     from hetero_ee_cpu_ops.matmul import TileMatrix as CpuMatrix
-    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
     weight, x = random_matrix(kind, (33, 250)), activations(4, 3, 250)
     tiles, scales = weight.tiles.cpu().numpy(), weight.scales.cpu().numpy()

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from hetero_ee_cpu_ops.kernel_files import inner
-from hetero_ee_cpu_ops.lazy import Chunk
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.neurons.row_unit import add_unit, unpack_scales
+from hetero_ee_cpu_ops.neurons.rows import UNIT_BYTES, UNIT_COLUMNS
 from hetero_ee_cpu_ops.quantize import (
     BYTES_PER_GROUP,
     CODE_SCALES,
@@ -24,8 +26,6 @@ from hetero_ee_cpu_ops.quantize import (
     ROW_BLOCK,
     quantize_row_block,
 )
-from hetero_ee_cpu_ops.row_unit import add_unit, unpack_scales
-from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
 from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import load16, load_lanes, write_integer
 from hetero_ee_cpu_ops.tile_kind import adds_in_16_bits

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.atomics import add, call_chunk, load_acquire, pause, replace, store_release
-from hetero_ee_cpu_ops.kernel_files import compiled, inner
+from hetero_ee_cpu_ops.jit.atomics import add, call_chunk, load_acquire, pause, replace, store_release
+from hetero_ee_cpu_ops.jit.kernel_files import compiled, inner
 
 COUNT_BITS = 20
 MAX_CHUNKS = 2**COUNT_BITS - 1

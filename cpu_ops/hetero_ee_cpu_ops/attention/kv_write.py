@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.kernel_files import inner
-from hetero_ee_cpu_ops.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION
-from hetero_ee_cpu_ops.lazy import array_in, entry
+from hetero_ee_cpu_ops.attention.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import array_in, entry
 from hetero_ee_cpu_ops.simd.floats import (
     element_bytes,
     lane_maximum,

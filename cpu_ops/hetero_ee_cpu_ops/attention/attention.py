@@ -32,8 +32,7 @@ import numpy as np
 from numba import types
 from numba.core.registry import cpu_target
 
-from hetero_ee_cpu_ops.atomics import call_chunk
-from hetero_ee_cpu_ops.attention_block import (
+from hetero_ee_cpu_ops.attention.attention_block import (
     BLOCK,
     FRAME_BYTES,
     MAX_FEATURES,
@@ -45,12 +44,22 @@ from hetero_ee_cpu_ops.attention_block import (
     block_weights,
     finish_query,
 )
-from hetero_ee_cpu_ops.kernel_files import inner
-from hetero_ee_cpu_ops.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION, VALUE_SCALES, VALUES
-from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
+from hetero_ee_cpu_ops.attention.kv_table import (
+    CAPACITY,
+    COLUMNS,
+    DTYPES,
+    KEY_SCALES,
+    KEYS,
+    POSITION,
+    VALUE_SCALES,
+    VALUES,
+)
+from hetero_ee_cpu_ops.jit.atomics import call_chunk
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.simd.bytes import target_has, word
 from hetero_ee_cpu_ops.simd.floats import element_bytes, read_float, scratch, write_float, write_integer
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 ELEMENTS = {"fp32": np.float32(0), "fp16": np.uint16(0), "int8": np.int8(0)}  # type of a stored value
 MAX_GROUP = 128  # query heads per key head

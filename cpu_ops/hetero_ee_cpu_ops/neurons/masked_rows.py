@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.kernel_files import inner
-from hetero_ee_cpu_ops.lazy import Chunk
-from hetero_ee_cpu_ops.listed_rows import (
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.matmul import MAX_PASS_ROWS
+from hetero_ee_cpu_ops.neurons.listed_rows import (
     FACTOR,
     FIRST,
     FIRST_TOKEN,
@@ -35,10 +36,9 @@ from hetero_ee_cpu_ops.listed_rows import (
     prefetch_rows,
     select_rows,
 )
-from hetero_ee_cpu_ops.matmul import MAX_PASS_ROWS
+from hetero_ee_cpu_ops.neurons.row_unit import UNPACKED_UNIT_BYTES, add_unpacked_unit, unpack_scales, unpack_unit
+from hetero_ee_cpu_ops.neurons.rows import UNIT_BYTES
 from hetero_ee_cpu_ops.quantize import GROUP
-from hetero_ee_cpu_ops.row_unit import UNPACKED_UNIT_BYTES, add_unpacked_unit, unpack_scales, unpack_unit
-from hetero_ee_cpu_ops.rows import UNIT_BYTES
 from hetero_ee_cpu_ops.simd.bytes import lowest_bit, nonzero_lanes, store_rows, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     add,

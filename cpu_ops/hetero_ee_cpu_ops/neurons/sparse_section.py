@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.kernel_files import compiled, inner
-from hetero_ee_cpu_ops.lazy import Chunk
-from hetero_ee_cpu_ops.listed_rows import (
+from hetero_ee_cpu_ops.jit.kernel_files import compiled, inner
+from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.neurons.listed_rows import (
     AHEAD,
     BLOCK,
     FACTOR,
@@ -43,7 +43,7 @@ from hetero_ee_cpu_ops.listed_rows import (
     prefetch_rows,
     select_rows,
 )
-from hetero_ee_cpu_ops.row_sums import (
+from hetero_ee_cpu_ops.neurons.row_sums import (
     add_quad,
     finish_sums,
     has_many_registers,
@@ -53,8 +53,8 @@ from hetero_ee_cpu_ops.row_sums import (
     store_offsets,
     weigh_quad,
 )
-from hetero_ee_cpu_ops.row_unit import gate_rows
-from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
+from hetero_ee_cpu_ops.neurons.row_unit import gate_rows
+from hetero_ee_cpu_ops.neurons.rows import UNIT_BYTES, UNIT_COLUMNS
 from hetero_ee_cpu_ops.simd.bytes import lowest_bit, nonzero_lanes, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     load16,

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.kernel_files import compiled
-from hetero_ee_cpu_ops.lazy import Chunk
-from hetero_ee_cpu_ops.listed_rows import (
+from hetero_ee_cpu_ops.jit.kernel_files import compiled
+from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool, lead
+from hetero_ee_cpu_ops.neurons.listed_rows import (
     BLOCK,
     FIRST_TOKEN,
     LISTS,
@@ -39,12 +40,9 @@ from hetero_ee_cpu_ops.listed_rows import (
     whole_units,
     workspace_bytes,
 )
-from hetero_ee_cpu_ops.quantize import INPUT
-from hetero_ee_cpu_ops.row_sums import add_sums, in_order
-from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
-from hetero_ee_cpu_ops.simd.bytes import word, zeros
-from hetero_ee_cpu_ops.simd.floats import multiply, read_float, spread, store16, store_lanes
-from hetero_ee_cpu_ops.sparse_section import (
+from hetero_ee_cpu_ops.neurons.row_sums import add_sums, in_order
+from hetero_ee_cpu_ops.neurons.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
+from hetero_ee_cpu_ops.neurons.sparse_section import (
     ACTIVE,
     BLOCKS_PER_SECTION,
     DOWN,
@@ -65,7 +63,9 @@ from hetero_ee_cpu_ops.sparse_section import (
     USED,
     list_bytes,
 )
-from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
+from hetero_ee_cpu_ops.quantize import INPUT
+from hetero_ee_cpu_ops.simd.bytes import word, zeros
+from hetero_ee_cpu_ops.simd.floats import multiply, read_float, spread, store16, store_lanes
 
 MAX_SECTIONS = 32
 CHUNKS_PER_THREAD = 4  # of sections, at least; the first rows of each chunk are not prefetched in time

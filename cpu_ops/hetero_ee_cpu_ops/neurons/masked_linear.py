@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
-from hetero_ee_cpu_ops.listed_rows import (
+from hetero_ee_cpu_ops.jit.lazy import array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool, lead
+from hetero_ee_cpu_ops.matmul import MIN_SHARED_BYTES, MIN_SHARED_INPUTS, rows_per_pass
+from hetero_ee_cpu_ops.neurons.listed_rows import (
     FIRST_TOKEN,
     LISTS,
     N_NEURONS,
@@ -28,7 +30,7 @@ from hetero_ee_cpu_ops.listed_rows import (
     whole_units,
     workspace_bytes,
 )
-from hetero_ee_cpu_ops.masked_rows import (
+from hetero_ee_cpu_ops.neurons.masked_rows import (
     BIAS,
     N_ARGUMENTS,
     NEURONS,
@@ -38,10 +40,8 @@ from hetero_ee_cpu_ops.masked_rows import (
     SCORES,
     SKIPS,
 )
-from hetero_ee_cpu_ops.matmul import MIN_SHARED_BYTES, MIN_SHARED_INPUTS, rows_per_pass
+from hetero_ee_cpu_ops.neurons.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
 from hetero_ee_cpu_ops.quantize import INPUT, ROW_BLOCK
-from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
-from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
 
 CHUNKS_PER_THREAD = 4  # the first rows of each chunk are not prefetched in time, so chunks must not be small
 NO_SCORES, NO_BIAS, NO_SKIPS = np.zeros((0, 0), np.float32), np.zeros(0, np.float32), np.zeros(0, np.bool_)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from hetero_ee_cpu_ops.activate import soft_cap
-from hetero_ee_cpu_ops.kernel_files import inner
+from hetero_ee_cpu_ops.jit.kernel_files import inner
 from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     add,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.floats import add, load16, load_lanes, multiply, store16, store_lanes, subtract
 
 F32 = np.float32(0)  # type of a loaded value

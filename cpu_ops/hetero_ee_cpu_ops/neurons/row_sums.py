@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.row_unit import pick, zipped
+from hetero_ee_cpu_ops.neurons.row_unit import pick, zipped
 from hetero_ee_cpu_ops.simd.bytes import (
     F32,
     F32X16,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.kernel_files import compiled, compiled_chunk
+from hetero_ee_cpu_ops.jit.kernel_files import compiled, compiled_chunk
 
 NO_ARGUMENTS = np.zeros(0, np.int64)  # makes an entry compute small work itself, or return the chunks to share
 

@@ -9,7 +9,7 @@ import signal
 
 from numba import types
 
-from hetero_ee_cpu_ops.lazy import Chunk
+from hetero_ee_cpu_ops.jit.lazy import Chunk
 from hetero_ee_cpu_ops.simd.floats import scratch, write_integer
 
 MESSAGE = (

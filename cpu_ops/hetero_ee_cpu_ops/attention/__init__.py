@@ -1,0 +1,1 @@
+"""Attention over KV caches, what writes them, and rotary positions."""

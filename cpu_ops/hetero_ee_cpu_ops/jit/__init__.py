@@ -1,0 +1,1 @@
+"""Compiling, keeping and starting Numba kernels, and the threads they run on."""

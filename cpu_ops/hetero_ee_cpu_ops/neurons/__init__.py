@@ -1,0 +1,1 @@
+"""Products and FFNs that leave out neurons."""
