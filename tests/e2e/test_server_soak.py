@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from hetero_ee.serving.scheduler import N_EXPRESS
 from tests.server_support import ENDLESS, RunningServer, eventually, opened, serving
 
 N_CLIENTS = 12
@@ -140,7 +141,7 @@ def test_nothing_is_left_of_thousands_of_requests(server: RunningServer, n_reque
     eventually(lambda: _state(server)["files"] <= before["files"] + 2, 20)
     after = _state(server)
     assert after["threads"] <= before["threads"] + 2  # asyncio's pool has at most some that wait
-    assert after["sequences"] <= server.served.settings.n_slots
+    assert after["sequences"] <= server.served.settings.n_slots + N_EXPRESS
     assert after["bytes"] < before["bytes"] + LEAK_BYTES
     print(f"{n_requests} requests in {took_s:.0f} s: {dict(seen)}; before {before}, after {after}")
 

@@ -131,7 +131,7 @@ def _made(wanted: CalibrateOptions, options: dict[str, Any], asked: "SparsityReq
     alone = options | {"profile": OFF} | laid_out  # a plan would be for other work
     with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as engine:
         exits = engine.calibrate(request, progress)
-        if asked is None or asked.is_exact:
+        if asked is None or (asked.is_exact and not asked.is_predicted):
             return _Found(exits)
         neurons: PredictorOutcome | SparsityOutcome
         if asked.is_predicted:

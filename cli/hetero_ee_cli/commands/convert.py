@@ -70,7 +70,6 @@ def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, 
 
     asked = SparsityRequest.parsed(options.get("sparsity"))
     torch.set_num_threads(1)
-    use_kernel_cache(cache_folder())
     with stage_progress() as progress:
         folder = engine.model_folder(model, progress)
         if keeps_stores and is_store(folder):
