@@ -78,20 +78,20 @@ class Engine(CalibratingEngine):
             quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or
                 "none" (fp32, straight from the checkpoint). None keeps the codes of a quantized checkpoint (GPTQ, AWQ,
                 GGUF, ...) if tiles can hold them, and is "codebook" for others. A store is opened as it is.
-            sparsity: "exact" skips FFN neurons that are 0 (ReLU); a number skips that share of them, the least
-                important ones; "auto" skips as calibrated, "dense" none. "predicted" is as "exact", but computes only
-                the gates that a calibrated predictor expects to be active, in a layout of its own; "unpredicted" is
-                that layout without a predictor. None: FFNs are dense.
-            context_tokens: Longest prompt and text together. 0: the plan chooses what fits, and it grows when a text
-                needs more, up to the model's own; without a plan it is the model's own.
-            threads: 0 for all physical cores; no more run than there are processors.
-            profile: The machine to plan for. "auto" is this machine's kept profile, else a quick one, measured now and
-                kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped
-                one, a file with one, or a function that finds one, given the model's shapes and folder. None: as the
-                settings say.
+            sparsity: "exact" skips FFN neurons that are 0 (ReLU); a number skips that share of the neurons, the least
+                important ones; "auto" skips the calibrated share, "dense" none. "predicted" works like "exact" but
+                computes only the gates that a calibrated predictor expects to be active, which needs another weight
+                layout; "unpredicted" uses that layout without a predictor. None: FFNs are dense.
+            context_tokens: Most tokens of prompt and output together. 0: the plan chooses a length that fits and
+                grows it on demand, up to the model's maximum; without a plan it is that maximum.
+            threads: CPU threads, at most one per processor; 0 for all physical cores.
+            profile: The machine to plan for. "auto" loads this machine's saved profile, or measures it quickly and
+                saves that; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a
+                shipped one, a file with one, or a function from the model's shapes and folder to one. None: the
+                setting `profile`.
             vram_budget, vram_margin: GiB of GPU memory to use, and to leave free. ram_budget: GiB of RAM to use.
             gpu_layers: Number of first layers to place whole on the GPU, if there is one.
-            override: Parts pinned by name: REGEX=gpu, REGEX=cpu, REGEX=stream.
+            override: Placements of parts whose names match: REGEX=gpu, REGEX=cpu, REGEX=stream.
             kv_type: Type of the KV cache, "fp32", "fp16" or "int8". None: "fp16", or "fp32" with quantizer "none".
             mode: "full", "exact", or an early-exit mode, see options.engine.EARLY_EXIT_MODES.
             draft_length: Tokens verified at once in exact mode, or caught up at once in an early-exit mode.
@@ -102,10 +102,10 @@ class Engine(CalibratingEngine):
                 whose acceptance is unknown is checked when it is first opened. None uses the model folder's own.
             emulate: Run the plan on the given profile's machine, emulated here: the same tokens, and that machine's
                 times.
-            traces: Keep in `spans` what a plan runs where and when.
-            progress: Called with (stage, done, in all) during a download (bytes), a conversion, a measurement, the
-                kernels' first compilation, and long prompts (tokens). With 0 in all, the stage is a remark. False:
-                nothing. None: bars on a terminal and in a notebook.
+            traces: Record in `spans` what ran where and when.
+            progress: Called with (stage, done, total) during a download (bytes), a conversion, a measurement, the
+                kernels' first compilation, and long prompts (tokens). A total of 0 means that `stage` is a message.
+                False: no progress. None: bars on a terminal and in a notebook.
 
         Raises:
             ModelError, CheckpointError, StoreError, DiskFullError, UsageError, DeviceMemoryError.
@@ -127,7 +127,7 @@ class Engine(CalibratingEngine):
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and text together. It grows when a text needs more, if it can."""
+        """Most tokens of prompt and output together. It grows on demand, if it can."""
         return self.executor.cache.max_tokens
 
     @property

@@ -166,7 +166,7 @@ def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: 
 
 
 def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel | None:
-    """Open the model by a plan; return None if there is no profile to make one by."""
+    """Open the model by a plan. Return None if a plan would have to be made and there is no profile."""
 
     def automatic(spec: ModelSpec, folder: Path) -> HardwareProfile | None:
         return automatic_profile(spec, folder, threads, progress, measures=request.plan is None)

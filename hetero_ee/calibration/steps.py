@@ -27,7 +27,7 @@ class Summed(Protocol):
         """Return everything that `restore` needs."""
 
     def restore(self, arrays: Arrays) -> None:
-        """Continue from what `arrays` has returned in another run."""
+        """Continue from the `arrays` of an earlier run."""
 
 
 class KeptSteps:

@@ -195,7 +195,7 @@ def written_chunks(
         chunks += [tuple(part.tolist()) for part in parts]
     if len(chunks) < MIN_CHUNKS:
         raise ModelError(
-            f"this model ends its own texts at once ({len(chunks)} of {MIN_CHUNKS} texts needed); "
+            f"the model ends its texts at once and wrote {len(chunks)} of the {MIN_CHUNKS} that calibration needs; "
             "give texts to calibrate on with --text."
         )
     return chunks

@@ -20,7 +20,7 @@ class NeuronShares:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, is_prompt: bool) -> Self:
-        """Return what the model's calibration expects. Prefill does not use the predictor."""
+        """Return the shares that the model's calibration expects. Prefill does not use the predictor."""
         decode_share, prefill_share = spec.active_shares
         return cls(prefill_share) if is_prompt else cls(decode_share, spec.predicted_share)
 
@@ -63,7 +63,7 @@ class NeuronRows:
         return int(n_rows * sum(row_sizes(1, self.n_columns)))
 
     def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int) -> float:
-        """Return the seconds in which that device multiplies m tokens with the rows they need."""
+        """Return the seconds that a device with these times needs to multiply m tokens by the rows they need."""
         seconds = times.rows_s(self.n_rows, self.n_columns, m, shares.active)
         if self.n_first_rows:
             seconds += times.rows_s(self.n_first_rows, self.n_columns, m, shares.first)

@@ -11,11 +11,13 @@ T = TypeVar("T")
 
 
 class AsyncTokens(AsyncIterator[GeneratedToken]):
-    """The tokens of one request. Cancelling the task that waits for one ends it and frees its memory first; so does
-    aclose(), and leaving the loop. Nothing is computed before the first is asked for."""
+    """The tokens of one request. Nothing is computed before the first is awaited.
+
+    Cancelling the waiting task, aclose() and leaving the loop end the request and free its memory.
+    """
 
     def __init__(self, tokens: Generator[GeneratedToken], stop: Event) -> None:
-        """stop: set to end the request while a long prompt is read."""
+        """Wrap a generator of tokens. stop: set on cancellation, so that a long prompt ends after its current chunk."""
         self._tokens, self._stop = tokens, stop
 
     async def __anext__(self) -> GeneratedToken:

@@ -12,14 +12,17 @@ from hetero_ee.kv.batch import Batch
 
 
 class KvCache(ABC):
-    """Sequences are opened, extended, truncated and closed by number. max_tokens: positions a sequence may have."""
+    """KV cache of sequences, which are opened, extended, truncated and closed by number.
+
+    max_tokens: positions a sequence may have.
+    """
 
     max_tokens: int
 
     @property
     @abstractmethod
     def held_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers it holds, in the model, ascending."""
+        """The held layers' numbers in the model, ascending."""
 
     @property
     @abstractmethod
@@ -28,12 +31,12 @@ class KvCache(ABC):
 
     @abstractmethod
     def part(self, layer: int) -> "LayeredCache[Any]":
-        """Return the one that holds this layer. Raises KeyError if none does."""
+        """Return the part that holds this layer. Raises: KeyError: if none does."""
 
     @property
     @abstractmethod
     def sequences(self) -> tuple[int, ...]:
-        """Numbers of the open ones."""
+        """Numbers of the open sequences."""
 
     @property
     @abstractmethod
@@ -41,45 +44,46 @@ class KvCache(ABC):
 
     @abstractmethod
     def open(self, sequence: int) -> None:
-        """Start an empty sequence. Raises ValueError if it is open."""
+        """Start an empty sequence. Raises: ValueError: if it is open."""
 
     @abstractmethod
     def close(self, sequence: int) -> None:
-        """Frees the sequence's memory; closing an unknown one does nothing."""
+        """Free the sequence's memory. Closing an unknown one does nothing."""
 
     @abstractmethod
     def lengths(self, sequence: int) -> list[int]:
-        """Tokens of the sequence that have passed each of the held layers."""
+        """Return how many tokens of the sequence have passed each of the held layers."""
 
     @abstractmethod
     def length_at(self, sequence: int, layer: int) -> int:
-        """Tokens of the sequence that have passed this layer. Raises KeyError for one not held."""
+        """Return how many tokens have passed this layer. Raises: KeyError: if it is not held."""
 
     @abstractmethod
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        """Leaves these layers, None for all, at most `length` tokens of the sequence."""
+        """Roll the sequence back to at most `length` tokens in these layers; None means all layers."""
 
     @abstractmethod
     def admit(self, batch: Batch, layers: range | None = None) -> None:
-        """Makes room for the tokens in these layers, None for all, once a pass.
+        """Allocate memory for the batch's tokens in these layers, once per pass; None means all layers.
 
-        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence and
-        has passed the layer before them; likewise what is raised where there is no room.
+        Raises:
+            ValueError: if a token does not follow the last one that these layers hold of its sequence, or has not
+                passed the layer before them. No token is admitted then, nor if memory runs out.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Check lengths against storage. Raises HeteroError if they contradict each other."""
+        """Check lengths against storage. Raises: HeteroError: if they contradict each other."""
 
     def open_new(self) -> int:
-        """Starts an empty sequence under the lowest free number, which it returns."""
+        """Start an empty sequence and return its number, the lowest free one."""
         taken = set(self.sequences)
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self.open(number)
         return number
 
     def length(self, sequence: int) -> int:
-        """Tokens of the sequence that have passed every layer."""
+        """Return how many tokens of the sequence have passed every layer."""
         return min(self.lengths(sequence), default=0)
 
     def truncate(self, sequence: int, length: int) -> int:
@@ -96,7 +100,7 @@ class KvCache(ABC):
 
 
 class OpenSequence(Protocol):
-    """lengths: tokens that each layer holds."""
+    """An open sequence. lengths: tokens that each layer holds."""
 
     lengths: list[int]
 
@@ -123,7 +127,7 @@ class LayeredCache(KvCache, Generic[S]):
 
     @abstractmethod
     def _empty(self) -> S:
-        """A sequence without tokens."""
+        """Return a sequence without tokens."""
 
     @abstractmethod
     def _make_room(self, lengths: Mapping[int, int]) -> None:
@@ -145,7 +149,7 @@ class LayeredCache(KvCache, Generic[S]):
         return tuple(self._sequences)
 
     def index(self, layer: int) -> int:
-        """Return the number of the layer inside the storage. Raises KeyError if it is not held."""
+        """Return the layer's index in the storage. Raises: KeyError: if it is not held."""
         return self._indices[layer]
 
     def open(self, sequence: int) -> None:
@@ -185,7 +189,7 @@ class LayeredCache(KvCache, Generic[S]):
         return slice(found[0], found[-1] + 1) if found else slice(0, 0)
 
     def _lengths_with(self, batch: Batch, part: slice) -> dict[int, int]:
-        """How many tokens these layers hold of each of the batch's sequences with the batch. Raises like admit."""
+        """Return each sequence's tokens in these layers after the batch. Raises: ValueError: as admit()."""
         before: dict[int, int] = {}
         for sequence in self._sequences.keys() & set(batch.sequences):
             mine = self._sequences[sequence].lengths[part]

@@ -54,7 +54,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
         self.n_kv_heads, self.head_dim, self.kind = n_kv_heads, head_dim, kind
 
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
-        """Keys and values (m, n_kv_heads, head_dim) of admitted tokens."""
+        """Store keys and values (m, n_kv_heads, head_dim) of admitted tokens."""
         index = self.index(layer)
         for row, sequence, position in batch.entries():
             found: tuple[Tensor, ...] = keys[row], values[row]
@@ -67,8 +67,10 @@ class CpuKvCache(LayeredCache[_Sequence]):
                 part[index, :, position] = x
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, fp32 (n_kv_heads, end - first, head_dim), of positions first..end-1; valid until the next
-        admit."""
+        """Return keys and values of positions first..end-1: fp32 (n_kv_heads, end - first, head_dim).
+
+        They are valid until the next admit().
+        """
         keys, values, *scales = self.stored(layer, sequence, first, end)
         keys, values = keys.float(), values.float()
         if scales:
@@ -76,15 +78,18 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return keys, values
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """Positions first..end-1 as they are stored, to read and to write, valid until the next admit: keys and values
-        (n_kv_heads, end - first, head_dim), and for int8 their scales (n_kv_heads, end - first)."""
+        """Return views of positions first..end-1 as stored, to read and to write, valid until the next admit().
+
+        Returns:
+            Keys and values (n_kv_heads, end - first, head_dim); for int8 also their scales (n_kv_heads, end - first).
+        """
         index = self.index(layer)
         return tuple(part[index, :, first:end] for part in self._sequences[sequence].parts)
 
     def view(self, sequence: int, make: Callable[..., Any]) -> Any:
-        """make(*parts) of the sequence's whole storage: keys, values, and for int8 their scales.
+        """Return make(*parts) for the sequence's whole storage: keys, values, and for int8 their scales.
 
-        Made once and kept until the sequence grows or closes.
+        The result is kept until the sequence grows or closes.
         """
         held = self._sequences[sequence]
         if held.view is None:
@@ -105,7 +110,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
                 )
 
     def _is_whole(self, held: _Sequence) -> bool:
-        """Whether parts are those of one room, and no layer holds more than the one before, or than there is room."""
+        """Return whether all parts have one capacity and no layer holds more tokens than fit or than the one before."""
         capacity = max((part.shape[2] for part in held.parts if part.dim() > 2), default=0)
         found = [(tuple(part.shape), part.numpy().dtype, part.is_contiguous()) for part in held.parts]
         expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
@@ -116,12 +121,15 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return _Sequence(self._room(0), [0] * self.n_layers)
 
     def _make_room(self, lengths: Mapping[int, int]) -> None:
-        """See LayeredCache. Raises MemoryError if there is not enough."""
+        """See LayeredCache. Raises: MemoryError: if there is not enough."""
         for sequence, length in lengths.items():
             self._grow(sequence, length)
 
     def _grow(self, sequence: int, length: int) -> None:
-        """In one step, so that a Ctrl-C in here can't leave keys, values and view of different sizes."""
+        """Grow a sequence's storage to at least `length` tokens.
+
+        One assignment replaces all parts, so that Ctrl-C can't leave keys, values and view with different sizes.
+        """
         held = self._sequences[sequence]
         capacity = held.parts[0].shape[2]
         if length <= capacity:
@@ -137,14 +145,14 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return tuple(torch.from_numpy(np.zeros(shape, dtype)) for shape, dtype in self._shapes(capacity))
 
     def _shapes(self, capacity: int) -> list[tuple[tuple[int, ...], type]]:
-        """Shape and type of each part of a sequence's storage."""
+        """Return the shape and type of each part of a sequence's storage."""
         line = (self.n_layers, self.n_kv_heads, capacity)
         codes, scales = ((*line, self.head_dim), KINDS[self.kind]), (line, np.float32)
         return [codes, codes, scales, scales] if self.kind == "int8" else [codes, codes]
 
 
 def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(n_kv_heads, head_dim) -> codes, to nearest, ties to even, and scales max |x| / 127, (n_kv_heads,)."""
+    """Quantize (n_kv_heads, head_dim) to codes, to nearest, ties to even, and scales max |x| / 127 (n_kv_heads,)."""
     peak = x.abs().amax(-1)
     small = peak < SMALLEST
     top = torch.full_like(peak, 127.0)  # torch multiplies by a rounded inverse where one side is a number

@@ -13,7 +13,11 @@ from hetero_ee.models.spec import ModelSpec
 
 
 class DeviceCaches(KvCache):
-    """caches: of disjoint layers, at least one of them with layers. What goes wrong in one is undone in the others."""
+    """One KV cache made of several. An operation that fails in one of them is undone in the others.
+
+    Args:
+        caches: Hold disjoint layers. At least one has layers.
+    """
 
     def __init__(self, caches: Iterable[KvCache]) -> None:
         self._caches = [cache for cache in caches if cache.held_layers]

@@ -21,7 +21,7 @@ VISITOR = 0  # the sequence that is visiting
 
 @dataclass(slots=True)
 class _Sequence:
-    slot: int  # its line in the table
+    slot: int  # its row in the page table
     lengths: list[int]  # tokens that each layer holds
     pages: list[int] = field(default_factory=list)  # their numbers, in order
 
@@ -65,11 +65,11 @@ class GpuKvCache(LayeredCache[_Sequence]):
         del held.pages[_n_pages(max(held.lengths, default=0)) :]
 
     def slots(self, batch: Batch) -> list[int]:
-        """The table's line of each token."""
+        """Return each token's row in the page table."""
         return [self._sequences[sequence].slot for sequence in batch.sequences]
 
     def _places(self, batch: Batch) -> Tensor:
-        """Page and line of each token: (2, m)."""
+        """Return each token's page and its index in that page: (2, m)."""
         places = [
             (self._sequences[sequence].pages[at // PAGE_TOKENS], at % PAGE_TOKENS)
             for _, sequence, at in batch.entries()
@@ -84,7 +84,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         return sum(part.nbytes for part in parts if part is not None)
 
     def check(self) -> None:
-        """See KvCache.check. Reads the table."""
+        """See KvCache.check. Copies the page table from the GPU."""
         table = self.pages.table.tolist()
         owners = Counter(page for held in self._sequences.values() for page in held.pages)
         users = Counter(held.slot for held in self._sequences.values())
@@ -106,7 +106,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
                 )
 
     def release(self) -> None:
-        """Closes every sequence and gives the pool's memory back; nothing fits any more."""
+        """Close every sequence and free the pool. The cache can't hold tokens afterwards."""
         self._sequences.clear()
         shape = self.n_layers, self.pages.n_kv_heads, self.pages.head_dim
         self.pages = new_pages(shape, self._kind, 0, (0, 0), self.pages.codes.device)
@@ -114,11 +114,11 @@ class GpuKvCache(LayeredCache[_Sequence]):
     def _empty(self) -> _Sequence:
         slot = next(iter(self._free_slots()), None)
         if slot is None:
-            raise UsageError(f"{len(self._sequences)} sequences are open, as many as the GPU's cache was made for.")
+            raise UsageError(f"{len(self._sequences)} sequences are open, the maximum of the GPU's KV cache.")
         return _Sequence(slot, [0] * self.n_layers)
 
     def _make_room(self, lengths: Mapping[int, int]) -> None:
-        """UsageError where the pool has no page left."""
+        """See LayeredCache. Raises: UsageError: if the pool has too few free pages."""
         new = {number: max(0, _n_pages(n) - len(self._sequences[number].pages)) for number, n in lengths.items()}
         free = self._free_pages() if any(new.values()) else []
         if sum(new.values()) > len(free):
@@ -131,7 +131,10 @@ class GpuKvCache(LayeredCache[_Sequence]):
             self._grow(self._sequences[number], [free.pop() for _ in range(n_new)])
 
     def _grow(self, held: _Sequence, pages: list[int]) -> None:
-        """Into the table first: a page that only the table knows is still free."""
+        """Give a sequence these pages.
+
+        The table is written first: if that fails, no sequence owns the pages, so they stay free.
+        """
         if not pages:
             return
         first = len(held.pages)
@@ -140,7 +143,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         held.pages += pages
 
     def _free_pages(self) -> list[int]:
-        """The lowest last."""
+        """Return the free pages, in descending order."""
         taken = {page for held in self._sequences.values() for page in held.pages}
         return [page for page in range(self.pages.codes.shape[0] - 1, -1, -1) if page not in taken]
 
@@ -150,20 +153,20 @@ class GpuKvCache(LayeredCache[_Sequence]):
 
 
 class VisitingCache(GpuKvCache):
-    """Keys and values uploaded for one attention, as they are stored on the CPU, and copied back so.
+    """GPU copy of the keys and values of one layer of one sequence, for an attention whose KV cache is on the CPU.
 
-    Of one layer of one sequence, whichever is visiting. The host waits for every copy.
+    They are uploaded and copied back in the CPU's format. The host waits for every copy.
     """
 
     def __init__(self, spec: ModelSpec, max_tokens: int, kind: str, device: Any) -> None:
         super().__init__((1, spec.n_kv_heads, spec.head_dim), max_tokens, device, n_slots=1, kind=kind)
 
     def index(self, layer: int) -> int:
-        """There is one layer."""
+        """Return 0: the cache has one layer."""
         return 0
 
     def bring(self, owner: CpuKvCache, layer: int, sequence: int, first: int, n_known: int, n_rows: int) -> Batch:
-        """The owner's positions first..n_known-1 of the layer, and room for n_rows more: these, as a batch here."""
+        """Upload the owner's positions first..n_known-1 of the layer. Return a batch of the next n_rows positions."""
         self.close(VISITOR)
         self.open(VISITOR)
         self.admit(Batch.of_sequence(VISITOR, 0, [0] * (n_known + n_rows)))
@@ -174,18 +177,18 @@ class VisitingCache(GpuKvCache):
         return Batch.of_sequence(VISITOR, n_known, [0] * n_rows)
 
     def take_back(self, owner: CpuKvCache, layer: int, sequence: int, first: int, end: int) -> None:
-        """Positions first..end-1, written since, into the owner's layer."""
+        """Copy positions first..end-1, which were written since the upload, to the owner's layer."""
         for ours, theirs in zip(self._parts(), owner.stored(layer, sequence, first, end), strict=True):
             theirs.copy_(ours[self._pages_and_lines(first, end)].transpose(0, 1))
 
     def _parts(self) -> list[Tensor]:
-        """Keys, values, and int8's scales, in CpuKvCache's order: (n_pages, 64, n_kv_heads[, head_dim])."""
+        """Return keys, values, and int8's scales, in CpuKvCache's order: (n_pages, 64, n_kv_heads[, head_dim])."""
         codes, scales = self.pages.codes[:, 0].transpose(2, 3), self.pages.scales
         parts = [codes[:, 0], codes[:, 1]]
         return parts if scales is None else [*parts, *scales[:, 0].transpose(2, 3).unbind(1)]
 
     def _pages_and_lines(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Page and line of each position."""
+        """Return each position's page and its index in that page."""
         positions = torch.arange(first, end, device=self.pages.codes.device)
         table = self.pages.table[self._sequences[VISITOR].slot]
         return table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS

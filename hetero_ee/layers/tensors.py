@@ -33,7 +33,7 @@ class TensorSpec:
 
 
 def is_in_rows(role: TensorRole) -> bool:
-    """Return whether such a tensor is stored row after row, one per neuron."""
+    """Return whether tensors with this role are stored as one row per neuron."""
     return role in (TensorRole.NEURONS, TensorRole.FIRST_ROWS)
 
 

@@ -88,11 +88,11 @@ def measured_cpu(
     origin: Origin,
     clock: Clock,
 ) -> DeviceTimes:
-    """Measure the CPU with n_threads threads.
+    """Measure the CPU with n_threads threads, from passes through the probed model.
 
     Args:
-        points: of the passes, with one at the shortest context of each number of tokens.
-        budget_s: if it is too short for all points, see preset.py.
+        points: Sizes of the passes. Each number of tokens occurs at least once, at its shortest context.
+        budget_s: Seconds for all passes. preset.py states which passes are dropped if they don't suffice.
     """
     end_s = clock() + budget_s
 
@@ -140,7 +140,7 @@ def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[
 
 
 def speed_since(profile: HardwareProfile, threads: int, clock: Clock) -> float:
-    """Return the memory read rate of now over that of the profile, which may be out of date."""
+    """Return the current memory read rate relative to the profile's, which may be out of date."""
     times = profile.cpu_with(threads)
     return median(_read_bytes_per_s(_buffers(None), times.threads, CHECK_REPEATS, clock)) / times.read_bytes_per_s.value
 

@@ -56,7 +56,7 @@ class GrammarChecks:
         if self._grammars.knows(params):
             return
         if self._n_asked >= MAX_WAITING + N_THREADS:
-            raise BusyError(f"{MAX_WAITING} grammars wait to be compiled, the most there may be; try again later.")
+            raise BusyError(f"{MAX_WAITING} grammars wait to be compiled, which is the limit; try again later.")
         self._n_asked += 1
         held = list[ChildProcess]()
         try:

@@ -23,7 +23,7 @@ STOPPING = "the server is shutting down; send the request again when it is back.
 
 
 class BusyError(HeteroError):
-    """The queue is full, or the server is about to end."""
+    """The server can't accept the request: the queue is full, or it is shutting down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the model says of a prompt."""
+    """Log-probabilities of a prompt."""
 
     logprobs: list[TokenLogprobs]  # of its tokens but the first
 
@@ -45,16 +45,21 @@ Event = Begun | Scored | GeneratedToken | HeteroError
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Wants a prompt's own log-probabilities, before any text."""
+    """A request for the log-probabilities of the prompt's own tokens. They come before any generated token."""
 
-    n_top: int  # of the likeliest tokens in each place
-    is_all: bool  # no text follows
+    n_top: int  # likeliest tokens to report at each position
+    is_all: bool  # nothing is generated afterwards
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request's text. tell: called from the engine's thread with each event; the last is the last token, an error,
-    or of a prompt that is scored alone what it scores. stop: set by who no longer wants it."""
+    """One request.
+
+    Args:
+        tell: Called from the engine's thread with each event. The last event is the last token, an error, or, if the
+            prompt is only scored, its Scored.
+        stop: Set by the client's side to cancel the request.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -73,20 +78,25 @@ class _Running:
 
 
 class Scheduler:
-    """First come, first served into the slots that are free. close() ends the thread and every request."""
+    """Runs requests first come, first served, in free slots. close() ends the thread and every request."""
 
     def __init__(self, engine: Engine, n_slots: int, queue_size: int) -> None:
-        """n_slots: texts at a time, and one more while a long prompt is read. queue_size: requests that may wait."""
+        """Start the engine's thread.
+
+        Args:
+            n_slots: Requests that run at a time. One more short one may run while a long prompt is read.
+            queue_size: Requests that may wait.
+        """
         self._engine, self._loop, self.n_slots = engine, engine.loop(self._someone_waits), n_slots
         self._slots = Slots(engine.executor, n_slots + N_EXPRESS, engine.close_sequence)
         self._queue, self._queue_size = deque[Job](), queue_size
-        self._running: dict[int, _Running] = {}  # by the texts' numbers, prompts that are scored by negative ones
+        self._running: dict[int, _Running] = {}  # by the loop's numbers; scored prompts have negative ones
         self._scoring_numbers = count(-1, -1)
         self._changed = threading.Condition()
         self._is_closing = False
         self.n_held_tokens = 0  # in the KV cache, after the latest step
         self.memory = engine.memory()  # as the latest request left it
-        self.watch: Callable[[int, int], None] | None = None  # told of each step: texts that ran, tokens that came
+        self.watch: Callable[[int, int], None] | None = None  # gets each step's number of sequences and new tokens
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -100,7 +110,7 @@ class Scheduler:
 
     @property
     def most_held_tokens(self) -> int:
-        """That the KV cache holds before its context grows."""
+        """Tokens that the KV cache can hold before its context grows."""
         return self._engine.context_tokens
 
     @property
@@ -109,34 +119,37 @@ class Scheduler:
 
     @property
     def _keeps_generated(self) -> bool:
-        """What exited tokens leave in the cache, or tokens that skipped neurons, is not what a prompt's would be."""
+        """Whether generated tokens may stay in the KV cache for a later prompt.
+
+        Tokens that exited early or skipped neurons leave other keys and values than prefill would compute.
+        """
         return self._engine.exits is None and self._engine.executor.neurons.n_neurons == 0
 
     def submit(self, job: Job) -> None:
-        """Puts it behind the others. Raises BusyError."""
+        """Append the job to the queue. Raises: BusyError: if the queue is full or the server shuts down."""
         with self._changed:
             if self._is_closing:
                 raise BusyError(STOPPING)
             n_free = max(0, self.n_slots - len(self._running))
             if len(self._queue) >= self._queue_size + n_free:
-                raise BusyError(f"{len(self._queue)} requests wait already, the most there may be; try again later.")
+                raise BusyError(f"{len(self._queue)} requests wait already, which is the limit; try again later.")
             self._queue.append(job)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Ends it within a step, and while its prompt is read within a chunk."""
+        """End the job after the current step, or after the current chunk of its prompt."""
         job.stop.set()
         with self._changed:
             self._changed.notify()
 
     def stop_soon(self) -> None:
-        """Ends every request with an error; for a signal's handler, which must not wait."""
+        """End every request with an error, without waiting, so that a signal handler may call it."""
         self._is_closing = True
         for running in list(self._running.values()):
             running.job.stop.set()
 
     def close(self) -> None:
-        """The same, and waits until the thread has ended. Closing twice does nothing."""
+        """End every request with an error and wait for the thread to end. Closing twice does nothing."""
         self.stop_soon()
         with self._changed:
             self._changed.notify()
@@ -154,10 +167,10 @@ class Scheduler:
                 self.n_held_tokens = self._slots.n_tokens
         finally:
             error = BusyError(STOPPING)
-            with self._changed:  # whoever comes later is refused
+            with self._changed:  # later requests are refused
                 self._is_closing = True
                 waiting, self._queue = list(self._queue), deque()
-            with ExitStack() as every:  # whatever one of these raises, the others happen; the last of them first
+            with ExitStack() as every:  # if one of these raises, the others still run; the last one runs first
                 every.callback(self._slots.free_idle)
                 for job in waiting:
                     every.callback(job.tell, error)
@@ -168,8 +181,10 @@ class Scheduler:
         return len(self._running) > 1 or self._next() is not None
 
     def _next(self) -> Job | None:
-        """Return the job that may begin now: the first, or with all slots in use a short one, while a long prompt is
-        read."""
+        """Return the next job to run: the first in the queue, or None if no slot is free.
+
+        While a long prompt is read and all regular slots are in use, the first short prompt gets the extra slot.
+        """
         n_free, n_short = self._slots.n_idle - N_EXPRESS, self._engine.executor.prompt_chunk_tokens
         with self._changed:
             if n_free > 0:
@@ -182,7 +197,7 @@ class Scheduler:
             return next((job for job in self._queue if len(job.prompt_ids) <= n_short), None)
 
     def _wait(self) -> bool:
-        """Until there is something to do; False where that is to end."""
+        """Wait until there is something to do. Return False if the scheduler is closing."""
         with self._changed:
             while not (self._running or self._queue or self._is_closing):
                 self._changed.wait()
@@ -197,7 +212,7 @@ class Scheduler:
                 self._end(number, None)
 
     def _admit(self) -> None:
-        """Waiting requests begin as long as there are slots."""
+        """Start waiting requests while slots are free."""
         while (job := self._next()) is not None:
             with self._changed:
                 self._queue.remove(job)
@@ -219,7 +234,7 @@ class Scheduler:
         job.tell(Begun(0))
 
     def _join(self, job: Job, slot: Slot, n_cached: int) -> None:
-        """Its text begins; n_cached tokens of its prompt are read."""
+        """Add the job to the decoding loop. n_cached: tokens of its prompt that the KV cache holds already."""
         try:
             (number,) = self._loop.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
         except BaseException:
@@ -228,7 +243,7 @@ class Scheduler:
         self._running[number] = _Running(job, slot)
 
     def _score(self, number: int, running: _Running, scoring: Generator[list[TokenLogprobs]]) -> None:
-        """A pass of a prompt that is scored; behind the last its text begins, if there is to be one."""
+        """Run one pass of a prompt that is scored. After the last pass, generation begins if it was requested."""
         job, slot = running.job, running.slot
         try:
             said = next(scoring, None)
@@ -251,7 +266,7 @@ class Scheduler:
                 job.tell(failure)
 
     def _step(self) -> int:
-        """Some progress of every text; how many tokens came."""
+        """Advance every running request by a step and return the number of new tokens."""
         for number, running in list(self._running.items()):
             if running.scoring is not None:
                 self._score(number, running, running.scoring)
@@ -271,7 +286,7 @@ class Scheduler:
         if isinstance(stepped.outcome, HeteroError):
             if self._again_with_more_memory(stepped.number, stepped.outcome):
                 return
-            # A cache that texts share was full; or the text was stopped, which nobody hears of but where all is to end.
+            # The shared cache was full, or the request was stopped: by its client, which has left, or by a shutdown.
             is_shared = len(self._running) > 1 and isinstance(stepped.outcome, UsageError)
             message = STOPPING if running.job.stop.is_set() else str(stepped.outcome)
             is_busy = is_shared or running.job.stop.is_set()
@@ -283,8 +298,11 @@ class Scheduler:
             self._end(stepped.number, None)
 
     def _again_with_more_memory(self, number: int, error: HeteroError) -> bool:
-        """Whether the text begins again, with the memory that idle sequences have held till now: where there was too
-        little for its first token."""
+        """Queue a request again if memory ran out before its first token and idle sequences can be freed.
+
+        Returns:
+            Whether it was queued again.
+        """
         running = self._running[number]
         is_of_memory = isinstance(error, DeviceMemoryError | UsageError)
         if running.generated or not is_of_memory or not self._slots.held_idle():
@@ -297,8 +315,10 @@ class Scheduler:
         return True
 
     def _end(self, number: int, error: HeteroError | None) -> None:
-        """The text leaves. What its sequence holds for certain is kept: after an error nothing, nor of a prompt that
-        was not read to its end."""
+        """Remove a request and give its slot back.
+
+        The slot keeps the sequence's valid prefix: nothing after an error or an unfinished prompt.
+        """
         running = self._running.pop(number)
         try:
             self._loop.leave(number)
@@ -315,7 +335,7 @@ class Scheduler:
 
 
 def _failure(error: Exception) -> HeteroError:
-    """What requests are told. A defect ends those that met it, not the server; the log has its traceback."""
+    """Return the error to send to clients. Unexpected errors are logged with a traceback; the server keeps running."""
     if isinstance(error, HeteroError):
         return error
     LOG.error("the engine failed", exc_info=error)

@@ -1,7 +1,7 @@
-"""Sequences of the KV cache that requests use one after the other, and what each still holds of the one before.
+"""Slots of the KV cache, which requests use one after the other: prefix reuse between requests.
 
-A conversation's next request begins with all that was said, so that the sequence which holds that need not read it
-again. Keys and values of a token depend on the tokens before it alone, so the text is the same either way.
+A conversation's next request begins with all earlier turns. If it gets the slot that still holds them, they are not
+read again. A token's keys and values depend only on the tokens before it, so reuse never changes the output.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ CLOSED = -1
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One sequence. Whoever holds the slot says at its end what the sequence then holds for certain."""
+    """One sequence and its reusable prefix, which the request sets when it gives the slot back."""
 
     sequence: int = CLOSED  # its number in the KV cache
-    token_ids: list[int] = field(default_factory=list)  # that it holds for certain
+    token_ids: list[int] = field(default_factory=list)  # the valid prefix that it holds
 
 
 class Slots:
-    """At most n_slots at a time. close_sequence: frees a sequence of the KV cache."""
+    """Pool of n_slots slots. close_sequence: frees a sequence of the KV cache."""
 
     def __init__(self, executor: Executor, n_slots: int, close_sequence: Callable[[int], None]) -> None:
         self._executor, self._close_sequence = executor, close_sequence
@@ -34,13 +34,20 @@ class Slots:
 
     @property
     def n_tokens(self) -> int:
-        """That all sequences hold together, in use or not."""
+        """Tokens that all sequences hold together, in use or not."""
         cache = self._executor.cache
         return sum(cache.length(each) for each in cache.sequences)
 
     def take(self, token_ids: list[int], n_reply: int) -> tuple[Slot, int]:
-        """An idle slot for this prompt, and how many of its first tokens the slot's sequence holds; the last is never
-        one of them, for its logits are wanted. n_reply: tokens that may follow, for which there is to be room."""
+        """Reserve the idle slot that suits this prompt best.
+
+        Args:
+            n_reply: Tokens that may be generated. Idle sequences are freed to fit them and the prompt.
+
+        Returns:
+            The slot, and how many of the prompt's first tokens its sequence holds: never the last, whose logits are
+            needed.
+        """
         slot, cache = self._best_for(token_ids), self._executor.cache
         self._make_room(slot, len(token_ids) + n_reply)
         if slot.sequence == CLOSED or slot.sequence not in cache.sequences:
@@ -51,24 +58,26 @@ class Slots:
         return slot, n_held
 
     def give_back(self, slot: Slot, token_ids: list[int]) -> None:
-        """token_ids: what its sequence holds for certain; it may hold more. None at all frees its memory."""
+        """Make the slot idle. token_ids: the valid prefix of its sequence. If that is empty, the memory is freed."""
         slot.token_ids = token_ids
         if not token_ids:
             self._free(slot)
         self._idle.append(slot)
 
     def free_idle(self) -> None:
-        """Gives the memory of all sequences back that nobody uses."""
+        """Free the memory of all idle sequences."""
         for slot in self._idle:
             self._free(slot)
 
     def held_idle(self) -> bool:
-        """Whether a sequence that nobody uses holds memory."""
+        """Return whether an idle sequence holds memory."""
         return any(slot.sequence != CLOSED for slot in self._idle)
 
     def _make_room(self, taken: Slot, n_tokens: int) -> None:
-        """Idle sequences go, the oldest first, where all would hold more than the one context that was planned for:
-        else the plan would have to grow for what nobody may ask for again."""
+        """Free idle sequences, the oldest first, until n_tokens fit the planned context.
+
+        Otherwise the plan would have to grow for sequences that may never be used again.
+        """
         cache = self._executor.cache
         n_held = sum(cache.length(each) for each in cache.sequences if each != taken.sequence)
         for slot in self._idle:
@@ -79,7 +88,7 @@ class Slots:
                 self._free(slot)
 
     def _best_for(self, token_ids: list[int]) -> Slot:
-        """The one that holds most of the prompt, if that is half of what it holds; else an empty one, or the oldest."""
+        """Return the slot with the longest common prefix if that is half of it, else an empty one, else the oldest."""
         best = max(self._idle, key=lambda slot: common_length(slot.token_ids, token_ids))
         if 2 * common_length(best.token_ids, token_ids) >= max(1, len(best.token_ids)):
             return best

@@ -32,7 +32,7 @@ def made_sparse(
     if request.is_exact:
         return expected, weights
     if curves is None:
-        raise UsageError(f"the neurons that this model can do without are not calibrated yet; {WAY_OUT} for it.")
+        raise UsageError(f"this model has no calibration of neurons to skip; {WAY_OUT}.")
     chosen = curves.auto() if request.share is None else curves.at(request.share)
     return expected, replace(weights, vectors=weights.vectors | chosen.least(spec, weights))
 
@@ -68,7 +68,7 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
     """
     natural = 1.0 if curves is None else curves.active_share
     if request.share is None and curves is None:
-        raise UsageError(f"the neurons that this model can do without are not calibrated yet; {WAY_OUT} for it.")
+        raise UsageError(f"this model has no calibration of neurons to skip; {WAY_OUT}.")
     share = request.share
     if share is None:
         assert curves is not None
@@ -81,7 +81,7 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
 def _predicted(spec: ModelSpec, predictor: NeuronPredictor | None) -> tuple[NeuronPredictor, ModelSpec]:
     """Return the predictor and the model with it. Raises: UsageError: if it was not calibrated."""
     if predictor is None:
-        raise UsageError(f"this model's active neurons are not calibrated yet; {PREDICTOR_WAY_OUT} for it.")
+        raise UsageError(f"this model has no calibrated predictor of active neurons; {PREDICTOR_WAY_OUT}.")
     return predictor, predictor.expected(spec, predictor.chosen())
 
 

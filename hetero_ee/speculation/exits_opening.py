@@ -43,8 +43,8 @@ class PolicyRequest:
         found = self.plan.exit_layers or self.calibration.schedule
         if not found:
             raise UsageError(
-                "the calibration found no exit layer where judging tokens saves time; calibrate with more text, or "
-                "drop the mode."
+                f"no exit layer in this calibration saves time, so mode {self.plan.mode} would only slow this model "
+                "down; calibrate on more text, or use mode full or exact."
             )
         return found
 

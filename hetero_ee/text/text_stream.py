@@ -94,5 +94,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a start of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

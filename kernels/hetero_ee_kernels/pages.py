@@ -79,7 +79,7 @@ def workspace_size(n_entries: int, head_dim: int) -> int:
 
 
 def check_rows(x: Any, pages: Pages, slots: Any, positions: Any, layer: int) -> None:
-    """Check that x is fp32 (m, features), slots and positions are int32 (m,), and the layer exists, or ValueError."""
+    """Check x, fp32 (m, features), slots and positions, int32 (m,), and the layer. Raises: ValueError."""
     m = x.shape[0]
     check("x", x, (m, x.shape[-1]))
     check("slots", slots, (m,), torch.int32)

@@ -292,7 +292,7 @@ def sparse_ffn(
     may_skip: Any = None,
     n_used: Any = None,
 ) -> Any:
-    """Compute row by row, reading only active neurons; rounds where the definition does, sums in float64."""
+    """Compute row by row, reading only active neurons. Rounds where the kernel does, and sums in float64."""
     out = active.new_empty(len(active), down.n_columns) if out is None else out
     for row in range(len(active)):
         h, neurons = _needed(row, x, active, up, least, may_skip, n_used)

@@ -181,7 +181,7 @@ def test_an_absmax_that_is_no_number_is_named_with_its_place(plain: Path, value:
 
 
 def test_a_configuration_of_other_weights_is_refused(folder: Path) -> None:
-    for config, words in ((None, "nothing of that (quantization_config)"), (quantization_config("fp4"), "says fp4")):
+    for config, words in ((None, "not quantized (no quantization_config)"), (quantization_config("fp4"), "says fp4")):
         edit_config(folder, quantization_config=config)
         sentence = refusal(folder)
         assert "quantized to nf4" in sentence and words in sentence

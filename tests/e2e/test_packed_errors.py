@@ -265,7 +265,7 @@ def test_packed_weights_of_which_the_configuration_says_nothing(
 ) -> None:
     folder = Path(shutil.copytree(wholes[kind], tmp_path / "model"))
     edit_config(folder, quantization_config=None)
-    assert "nothing of that (quantization_config)" in refusal(folder)
+    assert "not quantized (no quantization_config)" in refusal(folder)
 
 
 @pytest.mark.parametrize("kind", PACKINGS)

@@ -134,7 +134,7 @@ def test_text_of_its_own_is_kept_too(cache: Path) -> None:
 
 
 def test_what_is_not_there_or_has_no_such_neurons_is_refused(tiny: Path, cache: Path) -> None:
-    way_out = r"not calibrated yet; run hetero-ee calibrate --sparsity predicted for it"
+    way_out = r"no calibrated predictor of active neurons; run hetero-ee calibrate --sparsity predicted"
     with pytest.raises(UsageError, match=way_out):
         opened(PREDICTED)
     for sparsity in (PREDICTED, UNPREDICTED):

@@ -168,7 +168,7 @@ def test_what_a_request_expects() -> None:
     assert expected("0.4") == (0.6, 1.0) == expected("0.4", zeros=-1)
     assert expected("0.4", zeros=18) == (0.1, 0.1) == expected("exact", zeros=18)
     assert expected("exact", zeros=-1) == (1.0, 1.0)
-    with pytest.raises(UsageError, match="not calibrated yet"):
+    with pytest.raises(UsageError, match="no calibration of neurons to skip"):
         expected("auto", zeros=-1)
     with pytest.raises(UsageError, match="no neurons that are exactly 0"):
         planned_sparse(known_spec("llama-2-7b"), None, Path(), None, SparsityRequest(0.0))

@@ -46,7 +46,7 @@ class CalibrateOptions:
     certify: Annotated[
         bool, typer.Option("--certify", help="Certify the exits too, for mode certified: takes longer than the rest.")
     ] = False
-    show: Annotated[bool, typer.Option("--show", help="Only show the calibration that is there.")] = False
+    show: Annotated[bool, typer.Option("--show", help="Only show the existing calibration.")] = False
     plot: Annotated[
         Path | None,
         typer.Option(help="Plot agreement and acceptance by layer to a PNG or SVG file; needs the extra [plot]."),
@@ -57,7 +57,7 @@ class CalibrateOptions:
         """Check that the options go together, and that the plot can be written."""
         if self.show and (self.force or self.certify or self.text or self.tokens is not None):
             others = "--force, --certify, --text and --tokens"
-            raise UsageError(f"--show only shows what is there; drop {others}, or drop --show.")
+            raise UsageError(f"--show only prints the existing calibration; drop {others}, or drop --show.")
         if self.plot is not None:
             from hetero_ee.calibration.plot import picture_format, require_matplotlib
 
@@ -84,7 +84,7 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
     """Measure and fit a model's early exits, keep the result next to its converted weights, and say what it gains.
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
-    interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
+    interrupted, run it again: it resumes. An existing calibration is shown, not made again.
     With --certify, 1,500 prompts are then continued at full depth, and every exit layer judges each of their tokens:
     mode certified keeps its promise by that.
     With --sparsity, a share or auto, it is also measured which FFN neurons the model can do without; with --sparsity

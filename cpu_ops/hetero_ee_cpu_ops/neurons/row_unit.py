@@ -94,7 +94,7 @@ def _unit_operands(emitter: Emitter, lines: Any, here: Any, table: Any) -> Itera
 
 
 def _stored_operands(emitter: Emitter, address: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
-    """Yield what _unit_operands yields, from where unpack_unit stored it."""
+    """Yield the operands of _unit_operands from the address where unpack_unit stored them."""
 
     def operands(first: int) -> Iterator[tuple[list[Any], int]]:
         for at, number in enumerate(COLUMN_ORDER):
@@ -156,7 +156,7 @@ def add_unit(
 
 @intrinsic
 def unpack_unit(typing: Any, lines: Any, here: Any, table: Any, out: Any) -> Any:
-    """Store the unit's operands in 16 rows at `out`, UNPACKED_UNIT_BYTES, for add_unpacked_unit; see add_unit."""
+    """Unpack a unit of 16 rows to `out` (UNPACKED_UNIT_BYTES bytes), for add_unpacked_unit. Arguments: see add_unit."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lines_, here_, table_, out_ = arguments
@@ -173,7 +173,7 @@ def unpack_unit(typing: Any, lines: Any, here: Any, table: Any, out: Any) -> Any
 def add_unpacked_unit(
     typing: Any, totals: Any, operands: Any, scales: Any, x: Any, scale: Any, offset: Any, r: Any
 ) -> Any:
-    """Do what add_unit does with the operands that unpack_unit stored at `operands`."""
+    """Add a unit as add_unit does, from the operands that unpack_unit stored at `operands`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         totals_, operands_, scales_, *inputs, r_ = arguments

@@ -1,4 +1,4 @@
-"""Expected seconds of parts, copies and transfers, added up from what blocks declare (layers/cost.py) and a profile."""
+"""Expected seconds of parts, copies and transfers, from a profile and the blocks' costs (costs/block_cost.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

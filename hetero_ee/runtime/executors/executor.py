@@ -49,15 +49,15 @@ class HeadExecutor(Protocol):
         ...
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        """The head's product: (m, hidden) -> logits (m, vocab)."""
+        """Multiply by the LM head: (m, hidden) -> logits (m, vocab)."""
         ...
 
     def to_logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: (m, hidden) -> logits (m, vocab)."""
+        """Apply final norm and LM head: (m, hidden) -> logits (m, vocab)."""
         return self.lm_head(self.final_norm(hidden))
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
-        """Drafts after states (m, hidden): int32 (m, 2) for drafted_of, on the CPU from an Executor."""
+        """Draft after states (m, hidden). Return int32 (m, 2) for drafted_of(); an Executor returns it on the CPU."""
         ...
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
@@ -72,7 +72,7 @@ class HeadExecutor(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what the executor keeps running, and gives its memory back."""
+        """Stop the executor's threads and free its memory."""
         ...
 
 
@@ -83,27 +83,34 @@ class Executor(HeadExecutor, Protocol):
     weights: ModelWeights
     blocks: list[Block]  # all of the model's
     prompt_chunk_tokens: int = PROMPT_CHUNK_TOKENS  # tokens of a prompt that are best run at a time
-    progress: Progress | None = None  # told how far a prompt of several chunks is, by those who cut it up
-    overlap: Overlap | None = None  # what runs by itself while the host computes
+    progress: Progress | None = None  # callers that split a prompt into chunks report their progress to it
+    overlap: Overlap | None = None  # work that runs on its own while the host computes
     growth: Growth | None = None  # of a context whose length was not requested
     capturing: tuple[int, ...] = ()  # see capture
     captured: tuple[Tensor, ...] = ()  # by the last run, before those of these layers that it passed
 
     def capture(self, layers: Sequence[int]) -> None:
-        """From now on every pass keeps the hidden states (m, hidden) before each of these layers, ascending, where they
-        were computed. Raises ValueError for layers that the model does not have."""
+        """Make later passes keep the hidden states (m, hidden) before each of these layers, ascending, in `captured`.
+
+        They stay on the device that computed them. Raises: ValueError: if the model lacks a layer.
+        """
         self.capturing = captured_layers(layers, self.spec.n_layers)
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        """The batch through these layers: hidden states (m, hidden) before them -> after them.
+        """Run the batch through these layers and return the hidden states (m, hidden) after them.
 
-        hidden: None begins with the embedding. Admits the batch to the cache of these layers alone; raises ValueError,
-        and computes nothing, unless each token follows the last one there.
+        Admits the batch to the KV cache of these layers only.
+
+        Args:
+            hidden: States (m, hidden) before the layers; None to begin with the embedding.
+
+        Raises:
+            ValueError: if a token does not follow the last one in the cache. Nothing is computed then.
         """
         ...
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """Runs the chunks of a prompt in order: logits (vocab,) of the last one's last token."""
+        """Run the chunks of a prompt in order and return the logits (vocab,) of its last token."""
         ...
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
@@ -121,7 +128,7 @@ class Executor(HeadExecutor, Protocol):
 
     @property
     def most_tokens(self) -> int:
-        """The longest context that grow() may bring."""
+        """The longest context that grow() may reach."""
         return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
 
     @property
@@ -148,34 +155,35 @@ class Executor(HeadExecutor, Protocol):
         return
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Runs the batch through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""
+        """Run the batch through embedding and layers. Return the states (m, hidden) after the last layer."""
         return self.run(batch, None, range(self.spec.n_layers))
 
     def logits(self, batch: Batch, wanted: Sequence[int]) -> Tensor:
-        """Runs the batch through every block; fp32 logits (len(wanted), vocab) of the wanted row indices."""
+        """Run the batch through every block. Return fp32 logits (len(wanted), vocab) of the wanted row indices."""
         return self.to_logits(self.hidden(batch)[list(wanted)])
 
 
 class SplitFfn(Protocol):
-    """A sparse FFN on two devices. The one with its first neurons calls everything but `rest`.
+    """One device's part of a sparse FFN that is split between two devices.
 
-    x is the FFN's input (m, hidden), followed by a predictor's scores of the other neurons: (m, hidden + others).
+    The device with the first neurons runs everything but `rest`. x is the FFN's input (m, hidden), followed by a
+    predictor's scores of the other neurons if there is one: (m, hidden + others).
     """
 
     def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """The hidden states (m, hidden) before the FFN -> x."""
+        """Compute x from the hidden states (m, hidden) before the FFN."""
         ...
 
     def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
-        """Begin the sum of the first neurons, which needs nothing from the other device: what end() takes."""
+        """Compute the first neurons' sums for end(). Nothing from the other device is needed."""
         ...
 
     def rest(self, x: Tensor, batch: Batch) -> Tensor:
-        """(m, hidden): the sum of the other neurons, on the device that has them."""
+        """Return the other neurons' sum (m, hidden), on the device that holds them."""
         ...
 
     def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
-        """The hidden states (m, hidden) after the FFN."""
+        """Combine both sums and return the hidden states (m, hidden) after the FFN."""
         ...
 
 
@@ -228,11 +236,11 @@ class BlockExecutor(HeadExecutor, Protocol):
 class HostExecutor(Executor, BlockExecutor):
     """Base of executors that run a whole model, or some of its blocks, in the CPU's memory.
 
-    `cache` is that of some layers, if others compute the rest; None for one of all layers in kv_type.
+    cache: holds some layers, if other executors compute the rest. None makes one for all layers, in kv_type.
     """
 
     kv_type: ClassVar[str] = KV_TYPE
-    plan: Plan | None = None  # that it runs by itself
+    plan: Plan | None = None  # the plan, if this executor runs all of it
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: KvCache | None = None) -> None:
         self.spec, self.weights, self.blocks = spec, weights, decoder_blocks(spec)

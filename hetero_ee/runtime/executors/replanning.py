@@ -181,7 +181,11 @@ class ReplanningExecutor(Executor):
         return self._step(lambda inner, x: inner.to_logits(x), hidden)
 
     def _step(self, action: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        """action(executor, *tensors). tensors: hidden states that came out of an executor, this one or one before."""
+        """Return action(executor, *tensors). If GPU memory runs out, replan with less of it and run the action again.
+
+        Args:
+            tensors: Hidden states computed by this executor, before or after a change of plan.
+        """
         try:
             return action(self.inner, *self._within_reach(tensors))
         except DeviceMemoryError as error:

@@ -1,6 +1,6 @@
 """From hidden states to drafts on a GPU: final norm, exit map, head, and the choice with its confidence.
 
-One sequence of launches for every m rows, for a CUDA graph to replay; only ids and confidences leave the GPU.
+Each m has its sequence of launches, which a CUDA graph replays. Only ids and confidences leave the GPU.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from hetero_ee.runtime.gpu.segment import Recorder, Replays, entered
 
 
 class GpuDraftEnd:
-    """A DraftEnd on a GPU. recorder: None runs every launch by itself."""
+    """A DraftEnd on a GPU. recorder: None launches every kernel singly, without CUDA graphs."""
 
     def __init__(
         self, end: DraftEnd, logits: DraftLogits, hidden_size: int, ops: GpuOps, recorder: Recorder | None
@@ -32,7 +32,7 @@ class GpuDraftEnd:
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, noise: Sequence[DraftNoise]) -> Tensor:
-        """States (m, hidden) -> int32 (m, 2) on the GPU, for drafted_of. The host does not wait."""
+        """Draft after states (m, hidden). Return int32 (m, 2) on the GPU, for drafted_of(). The host does not wait."""
         words = noise_words(noise)
         if self._device.type == "cuda":
             words = words.pin_memory()
@@ -66,10 +66,10 @@ class GpuDraftEnd:
         return found
 
     def _compute(self, m: int) -> None:
-        """Launches alone: they depend on m and nothing else."""
+        """Launch the kernels for m rows. Launches must depend on m only, so that a CUDA graph can replay them."""
         logits = self._end.all(self._ops, self._x[:m])
         self._ops.kernels.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
 
     def _words(self, m: int) -> Tensor:
-        """The noise of m rows, in one piece."""
+        """Return the contiguous buffer for the noise of m rows."""
         return self._noise[: m * len(self._noise) // MAX_ROWS].view(m, -1)

@@ -138,7 +138,7 @@ def _posts() -> dict[str, Any]:
     counted = _asked(COUNTED, anthropic.REFUSED, "messages")
     said: dict[str, tuple[str, Schema, Schema]] = {
         "/v1/chat/completions": ("A reply", chat, choices),
-        "/v1/completions": ("A text that goes on", text, choices),
+        "/v1/completions": ("A completion", text, choices),
         "/v1/responses": ("A response", _asked(RESPONSE, responses.REFUSED, "input"), response),
         "/v1/messages": ("A reply", _asked(MESSAGES, anthropic.REFUSED, "messages", "max_tokens"), message),
         "/v1/messages/count_tokens": ("A prompt's length", counted, _object({"input_tokens": WHOLE}, "input_tokens")),
@@ -157,9 +157,11 @@ def _posts() -> dict[str, Any]:
 
 
 def _asked(fields: Mapping[str, Schema], refused: Mapping[str, tuple[Any, ...]], *required: str) -> Schema:
-    """Return the schema of a request's body.
+    """Return the schema of a request's body, in which null counts as absent.
 
-    Null counts as absent. Fields that are refused may only have the values that ask for nothing.
+    Args:
+        refused: Unsupported fields, and the neutral values that they may still have.
+        required: Names of the required fields.
     """
     named = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items() if name not in required}
     nothing = {name: {"enum": [None, *values]} for name, values in refused.items() if name not in fields}

@@ -21,6 +21,7 @@ MARKS = {
     **dict.fromkeys(fp8.SCALES, "belongs to weights in 8 bits"),
 }
 OTHER_CONFIG = "get config.json of the same model"
+NO_FORMAT = "that the weights are not quantized (no quantization_config)"
 
 
 def saved_matrices(
@@ -63,7 +64,7 @@ def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> 
     if matrix and (said is None or matrix.state.quant_type != said.values):
         raise CheckpointError(
             f"{tensors.folder}: tensor {part.hf_name} was quantized to {matrix.state.quant_type}, config.json says "
-            f"{said.values if said else 'nothing of that (quantization_config)'}; {OTHER_CONFIG}."
+            f"{said.values if said else NO_FORMAT}; {OTHER_CONFIG}."
         )
     return matrix
 
@@ -89,6 +90,6 @@ def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_orde
         mark = marks[0]
         raise CheckpointError(
             f"{tensors.folder}: tensor {module}{mark} {MARKS[mark]}, config.json says "
-            f"{said.title if said else 'nothing of that (quantization_config)'}; {OTHER_CONFIG}."
+            f"{said.title if said else NO_FORMAT}; {OTHER_CONFIG}."
         )
     return None

@@ -64,7 +64,7 @@ class StoredMatrix(ABC):
 
     @abstractmethod
     def layout(self) -> Layout:
-        """Return what the configuration says of the matrix's tensors. Raises CheckpointError for impossible sizes."""
+        """Return the types and shapes that the configuration implies. Raises: CheckpointError: for impossible sizes."""
 
     @property
     def tensor_names(self) -> Set[str]:
