@@ -199,7 +199,7 @@ def calibrate(job: CalibrationJob) -> CalibrationOutcome:
         raise ModelError("a model with one layer has none to exit from; there is nothing to calibrate.")
 
     def find() -> CalibrationOutcome | None:
-        """A checkpoint's own calibration doesn't count if the caller gave texts."""
+        """Return an existing calibration. The checkpoint's own doesn't count if the caller gave texts."""
         is_others = job.request.texts is not None and job.place.where() != job.place.folder
         return None if is_others else found_calibration(job.place)
 

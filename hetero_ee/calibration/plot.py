@@ -44,7 +44,7 @@ def save_picture(figure: Any, file: Path) -> None:
 
 
 def plot_exits(calibration: Calibration, file: Path) -> None:
-    """Draws the curves over the exit layers. Raises UsageError without matplotlib, or if the file can't be written."""
+    """Draw the curves over the exit layers. Raises: UsageError: without matplotlib, or if the file can't be written."""
     figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     exit_layers = [each.exit_layer for each in calibration.exit_layers]

@@ -122,7 +122,7 @@ class Bench:
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:
-    """Seconds of a layer, one token at a short context, outside of kernels. None unless the CPU's kernels run."""
+    """Return the seconds per layer outside of kernels, for one token at a short context; None without CPU kernels."""
     # The kernels look where to be cached when imported.
     from hetero_ee.profiling.pass_probe import probe_pass
     from hetero_ee.profiling.preset import PassSampling

@@ -11,9 +11,14 @@ FIRST_SPARSE = 4  # position; the ones before it are attention sinks (arXiv 2309
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """token_ids, sequences, positions: one entry a token. Within a sequence, tokens come in order of position.
+    """Tokens of one pass. Within a sequence, they are in order of position.
 
-    is_prompt: all tokens are read, none was generated. Raises ValueError when the fields differ in length or are empty.
+    Args:
+        token_ids, sequences, positions: One entry per token.
+        is_prompt: Whether all tokens belong to prompts.
+
+    Raises:
+        ValueError: if the fields differ in length or are empty.
     """
 
     token_ids: tuple[int, ...]
@@ -32,25 +37,27 @@ class Batch:
         return len(self.token_ids)
 
     def may_skip(self) -> Any:
-        """Whether neurons may be left out for a token, bool (m,): not while a prompt is read, nor for a text's first
-        tokens, which others attend to most."""
+        """Return which tokens may skip neurons, bool (m,).
+
+        Prompt tokens may not, nor a sequence's first tokens, which later ones attend to most.
+        """
         return np.array([not self.is_prompt and position >= FIRST_SPARSE for position in self.positions])
 
     def entries(self) -> Iterator[tuple[int, int, int]]:
-        """(index in the batch, sequence, position) of each token."""
+        """Return (index in the batch, sequence, position) of each token."""
         return zip(range(len(self)), self.sequences, self.positions, strict=True)
 
     @classmethod
     def of_sequence(
         cls, sequence: int, first_position: int, token_ids: list[int], *, is_prompt: bool = False
     ) -> "Batch":
-        """Consecutive tokens of one sequence."""
+        """Return a batch of consecutive tokens of one sequence."""
         positions = range(first_position, first_position + len(token_ids))
         return cls(tuple(token_ids), (sequence,) * len(token_ids), tuple(positions), is_prompt=is_prompt)
 
     @classmethod
     def joined(cls, parts: list["Batch"]) -> "Batch":
-        """All tokens of `parts`, one after the other."""
+        """Concatenate the tokens of `parts`."""
         return cls(
             tuple(token for part in parts for token in part.token_ids),
             tuple(sequence for part in parts for sequence in part.sequences),
@@ -59,9 +66,13 @@ class Batch:
         )
 
     def lengths_after(self, lengths: Mapping[int, int], max_tokens: int) -> dict[int, int]:
-        """How many tokens each sequence of this batch holds with it. lengths: of every open sequence before.
+        """Return how many tokens each sequence of this batch holds after it.
 
-        Raises ValueError unless each token follows the last token of an open sequence.
+        Args:
+            lengths: The tokens of every open sequence before the batch.
+
+        Raises:
+            ValueError: if a token does not follow the last one of an open sequence.
         """
         after: dict[int, int] = {}
         for _, sequence, position in self.entries():

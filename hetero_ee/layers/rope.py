@@ -70,13 +70,13 @@ class RopeSpec:
         return replace(self, scaling=replace(scaling, short_factors=factors, long_factors=factors))
 
     def _stretched_theta(self, context_tokens: int) -> float:
-        """The slowest pair turns about as far over this context as it did over the original one."""
+        """Return the theta with which the slowest pair rotates about as far over this context as over the original."""
         scaling, n = self.scaling, self.n_features
         stretch = scaling.factor * (context_tokens / scaling.original_context_tokens - 1) + 1
         return float(self.theta * stretch ** (n / (n - 2)))
 
     def _yarn_frequencies(self, plain: list[float]) -> list[float]:
-        """Fast turns stay, slow ones are divided by the factor, those between are blended linearly by their pair."""
+        """Keep fast frequencies, divide slow ones by the factor, and blend those between linearly by pair (YaRN)."""
         scaling = self.scaling
         first = self._pair_of_turns(scaling.high_frequency_factor)
         last = self._pair_of_turns(scaling.low_frequency_factor)
@@ -101,7 +101,7 @@ def _plain(theta: float, n_features: int) -> list[float]:
 
 
 def _llama3_frequency(frequency: float, scaling: RopeScaling) -> float:
-    """Fast turns stay, slow ones are divided by the factor, those between are blended linearly."""
+    """Keep a fast frequency, divide a slow one by the factor, and blend linearly between (Llama 3)."""
     turns = scaling.original_context_tokens * frequency / (2 * math.pi)  # full turns over the original context
     if turns > scaling.high_frequency_factor:
         return frequency

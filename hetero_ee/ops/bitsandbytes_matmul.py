@@ -50,9 +50,12 @@ def bitsandbytes_matrix(weight: TileWeight, device: Any) -> BitsandbytesMatrix:
 
 
 def matmul(x: Tensor, matrix: BitsandbytesMatrix, out: Tensor | None = None) -> Tensor:
-    """x: fp32 (m, K) on a CUDA device; out: fp32 (m, N), allocated where None. Returns out.
+    """Multiply fp32 (m, K) on a CUDA device by the matrix, and return out, fp32 (m, N).
 
-    One row at a time, so that a row's bits don't depend on m. Raises UsageError for a tensor elsewhere.
+    Computes row by row, so that a row's bits don't depend on m.
+
+    Raises:
+        UsageError: if x is not on a CUDA device.
     """
     if not x.is_cuda:
         raise UsageError(f"bitsandbytes multiplies these weights on NVIDIA GPUs only, not on {x.device}.")

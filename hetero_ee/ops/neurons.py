@@ -10,15 +10,17 @@ from hetero_ee.kv.batch import Batch
 
 @dataclass(slots=True)
 class NeuronCounts:
-    """Counts over all layers and all tokens that may skip neurons: the neurons used, the neurons there were and, with a
-    predictor, the neurons that it let be computed."""
+    """Neurons counted over all layers and all tokens that may skip some.
+
+    n_used were active, out of n_neurons; a predictor, if there is one, selected n_predicted.
+    """
 
     n_used: int = 0
     n_neurons: int = 0
     n_predicted: int = 0
 
     def count(self, active: Any, batch: Batch, scores: Any = None) -> None:
-        """active: (m, ffn) of one FFN, 0 where a neuron was skipped; scores: the predictor's, of the same shape."""
+        """Add the neurons of one FFN. active (m, ffn) is 0 for skipped ones; scores: the predictor's, same shape."""
         rows = batch.may_skip()
         self.n_used += int(np.count_nonzero(active[rows]))
         self.n_neurons += int(rows.sum()) * active.shape[1]

@@ -61,19 +61,19 @@ class Choice:
 
 
 def is_installed(package: str) -> bool:
-    """Whether it could be imported; imports nothing."""
+    """Return whether the package could be imported, without importing it."""
     return find_spec(package) is not None
 
 
 class Registry:
-    """is_installed: a seam, so that a machine without a package can be tried out. warn: see Warn."""
+    """Choice of an implementation for each operation. is_installed: replaced by tests of missing packages."""
 
     def __init__(self, is_installed: IsInstalled = is_installed, warn: Warn | None = None) -> None:
         self._is_installed, self._warn = is_installed, warn
         self._told: set[str] = set()
 
     def explain(self, operation: str, kind: str) -> Choice:
-        """Return what choose() takes. Raises UsageError if nothing computes the operation, or it does not exist."""
+        """Return what choose() would choose. Raises: UsageError: if nothing computes the operation."""
         candidates = [one for one in IMPLEMENTATIONS if one.operation == operation and kind in one.kinds]
         if not candidates:
             known = ", ".join(sorted({one.operation for one in IMPLEMENTATIONS if kind in one.kinds})) or "none"
@@ -87,7 +87,7 @@ class Registry:
         raise UsageError(f"nothing on this machine computes {operation} on {kind}; {ways} does.")
 
     def choose(self, operation: str, kind: str) -> Implementation:
-        """The first implementation that is there, reported once where another is preferred. Raises like explain."""
+        """Return the first installed implementation. Warns once if a faster one is missing. Raises like explain."""
         choice = self.explain(operation, kind)
         if choice.missing and self._warn and choice.reason not in self._told:
             self._told.add(choice.reason)
@@ -101,7 +101,7 @@ def _loaded(entry: str) -> Any:
 
 
 def _pair(operation: str, entry: str) -> tuple[Implementation, Implementation]:
-    """Triton's and torch's."""
+    """Return Triton's implementation and torch's."""
     return (
         Implementation(operation, "triton", f"hetero_ee_kernels.{entry}", is_capturable=True),
         Implementation(operation, "torch", f"hetero_ee_kernels.reference:{entry.split(':')[1]}"),

@@ -186,20 +186,20 @@ class TorchOps(Ops):
         return self.product(x, matrix.weight).gather(1, token_ids)
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias: (m, K) -> (m, N)."""
+        """Return x W^T + bias: (m, K) -> (m, N)."""
         dense = weight.dequantize()
         product = torch.stack([torch.mv(dense, row.clone()) for row in x])  # a clone is aligned, a view need not be
         return product if bias is None else product + bias
 
     def norm(self, x: Tensor, kind: str, scale: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        """RMSNorm (arXiv 1910.07467) or LayerNorm over the last dimension."""
+        """Apply RMSNorm (arXiv 1910.07467) or LayerNorm over the last dimension."""
         if kind == "layer":
             return F.layer_norm(x, x.shape[-1:], scale, bias, eps)
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
         return normed if scale is None else normed * scale
 
     def rope(self, x: Tensor, positions: tuple[int, ...], rope: RopeSpec, context_tokens: int = 0) -> Tensor:
-        """Turns pairs (i, i + n/2) of the first n features of every head: (m, heads, head_dim) -> the same."""
+        """Rotate pairs (i, i + n/2) of the first n features of every head (m, heads, head_dim)."""
         frequencies = torch.tensor(rope.inverse_frequencies(context_tokens))
         angles = torch.tensor(positions, dtype=torch.float32)[:, None] * frequencies
         magnitude = rope.scaling.magnitude
@@ -218,10 +218,14 @@ class TorchOps(Ops):
         scale: float | None = None,
         cap: float = 0.0,
     ) -> Tensor:
-        """Each token against its own sequence up to its own position: (m, heads, head_dim) -> the same.
+        """Attend each token to its own sequence up to its own position: (m, heads, head_dim) -> (m, heads, head_dim).
 
-        window: positions seen, the token's own included; None for all. Query heads share key heads in equal groups.
-        scale: of scores, None for 1 / sqrt(head_dim); they stay below a cap, if not 0, as cap tanh(score / cap).
+        Query heads share key heads in equal groups.
+
+        Args:
+            window: Positions seen, including the token's own; None for all.
+            scale: Factor of the scores, 1 / sqrt(head_dim) if None.
+            cap: Limit of the scores, cap tanh(score / cap); 0 for none.
         """
         n_heads, head_dim = queries.shape[1:]
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -236,15 +240,15 @@ class TorchOps(Ops):
         return torch.stack(outputs)
 
     def activated(self, x: Tensor, kind: str, threshold: float) -> Tensor:
-        """One activation of each number: (m, F) -> (m, F)."""
+        """Apply the activation function to each element: (m, F) -> (m, F)."""
         return torch.stack([_activation(row, kind, threshold) for row in x])
 
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
-        """The sum over neurons: x (m, K), active (m, F), 0 where one is skipped, up and down (F, K) -> (m, K)."""
+        """Sum over neurons: x (m, K), active (m, F), 0 for skipped ones, up and down (F, K) -> (m, K)."""
         return self.summed(active if up is None else active * self.product(x, up), down)
 
     def summed(self, inner: Tensor, down: Weight) -> Tensor:
-        """inner (m, F) times the rows of down (F, K) -> (m, K)."""
+        """Multiply inner (m, F) by the rows of down (F, K): (m, K)."""
         rows = down.dequantize()
         return torch.stack([row @ rows for row in inner])
 
@@ -294,7 +298,7 @@ class BatchedTorchOps(TorchOps):
 def _capped_attention(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float | None, cap: float
 ) -> Tensor:
-    """Attend one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n) -> as queries."""
+    """Attend one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n)."""
     m, n_heads, head_dim = queries.shape
     grouped = queries.transpose(0, 1).reshape(keys.shape[0], -1, head_dim)  # a key head's queries, head by head
     scores = torch.bmm(grouped, keys.transpose(1, 2)) * (1 / math.sqrt(head_dim) if scale is None else scale)
@@ -304,7 +308,7 @@ def _capped_attention(
 
 
 def _activation(row: Tensor, kind: str, threshold: float) -> Tensor:
-    """(F,) -> (F,), in pieces too small for torch to share among threads."""
+    """Apply the activation to (F,), in pieces too small for torch to share among threads."""
     return torch.cat([_activate(piece.clone(), kind, threshold) for piece in torch.split(row, UNSHARED_ELEMENTS)])
 
 

@@ -37,9 +37,10 @@ ALL = OF_EVERY_TEXT.keys() | OF_SAMPLED_TEXT.keys()
 
 
 def ignored(values: Mapping[str, Any], context_tokens: int | None = None) -> str:
-    """Names and values, in words, of what `values` ask for and nothing does; empty where that is nothing.
+    """Return the settings in `values` that this engine ignores, as words; empty if there are none.
 
-    context_tokens: the model's own, which no text exceeds; a max_length from there on asks for nothing.
+    Args:
+        context_tokens: The model's maximum. A max_length that is not below it has no effect and is left out.
     """
     neutral = OF_EVERY_TEXT | (OF_SAMPLED_TEXT if values.get("do_sample") else {})
     if values.get("max_new_tokens") is not None:  # it comes before max_length

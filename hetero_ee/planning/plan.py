@@ -153,7 +153,7 @@ class Plan:
 
     @staticmethod
     def check_version(version: int) -> None:
-        """Raises UsageError for one that this engine doesn't read."""
+        """Check a plan's version. Raises: UsageError: if this engine doesn't read it."""
         if version != PLAN_VERSION:
             raise UsageError(
                 f"it has plan version {shown(version)}, this engine reads version {PLAN_VERSION}; make a new plan"
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def sha256(self) -> str:
-        """Identifies the plan in results: of what was decided and within which budgets, not of times and words."""
+        """Digest of the decisions and budgets, not of times and texts. It identifies the plan in results."""
         placed = [(part.name, part.decode_placement, part.prefill_placement) for part in self.parts]
         vram_budget_bytes = self.vram_budget_bytes if self.n_bytes("gpu") else 0
         decided = [placed, vram_budget_bytes, *(getattr(self, name) for name in DECIDED)]
@@ -178,7 +178,7 @@ class Plan:
         return replace(self, checksum=hashlib.sha256(json.dumps(values).encode()).hexdigest())
 
     def n_bytes(self, device: str) -> int:
-        """Memory of all terms on the device."""
+        """Return the planned memory on the device."""
         return sum(term.n_bytes for term in self.memory if term.device == device)
 
     @property
@@ -197,12 +197,12 @@ class Plan:
         return layer_placements(self.parts, self.decode_placements).count({Placement.GPU})
 
     def save(self, file: Path) -> None:
-        """Writes the plan as JSON, whole or not at all. Raises OSError."""
+        """Write the plan as JSON, completely or not at all. Raises: OSError."""
         write_record(self.sealed, file)
 
     @classmethod
     def load(cls, file: Path) -> "Plan":
-        """Reads what `save` wrote. Raises UsageError naming what is wrong with it."""
+        """Read a file that `save` wrote. Raises: UsageError: names the problem."""
         try:
             found = read_record(cls, file)
             if found.checksum not in (None, found.sealed.checksum):
@@ -236,8 +236,10 @@ def _check_numbers(made: Plan) -> None:
 
 
 def _check_drafts(made: Plan) -> None:
-    """Exact mode alone has some; sequences need no layer, an exit comes after one at least; see check_fits for the
-    last."""
+    """Check that only exact mode drafts: sequences with exit layer 0, exits after at least one layer.
+
+    check_fits checks that the exit layer is not beyond the last.
+    """
     exit_layer = made.exit_layer
     goes_with = {
         None: made.mode != "exact" and exit_layer is None,
@@ -254,7 +256,7 @@ def _check_drafts(made: Plan) -> None:
 
 
 def _check_exits(made: Plan) -> None:
-    """Only early-exit modes have exit layers, and only the certified one has a risk."""
+    """Check that only early-exit modes have exit layers, and only mode certified a risk."""
     layers, is_early = made.exit_layers, made.mode in EARLY_EXIT_MODES
     ascend = all(is_whole(layer, 1 + before) for before, layer in zip((0, *layers), layers, strict=False))
     if not ascend or (layers and not is_early):
@@ -268,11 +270,11 @@ def _check_exits(made: Plan) -> None:
 
 
 def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
-    """Each is there once and where it can be; see check_fits for those that are missing."""
+    """Check that each part occurs once, with a possible placement. check_fits checks that none is missing."""
     names: set[str] = set()
     for part in parts:
         if part.name in names:
-            raise UsageError(f"part {shown(part.name)} is there twice; plan again")
+            raise UsageError(f"part {shown(part.name)} occurs twice; plan again")
         names.add(part.name)
         decode, prefill = part.decode_placement, part.prefill_placement
         fits = decode != Placement.VISIT and prefill in decode.prefill_choices

@@ -172,7 +172,7 @@ class PlanRequest:
             raise UsageError(unplanned, " needs a plan, and ", PROFILE, off, unplanned, ", or give another profile.")
 
     def _check_next_to_plan(self, made: Plan) -> None:
-        """A plan has decided all of that already; an option that contradicts it is not dropped in silence."""
+        """Check that no option contradicts the given plan. Raises: UsageError."""
         if name := self.limited_by:
             raise UsageError(
                 "a plan already decides what ", name, " would; leave out ", name, ", or plan again with it."

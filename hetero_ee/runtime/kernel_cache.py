@@ -41,7 +41,7 @@ class KernelCache:
         return self.is_trusted and self.is_writable
 
     def is_filled(self) -> bool:
-        """Whether all files that existed when it was filled still exist."""
+        """Return whether all files that existed when the cache was filled still exist."""
         from hetero_ee_cpu_ops.jit.kernel_files import read_own
 
         try:

@@ -222,7 +222,7 @@ def _fail(error: HeteroError) -> list[GeneratedToken]:
 
 
 def _states(tokens: Sequence[PendingToken]) -> Tensor:
-    """(m, hidden) of tokens that have passed a layer."""
+    """Return the hidden states (m, hidden) of tokens that have passed a layer."""
     hidden = stacked(tokens)
     assert hidden is not None, "they have passed a layer"
     return hidden

@@ -79,7 +79,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
 
 
 def _certified(request: PolicyRequest) -> ExitPolicy:
-    """Raises: UsageError: if the certificate does not allow what the plan needs."""
+    """Return the certified policy. Raises: UsageError: if the certificate is missing or forbids the plan."""
     plan, certificate = request.plan, request.certificate
     if certificate is None:
         raise UsageError(f"mode certified needs a certificate of this model's exits; {WAY_OUT}.")
@@ -93,7 +93,10 @@ def _certified(request: PolicyRequest) -> ExitPolicy:
 
 
 def _specee(request: PolicyRequest) -> ExitPolicy:
-    """Without a draft head, no layer before the schedule judges, because its candidates would be poor."""
+    """Return the SpecEE policy.
+
+    Without a draft head, no layer before the schedule judges, because its candidates would be poor.
+    """
     schedule, n_layers = request.schedule, request.calibration.n_layers
     layers = range(schedule[0] if request.candidates is None else 1, n_layers)
     heads = exit_heads(request.calibration, layers, compiled=request.compiled)
@@ -101,7 +104,7 @@ def _specee(request: PolicyRequest) -> ExitPolicy:
 
 
 def _skipdecode(request: PolicyRequest) -> ExitPolicy:
-    """Nothing is judged, so that every exit layer may be one."""
+    """Return the SkipDecode policy. It judges no token, so any layer may be an exit layer."""
     return SkipDecodePolicy(request.ends(request.plan.exit_layers or range(1, request.calibration.n_layers)))
 
 

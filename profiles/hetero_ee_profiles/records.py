@@ -128,7 +128,7 @@ def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object's dict. Raises: ValueError: if it has a field twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a field is there twice")
+        raise ValueError("a field occurs twice")
     return found
 
 

@@ -86,7 +86,7 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "VRAM budget exceeded": ({"vram_budget_bytes": 5}, "bytes of the gpu's memory and its budget is 5"),
     "RAM budget exceeded": ({"ram_budget_bytes": 5}, "bytes of the cpu's memory and its budget is 5"),
     "no memory": ({"memory": ()}, r"part 'embedding' needs a GPU and no memory is planned"),
-    "a part twice": ({"parts": GOOD.parts + GOOD.parts[:1]}, "part 'embedding' is there twice"),
+    "a part twice": ({"parts": GOOD.parts + GOOD.parts[:1]}, "part 'embedding' occurs twice"),
     "drafts in full mode": ({"drafts": SEQUENCE, "exit_layer": 0}, "mode 'full' does not go with drafts 'sequence'"),
     "drafts": ({"drafts": "dice"}, "drafts is 'dice', expected exit, sequence or nothing"),
     "drafts as a list": ({"drafts": []}, r"drafts is \[\]"),

@@ -62,7 +62,7 @@ class Constraint:
         return found if max(found, default=0) < self._n_tokens else []
 
     def is_complete(self, generated: Sequence[int]) -> bool:
-        """Whether nothing may follow these tokens."""
+        """Return whether the grammar allows nothing after these tokens."""
         generated = list(generated)
         if len(generated) < len(self._taken) and self._begins_with(generated):
             return False  # something did

@@ -54,7 +54,7 @@ class Grammars:
         return self._tokenizer_json(), self._n_tokens, self._end_token_ids
 
     def knows(self, params: SamplingParams) -> bool:
-        """Whether the grammar of these parameters is compiled, or there is none."""
+        """Return whether the parameters' grammar is compiled, or they have none."""
         return not params.is_constrained or _key(params) in self._kept
 
     def constraint(self, params: SamplingParams) -> "Constraint | None":

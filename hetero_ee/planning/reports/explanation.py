@@ -21,19 +21,19 @@ LEGEND = {  # of placements when decoding, by their first letter; each begins wi
 
 
 def explained(plan: Plan) -> str:
-    """The whole explanation, in lines of at most about LINE_COLUMNS characters."""
+    """Return the explanation of a plan, in lines of at most about LINE_COLUMNS characters."""
     return "\n".join([_title(plan), "", *_map(plan), "", *_memory(plan), "", *_expected(plan), *_reasons(plan)])
 
 
 def sized(n_bytes: float) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes, in B to GiB."""
     if n_bytes < MIB / 10:
         return f"{n_bytes / 1024:.1f} KiB" if n_bytes >= 1024 else f"{n_bytes:.0f} B"
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.1f} MiB"
 
 
 def change(rate: float, before: float) -> str:
-    """A rate against the one before: in per cent, from twice as much on as a factor."""
+    """Format the ratio of two rates: as a percentage, or as a factor from 2 on."""
     factor = rate / before
     percent = f"{factor - 1:+.0%}"
     return f"{factor:.1f} times" if factor >= 2 else "the same" if percent in ("+0%", "-0%") else percent
@@ -138,7 +138,7 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _wrapped(first: str, items: Sequence[str]) -> list[str]:
-    """Items one after the other in lines as wide as the others, none of them broken."""
+    """Wrap items to lines without breaking any of them."""
     held = ", ".join(item.replace(" ", NO_BREAK) for item in items)
     lines = textwrap.wrap(first + held, LINE_COLUMNS, subsequent_indent=" " * 11)
     return [line.replace(NO_BREAK, " ") for line in lines]

@@ -87,7 +87,7 @@ class _DummySplit(SplitFfn):
 
 
 def dummy_weights(spec: ModelSpec) -> ModelWeights:
-    """Weights of the right sizes that take no memory: one value each, repeated."""
+    """Return weights of the right sizes that need no memory: one value each, repeated."""
     weights = ModelWeights({}, {}, DUMMY)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):

@@ -298,4 +298,4 @@ class HostExecutor(Executor, BlockExecutor):
         return self.cache.max_tokens
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: this base starts nothing that must be stopped."""

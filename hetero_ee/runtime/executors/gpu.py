@@ -160,7 +160,7 @@ class GpuExecutor(BlockExecutor):
         return self._end(end).logits(hidden)
 
     def _end(self, end: DraftEnd) -> GpuDraftEnd:
-        """Made once: its weights stay on the GPU."""
+        """Return the GPU's part of a DraftEnd. It is made once, and its weights stay on the GPU."""
         if end not in self._ends:
             head, norm = self._head() if end.vocabulary is None else None, None if end.is_normed else self._final_norm()
             logits = DraftLogits(self._ops, end, norm, head, self._spec.logits)
@@ -195,12 +195,12 @@ class GpuExecutor(BlockExecutor):
         return segment
 
     def _whole(self, x: Tensor) -> Tensor:
-        """x on the GPU, in one piece of its own, as the operations want it."""
+        """Return a contiguous copy of x on the GPU, as the operations require."""
         return x.to(self._device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _by_sequence(batch: Batch) -> dict[int, list[int]]:
-    """Row numbers of each sequence."""
+    """Return the batch's row numbers by sequence."""
     found: dict[int, list[int]] = {}
     for row, sequence, _ in batch.entries():
         found.setdefault(sequence, []).append(row)

@@ -82,7 +82,7 @@ class PlannedExecutor(Executor):
         return self._cpu_executor.pool
 
     def close(self) -> None:
-        """Everything is given back, also where a device that is lost no longer answers."""
+        """Free everything, even if a lost device no longer answers."""
         with ExitStack() as given_back:
             for claim in self._claims:
                 given_back.callback(claim.free)
@@ -93,7 +93,7 @@ class PlannedExecutor(Executor):
                     self._streams.close()
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        """See Executor.run. What fails is undone: the cache holds what it held."""
+        """See Executor.run. If it fails, the cache is rolled back."""
         with self._admitted(batch, layers):
             found = self._through(batch, self._entered(batch, hidden), self._segments(batch, layers))
         self.captured = found.captured
@@ -106,7 +106,7 @@ class PlannedExecutor(Executor):
 
     @contextmanager
     def _admitted(self, batch: Batch, layers: range) -> Iterator[None]:
-        """Inside, the cache holds the batch in these layers; what fails there is undone."""
+        """Admit the batch to the cache of these layers. If the block fails, roll back."""
         if layers:
             self.cache.admit(batch, layers)
         try:
@@ -120,7 +120,7 @@ class PlannedExecutor(Executor):
         return self._moved(_Flow(hidden), False).hidden
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """See Executor.prompt and the module's text. Of chunks that fail, what is not complete is undone."""
+        """See Executor.prompt and the module's docstring. If a chunk fails, all unfinished chunks are rolled back."""
         every = range(self.spec.n_layers)
         unfinished: list[Batch] = []
         waiting: tuple[Batch, _Flow, Sequence[Segment]] | None = None  # a chunk whose first segments run already
@@ -148,7 +148,7 @@ class PlannedExecutor(Executor):
     def _finished(
         self, batch: Batch, flow: _Flow, segments: Sequence[Segment], observe: Observe | None, unfinished: list[Batch]
     ) -> _Flow:
-        """The first of the unfinished chunks through the rest of its segments."""
+        """Run a chunk, the first unfinished one, through the rest of its segments."""
         found = self._through(batch, flow, segments)
         if observe is not None:
             observe(batch, self.final_norm(found.hidden), *found.captured)
@@ -163,7 +163,7 @@ class PlannedExecutor(Executor):
         return self._to_logits(_Flow(hidden))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See Executor.final_norm. On the head's device; its time is counted with the head's."""
+        """See Executor.final_norm. Runs on the head's device; its time counts as the head's."""
         flow, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
         found, _ = device.run([], lambda: self._marked(executor.final_norm(flow.hidden)), flow.ready)
         return found.clone() if found is flow.hidden else found  # transfers arrive in a buffer that is used again
@@ -189,7 +189,7 @@ class PlannedExecutor(Executor):
 
     @property
     def neurons(self) -> NeuronCounts:
-        """See Executor.neurons. Of sparse FFNs on a GPU the host waits for what runs there."""
+        """See Executor.neurons. If the model has sparse FFNs on a GPU, the host waits for the GPU."""
         counted = NeuronCounts()
         for on_gpu in (False, True)[: len(self._executors) if self.spec.neuron_major else 0]:
             executor, device = self._executor(on_gpu)
@@ -211,7 +211,7 @@ class PlannedExecutor(Executor):
         return self._gpu_executor, self.machine.device(on_gpu=True)
 
     def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
-        """The batch's way; copies of the weights that are streamed on it begin."""
+        """Return the batch's segments, and begin to copy the weights that they stream."""
         segments = self._route.segments(PREFILL if len(batch) > MAX_DECODE_TOKENS else DECODE, layers)
         if self._streams is not None:
             self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
@@ -257,8 +257,11 @@ class PlannedExecutor(Executor):
         return _Flow(found, (event,) if segment.on_gpu else ())
 
     def _split(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
-        """An FFN. The GPU is given its neurons before the host waits for their input and adds up the CPU's; that sum's
-        way is free at once, as all that was moved to the GPU before was read before it began."""
+        """Run an FFN that is split between GPU and CPU.
+
+        The GPU starts its neurons before the host waits for the input and sums the CPU's. That sum needs no wait for
+        its transfer buffer: the GPU read all earlier transfers before it began.
+        """
         (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
         n_hot, to_gpu = segment.place.hot_neurons(self.spec.ffn_size), self.machine.copier.to_gpu
         first, hot, cold = self._works.split(block, batch, n_hot)
@@ -272,7 +275,7 @@ class PlannedExecutor(Executor):
         return _Flow(found, (event,))
 
     def _streamed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
-        """Block by block: each waits for its weights and for the block before."""
+        """Run streamed blocks one by one. Each waits for its weights and for the block before it."""
         assert self._streams is not None
         for block, work in zip(segment.blocks, self._segment_works(batch, segment), strict=True):
             found, event = self._streams.run(block, segment.place, batch, flow.hidden, flow.ready, work)
@@ -285,13 +288,13 @@ class PlannedExecutor(Executor):
     def _ran(
         self, device: Device, works: Sequence[Work], compute: Callable[[], T], ready: Sequence[Event]
     ) -> tuple[T, Event]:
-        """Device.run, counted."""
+        """Run on a device and count the bytes that the CPU reads."""
         if device is self.machine.cpu:
             self.machine.traffic.read(works)
         return device.run(works, compute, ready)
 
     def _moved(self, flow: _Flow, to_gpu: bool, name: str = "hidden states") -> _Flow:
-        """The rows on that device. The host waits for what it brings to the CPU."""
+        """Return the flow on that device. The host waits for transfers to the CPU."""
         return _Flow(*self.machine.moved(name, flow.hidden, flow.ready, to_gpu=to_gpu))
 
     def _to_logits(self, flow: _Flow) -> Tensor:
@@ -301,12 +304,12 @@ class PlannedExecutor(Executor):
         return self._works.head(self.blocks[-1]).logits(m)
 
     def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], works: Sequence[Work]) -> Tensor:
-        """Call compute(executor, hidden) on the head's device, and bring the result to the CPU."""
+        """Run compute(executor, hidden) on the head's device, and transfer the result to the CPU."""
         moved, (executor, device) = self._moved(flow, self.head_on_gpu), self._executor(self.head_on_gpu)
         found, event = self._ran(device, works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
         logits = self._moved(_Flow(found, (event,)), False, "logits").hidden
         return logits.clone() if self.head_on_gpu else logits  # as above
 
     def _marked(self, x: Tensor) -> Tensor:
-        """x as a tensor of the head's device."""
+        """Return x as a tensor of the head's device."""
         return self.machine.copier.to_gpu(x) if self.head_on_gpu else x

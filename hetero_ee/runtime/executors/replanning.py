@@ -69,7 +69,7 @@ class ReplanningExecutor(Executor):
 
     @property
     def plan(self) -> Plan:
-        """The one that is being run."""
+        """The plan that runs now."""
         return self.inner.plan
 
     @property
@@ -88,7 +88,7 @@ class ReplanningExecutor(Executor):
         self.inner.close()
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        """See Executor.run. Raises DeviceLostError for a sequence whose tokens were lost."""
+        """See Executor.run. Raises: DeviceLostError: if a sequence's tokens were lost."""
         self._refuse_lost(batch)
         if layers and not layers.start:
             self.make_room({sequence: position + 1 for _, sequence, position in batch.entries()})
@@ -98,7 +98,7 @@ class ReplanningExecutor(Executor):
         return found
 
     def capture(self, layers: Sequence[int]) -> None:
-        """See Executor.capture. By whatever plan is run from now on."""
+        """See Executor.capture. Also holds for later plans."""
         super().capture(layers)
         self.inner.capture(layers)
 
@@ -106,7 +106,7 @@ class ReplanningExecutor(Executor):
         return self._step(lambda inner, x: inner.on_cpu(x), hidden)
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """See Executor.prompt. Where it is repeated, chunks that the cache holds already are not computed again."""
+        """See Executor.prompt. If it is repeated, chunks that the cache holds already are not computed again."""
         rest, taken = iter(chunks), list[Batch]()
         first = next(rest)
         self._refuse_lost(first)
@@ -127,8 +127,10 @@ class ReplanningExecutor(Executor):
             self._is_telling = False
 
     def grow(self, n_tokens: int) -> int:
-        """See Executor.grow. The tokens of open sequences are read again; where there turns out to be no memory, by the
-        plan that was run before."""
+        """See Executor.grow. The tokens of open sequences are read again.
+
+        If memory runs out, the former plan runs again.
+        """
         former = self.plan
         larger = None if self.growth is None else self.growth.larger(former, n_tokens)
         if larger is not None and self.growth is not None:
@@ -142,7 +144,7 @@ class ReplanningExecutor(Executor):
         return self.cache.max_tokens
 
     def make_room(self, ends: Mapping[int, int]) -> None:
-        """See Executor.make_room. The context grows where all sequences together take more pages than the GPU has."""
+        """See Executor.make_room. The context grows if all sequences together need more pages than the GPU has."""
         if self.growth is None or not _uses_gpu(self.plan):
             return
         after = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}
@@ -212,13 +214,13 @@ class ReplanningExecutor(Executor):
         return {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
 
     def _remember(self, batch: Batch) -> None:
-        """The ids of tokens that are new in the first layer."""
+        """Remember the ids of tokens that are new in the first layer."""
         for row, sequence, position in batch.entries():
             if sequence in self.cache.sequences and position >= self.cache.length_at(sequence, 0):
                 self._token_ids.setdefault(sequence, [])[position:] = [batch.token_ids[row]]
 
     def _refuse_lost(self, batch: Batch) -> None:
-        """Tokens of sequences that a lost device has emptied follow nothing, unless they begin again."""
+        """Raise DeviceLostError if the batch continues a sequence whose tokens were lost with a device."""
         for _, sequence, position in batch.entries():
             if sequence in self._emptied and sequence in self.cache.sequences and position:
                 raise DeviceLostError(
@@ -227,13 +229,13 @@ class ReplanningExecutor(Executor):
             self._emptied.discard(sequence)
 
     def _within_reach(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The tensors, brought to the CPU where nothing runs on the GPU any more."""
+        """Return the tensors, moved to the CPU if the plan no longer uses the GPU."""
         if _uses_gpu(self.plan):
             return list(tensors)
         return [None if x is None else x.cpu() for x in tensors]
 
     def _use(self, inner: PlannedExecutor, sequences: Iterable[int] = ()) -> None:
-        """inner: what runs the plan from now on, with these sequences, empty."""
+        """Run the plan with `inner` from now on, and open these sequences in its cache, empty."""
         self.inner, self.cache = inner, inner.cache
         self.inner.capture(self.capturing)
         self.prompt_chunk_tokens, self.overlap = inner.prompt_chunk_tokens, inner.overlap
@@ -241,10 +243,11 @@ class ReplanningExecutor(Executor):
             self.cache.open(sequence)
 
     def _change(self, plan: Plan, lengths: dict[int, list[int]], otherwise: Plan | None = None) -> None:
-        """The plan's executor in place of the present one, with sequences that have passed its layers so far.
+        """Replace the executor by one for `plan`, and read the open sequences again.
 
-        lengths: of each sequence, tokens that each layer is to hold; none of those where this raises an error.
-        otherwise: opened where the plan can't be, None for one without the GPU.
+        Args:
+            lengths: For each sequence, the tokens that each layer shall hold. After an error it holds none.
+            otherwise: The plan to open if `plan` can't be opened; None for one without the GPU.
         """
         incomplete = {sequence for sequence, counts in lengths.items() if any(counts)}
         self._emptied |= incomplete
@@ -266,7 +269,10 @@ class ReplanningExecutor(Executor):
         self._emptied -= incomplete
 
     def _read_again(self, sequence: int, lengths: list[int]) -> None:
-        """Tokens that passed as many layers together, in chunks: no layer holds more of a text than the one before."""
+        """Read a sequence again until each layer holds `lengths` tokens, which never increase with the layer.
+
+        Tokens that pass the same number of layers run together, in chunks.
+        """
         depths = [sum(position < length for length in lengths) for position in range(max(lengths, default=0))]
         for n_layers, group in groupby(range(len(depths)), key=depths.__getitem__):
             positions = list(group)
@@ -279,7 +285,11 @@ class ReplanningExecutor(Executor):
         return plan if self._replan is None or not _uses_gpu(plan) else self._replan(0, plan.context_tokens)
 
     def _opened(self, plan: Plan) -> tuple[PlannedExecutor, str]:
-        """The plan ready to run, else one that takes less, at last one without the GPU; and what stood in the way."""
+        """Open the plan, or if memory runs out a smaller one, finally one without the GPU.
+
+        Returns:
+            The executor, and the first problem; empty if there was none.
+        """
         problem, n_left = "", N_SMALLER
         while True:
             try:
@@ -297,7 +307,7 @@ class ReplanningExecutor(Executor):
         self._warn(f"{problem} {budget if _uses_gpu(self.plan) else 'Continuing without the GPU.'}")
 
     def _look_at_memory(self) -> None:
-        """Tells, once, of another program that has taken VRAM."""
+        """Warn once if another program has taken VRAM."""
         if self._reachable_bytes is None or not _uses_gpu(self.plan):
             return
         reachable = self._reachable_bytes()

@@ -163,5 +163,5 @@ def recorder_for(device: Any, operations: GpuOperations) -> Recorder | None:
 
 
 def entered(device: Any) -> AbstractContextManager[Any]:
-    """Inside, launches go to this GPU: Triton and graphs use the current one, whatever the tensors' device."""
+    """Make this GPU the current one: Triton and graphs launch there, whatever the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
