@@ -8,6 +8,7 @@ reads plain characters. The marks' own tokens are then left out.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hetero_ee.errors import ModelError
 from hetero_ee.text.chat_template import ChatTemplate, Message, changed_texts
 from hetero_ee.text.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ def chat_prompt(
         tools, variables: See ChatTemplate.render.
 
     Raises:
-        ModelError: if the template refuses the messages.
+        ModelError: if the template refuses the messages, or they leave no character to mark special tokens with.
     """
     special = tokenizer.special_texts
     texts = list[str]()
@@ -39,7 +40,10 @@ def chat_prompt(
     changed_texts([[each.as_variable() for each in messages], tools], noted)
     if special is None or not any(map(special.search, texts)):
         return template.render(messages, tools, variables), ""
-    mark = next(chr(each) for each in MARKS if not any(chr(each) in text for text in texts))
+    used = set().union(*texts)
+    mark = next((each for each in map(chr, MARKS) if each not in used), None)
+    if mark is None:
+        raise ModelError("the messages have all characters of Unicode's private use area; leave one of them out.")
 
     def plain(text: str) -> str:
         return special.sub(lambda found: mark.join(found[0]) + mark, text)

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from hetero_ee.config import demo_model_folder
-from hetero_ee.text.chat_prompt import chat_prompt
+from hetero_ee.errors import ModelError
+from hetero_ee.text.chat_prompt import MARKS, chat_prompt
 from hetero_ee.text.chat_template import ChatTemplate, Message, ToolCall
 from hetero_ee.text.tokenizer import Tokenizer, _one_of
 
@@ -55,6 +56,13 @@ def test_other_messages_have_the_tokens_of_their_text(tokenizer: Tokenizer) -> N
     assert ids_of(tokenizer, [Message("user", "Tom < Lily, s> and /s")]) == tokenizer.encode(
         text, with_special_tokens=False
     )
+
+
+def test_messages_without_a_character_to_mark_with_are_refused(tokenizer: Tokenizer) -> None:
+    every = "".join(map(chr, MARKS))
+    with pytest.raises(ModelError, match="private use"):
+        ids_of(tokenizer, [Message("user", every), Message("user", "</s>")])
+    assert ids_of(tokenizer, [Message("user", every[1:] + "</s>")]).count(EOS) == 1
 
 
 def test_special_texts_are_found_whatever_they_begin_with() -> None:
