@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hetero_ee.engine import Engine
@@ -30,8 +31,7 @@ class ServedModel:
     """An engine with its queue.
 
     Until `close` the engine is reserved for it. `usual` has the default sampling of requests; `marker_ids` has those of
-    MARKERS
-    that are special tokens.
+    MARKERS that are special tokens.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ServedModel:
         self._template = None if source is None else ChatTemplate(source, engine.tokenizer.special_tokens)
         self._prompts = PromptReader(engine.tokenizer, engine.spec)
         self._rendering = threading.Lock()  # the template's process is for one thread; encoding and decoding only read
-        self._long_text = asyncio.Lock()
+        self._long_texts = ThreadPoolExecutor(1, "long-texts")
         found = {marker: engine.tokenizer.special_token_id(marker) for marker in MARKERS}
         self.marker_ids = {marker: token_id for marker, token_id in found.items() if token_id is not None}
         engine.tokenizer.encode("a")  # the first use initializes the tokenizer, before other threads decode
@@ -168,15 +168,14 @@ class ServedModel:
         """End every request. Closing twice does nothing."""
         self.scheduler.close()
         self.grammars.close()
+        self._long_texts.shutdown(wait=False, cancel_futures=True)
         if self._template is not None:
             self._template.close()
 
     async def _working(self, work: Callable[[], T], n_characters: int) -> T:
-        """Do work on a text in a thread. Long texts wait for each other, so that they never take all threads."""
-        if n_characters <= LONG_TEXT:
-            return await asyncio.to_thread(work)
-        async with self._long_text:
-            return await asyncio.to_thread(work)
+        """Do work on a text in a thread. Long texts share one, so that they never take all, even if clients leave."""
+        threads = None if n_characters <= LONG_TEXT else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _read(self, prompt: Prompt) -> list[int]:
         try:

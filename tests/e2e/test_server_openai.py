@@ -1,5 +1,7 @@
 """The server as OpenAI's own client sees it."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import openai
 import pytest
 
 from hetero_ee.errors import UsageError
+from hetero_ee.serving.served_model import LONG_TEXT
 from tests.server_support import NAME, RunningServer, opened, serving
 
 PROMPT = "Once upon a time"
@@ -271,6 +274,35 @@ def test_a_prompt_that_is_far_too_long_is_not_encoded_whole(
         answer = server.post(path, body)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
     assert max(lengths) < 50_000
+
+
+def test_long_texts_wait_for_each_other_even_if_a_client_leaves(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = list[str](), threading.Event()
+
+    def slow(text: str, **more: Any) -> list[int]:
+        begun.append(text)
+        go_on.wait(20)
+        return [1]
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", slow)
+
+    async def asking() -> None:
+        first, second = (
+            asyncio.ensure_future(server.served.encode(each * LONG_TEXT * 2, with_special_tokens=False))
+            for each in "ab"
+        )
+        while not begun:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0.3)
+        assert len(begun) == 1
+        assert await server.served.decode([]) == ""  # others have threads
+        go_on.set()
+        assert await second == [1]
+
+    asyncio.run(asking())
 
 
 def test_a_message_can_not_forge_a_turn(server: RunningServer) -> None:
