@@ -8,6 +8,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.runtime.devices import cuda_machine
+from hetero_ee.serving.scheduler import N_EXPRESS
+from hetero_ee.serving.settings import SERVER_OPTIONS
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_kernels.reference import kv_write
 from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine
@@ -102,3 +105,8 @@ def test_wrong_uses_are_refused() -> None:
     with pytest.raises(ValueError, match="can't be cut to 1"):
         cache.truncate(0, 1)
     cache.close(77)
+
+
+def test_every_slot_of_a_server_can_have_a_sequence() -> None:
+    most = SERVER_OPTIONS["n_slots"].most
+    assert most is not None and most + N_EXPRESS <= cuda_machine.N_SLOTS

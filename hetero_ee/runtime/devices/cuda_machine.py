@@ -33,7 +33,7 @@ from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.host.memory import memory_info
 
-N_SLOTS = 64  # sequences that may be open at once; each needs a row of a small table
+N_SLOTS = 65  # sequences that may be open at once, a server's and one more; each needs a row of a small table
 
 
 @dataclass(frozen=True, slots=True)
