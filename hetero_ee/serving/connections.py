@@ -30,7 +30,9 @@ class Listener(socket.socket):
         with suppress(ImportError):
             import resource
 
-            self.most = min(self.most, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+            n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            if n_files != resource.RLIM_INFINITY:  # which is -1
+                self.most = min(self.most, max(1, n_files // 2))
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection.

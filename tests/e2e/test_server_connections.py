@@ -1,6 +1,7 @@
 """Connections: how many there may be, and how long one may take to ask for something."""
 
 import errno
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -115,3 +116,11 @@ def test_without_file_descriptors_connections_are_refused_quietly(monkeypatch: p
             assert rest_of(refused).startswith(b"HTTP/1.1 503")
         with socket.create_connection(listening.getsockname(), timeout=5):
             listening.accept()[0].close()
+
+
+@pytest.mark.parametrize(("n_files", "most"), [(10, 5), (resource.RLIM_INFINITY, 7)])
+def test_half_of_the_files_are_for_connections(n_files: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listener, "most", 7)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (n_files, n_files))
+    with Listener(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        assert listening.most == most
