@@ -70,8 +70,7 @@ def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCac
     """Keep compiled kernels below `cache`. Call this before the first kernel runs.
 
     Damaged files are removed and compiled again. An untrusted folder is not used, and a read-only one gets no new
-    files: each
-    process then compiles for itself. `progress` receives a sentence about it.
+    files: each process then compiles for itself. `progress` receives a sentence about it.
     """
     import numba
 
@@ -106,7 +105,9 @@ def _problem(folder: Path) -> str:
         with suppress(FileExistsError):
             folder.mkdir(0o700)
         found = folder.lstat()
-        replaceable = [parent for parent in folder.absolute().parents if _lets_others_rename(parent)]
+        parent = folder.parent.resolve()  # a link's target may be exchanged as well as the link
+        parents = dict.fromkeys([*folder.absolute().parents, parent, *parent.parents])
+        replaceable = list(filter(_lets_others_rename, parents))
     except OSError as error:
         return error.strerror or str(error)
     if not stat.S_ISDIR(found.st_mode):

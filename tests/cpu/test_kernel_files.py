@@ -214,6 +214,15 @@ class TestFolder:
         (tmp_path / "cache" / name).chmod(0o1777)  # only owners rename here
         assert remarks(tmp_path / "cache") == []
 
+    def test_whose_target_others_may_rename_is_not_used(self, tmp_path: Path) -> None:
+        shared = tmp_path / "shared"
+        (shared / "mine").mkdir(parents=True)
+        (tmp_path / "cache").symlink_to(shared / "mine")
+        assert remarks(tmp_path / "cache") == []
+        config.CACHE_DIR = ""  # as in another process
+        shared.chmod(0o777)
+        assert f"other users may write to {shared.resolve()}" in remarks(tmp_path / "cache")[0]
+
     def test_a_pipe_in_it_is_removed(self, tmp_path: Path) -> None:
         folder = kernel_cache_folder(tmp_path)
         folder.mkdir(parents=True)
