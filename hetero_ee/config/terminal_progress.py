@@ -39,6 +39,7 @@ class TerminalProgress:
             self._bars[stage] = tqdm(
                 desc=stage,
                 total=n_all,
+                initial=n_done,
                 leave=False,
                 unit="B" if stage.startswith(BYTE_STAGES) else "it",
                 unit_scale=True,

@@ -110,12 +110,16 @@ def test_long_work_without_a_terminal_is_a_line_every_ten_seconds(capsys: pytest
     assert capsys.readouterr().err == "Converting: 20%\nConverting: 60%\n"
 
 
-def test_a_line_about_bytes_has_their_rate_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("n_at_start", "n_all", "share"), [(0, 25, "20%"), (15, 40, "50%")])
+def test_a_line_about_bytes_has_their_rate_and_the_time_left(
+    n_at_start: int, n_all: int, share: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was there at the start, of a conversion that was interrupted, took no time."""
     now = iter((0, 20))
     lines = _Lines(quiet=True, clock=lambda: float(next(now)))
-    for n_done in (0, 5_000_000_000):
-        lines.update("Converting to int4", n_done, 25_000_000_000)
-    assert capsys.readouterr().err == "Converting to int4: 20%, 250.0 MB/s, 1 min 20 s left\n"
+    for n_done in (n_at_start, n_at_start + 5):
+        lines.update("Converting to int4", n_done * 10**9, n_all * 10**9)
+    assert capsys.readouterr().err == f"Converting to int4: {share}, 250.0 MB/s, 1 min 20 s left\n"
 
 
 # Names of converted models.

@@ -150,7 +150,9 @@ def test_an_interrupted_conversion_is_gone_on_with(tiny: Path, cache: Path) -> N
     (partial,) = stores(cache)
     assert partial.suffix == ".partial"
     assert any("run it again to resume it" in note for note in caught.value.__notes__)
-    said = tokens(tiny, quantizer="rtn")
+    resumed = Converted()
+    said = tokens(tiny, quantizer="rtn", progress=resumed)
+    assert resumed.calls[0][1] in calls[-2:]  # what was written before is told at once
     (store,) = stores(cache)
     shutil.rmtree(store)
     assert tokens(tiny, quantizer="rtn") == said

@@ -39,7 +39,7 @@ class _Lines:
     def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._said: set[str] = set()
         self._quiet, self._clock = quiet, clock
-        self._stage, self._start_s, self._line_due_s = "", 0.0, 0.0
+        self._stage, self._start_s, self._n_at_start, self._line_due_s = "", 0.0, 0, 0.0
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
         if stage == READING:
@@ -49,11 +49,12 @@ class _Lines:
             print(f"{stage}, once ..." if n_all else f"{stage.removesuffix('.')}.", file=sys.stderr)
         now_s = self._clock()
         if stage != self._stage or n_done == 0:
-            self._stage, self._start_s, self._line_due_s = stage, now_s, now_s + LINE_EVERY_S
+            self._stage, self._start_s, self._n_at_start = stage, now_s, n_done
+            self._line_due_s = now_s + LINE_EVERY_S
         elif n_all and now_s >= self._line_due_s:
             self._line_due_s = now_s + LINE_EVERY_S
-            rate, per_s = "", n_done / (now_s - self._start_s)
-            if stage.startswith(BYTE_STAGES):
+            rate, per_s = "", (n_done - self._n_at_start) / (now_s - self._start_s)
+            if stage.startswith(BYTE_STAGES) and per_s > 0:
                 rate = f", {per_s / 1e6:,.1f} MB/s, {duration((n_all - n_done) / per_s)} left"
             print(f"{stage}: {n_done / n_all:.0%}{rate}", file=sys.stderr)
 

@@ -100,7 +100,7 @@ def _write(
         for index, tensor in enumerate(tensors):
             if index >= n_there:
                 _write_tensor(writer, next(read), checkpoint, tensor, quantization, workers, report)
-            if progress:
+            if progress and index + 1 >= n_there:  # what an earlier run has written took no time in this one
                 progress(CONVERTING, writer.entries[index].regions[-1].end, n_bytes)
         writer.copy_files(source.folder)
         digests = source.digests(workers)
