@@ -13,7 +13,8 @@ from typing import Any
 class ChildProcess:
     """A Python program that prints a line when it is ready, and answers each line of JSON with one.
 
-    It starts with the first request, and again after one that failed. For one thread, except for kill().
+    It starts with the first request, and again after one that failed or if it has died meanwhile. For one thread,
+    except for kill().
     """
 
     def __init__(self, arguments: Sequence[str], start_seconds: float, first: Any = None) -> None:
@@ -31,7 +32,8 @@ class ChildProcess:
             EOFError: if the process has died, or the answer is too long.
         """
         try:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
                 self._start()
             return json.loads(self._exchange(_line(request), longest, seconds))
         except BaseException:

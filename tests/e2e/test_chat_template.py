@@ -169,8 +169,6 @@ def test_a_process_that_died_is_replaced(opened: Open) -> None:
     (child,) = set(children()) - before
     child.kill()
     child.wait()
-    with pytest.raises(ModelError, match="has died"):
-        template.render([USER])
     assert template.render([USER]).startswith("<s>user:")
 
 
