@@ -22,9 +22,8 @@ MIN_EXPONENT, MAX_EXPONENT = -126, 16 - SCALE_EXPONENT
 SEARCH_STEPS = 4  # trial scales on each side of the plain one; 9 gave 0.3 % less error in twice the time
 CODEBOOK_SAMPLE_GROUPS = 2**12  # groups that a codebook is fitted on: four times as many changed the error by 0.1 %
 CODEBOOK_ROUNDS = 12
-FITTED_LIMIT = (
-    32  # of fitted entries: AVX2 code is nearly as fast as with linear codes; wider ones are 1.5 times slower
-)
+# Of fitted entries: AVX2 code is nearly as fast as with linear codes; with wider ones it is 1.5 times slower.
+FITTED_LIMIT = 32
 FITTED_TRIALS = 100  # number of evenly spaced sizes tried for the largest entry before rounding
 LEAST_FITTED = 0.6  # smallest tried size, as a share of the limit
 # Number of times a quantizer changed its bytes for the same weights; stores in the cache are then converted again.

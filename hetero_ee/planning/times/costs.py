@@ -1,4 +1,4 @@
-"""Expected seconds of parts, copies and transfers, from a profile and the blocks' costs (costs/block_cost.py)."""
+"""Expected seconds of parts, copies and transfers, from what blocks declare (costs/block_cost.py) and a profile."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -97,10 +97,9 @@ async def _held(
         return await constrained(served, chat.params, asked, "tools" if form is None else form.field)
     if form is None:
         return chat.params
+    asked = form.changes
     if schema is not None and chat.thinks:
         asked = {"grammar": grammar.of_schema(schema, is_thinking=chat.is_thinking)}
-    else:
-        return await constrained(served, chat.params, form.changes, form.field)
     return await constrained(served, chat.params, asked, form.field)
 
 
