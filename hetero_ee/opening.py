@@ -102,7 +102,7 @@ def read_model(
         HeteroError: if a file is missing or damaged, or the options do not fit the model.
     """
     if quantizer != UNQUANTIZED or is_store(folder):
-        use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel
+        use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel, a conversion several
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec, neuron_major = read_spec(folder), sparsity is not None
     first_in_rows = sparsity is not None and sparsity.first_in_rows
@@ -124,7 +124,6 @@ def read_model(
         weights = load_dense(open_checkpoint(folder, spec))
     else:
         quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major, first_in_rows=first_in_rows)
-        use_kernel_cache(cache_folder(), progress)  # a conversion compiles kernels
         store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
         calibrations = CalibrationPlace(spec, store, folder, quantization)
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))

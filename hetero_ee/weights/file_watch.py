@@ -1,6 +1,7 @@
 """Detect that files mapped into memory have been written to, which would change the weights."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -27,8 +28,9 @@ class FileWatch:
         """Run `check` in a thread of the lowest priority; `look` raises its HeteroError."""
 
         def run() -> None:
-            with suppress(AttributeError, OSError):  # systems without priorities of threads
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            if sys.platform == "linux":  # elsewhere such a number would be that of another process
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             try:
                 check()
             except HeteroError as error:
