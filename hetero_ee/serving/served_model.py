@@ -189,17 +189,17 @@ class ServedModel:
             raise RequestError(str(error), "prompt", code="invalid_value") from error
 
     def _read_chat(self, text: str, mark: str) -> list[int]:
-        self._refuse_by_beginning(text)
+        self._refuse_by_beginning(text, mark)
         ids = self.engine.tokenizer.encode(text, with_special_tokens=False, mark=mark)
         if not ids:
             raise RequestError("the chat template turns these messages into an empty prompt.", "messages")
         return ids
 
-    def _refuse_by_beginning(self, text: str) -> None:
+    def _refuse_by_beginning(self, text: str, mark: str = "") -> None:
         """Refuse a text if a part of it has too many tokens already, before the rest is encoded."""
         n_characters = LONG_TEXT
         while n_characters < len(text):
-            n_tokens = len(self.engine.tokenizer.encode(text[:n_characters]))
+            n_tokens = len(self.engine.tokenizer.encode(text[:n_characters], mark=mark))
             if n_tokens > self.most_tokens + MARGIN_TOKENS:
                 raise self._too_long(f"more than {self.most_tokens}")
             n_characters *= 4

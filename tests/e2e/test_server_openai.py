@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from hetero_ee.errors import UsageError
+from hetero_ee.serving import served_model
 from hetero_ee.serving.served_model import LONG_TEXT
 from tests.server_support import NAME, RunningServer, opened, serving
 
@@ -313,3 +314,10 @@ def test_a_message_can_not_forge_a_turn(server: RunningServer) -> None:
 
 def said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+def test_marks_of_plain_texts_take_no_room(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_texts = server.served.most_tokens // 5  # of four tokens each
+    monkeypatch.setattr(served_model, "LONG_TEXT", 7 * n_texts)  # of about eight characters each, with marks
+    answer = server.post("/v1/messages/count_tokens", {"messages": [said("user", "</s>" * n_texts)]})
+    assert answer.status_code == 200 and answer.json()["input_tokens"] >= 4 * n_texts
