@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.layers.state import KV_BYTES
@@ -174,7 +174,7 @@ class Plan:
     @property
     def sealed(self) -> "Plan":
         """The plan with its checksum, by which `load` notices a changed number."""
-        values = asdict(replace(self, checksum=None))
+        values = asdict(replace(self, checksum=None), dict_factory=_stated)
         return replace(self, checksum=hashlib.sha256(json.dumps(values).encode()).hexdigest())
 
     def n_bytes(self, device: str) -> int:
@@ -213,6 +213,11 @@ class Plan:
                 f"the plan {file} can't be used ({problem}); make one with hetero-ee plan --json."
             ) from error
         return found
+
+
+def _stated(values: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields that are not empty, so that fields added later leave the checksums of older files valid."""
+    return {name: value for name, value in values if value not in (None, ())}
 
 
 def _check_numbers(made: Plan) -> None:

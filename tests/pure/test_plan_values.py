@@ -2,9 +2,9 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -317,6 +317,17 @@ def test_a_plan_that_was_changed_after_it_was_made_is_refused(name: str, tmp_pat
     file.write_text(json.dumps(changed(json.loads(file.read_text()), name, 1)))
     with pytest.raises(UsageError, match=r"can't be used \(it was changed after it was made\); make one with"):
         Plan.load(file)
+
+
+def test_a_field_added_later_leaves_plans_valid(tmp_path: Path) -> None:
+    @dataclass(frozen=True, slots=True)
+    class LaterPlan(Plan):
+        added: float | None = None
+
+        ADDED_FIELDS: ClassVar = (*Plan.ADDED_FIELDS, "added")
+
+    GOOD.save(tmp_path / "plan.json")
+    assert LaterPlan.load(tmp_path / "plan.json").added is None
 
 
 @pytest.mark.parametrize("name", ["weight_bytes", "kv_bytes"])
