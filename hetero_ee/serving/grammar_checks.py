@@ -77,7 +77,8 @@ class GrammarChecks:
 
     def _compile(self, params: SamplingParams, held: list[ChildProcess]) -> None:
         with self._lock:
-            held.append(self._idle.pop() if self._idle else self._new_child())
+            idle = self._idle.pop() if self._idle else None
+        held.append(idle or self._new_child())  # a new one takes the time of writing the tokenizer down
         try:
             self._check(params, held[0])
         finally:
