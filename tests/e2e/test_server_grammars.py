@@ -68,13 +68,16 @@ def test_nobody_else_waits_for_such_grammars(server: RunningServer) -> None:
         assert {each.result().status_code for each in asked} == {400}
 
 
-def test_a_client_that_goes_away_ends_its_compilation(server: RunningServer) -> None:
-    server.served.grammars._limits = CompileLimits(seconds=60.0, memory_bytes=4096 * MIB)
+def test_a_client_that_goes_away_ends_its_compilation(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Processes of its own, since a process keeps the limit of memory that it started with.
+    patient = GrammarChecks(server.served.grammars._grammars, CompileLimits(seconds=60.0, memory_bytes=2**14 * MIB))
+    monkeypatch.setattr(server.served, "grammars", patient)
     for path in ("completions", "chat/completions"):
         body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "grammar": explosive(30)}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/{path}", json=body, timeout=1.5)
         eventually(lambda: not any(map(is_busy, psutil.Process().children())))
+    patient.close()
 
 
 @pytest.mark.parametrize(
