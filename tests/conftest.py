@@ -17,7 +17,7 @@ from hetero_ee.config import demo_model_folder
 from tests.command_line import N_TOKENS, PROMPT, Cli, Ended
 from tests.kernel_locks import compile_once
 
-MOST_CASES = 6  # of a test by default
+MOST_CASES = 3  # of a test by default
 SHARED_MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, which is not imported yet: the workers share the cores

@@ -163,14 +163,15 @@ def _load_backend(folder: Path) -> Any:
 
 @contextmanager
 def _model_errors(sentence: str) -> Iterator[None]:
-    """Turn everything that the tokenizers library raises into ModelError.
+    """Turn everything that the tokenizers library raises into ModelError, except for too little memory.
 
     It raises bare Exceptions for malformed files, and panics of Rust code, which do not derive from Exception.
     """
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        is_panic = type(error).__name__ == "PanicException"
+        if isinstance(error, MemoryError) or not (is_panic or isinstance(error, Exception)):
             raise
         raise ModelError(f"{sentence} ({_first_line(error)}).") from error
 

@@ -43,7 +43,7 @@ N_ROUNDS = 7  # of both modes, for each median
 SOURCE_CALLS = ("observe", "truncate", "close")
 CHOOSE, NOISE, FINITE, CONFIDENCE, RULE_CALL, SOURCE = "choose", "noise", "finite", "confidence", "rule", "source"
 PLACES = {
-    CHOOSE: [(module, "choose_token") for module in (requests, drafts)],
+    CHOOSE: [(requests, "choose_token")],
     NOISE: [(sampling, "gumbel_noise")],
     FINITE: [(module, "all_finite") for module in (drafts, exact)],
 }

@@ -119,7 +119,7 @@ def drafts_of(executor: Executor, source: DraftHeadSource, params: SamplingParam
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, repeat_penalty=1.3), BIASED], ids=str)
 @pytest.mark.parametrize("trimmed", [True, False])
 @pytest.mark.parametrize("places", sorted(PLACES))
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_the_cpus_drafts(model: Model, cpu: Executor, places: str, trimmed: bool, params: SamplingParams) -> None:
     executor = on_stand_in(*model, plan_of(model, places), wrap=watched)
     for seed in range(4):

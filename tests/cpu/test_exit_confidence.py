@@ -44,6 +44,7 @@ def far_apart(rng: np.random.Generator, n: int) -> np.ndarray:
     return spread(rng, n) * 10
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("logits_of", [spread, tied, rising, far_apart])
 def test_a_row_has_the_same_confidence(n: int, logits_of: Callable[[np.random.Generator, int], np.ndarray]) -> None:

@@ -51,6 +51,7 @@ def operations() -> Iterator[list[SparseFfn]]:
         yield [SparseFfn(pool) for pool in pools]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_those_of_the_definition(operation: SparseFfn, shape: tuple[int, int], is_gated: bool) -> None:

@@ -228,7 +228,7 @@ MORE_DAMAGES = ("half a number", "another version", "layers", "a name", "layers 
 
 
 @pytest.mark.parametrize("damage", DAMAGES + MORE_DAMAGES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_damaged_file_is_one_sentence_and_made_again(engine: Engine, damage: str) -> None:
     found = certificate_of(engine)
     assert engine.calibrations is not None

@@ -218,6 +218,7 @@ def test_a_second_run_shows_what_is_there(cli: Cli, tiny: Path, text: Path, cach
     assert forced.code == 0 and "Calibrating" in forced.err and (folder / RECORD_FILE).read_bytes() != written[0]
 
 
+@pytest.mark.sample(0)
 def test_a_damaged_calibration_is_made_again_and_not_shown(cli: Cli, tiny: Path, text: Path, cache: Path) -> None:
     calibrated(cli, tiny, text)
     (folder,) = calibrations(cache)

@@ -58,6 +58,7 @@ def test_bench_of_all_modes(cli: Cli, demo: Path, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["traceEvents"]
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("output", ["md", "csv", "json"])
 def test_a_prompt_that_a_draft_head_reads_too(cli: Cli, demo: Path, tmp_path: Path, output: str) -> None:
     spec, profile = read_spec(demo), reference_profile("rtx-4060-laptop-8gb")
@@ -133,6 +134,7 @@ def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Pat
     assert document["generation_s"] < full["generation_s"]
 
 
+@pytest.mark.sample(0)
 def test_synthetic_acceptance_is_what_is_asked_for_and_labelled(cli: Cli, demo: Path, tmp_path: Path) -> None:
     arguments = [*TINY_BENCH, "-p", "0", "-n", "12", "--mode", "exact", "--draft-length", "4"]
     row = json.loads(cli(*arguments, "--synthetic-acceptance", "1", "--json").out)[0]

@@ -68,7 +68,7 @@ def unprivileged() -> list[str]:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_a_home_that_may_not_be_read(name: str, locked: Path, cache: Path, tmp_path: Path) -> None:
     command = [*unprivileged(), sys.executable, "-m", "hetero_ee_cli", *COMMANDS[name]]
     run = ended(command, tmp_path, locked, **folders(cache))
@@ -113,7 +113,7 @@ def test_without_a_home_no_file_of_the_working_folder_is_read(
         (["pull", "someone/some-model"], "HF_HOME", ("HETERO_EE_CACHE_DIR", "HETERO_EE_DATA_DIR")),
     ],
 )
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_what_needs_a_home_says_so(arguments: list[str], variable: str, given: tuple[str, ...], tmp_path: Path) -> None:
     variables = {name: str(tmp_path / name) for name in given}
     run = ended([sys.executable, "-c", HOMELESS, *arguments], tmp_path, **variables)

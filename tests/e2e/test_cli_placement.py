@@ -107,6 +107,7 @@ def test_full_mode_says_so_and_why(
     assert re.search(f"^{sentence}{percent} against full mode", declined.err, re.MULTILINE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sampling", [[], ["--temp", 0.9, "-s", 7]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [2, 5])
 def test_exact_text_is_full_text(cli: Cli, kept: Path, sampling: list[Any], length: int) -> None:
@@ -196,6 +197,7 @@ def test_a_flag_measures_a_machine_that_was_never_measured(cli: Cli, data: Path)
     assert ended.err.index("Measuring this machine for about 5 seconds") < ended.err.index("[ prompt")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", ["garbage", "of another machine", "of other threads", "a folder"])
 def test_a_kept_profile_that_does_not_fit_is_not_used(
     cli: Cli,
@@ -309,6 +311,7 @@ def test_wishes_for_a_gpu_that_is_not_there(cli: Cli, kept: Path, arguments: lis
     assert (ended.code, ended.out) == (2, "") and words in ended.err and ended.err.count("\n") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layers", ["3", "all"])
 def test_layers_for_a_gpu_that_is_not_there_run_on_the_cpu(cli: Cli, kept: Path, story: str, layers: str) -> None:
     """As in llama.cpp."""

@@ -108,6 +108,7 @@ def test_fp32_weights_are_planned_with_fp32_keys_and_values(cli: Cli, tiny: Path
     assert " --kv-type int8 " in asked.out.splitlines()[-1]
 
 
+@pytest.mark.sample(0)
 def test_a_curve_rises_to_what_the_card_has(cli: Cli, data: Path) -> None:
     ended = cli("plan", *PAPER, "--kv-type", "fp16", "--vram-budget", 3, "--curve")
     assert ended.code == 0 and ended.out.startswith("llama-2-7b on rtx-4060-laptop-8gb (derived")
@@ -127,6 +128,7 @@ def test_a_curve_rises_to_what_the_card_has(cli: Cli, data: Path) -> None:
     assert re.search(r"\nall layers on the GPU would take 1\d\.\d\d GiB\n$", larger.out)
 
 
+@pytest.mark.sample(0)
 def test_a_curve_is_the_picture_that_its_name_says(cli: Cli, data: Path, tmp_path: Path) -> None:
     for name, begins in {"curve.png": b"\x89PNG", "curve.SVG": b"<?xml"}.items():
         ended = cli("plan", *PAPER, "--curve-file", tmp_path / name)
@@ -165,6 +167,7 @@ def test_profiles_are_measured_once_and_used_by_plans(cli: Cli, data: Path, tiny
     assert planned.code == 0 and "Measuring" not in planned.err and "DERIVED" not in planned.out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", ["garbage", "foreign", "old version"])
 def test_a_profile_that_does_not_fit_is_never_used_silently(cli: Cli, data: Path, tiny: Path, damage: str) -> None:
     assert cli("profile", tiny, "--quick").code == 0
@@ -186,6 +189,7 @@ def test_a_profile_on_a_disk_that_refuses_is_used_all_the_same(cli: Cli, data: P
     assert ended.code == 0 and "can't be kept" in ended.err
 
 
+@pytest.mark.sample(0)
 def test_bench_has_llama_benchs_keys_and_the_prediction(cli: Cli, data: Path, tiny: Path) -> None:
     arguments = ["bench", tiny, "-p", "4,8", "-n", "3", "-d", "0,5", "-r", "2", "--quick"]
     rows = json.loads(cli(*arguments, "--json").out)
@@ -210,6 +214,7 @@ def test_bench_has_llama_benchs_keys_and_the_prediction(cli: Cli, data: Path, ti
     assert all(0 < row["executor_us_per_layer"] < 1e6 for row in rows)
 
 
+@pytest.mark.sample(0)
 def test_bench_measures_again_if_asked_and_tells_of_another_speed(cli: Cli, data: Path, tiny: Path) -> None:
     arguments = ["bench", tiny, "-p", "0", "-n", "2", "-r", "1", "-t", "1", "--quick"]
     assert "Measuring this machine" in cli(*arguments).err

@@ -114,6 +114,7 @@ def test_a_full_disk_under_standard_output_is_said_in_a_line(arguments: list[str
     assert re.fullmatch(r"hetero-ee: the output can't be written: the disk is full [^\n]+\n", ended.stderr)
 
 
+@pytest.mark.sample(0)
 def test_a_reader_that_goes_away_ends_it_quietly(endless: list[object], tmp_path: Path) -> None:
     with started(tmp_path / "cache", *endless) as process:
         out, err = pipes(process)

@@ -46,6 +46,7 @@ def test_a_remark_on_a_terminal_leaves_standard_output_alone(tiny: Path, said: s
     assert "may make no sense." in seen and ".." not in seen
 
 
+@pytest.mark.sample(0)
 def test_closed_streams_of_a_quick_command() -> None:
     assert without(">&-", "config", "show").returncode == 0
     ended = without("<&-", "models", "remove", "x")
@@ -226,7 +227,7 @@ FAILURES: dict[str, tuple[Spoil, list[str]]] = {
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAILURES)
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(commanding, tmp_path / NAMED))
     spoil, words = FAILURES[name]

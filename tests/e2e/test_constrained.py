@@ -54,6 +54,7 @@ def test_what_is_said_keeps_to_the_schema(engines: dict[str, Engine], name: str)
     kind(SCHEMAS[name], format_checker=kind.FORMAT_CHECKER).validate(json.loads(said.text))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("way", ["head", "exits"])
 def test_exact_mode_says_what_full_mode_says(engines: dict[str, Engine], way: str, name: str) -> None:
@@ -119,6 +120,7 @@ def test_what_can_not_be_held_to_is_refused_at_the_call(engines: dict[str, Engin
         engines["full"].stream(PROMPT, json_schema={"not": {}})
 
 
+@pytest.mark.sample(0)
 def test_the_command_takes_files(cli: Cli, tmp_path: Any) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text(json.dumps(SCHEMAS["flat-0"]))

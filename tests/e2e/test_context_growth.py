@@ -80,6 +80,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict
     return options
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
 def test_a_text_that_runs_on(whole: Engine, way: dict[str, Any], sampling: dict[str, Any]) -> None:
     expected = whole.generate(OPENINGS[0], max_new_tokens=N_TOKENS, ignore_eos=True, **sampling)
@@ -96,6 +97,7 @@ def test_a_text_that_runs_on(whole: Engine, way: dict[str, Any], sampling: dict[
     assert told.remarks[0].startswith(f"The context grew from {FIRST} to {2 * FIRST} tokens: a text needs them, and ")
 
 
+@pytest.mark.sample(2)
 def test_a_long_prompt(whole: Engine, way: dict[str, Any]) -> None:
     assert whole.count_tokens(STORY) > 2 * FIRST
     expected = whole.generate(STORY, max_new_tokens=8).token_ids
@@ -106,6 +108,7 @@ def test_a_long_prompt(whole: Engine, way: dict[str, Any]) -> None:
     assert len(told.remarks) == 1
 
 
+@pytest.mark.sample(1)
 def test_several_texts_at_once(whole: Engine, way: dict[str, Any]) -> None:
     prompts = [*OPENINGS, STORY[:200]]
     expected = whole.generate(prompts, max_new_tokens=90, ignore_eos=True)
@@ -133,6 +136,7 @@ def test_texts_that_take_turns(whole: Engine) -> None:
             assert tokens == list(expected.token_ids)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["planned CPU", "emulated split", "head on a split"])
 def test_a_conversation_grows_before_it_forgets(whole: Engine, name: str) -> None:
     with (

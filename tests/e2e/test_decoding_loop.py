@@ -74,6 +74,7 @@ def test_each_text_is_the_one_that_it_is_alone(engine: Engine) -> None:
     assert steps.step() == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mode", "gpu_layers"), [("exact", 0), ("exact", 6), ("full", 6)])
 def test_eight_texts_at_once_are_those_that_generate_gives(
     demo: Path, kernels: Path, mode: str, gpu_layers: int

@@ -42,6 +42,7 @@ def test_at_five_percent_almost_half_of_the_tokens_exit_after_a_third_of_the_lay
     assert sum(together) > 0.6
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("risk", RISKS)
 def test_the_other_half_of_the_prompts_keeps_the_promise(certificate: Certificate, risk: float) -> None:
     """200 random halves certify; on the other half, of any of these exit layers, the mean loss is at most the risk."""

@@ -73,6 +73,7 @@ def test_drafts_and_their_verification_through_split_plans(m: int, seed: int) ->
     assert times.verify_s(exit_layer, m) == pytest.approx(verify_s, rel=USUAL), case.name
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("first, n_plans", [(0, 30), pytest.param(30, 300, marks=pytest.mark.slow)])
 def test_steps_of_plans_drawn_at_random(first: int, n_plans: int) -> None:
     """Copies run ahead from drafts into their verification and back: a step has its time as a whole."""

@@ -74,6 +74,7 @@ def check(found: list[float]) -> None:
     assert max(found) < USUAL and median(found) < MEDIAN
 
 
+@pytest.mark.sample(2)
 @pytest.mark.few(7)
 @pytest.mark.parametrize("hardware", reference_names())
 @pytest.mark.parametrize("model", MODELS)
@@ -91,6 +92,7 @@ def test_prediction_and_emulation_agree(model: str, hardware: str) -> None:
     check(found)
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(
     "first, n_plans", [(0, 30), pytest.param(30, 400, marks=pytest.mark.slow)], ids=["some", "many"]
 )

@@ -63,6 +63,7 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.sample(2)
 @pytest.mark.few(11)
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_texts_are_those_of_full_mode(full: dict[str, Engine], drafting: Engine, sampling: dict[str, Any]) -> None:

@@ -161,10 +161,12 @@ def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
         run.exact(DRAFTING, executor(engine, cache=NeverTruncated))
 
 
-def of_the_next_position(
-    logits: Any, history: Any, params: Any, sequence: int, position: int, noise: Any = None, *rest: Any
-) -> int:
+def of_the_next_position(logits: Any, history: Any, params: Any, sequence: int, position: int, **others: Any) -> int:
     return choose_token(logits, history, params, sequence, position + 1)
+
+
+def drafted_of_the_next_position(sampler: Any, request: requests.Request, history: Any, logits: Any) -> int:
+    return of_the_next_position(logits, history, request.params, request.index, len(history))
 
 
 @pytest.mark.sample(0)
@@ -178,7 +180,7 @@ def test_noise_of_the_wrong_position_is_found(engine: Engine, run: Run, monkeypa
     # A draft's noise decides how often it is right, and never what is said.
     right, wrong = DraftCounts(), DraftCounts()
     check_identity(expected, run.exact(DRAFTING, counts=right))
-    monkeypatch.setattr(drafts, "choose_token", of_the_next_position)
+    monkeypatch.setattr(drafts.DraftSampler, "choose", drafted_of_the_next_position)
     check_identity(expected, run.exact(DRAFTING, counts=wrong))
     shares = [counts.statistics(engine.spec.n_layers, EXIT_LAYER).acceptance for counts in (right, wrong)]
     assert shares[1] < 0.8 * shares[0]

@@ -1,6 +1,7 @@
 """SIGKILL and failing disks at any moment of commands that write: what was whole stays so, and the next run works."""
 
 import errno
+import itertools
 import os
 import random
 import re
@@ -85,6 +86,7 @@ def test_a_command_killed_at_any_moment(kernels: Path, tiny: Path, tmp_path: Pat
     text.write_text(text_of(700))
     words = words_of(command, tiny, text)
     n_killed = n_damaged = n_stuck = 0
+    numbers = itertools.count()
     while n_killed < n_kills:
         process = started(folder, words)
         process.join(chance.random() * LONGEST_S[command])
@@ -97,7 +99,7 @@ def test_a_command_killed_at_any_moment(kernels: Path, tiny: Path, tmp_path: Pat
             n_damaged += counted(lambda: check_whole(folder, tiny))
             for store in (folder / "cache" / "stores").glob("*"):
                 if command in ("convert", "serve") and chance.random() < 0.7 and store.is_dir():
-                    store.rename(tmp_path / f"{store.name}-{n_killed}")  # so that there is something to do again
+                    store.rename(tmp_path / f"{store.name}-{next(numbers)}")  # so that there is something to do again
     print(f"{command}: {n_killed} killed, {n_damaged} left a damaged file, {n_stuck} could not continue")
     assert (n_damaged, n_stuck) == (0, 0)
 

@@ -106,6 +106,7 @@ def with_half_a_manifest(store: Path) -> None:
     (store / "manifest.json").write_bytes((store / "manifest.json").read_bytes()[:100])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", [cut_short, without_weights, of_another_version, with_half_a_manifest])
 def test_a_damaged_store_in_the_cache_is_made_anew(tiny: Path, cache: Path, damage: Callable[[Path], None]) -> None:
     said = tokens(tiny, quantizer="rtn")

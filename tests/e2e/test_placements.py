@@ -129,6 +129,7 @@ def test_a_stretched_context_turns_the_same_on_every_device(tmp_path: Path, name
         assert (logits - expected).square().sum() <= ROUNDING * expected.square().sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kv_type", KV_BYTES)
 def test_every_placement_of_every_type_of_keys_and_values(tmp_path: Path, kv_type: str) -> None:
     assert_family(of_family("llama-tied", tmp_path, "int4"), kv_type, N_FEW_TOKENS)
@@ -170,7 +171,7 @@ def test_rows_may_wait_at_any_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantizer", ["none", "codebook"])
 @pytest.mark.parametrize("name", ["demo", "stories260k"])
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_trained_models_at_two_splits(request: pytest.FixtureRequest, name: str, quantizer: str) -> None:
     assert_trained(request.getfixturevalue(name), quantizer, [split_at(2), PLACEMENTS["streamed"]], 24)
 

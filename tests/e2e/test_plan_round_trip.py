@@ -91,7 +91,7 @@ def test_the_demo_model_on_an_emulated_card(cli: Cli, limits: list[Any]) -> None
 @pytest.mark.parametrize(
     "limits", [[], ["-c", 200, "--kv-type", "fp16"], ["--mode", "exact", "--draft-tokens", 3, "--ram-budget", 0.7]]
 )
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_the_demo_model_on_this_cpu(cli: Cli, data: Path, demo: Path, limits: list[Any]) -> None:
     profile = reference_profile("rtx-4060-laptop-8gb")
     machine = this_machine(this_host(), versions())

@@ -119,6 +119,7 @@ def test_what_was_broken_off_goes_on_to_the_same_bytes(outcome: PredictorOutcome
     assert outcome.file.read_bytes() == before and not partial.exists()
 
 
+@pytest.mark.sample(0)
 def test_text_of_its_own_is_kept_too(cache: Path) -> None:
     request = CalibrationRequest(n_tokens=512, settings=SETTINGS)
 
@@ -133,6 +134,7 @@ def test_text_of_its_own_is_kept_too(cache: Path) -> None:
     assert found.is_new and 0 < found.predictor.chosen().recall <= 1
 
 
+@pytest.mark.sample(0)
 def test_what_is_not_there_or_has_no_such_neurons_is_refused(tiny: Path, cache: Path) -> None:
     way_out = r"no calibrated predictor of active neurons; run hetero-ee calibrate --sparsity predicted"
     with pytest.raises(UsageError, match=way_out):
@@ -152,6 +154,7 @@ def test_what_is_not_there_or_has_no_such_neurons_is_refused(tiny: Path, cache: 
         Engine.from_pretrained(exact, sparsity=PREDICTED, profile="off")
 
 
+@pytest.mark.sample(0)
 def test_the_command_line_calibrates_plans_and_generates(cli: Cli, tmp_path: Path, cache: Path) -> None:
     text = tmp_path / "words.txt"
     text.write_text(text_of(800))

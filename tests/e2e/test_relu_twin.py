@@ -56,6 +56,7 @@ class EveryNeuron:
         return self._kernel(np.concatenate([x, x[:1]]), np.concatenate([active, every]), up, down)[:-1]
 
 
+@pytest.mark.sample(0)
 def test_it_is_small_and_as_sparse_as_its_page_says(twin: Engine) -> None:
     assert sum(file.stat().st_size for file in TWIN.iterdir()) < MOST_BYTES
     found = twin.generate("Once upon a time, there was a little", max_new_tokens=N_TOKENS, ignore_eos=True)

@@ -52,6 +52,7 @@ def seconds_a_token(engine: Engine, prompt: list[str], expected: Engine) -> floa
     return sum(len(found.token_ids) / found.generated_tokens_per_s for found in results) / len(results)
 
 
+@pytest.mark.sample(0)
 def test_on_stories_nothing_is_lost(engines: dict[str, Engine]) -> None:
     times = {
         how: sum(seconds_a_token(engine, [story], engines["full"]) for story in STORIES)

@@ -54,6 +54,7 @@ def test_a_grammar_that_takes_everything_is_refused(server: RunningServer) -> No
     assert time.monotonic() - begin_s < 15 and psutil.Process().memory_info().rss - before < 200 * MIB
 
 
+@pytest.mark.sample(0)
 def test_nobody_else_waits_for_such_grammars(server: RunningServer) -> None:
     with ThreadPoolExecutor(6) as clients:
         asked = [
@@ -68,6 +69,7 @@ def test_nobody_else_waits_for_such_grammars(server: RunningServer) -> None:
         assert {each.result().status_code for each in asked} == {400}
 
 
+@pytest.mark.sample(0)
 def test_a_client_that_goes_away_ends_its_compilation(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     # Processes of its own, since a process keeps the limit of memory that it started with.
     patient = GrammarChecks(server.served.grammars._grammars, CompileLimits(seconds=60.0, memory_bytes=2**14 * MIB))

@@ -25,6 +25,7 @@ def server(demo: Path, request: pytest.FixtureRequest) -> Iterator[RunningServer
         yield running
 
 
+@pytest.mark.sample(1)
 def test_clients_and_their_next_turns_get_the_tokens_that_generate_gives(server: RunningServer) -> None:
     def talk(number: int) -> tuple[str, str, int]:
         first = STORIES[number] + server.text_of(STORIES[number], max_tokens=30, ignore_eos=True)

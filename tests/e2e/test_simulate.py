@@ -45,6 +45,7 @@ def test_the_text_is_generates(cli: Cli, mode: str) -> None:
     assert document["text"] == generated and document["mode"] == mode
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["full", "exact", "specee"])
 def test_bytes_a_token_stand_beside_the_plans(cli: Cli, mode: str) -> None:
     words = ["simulate", "-p", PROMPT, "-n", 12, "-t", 1, "--mode", mode, "-ngl", 6]

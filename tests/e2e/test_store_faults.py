@@ -58,6 +58,7 @@ def fail_everywhere(model_folder: Path, folder: Path, whole: dict[str, bytes], r
     return failed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.few(5)
 @pytest.mark.parametrize("resume", [False, True], ids=["anew", "resumed"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
@@ -70,6 +71,7 @@ def test_a_failing_call_leaves_nothing(
     assert failed == (KINDS_OF_CALL - {"create_folder"} | RESUMING if resume else KINDS_OF_CALL)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("resume", [False, True], ids=["anew", "resumed"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
@@ -81,6 +83,7 @@ def test_a_disk_that_stays_broken_gives_a_store_error(
     assert "write" in fail_everywhere(model_folder, tmp_path, whole, resume, error=error, lasting=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("resume", [False, True], ids=["anew", "resumed"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_an_interrupt_anywhere_is_gone_on_from(

@@ -64,6 +64,7 @@ def crash_everywhere(
 N_DRAWS = [1, pytest.param(30, marks=pytest.mark.slow)]
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("n_draws", N_DRAWS)
 def test_a_crash_leaves_no_store_or_a_whole_one(
     model_folder: Path, tmp_path: Path, whole: dict[str, bytes], n_draws: int

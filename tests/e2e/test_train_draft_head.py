@@ -62,6 +62,7 @@ def test_a_short_training_makes_a_head_that_drafts(run: Run, tiny: Path, tmp_pat
         assert len(taken(source, [5, 6, 7], 4)) == 4
 
 
+@pytest.mark.sample(0)
 def test_a_short_training_makes_a_head_of_three_layers(run: Run, tiny: Path, tmp_path: Path, cache: Path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "head"
     text.write_text("".join(STORY.format(animal) for animal in ("cat", "hen", "cow", "fox", "mouse") * 4))

@@ -54,6 +54,7 @@ def reference(folder: Path) -> tuple[Any, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.sample(1)
 def test_each_token_is_the_one_transformers_would_choose(
     reference: tuple[Any, Any], stories: list[GenerationResult]
 ) -> None:

@@ -161,6 +161,7 @@ def fuzz(
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.sample(0)
 def test_three_hundred_mutations(fuzz: Callable[[range], int]) -> None:
     assert 30 < fuzz(range(300)) < 270
 

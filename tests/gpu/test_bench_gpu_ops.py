@@ -20,6 +20,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.sample(0)
 @pytest.mark.few(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("flags", [(), ("--json",), ("--json", "--quick")])

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "bench" / "bench_plans.py"
 
 
+@pytest.mark.sample(0)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=300)

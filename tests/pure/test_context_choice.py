@@ -122,6 +122,7 @@ def fits(spec: ModelSpec, limits: Limits, context_tokens: int) -> bool:
     return True
 
 
+@pytest.mark.sample(0)
 def test_choosing_takes_no_more_than_five_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     from hetero_ee.planning import context
 

@@ -282,7 +282,7 @@ def test_an_interruption_of_any_call_leaves_what_was_said_to_be_resumed(after: b
 
 
 @every_way
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_an_interruption_of_any_line_leaves_what_was_said_to_be_resumed(way: str) -> None:
     for at in itertools.count(1, 5):
         lines = itertools.count(1)

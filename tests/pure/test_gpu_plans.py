@@ -69,6 +69,7 @@ def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).square().sum() / expected.square().sum())
 
 
+@pytest.mark.sample(2)
 def test_every_placement_is_near_the_cpu(model: Model) -> None:
     expected = steps(ReferenceExecutor(*model, CONTEXT_TOKENS, BatchedTorchOps()))
     plans = {name: plan_of(model, name) for name in PLACEMENTS}

@@ -165,7 +165,7 @@ def check(charged: Log, run: Log) -> None:
 
 
 @pytest.mark.parametrize("places", [*PLACES, VISITING])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_what_is_charged_is_run(model: Model, places: str) -> None:
     logs = []
     for executor, log in both(model, plan_of(model[0], places)):

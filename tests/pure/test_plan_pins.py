@@ -67,7 +67,7 @@ WISHES = {
 
 
 @pytest.mark.parametrize(("model", "card"), PAIRS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_the_options_of_a_plan_make_the_same_plan(model: str, card: str) -> None:
     spec, profile = spec_of(model), reference_profile(card)
     exits = published_statistics(spec.n_layers)
