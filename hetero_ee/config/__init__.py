@@ -1,4 +1,4 @@
-"""Settings from the environment and a file, and the folders they name."""
+"""Read settings from the environment and a file, and find the folders that they name."""
 
 from collections.abc import Callable
 

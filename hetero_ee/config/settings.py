@@ -1,4 +1,4 @@
-"""Settings: options that the environment or a file can give, which source wins, and the folders that they name.
+"""Define settings, options that the environment or a file can set, and the folders that some of them name.
 
 A flag wins over the environment, the environment over the configuration file, the file over the default.
 """
@@ -23,19 +23,19 @@ WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A setting's value, and the source it comes from."""
+    """A setting's value and the source of the value."""
 
     setting: Option
-    value: Any  # of its kind, or None
+    value: Any  # of the setting's type, or None
     source: str  # FLAG, FILE, DEFAULT or a variable's name
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The sources of settings except flags."""
+    """The sources of settings, except flags."""
 
-    file: Path | None  # its path, whether it exists or not; None for a user without a home folder
-    in_file: Mapping[str, Any] = field(default_factory=dict)  # its keys and values
+    file: Path | None  # path of the file, which need not exist; None for a user without a home folder
+    in_file: Mapping[str, Any] = field(default_factory=dict)  # the file's keys and values
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,11 +60,11 @@ class Settings:
         return Resolved(setting, setting.default, DEFAULT)
 
     def value(self, name: str, flag: object = None) -> Any:
-        """Return only the value. Arguments and errors are those of `resolve`."""
+        """Return only the value that `resolve` returns, or raise its errors."""
         return self.resolve(name, flag).value
 
     def unknown_variables(self) -> list[str]:
-        """Return the HETERO_EE_ variables that mean nothing."""
+        """Return the names of HETERO_EE_ variables that don't belong to any setting."""
         known = {CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
         return sorted(name for name in self.environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
 
@@ -77,7 +77,7 @@ class Settings:
 
 
 def _checked(setting: Option, value: object, source: object) -> Any:
-    """Return the value as the setting keeps it. `source` is its name in a message."""
+    """Check a value and convert it to the setting's type. Messages name the value by `source`."""
     is_text = type(value) is str and value != "" and "\0" not in value
     if setting.kind is Path and is_text:
         return expanded(str(value), str(source))
@@ -87,7 +87,7 @@ def _checked(setting: Option, value: object, source: object) -> Any:
 
 
 def _parsed(setting: Option, text: str) -> Any:
-    """Return the value that an environment variable's text stands for."""
+    """Convert the text of an environment variable to the setting's type."""
     value: object = text
     if setting.kind is int and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", text):
         value = int(text)
@@ -97,14 +97,14 @@ def _parsed(setting: Option, text: str) -> Any:
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings of this process. `environment`: None for os.environ."""
+    """Read the settings of this process. An `environment` of None means os.environ."""
     environment = os.environ if environment is None else environment
     file, keys = read_configuration_file(environment)
     return Settings(file, keys, environment)
 
 
 def cache_folder(settings: Settings | None = None) -> Path:
-    """Return the folder of models and kernels: the setting cache_dir, else the platform's cache folder."""
+    """Return the folder of converted models and kernels: the setting cache_dir, else the platform's cache folder."""
     return _folder("cache_dir", platformdirs.user_cache_path, settings)
 
 

@@ -1,4 +1,4 @@
-"""Progress if the caller gave no function: bars of tqdm on a terminal and in a notebook, else nothing."""
+"""Show progress if the caller gave no function: tqdm's bars on a terminal or in a notebook, else nothing."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -9,11 +9,11 @@ from hetero_ee.errors import UsageError, shown
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-SHOWN_AFTER_S = 1.0  # a prompt, as most take less
+SHOWN_AFTER_S = 1.0  # delay before a prompt's bar is shown, as most prompts need less
 
 
 def chosen_progress(progress: Progress | bool | None) -> Progress | None:
-    """Return the function that reports progress: bars for True, none for False, bars for None if someone sees them."""
+    """Return the function that reports progress: bars for True, and for None if someone sees them. False means none."""
     if callable(progress):
         return progress
     if progress is not None and not isinstance(progress, bool):
@@ -24,7 +24,7 @@ def chosen_progress(progress: Progress | bool | None) -> Progress | None:
 
 
 class TerminalProgress:
-    """A bar for each stage, removed when it is done, and a line for each remark."""
+    """Shows a bar for each stage, which disappears at the stage's end, and a line for each remark."""
 
     def __init__(self) -> None:
         self._bars: dict[str, tqdm[None]] = {}

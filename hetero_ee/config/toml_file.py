@@ -1,4 +1,4 @@
-"""The configuration file: its path, and its keys as TOML."""
+"""Read the TOML configuration file and find its path."""
 
 import stat
 import tomllib
@@ -36,7 +36,7 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path | None
         return None, {}
     try:
         with open_regular(path, kinds=(stat.S_IFREG, stat.S_IFCHR)) as source:  # /dev/null is a way to have no file
-            data = source.read(MAX_FILE_BYTES + 1) or b""  # None of a terminal that has nothing to say
+            data = source.read(MAX_FILE_BYTES + 1) or b""  # None if the file is a terminal without input
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         if not named and (isinstance(error, FileNotFoundError) or not is_in_sight(path)):
             return path, {}
@@ -54,12 +54,12 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path | None
 
 
 def own_folder(find: Callable[[str], Path]) -> Path | None:
-    """Return this application's folder by one of platformdirs' functions, None for a user without a home folder."""
+    """Return this application's folder by a function of platformdirs, None for a user without a home folder."""
     try:
         folder = find(APPLICATION)
     except RuntimeError:
         return None
-    return folder if folder.is_absolute() else None  # older releases leave ~ in it
+    return folder if folder.is_absolute() else None  # older releases of platformdirs leave ~ in the path
 
 
 def expanded(text: str, source: str) -> Path:
@@ -70,7 +70,7 @@ def expanded(text: str, source: str) -> Path:
 
 
 def is_in_sight(path: Path | None) -> bool:
-    """Return whether the system reports such a file. It does not in a home folder closed to this user."""
+    """Return whether the operating system reports that the file exists. A home folder may be closed to this user."""
     if path is None:
         return False
     try:

@@ -1,1 +1,1 @@
-"""Costs of a model's blocks in bytes, products and state."""
+"""Compute the costs of a model's blocks: bytes, matrix products and state."""

@@ -1,8 +1,8 @@
-"""Costs that a block of the model declares: the one description that planner, emulator and reports share.
+"""Define the costs of a block, the one description that planner, emulator and reports share.
 
-Mixers declare their parameters and their state (hetero_ee/layers). From that follows what a block multiplies with,
-which rows of neurons it reads, what it attends to and what it keeps per token. The planner adds these up. The emulated
-machine charges them step by step, as the executor runs.
+Mixers declare their parameters and their state (hetero_ee/layers). These determine a block's products, the rows of
+neurons that it reads, its attention and its memory per token. The planner adds costs up. The emulated machine charges
+them step by step, as the executor runs.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from hetero_ee.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Costs of one block, wherever it is computed."""
+    """Costs of one block, independent of the device that computes it."""
 
-    weight_bytes: int  # of its tensors as stored; a tied head has none of its own
+    weight_bytes: int  # bytes of the block's tensors as stored; 0 for a tied head
     products: tuple[Product, ...] = ()
     state: State | None = None  # of its mixer
-    neurons: NeuronRows | None = None  # of a sparse FFN, in addition to the products
+    neurons: NeuronRows | None = None  # neurons of a sparse FFN, in addition to the products
     overhead: Overhead = Overhead.NONE
     kv_type: str = KV_TYPE  # of keys and values
 
     @classmethod
     def of(cls, spec: ModelSpec, block: Block, kv_type: str = KV_TYPE) -> "BlockCost":
-        """Return the declaration of a block."""
+        """Derive the costs of a block from its parameters and state."""
         matrices = [tensor for tensor in block.tensors.values() if is_multiplied(tensor.role)]
         is_lookup, is_head = block.kind is BlockKind.EMBEDDING, block.kind is BlockKind.HEAD
         overhead = Overhead.PASS if is_head else Overhead.NONE
@@ -44,11 +44,11 @@ class BlockCost:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of the matrices that every token reads whole."""
+        """Bytes of the matrices that are read whole for every token."""
         return sum(product.n_bytes for product in self.products)
 
     def state_bytes(self, n_tokens: int) -> int:
-        """Return the bytes of state of a sequence of n_tokens."""
+        """Return the bytes of the block's state of a sequence of n_tokens."""
         return 0 if self.state is None else self.state.n_bytes(n_tokens, self.kv_type)
 
     def work(
@@ -59,7 +59,7 @@ class BlockCost:
         shares: NeuronShares = ALL_NEURONS,
         disk_bytes: int = 0,
     ) -> Work:
-        """Return the work of m tokens, the last of a sequence of context_tokens. See Work for the other fields."""
+        """Return the work of m tokens, the last ones of a sequence of context_tokens. See Work for the other fields."""
         return Work(
             name,
             m,

@@ -1,4 +1,4 @@
-"""Costs of turning hidden states into logits, drafts and judgements, at the end of the model or at an exit."""
+"""Compute the costs of turning hidden states into logits, drafts and judgements, at the model's end or at an exit."""
 
 from dataclasses import dataclass, replace
 
@@ -13,15 +13,15 @@ CANDIDATE_ROWS = 8  # rows of the head that one candidate costs: half of a line 
 
 @dataclass(frozen=True, slots=True)
 class HeadCost:
-    """The model's head with what an exit or a draft head puts before and after it."""
+    """Costs of the model's head and of the products before and after it, at an exit or in a draft head."""
 
     head: BlockCost
-    map_products: tuple[Product, ...] = ()  # of an exit map
-    vocabulary: Product | None = None  # of a draft head's own rows, in place of the model's head
+    map_products: tuple[Product, ...] = ()  # products of an exit map
+    vocabulary: Product | None = None  # a draft head's own vocabulary matrix, in place of the model's head
     judge: Product | None = None  # the first matrix of the network that judges a token at an exit
 
     def logits(self, m: int) -> list[Work]:
-        """Return the work of m states through the exit map and the head."""
+        """Return the work of m hidden states in the exit map and the head."""
         works, head = [], self.head.work("head", m)
         if self.map_products:
             works.append(Work(EXIT_MAP, m, self.map_products))
@@ -30,10 +30,10 @@ class HeadCost:
         return [*works, head]
 
     def draft(self, m: int) -> list[Work]:
-        """Return the same on a GPU, with choosing and judging.
+        """Return the work of `logits` on a GPU, with choosing and judging tokens.
 
         The choice reads the logits once, like a product with four columns. Norm and other small kernels cost half a
-        layer, as the host has nothing to do.
+        layer, as the host has no other work.
         """
         works = self.logits(m)
         works[-1] = replace(works[-1], overhead=Overhead.HALF_LAYER)
@@ -41,7 +41,7 @@ class HeadCost:
         return works if self.judge is None else [*works, Work(JUDGE, m, (self.judge,))]
 
     def candidates(self, m: int, n_candidates: int) -> list[Work]:
-        """Return the work of m states through the exit map and n_candidates rows of the head for each."""
+        """Return the work of m hidden states in the exit map and, for each, in n_candidates rows of the head."""
         *maps, head = self.logits(m)
         whole = head.products[-1]
         sliced = whole._replace(n_rows=min(whole.n_rows, CANDIDATE_ROWS * m * n_candidates))

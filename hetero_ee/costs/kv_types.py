@@ -1,4 +1,4 @@
-"""The types of keys and values, and which one is used by default."""
+"""Define the types of keys and values, and choose the default one."""
 
 from hetero_ee.weights.model_weights import UNQUANTIZED
 
@@ -6,5 +6,5 @@ KV_TYPE = "fp16"  # unless the user chooses another; see default_kv_type
 
 
 def default_kv_type(quantizer: str | None) -> str:
-    """Return the type for weights made by this quantizer. Unquantized models are references, so nothing is rounded."""
+    """Return the default type for weights made by a quantizer. Unquantized models are references, kept in fp32."""
     return "fp32" if quantizer == UNQUANTIZED else KV_TYPE

@@ -1,4 +1,4 @@
-"""Neurons of sparse FFNs: how many a token needs, and what reading them costs."""
+"""Estimate how many neurons of sparse FFNs a token needs, and the cost of reading them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from hetero_ee_profiles.hardware import DeviceTimes, interpolated, needed_share
 
 @dataclass(frozen=True, slots=True)
 class NeuronShares:
-    """Shares of an FFN's neurons that one token is expected to need."""
+    """Expected shares of an FFN's neurons that one token needs."""
 
-    active: float = 1.0  # of the rows of up and down
-    first: float = 1.0  # of the rows of the matrix that says which neurons are active: a predictor may spare some
+    active: float = 1.0  # share of the rows of up and down
+    first: float = 1.0  # share of the first matrix's rows, some of which a predictor may skip
 
     @classmethod
     def of(cls, spec: ModelSpec, *, is_prompt: bool) -> Self:
@@ -25,7 +25,7 @@ class NeuronShares:
         return cls(prefill_share) if is_prompt else cls(decode_share, spec.predicted_share)
 
     def among(self, n_neurons: int, of: int, activations: float) -> Self:
-        """Return the shares within a group of n_neurons out of `of`, which has this share of all activations."""
+        """Return the shares within a group of n_neurons of `of` neurons that has this share of all activations."""
         return type(self)(*(min(1.0, share * activations * of / n_neurons) for share in (self.active, self.first)))
 
 
@@ -34,10 +34,9 @@ ALL_NEURONS = NeuronShares()
 
 @dataclass(frozen=True, slots=True)
 class NeuronRows:
-    """Matrices of a sparse FFN that are stored neuron by neuron: up if there is a gate, down, and the first matrix
-    if there is a predictor."""
+    """A sparse FFN's matrices that are stored by neuron: down, up if there is a gate, the first one for a predictor."""
 
-    n_rows: int  # of up and down together
+    n_rows: int  # rows of up and down together
     n_columns: int
     n_first_rows: int = 0
     n_neurons: int = 0
@@ -54,29 +53,28 @@ class NeuronRows:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of codes and scales."""
         return sum(row_sizes(self.n_rows + self.n_first_rows, self.n_columns))
 
     def read_bytes(self, shares: NeuronShares, m: int) -> int:
-        """Return the bytes that m tokens read if each needs these shares of the neurons."""
+        """Return the bytes that m tokens read if each token needs the given shares of the neurons."""
         n_rows = needed_share(shares.active, m) * self.n_rows + needed_share(shares.first, m) * self.n_first_rows
         return int(n_rows * sum(row_sizes(1, self.n_columns)))
 
     def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int) -> float:
-        """Return the seconds that a device with these times needs to multiply m tokens by the rows they need."""
+        """Return the seconds a device needs to multiply m tokens by the rows that they need."""
         seconds = times.rows_s(self.n_rows, self.n_columns, m, shares.active)
         if self.n_first_rows:
             seconds += times.rows_s(self.n_first_rows, self.n_columns, m, shares.first)
         return seconds
 
     def group(self, n_neurons: int) -> Self:
-        """Return the rows of n_neurons of the neurons."""
+        """Return the rows of only n_neurons of the neurons."""
         n_rows, n_first_rows = (rows // self.n_neurons * n_neurons for rows in (self.n_rows, self.n_first_rows))
         return type(self)(n_rows, self.n_columns, n_first_rows, n_neurons)
 
 
 def hot_activations(curve: Sequence[float], share: float) -> float:
-    """Return the share of a token's active neurons that are among this first share of all neurons.
+    """Return the share of a token's active neurons that are among the first `share` of all neurons.
 
     Args:
         curve: see ModelSpec.hot_curve; empty if it is unknown.

@@ -1,4 +1,4 @@
-"""Matrix products of a block, and the bytes of the tensors they read."""
+"""Compute the matrix products of a block, and the bytes of the tensors that they read."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from hetero_ee.weights.tiles import region_bytes
 from hetero_ee_profiles.hardware import DeviceTimes
 
 FLOAT_BYTES = 4
-VOCABULARY_LAYOUT = "int8"  # of the embedding, the head, exit maps and judges
+VOCABULARY_LAYOUT = "int8"  # layout of the embedding, the head, exit maps and judges
 
 
 class Product(NamedTuple):
@@ -21,27 +21,24 @@ class Product(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the matrix in tiles, scales included."""
         return sum(region_bytes(*self))
 
     def seconds(self, times: DeviceTimes, m: int) -> float:
-        """Return the seconds of m tokens on that device."""
+        """Return the seconds that a device needs for m tokens."""
         return times.matmul_s(*self, m)
 
 
 def stored_layout(tensor: TensorSpec) -> str:
-    """Return the layout of a converted model's matrix: 8 bits for embedding and head, 4 bits unless its role says
-    otherwise."""
+    """Return the layout of a matrix in a store: 8 bits for the vocabulary, 4 bits unless its role says otherwise."""
     return VOCABULARY_LAYOUT if tensor.role is TensorRole.VOCABULARY else MATRIX_LAYOUTS.get(tensor.role, "int4")
 
 
 def is_multiplied(role: TensorRole) -> bool:
-    """Check whether a product reads the whole tensor. Rows of neurons are read one by one instead."""
+    """Return whether a product reads all of a tensor of this role. Rows of neurons are read one by one instead."""
     return is_quantized(role) and not is_in_rows(role)
 
 
 def tensor_product(tensor: TensorSpec) -> Product:
-    """Return the product with a matrix of this shape."""
     n_rows, n_columns = tensor.shape
     return Product(stored_layout(tensor), n_rows, n_columns)
 
@@ -56,7 +53,7 @@ def tensor_bytes(tensor: TensorSpec) -> int:
 
 
 def exit_map_products(hidden_size: int, rank: int) -> tuple[Product, ...]:
-    """Return the products of an exit map: none for rank 0, one if the rank is full, two of low rank otherwise."""
+    """Return the products of an exit map: none for rank 0, one for full rank, else two of low rank."""
     if not rank:
         return ()
     if rank == hidden_size:

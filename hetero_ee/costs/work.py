@@ -1,4 +1,4 @@
-"""Work: what m tokens do in one block, and the seconds it takes on a device of a hardware profile."""
+"""Estimate the work of m tokens in one block, and the seconds that a device of a hardware profile needs for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from hetero_ee_profiles.hardware import DeviceTimes
 
 
 class Overhead(Enum):
-    """Costs of a block besides products and state."""
+    """Costs of a block in addition to products and state."""
 
     NONE = "none"
     HALF_LAYER = "half a layer"  # norms, activations and bookkeeping of an attention or FFN
@@ -23,7 +23,7 @@ class Overhead(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """m tokens through one block, or through a part of it."""
+    """The work of m tokens in one block, or in a part of one."""
 
     name: str
     m: int
@@ -38,17 +38,17 @@ class Work:
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of all matrices."""
+        """Bytes of all matrices, including all rows of neurons."""
         return sum(product.n_bytes for product in self.products) + (self.neurons.n_bytes if self.neurons else 0)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the matrices and neurons that the m tokens are expected to need."""
+        """Bytes of matrices and neurons that the m tokens are expected to read."""
         n_bytes = sum(product.n_bytes for product in self.products)
         return n_bytes + (self.neurons.read_bytes(self.shares, self.m) if self.neurons else 0)
 
     def seconds(self, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelSpec) -> float:
-        """Return the seconds on that device, or those of reading from the disk if that is slower.
+        """Return the seconds that a device needs, or those of reading from the disk if they are more.
 
         Raises:
             KeyError: if the profile did not time a layout.
@@ -59,14 +59,14 @@ class Work:
         return max(seconds, self.disk_bytes / disk_bytes_per_s)
 
     def products_s(self, times: DeviceTimes) -> float:
-        """Return the seconds of all products, those with rows of neurons included."""
+        """Return the seconds of all products, including those with rows of neurons."""
         seconds = sum(product.seconds(times, self.m) for product in self.products)
         if self.neurons is not None:
             seconds += self.neurons.read_s(times, self.shares, self.m)
         return seconds
 
     def overhead_s(self, times: DeviceTimes, spec: ModelSpec) -> float:
-        """Return the seconds of everything besides products and state."""
+        """Return the seconds of the overhead, which products and state don't include."""
         if self.overhead is Overhead.HALF_LAYER:
             return times.layer_overhead_s(spec.hidden_size, spec.ffn_size, self.m) / 2
         if self.overhead is Overhead.PASS:
@@ -74,7 +74,7 @@ class Work:
         return 0.0
 
     def split(self, n_hot: int, hot_curve: Sequence[float] = ()) -> "SplitWork":
-        """Divide a sparse FFN between two devices. `hot_curve` is ModelSpec's, empty if it is unknown."""
+        """Divide a sparse FFN: the first n_hot neurons and the others. `hot_curve` is ModelSpec's, empty if unknown."""
         rows = self.neurons
         assert rows is not None, "not a sparse FFN"
         size, activations = rows.n_neurons, hot_activations(hot_curve, n_hot / rows.n_neurons)
@@ -91,7 +91,7 @@ class Work:
 
 
 class SplitWork(NamedTuple):
-    """Work of a sparse FFN that two devices compute at once."""
+    """Work of a sparse FFN that a GPU and the CPU compute at the same time."""
 
     first: Work  # by the GPU, before the neurons
     hot: Work  # the GPU's neurons
@@ -99,7 +99,7 @@ class SplitWork(NamedTuple):
 
     @property
     def input_values(self) -> int:
-        """Values per token that go to the CPU: the FFN's input and, with a predictor, the scores of its neurons."""
+        """Values per token sent to the CPU: the FFN's input and, with a predictor, its neurons' scores."""
         rows = self.cold.neurons
         assert rows is not None, "not a sparse FFN"
         return rows.n_columns + (rows.n_neurons if self.first.products else 0)

@@ -19,7 +19,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def read_spec(config: Any) -> ModelSpec:
-    """Return the shape of a model.
+    """Return the spec of a model: its architecture and sizes.
 
     Args:
         config: a dict, a transformers configuration, or the path of config.json or its folder.
@@ -37,15 +37,15 @@ def read_spec(config: Any) -> ModelSpec:
 
 
 def read_saved_format(folder: Path) -> SavedFormat | None:
-    """Return how the matrices of a model folder were quantized; None for floats. Raises ModelError."""
+    """Return the quantization format of a model folder's checkpoint; None for floats. Raises ModelError."""
     return saved_format_from_hf(read_config_file(folder), str(folder))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Parse the config.json at `path` (the file or its folder), with the separate quantization file of old GPTQ models.
+    """Parse the config.json at `path` (the file or its folder), and old GPTQ models' separate quantization file.
 
     Raises:
-        ModelError: if it is missing, too large, or not a JSON object.
+        ModelError: if config.json is missing, too large, or not a JSON object.
     """
     folder, name = (path, CONFIG_FILE) if path.is_dir() else (path.parent, path.name)
     file = find_file(folder, name)

@@ -1,7 +1,7 @@
 """Downloads files of one commit into huggingface_hub's cache, several at once, and checks them.
 
-huggingface_hub transfers, resumes and caches the files. What is added here: Ctrl-C ends a download within a second and
-leaves no half-written files, digests are compared, and progress counts all files together.
+huggingface_hub transfers, resumes and caches the files. This module ends a download within a second after Ctrl-C and
+leaves no half-written files, compares digests, and counts the progress of all files together.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Download:
-    """The download of one repository's files that are not in the cache yet."""
+    """Downloads the files of one repository that are not in the cache yet."""
 
     def __init__(self, repository: Repository, progress: Progress | None) -> None:
         self._repository, self._progress = repository, progress
@@ -45,14 +45,14 @@ class Download:
         self._unchecked: list[str] = []
 
     def announce(self, files: Sequence[RemoteFile]) -> None:
-        """Report progress from now on, until all of `files` are there."""
+        """Start to report progress, with the missing bytes of `files` as the total."""
         self._done_bytes.clear()
         self._announced_bytes = self.missing_bytes(files)
 
     def fetch(self, files: Sequence[RemoteFile]) -> None:
         """Download the files and return when all have arrived.
 
-        After an error or Ctrl-C it ends within STOP_S; a thread that hangs in a request ends with that request.
+        Ends within STOP_S after an error or Ctrl-C, except for threads that hang in a request.
 
         Raises:
             CheckpointError: A file keeps arriving damaged.
@@ -77,7 +77,7 @@ class Download:
             raise
 
     def fetch_one(self, file: RemoteFile) -> Path:
-        """Download one file like `fetch` and return its path."""
+        """Download one file as `fetch` does and return its path."""
         self.fetch([file])
         path = self._cached(file)
         if path is None:
@@ -87,14 +87,14 @@ class Download:
         return path
 
     def tell_unchecked(self) -> None:
-        """Report, in one line, the files that came without a digest to compare."""
+        """Report, in one line, the files that came without a digest to compare with."""
         if self._unchecked and self._progress:
             n_files, last = len(self._unchecked), self._unchecked[-1]  # weights come last
             files = last if n_files == 1 else f"{n_files} files, {last} among them,"
             self._progress(f"{self._repository.model}: {files} came without a checksum; only sizes were checked", 0, 0)
 
     def name_revision(self, revision: str) -> None:
-        """Record in the cache that the branch or tag `revision` is this commit, for offline use."""
+        """Record in the cache that the branch or tag `revision` is this commit, so that offline runs find it."""
         with suppress(Exception):  # only an offline run would miss the name
             self._ask_for(CONFIG_FILE, revision)
 
@@ -104,13 +104,13 @@ class Download:
         return path is not None and path.stat().st_size == file.size_bytes
 
     def missing_bytes(self, files: Sequence[RemoteFile]) -> int:
-        """Return the bytes to transfer. Files that another commit shares are not transferred."""
+        """Return the number of bytes to transfer. Files that the cache holds for another commit don't count."""
         blobs = self._blobs()
         absent = [file for file in files if not self.is_cached(file) and not (blobs / (file.digest or ".")).is_file()]
         return sum(file.size_bytes for file in absent)
 
     def _work(self, waiting: Iterator[RemoteFile], failures: list[BaseException]) -> None:
-        """Fetch waiting files one after another, in one thread."""
+        """Fetch files from the shared iterator until none is left. Runs in each download thread."""
         try:
             while not self._stopped.is_set() and (file := next(waiting, None)):
                 retried(partial(self._fetch, file), self._stopped.wait)
@@ -120,7 +120,7 @@ class Download:
     def _fetch(self, file: RemoteFile) -> None:
         if self.is_cached(file):
             return
-        is_damaged = self._cached(file) is not None  # it exists with a wrong size
+        is_damaged = self._cached(file) is not None  # the cached file has a wrong size
         self._check(self._ask_for(file.name, self._repository.commit, again=is_damaged), file)
 
     def _ask_for(self, name: str, revision: str, again: bool = False) -> Path:
@@ -132,7 +132,7 @@ class Download:
         return Path(hf_hub_download(model, name, revision=revision, force_download=again, tqdm_class=bar))
 
     def _check(self, path: Path, file: RemoteFile) -> None:
-        """Compare size and digest with the listing. huggingface_hub only checks the size in the answer's header."""
+        """Compare a file's size and digest with the listing. huggingface_hub checks only the size in HTTP headers."""
         size_bytes = path.stat().st_size
         if size_bytes == file.size_bytes and self._digest(path, file) == file.digest:
             return
@@ -153,13 +153,13 @@ class Download:
             return hashlib.file_digest(opened, lambda: digest).hexdigest()
 
     def go_on(self, name: str, n_bytes: int) -> None:
-        """Count transferred bytes of a file. Raises: _StoppedError: if the download has to end."""
+        """Count transferred bytes of a file. Raises: _StoppedError: if the download was stopped."""
         if self._stopped.is_set():
             raise _StoppedError
         self._done_bytes[name] = self._done_bytes.get(name, 0) + n_bytes
 
     def begin(self, name: str, n_bytes: int) -> None:
-        """Restart the count of a file that starts, or starts again, with `n_bytes` of it there."""
+        """Set the count of a file whose transfer starts or restarts to the `n_bytes` that were kept."""
         self._done_bytes[name] = n_bytes
 
     def _report(self) -> None:
@@ -179,8 +179,8 @@ class Download:
     def _remove_partial_files(self) -> None:
         """Remove the files that threads are still writing, since the process may end before they do.
 
-        Only names with a random part are removed, which no later run resumes; releases before 1.18 have none and
-        resume.
+        Only files with a random part in their names are removed: no later run resumes them. Releases of huggingface_hub
+        before 1.18 write names without one and resume them.
         """
         with suppress(psutil.Error, OSError):
             for opened in psutil.Process().open_files():
@@ -193,14 +193,14 @@ class Download:
         return cached_file(self._repository.model, file.name, self._repository.commit)
 
     def _blobs(self) -> Path:
-        """Return the cache folder with the files' contents, each named by its digest."""
+        """Return the repository's cache folder that holds files' contents, named by digest."""
         from huggingface_hub import constants
 
         return Path(constants.HF_HUB_CACHE) / (CACHED_PREFIX + self._repository.model.replace("/", "--")) / "blobs"
 
 
 class _Bar:
-    """A progress bar for huggingface_hub, subclassed for each file."""
+    """Progress bar that huggingface_hub calls, subclassed for each file. Counts bytes and draws nothing."""
 
     download: ClassVar[Download]
     file_name: ClassVar[str]
@@ -224,11 +224,11 @@ class _Bar:
 
 
 class _StoppedError(Exception):
-    """Ends a thread's download. It is never reported."""
+    """Ends the transfer in a thread of a stopped download. Users never see it."""
 
 
 def cached_file(model: str, name: str, revision: str) -> Path | None:
-    """Return the path of the revision's file in the cache, None if it is not cached."""
+    """Return the path of a revision's file in the cache of huggingface_hub, None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(model, name, revision=revision)
@@ -236,12 +236,11 @@ def cached_file(model: str, name: str, revision: str) -> Path | None:
 
 
 def retried(attempt: Callable[[], T], wait: Callable[[float], object], n_attempts: int = N_ATTEMPTS) -> T:
-    """Return what `attempt` returns, and repeat it after errors that may pass.
+    """Call `attempt` until it succeeds and return its result. Only errors that may pass are retried.
 
     Args:
-        attempt: Raises an exception if it fails.
-        wait: Waits some seconds. Returns True to give up.
-        n_attempts: At most.
+        wait: Waits for the given seconds. Returns True to give up.
+        n_attempts: Maximum number of calls.
     """
     for number in range(1, n_attempts):
         try:
@@ -253,9 +252,7 @@ def retried(attempt: Callable[[], T], wait: Callable[[float], object], n_attempt
 
 
 def _abort_xet() -> None:
-    """Abort Xet's transfers, which run outside of Python and which huggingface_hub only ends if it gets Ctrl-C
-    itself.
-    """
+    """Abort Xet's transfers, which run outside of Python. huggingface_hub does so only if it receives Ctrl-C itself."""
     with suppress(ImportError, AttributeError):
         from huggingface_hub.utils._xet import abort_xet_session
 

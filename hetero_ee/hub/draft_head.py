@@ -1,4 +1,4 @@
-"""Find a draft head's folder: a path, or a Hugging Face id that is downloaded at first use."""
+"""Find the folder of a draft head: a path, or a Hugging Face id that is downloaded at first use."""
 
 import time
 from pathlib import Path
@@ -18,10 +18,9 @@ PICKLES = (".bin", ".pt", ".pth")
 def resolve_draft_head(
     head: str | Path | None, *, offline: bool = False, progress: Progress | None = None
 ) -> str | Path | None:
-    """Return the folder of a draft head; anything but an id, org/name, is a path and is returned unchanged.
+    """Return the folder of a draft head. Anything but an id (org/name) counts as a path and is returned unchanged.
 
-    For an id, config.json and model.safetensors are downloaded into the cache of huggingface_hub. If both are there,
-    the Hub is not contacted.
+    For an id, config.json and model.safetensors are downloaded into huggingface_hub's cache, unless both are there.
 
     Raises:
         UsageError, ModelError, CheckpointError: if the head is not found or unusable.
@@ -53,7 +52,7 @@ def resolve_draft_head(
 
 
 def is_head_id(head: object) -> bool:
-    """Return whether `head` is an id, org/name, on the Hub: one slash, and no such folder exists."""
+    """Return whether `head` is an id on the Hub, org/name: it has one slash and is not an existing folder."""
     if not isinstance(head, str) or head.count("/") != 1 or head.startswith((".", "/", "~")) or head.endswith("/"):
         return False
     try:
@@ -63,7 +62,7 @@ def is_head_id(head: object) -> bool:
 
 
 def _check(repository: Repository) -> None:
-    """Check that the repository holds a readable head. Raises ModelError or CheckpointError."""
+    """Check that the repository holds a draft head that can be read. Raises ModelError or CheckpointError."""
     names = repository.files.keys()
     if CONFIG_FILE not in names:
         raise ModelError(f"{repository.model} has no {CONFIG_FILE}, so it is not a draft head.")

@@ -1,6 +1,6 @@
 """Translate errors of huggingface_hub and the network to one sentence that says what to do.
 
-Addresses are never quoted: those of large files are signed, so anyone who sees one could download the file.
+Messages never quote addresses: those of large files are signed, so anyone who sees one could download the file.
 """
 
 import errno
@@ -49,7 +49,7 @@ _KINDS = {NO_SPACE: DiskFullError, "RemoteEntryNotFoundError": CheckpointError, 
 
 
 def hub_error(error: BaseException, model: ModelId) -> HeteroError:
-    """Translate an error that a request or a download for `model` raised."""
+    """Translate an error of a request or a download for `model` into one of the engine's."""
     from huggingface_hub import constants
 
     if isinstance(error, HeteroError):
@@ -73,21 +73,21 @@ def hub_error(error: BaseException, model: ModelId) -> HeteroError:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may succeed a moment later, and huggingface_hub has not retried it itself."""
+    """Return whether a retry may succeed and huggingface_hub hasn't already retried the request itself."""
     if isinstance(error, CheckpointError):  # a damaged file
         return True
     return "LocalEntryNotFoundError" not in _traits(error) and any(_TRANSIENT & _traits(e) for e in _causes(error))
 
 
 def hub_host() -> str:
-    """Return the host name of the Hub, or of HF_ENDPOINT."""
+    """Return the host name of the Hub, or that in HF_ENDPOINT."""
     from huggingface_hub import constants
 
     return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2] or "the Hub"
 
 
 def _traits(error: BaseException) -> set[str]:
-    """Return the names of the error's classes, which huggingface_hub 1 and 2 have in common, and its traits."""
+    """Return the error's traits and the names of its classes, which huggingface_hub 1 and 2 have in common."""
     traits, status = {kind.__name__ for kind in type(error).__mro__}, _status(error)
     if isinstance(error, OSError) and error.errno in _TRAIT_OF_ERRNO:
         traits.add(_TRAIT_OF_ERRNO[error.errno])
@@ -103,7 +103,6 @@ def _traits(error: BaseException) -> set[str]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its chain of causes."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -113,13 +112,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int:
-    """Return the HTTP status of the answer that the error is about, 0 without an answer."""
+    """Return the HTTP status of the answer that caused the error, 0 if there was no answer."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return status if isinstance(status, int) else 0
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the system's or the error's message, shortened."""
+    """Return the first line of the operating system's or the error's message, shortened."""
     text = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 120 else text[:117] + "..."

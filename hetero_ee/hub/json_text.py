@@ -52,12 +52,12 @@ def depth_exceeds(value: Any, limit: int) -> bool:
 
 
 def not_json(data: bytes, error: ValueError) -> str:
-    """Say why `data` could not be parsed, as the end of a sentence about its file."""
+    """Return why `data` could not be parsed, as the end of a sentence about its file."""
     return stand_in(data[:64]) or f"is not valid JSON ({error}); get the file again"
 
 
 def stand_in(start: bytes) -> str | None:
-    """Say what an unusable file is, by its first bytes, and what to do; None if they are not recognized."""
+    """Describe an unusable file by its first bytes, and say what to do; None if they are not recognized."""
     if not start:
         return "is empty; get the file again"
     return next((what for beginning, what in _BEGINNINGS if start.lstrip(b" \t\r\n").startswith(beginning)), None)
@@ -69,7 +69,7 @@ def _children(parent: Any) -> list[Any]:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: parsed objects all stay alive, and scanning them triples the time."""
+    """Pause the garbage collector, which would triple the parsing time by scanning objects that all stay alive."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -31,7 +31,7 @@ _WEIGHT_FILE = re.compile(NO_DEVICE + r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,200}\.safe
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise ModelError if a model folder has no file that a tokenizer can be read from."""
+    """Check that a model folder has a file that a tokenizer can be read from. Raises ModelError."""
     if not any(find_file(folder, name) for name in TOKENIZER_FILES):
         raise ModelError(f"{folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}.")
 

@@ -23,7 +23,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class ModelId:
-    """A model on the Hugging Face Hub, `org/name` or a single name as early models have, and its revision."""
+    """A model on the Hugging Face Hub and its revision. Its name is `org/name`, or a single name for early models."""
 
     name: str
     revision: str = "main"
@@ -50,7 +50,7 @@ def is_commit(text: object) -> bool:
 def local_folder(model: str | Path | None) -> Path | None:
     """Return the folder or GGUF file that `model` names; None for a string that can only be an id.
 
-    A `model` of None means the demo model.
+    A `model` of None stands for the demo model.
 
     Raises:
         UsageError: if `model` is a path and no such folder or GGUF file exists.
@@ -73,7 +73,7 @@ def local_folder(model: str | Path | None) -> Path | None:
 
 
 def model_name(folder: Path) -> str:
-    """Return the folder's name, or the id of a downloaded model, whose folder is named by its commit."""
+    """Return the folder's name; for a downloaded model, whose folder is named by its commit, the Hugging Face id."""
     folder = folder.resolve()
     repository = folder.parent.parent.name
     is_snapshot = folder.parent.name == "snapshots" and repository.startswith(CACHED_PREFIX)

@@ -10,7 +10,7 @@ from hetero_ee_profiles.opened_file import kind_of, open_regular
 
 
 def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) -> Path | None:
-    """Return folder / name, or None if it does not exist.
+    """Return the path of a file in `folder`, or None if it does not exist.
 
     A link must lead into `folder` or to the blobs of the Hugging Face cache that contains `folder`.
 
@@ -32,7 +32,7 @@ def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) ->
 
 
 def read_file(file: Path, max_bytes: int, what: str, error: type[HeteroError] = ModelError) -> bytes:
-    """Read a file that find_file has checked; `what` names its kind. Raises `error` if it exceeds max_bytes."""
+    """Read a file that find_file has checked. Raises `error`, which names it by `what`, if it exceeds max_bytes."""
     try:
         with open_regular(file) as opened:
             n_bytes = os.fstat(opened.fileno()).st_size
@@ -45,7 +45,7 @@ def read_file(file: Path, max_bytes: int, what: str, error: type[HeteroError] = 
 
 
 def refuse_special(file: Path, error: type[HeteroError] = ModelError) -> None:
-    """Raise `error` for a pipe, a socket or a device, or a link to one; anything else passes, even a missing file."""
+    """Raise `error` for a pipe, a socket or a device, or a link to one. Other files, even missing ones, pass."""
     try:
         mode = file.stat().st_mode
     except OSError:
@@ -55,7 +55,7 @@ def refuse_special(file: Path, error: type[HeteroError] = ModelError) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the system's message without the path, which the surrounding sentence names already."""
+    """Return the operating system's message without the path, which the surrounding sentence names already."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -70,7 +70,7 @@ def _mode_of_target(link: Path, folder: Path, error: type[HeteroError]) -> int:
 
 
 def _roots(folder: Path) -> Iterator[Path]:
-    """Yield the folder, and for CACHE/models--ORG--NAME/snapshots/REVISION the blobs of the model and of the cache."""
+    """Yield the folders that files may be in: the model's, and in the cache of huggingface_hub those of its blobs."""
     home = folder.resolve()
     yield home
     for snapshot in (home, *home.parents):

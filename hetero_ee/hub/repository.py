@@ -1,4 +1,4 @@
-"""The Hub's listing of a repository: which of its files make up the model, and whether they can be read."""
+"""List the files of a repository on the Hub, choose those that make up the model, and check that they can be read."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -34,7 +34,7 @@ class RemoteFile:
 
     @classmethod
     def listed(cls, file: Any) -> Self:
-        """Convert huggingface_hub's RepoSibling. Raises: TypeError: for values that no Hub sends."""
+        """Convert huggingface_hub's RepoSibling. Raises: TypeError: for values of unexpected types."""
         if not isinstance(file.size, int):
             raise TypeError(f"size {shown(file.size)}")
         digest = file.lfs.sha256 if file.lfs else file.blob_id
@@ -51,7 +51,7 @@ class Repository:
 
     @classmethod
     def of(cls, model: ModelId) -> Self:
-        """Ask the Hub once. Raises: what huggingface_hub raises, and TypeError for values that no Hub sends."""
+        """Request the listing from the Hub. Raises: huggingface_hub's errors, and TypeError for unexpected values."""
         from huggingface_hub import HfApi
 
         info = HfApi().model_info(model.name, revision=model.revision, files_metadata=True, timeout=ANSWER_S)
@@ -61,7 +61,7 @@ class Repository:
 
     @property
     def has_index(self) -> bool:
-        """Whether an index names the weight files. A single weight file takes precedence, as in a folder."""
+        """Whether the weights are several files with an index. A single weight file takes precedence, as in folders."""
         return SINGLE_FILE not in self.files and INDEX_FILE in self.files
 
     def small_files(self) -> list[RemoteFile]:
@@ -79,7 +79,7 @@ class Repository:
         return chosen
 
     def weight_files(self, index: Path | None) -> list[RemoteFile]:
-        """Return the safetensors files. index: path of the downloaded INDEX_FILE. Raises: CheckpointError."""
+        """Return the safetensors files. `index` is the path of the downloaded INDEX_FILE. Raises: CheckpointError."""
         names = indexed_files(index) if index else [SINGLE_FILE]
         for name in names:
             if name not in self.files:
@@ -97,7 +97,7 @@ class Repository:
 
 
 def _instead_of_weights(names: Collection[str]) -> str:
-    """Return what a repository has instead of readable weights, and the way out."""
+    """Describe what a repository has instead of readable weights, and say what to do."""
     endings = {Path(name).suffix for name in names if "/" not in name}
     if ADAPTER_FILE in names:
         return "an adapter and no model; merge it into its base model and give the result."

@@ -35,17 +35,17 @@ def resolve_model(
     progress: Progress | None = None,
     configuration_only: bool = False,
 ) -> Path:
-    """Return the folder of a model, downloading or translating it if necessary.
+    """Return the folder of a model, downloading or translating the model if necessary.
 
     Args:
-        model: a folder; a GGUF file, which is represented by a folder in the cache; an id such as org/name, of which
-            the configuration, the tokenizer and the safetensors are downloaded into the cache of huggingface_hub; or
-            None for the demo model.
+        model: a folder; a GGUF file, which is represented by a folder in the cache; an id such as org/name, whose
+            configuration, tokenizer and safetensors are downloaded into the cache of huggingface_hub; or None for the
+            demo model.
         revision: branch, tag or commit of an id; its main branch by default.
         offline: use only the cache.
-        progress: called with (stage, bytes done, total bytes), and with a total of 0 for a remark.
-        configuration_only: download only the configuration of an id, which is enough to plan for the model.
-            Unsupported models are still refused, and a cache that holds the whole model keeps it.
+        progress: called with (stage, bytes done, total bytes); a total of 0 marks `stage` as a one-line remark.
+        configuration_only: download only the configuration of an id, which is enough to plan for the model. Unsupported
+            models are still refused. If the cache holds the whole model, its entry for the revision stays.
 
     Raises:
         UsageError, ModelError, CheckpointError, DiskFullError: if the model is not found or unusable.
@@ -64,7 +64,7 @@ def resolve_model(
 
 
 class _Hub:
-    """One model on the Hub and in the cache."""
+    """A model on the Hub, together with its copy in the cache."""
 
     def __init__(self, model: ModelId, progress: Progress | None, configuration_only: bool) -> None:
         self._model, self._progress, self._configuration_only = model, progress, configuration_only
@@ -93,7 +93,7 @@ class _Hub:
             raise hub_error(error, self._model) from error
 
     def _cached_configuration(self) -> Path | None:
-        """Return the folder of the revision's cached configuration."""
+        """Return the cached folder of the revision if it has a readable configuration, else None."""
         try:
             config = self._cached_file(CONFIG_FILE)
             return config.parent if config and read_spec(config.parent) else None
@@ -101,7 +101,7 @@ class _Hub:
             return None
 
     def _cached_folder(self) -> Path | None:
-        """Return the revision's cached folder if it has all weights and a tokenizer."""
+        """Return the cached folder of the revision if it has all weights and a tokenizer, else None."""
         try:
             config, index = self._cached_file(CONFIG_FILE), self._cached_file(INDEX_FILE)
             is_single = self._cached_file(SINGLE_FILE) is not None
@@ -115,7 +115,7 @@ class _Hub:
         return cached_file(self._model.name, name, self._model.revision)
 
     def _without_answer(self, error: Exception, cached: Path | None) -> Path:
-        """Use the cached model if the Hub does not answer, or refuses this login; else raise the error."""
+        """Return the cached model if the Hub does not answer or refuses this login. Otherwise raise the error."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         if cached is None or isinstance(error, RevisionNotFoundError):
@@ -167,9 +167,9 @@ class _Hub:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Silence huggingface_hub's warnings, unless its log level has been changed: relevant ones become our errors.
+    """Silence huggingface_hub's warnings, since relevant ones become this engine's errors.
 
-    Its log level is restored afterwards.
+    A log level that the user has changed stays. Other levels are restored afterwards.
     """
     import huggingface_hub  # noqa: F401 - sets up its own logger, which must happen before
 

@@ -18,7 +18,7 @@ EVERYTHING = ModelId("models")  # the model named by errors of a search
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model as the Hub lists it."""
+    """A model in the Hub's list of search results."""
 
     name: str
     architecture: str
@@ -28,7 +28,7 @@ class FoundModel:
 
 
 def search_models(words: str, n_models: int, *, offline: bool = False) -> list[FoundModel]:
-    """Return up to n_models that match these words, the most downloaded first. Raises UsageError or ModelError."""
+    """Return up to n_models models that match `words`, the most downloaded first. Raises UsageError or ModelError."""
     from huggingface_hub import HfApi, is_offline_mode
 
     if offline or is_offline_mode():
@@ -48,7 +48,7 @@ def search_models(words: str, n_models: int, *, offline: bool = False) -> list[F
 
 
 def _found(listed: Any) -> FoundModel | None:
-    """Convert huggingface_hub's ModelInfo; None for an unsupported model. Raises TypeError for an unexpected type."""
+    """Convert huggingface_hub's ModelInfo; None for an unsupported model. Raises TypeError for unexpected values."""
     config = listed.config or {}
     if not isinstance(config, Mapping):
         raise TypeError("config")

@@ -1,1 +1,1 @@
-"""Batches of tokens, and the KV caches that hold their sequences: on the CPU, on a GPU, and several as one."""
+"""Batches of tokens, and the KV caches of their sequences: on the CPU, on a GPU, or spread over several devices."""

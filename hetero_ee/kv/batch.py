@@ -1,4 +1,4 @@
-"""Batch: the tokens of one pass, each with its sequence and position, so that any mixture of sequences is one batch."""
+"""Define Batch: the tokens of one pass, each with its sequence and position, so that any sequences can be mixed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-FIRST_SPARSE = 4  # position; the ones before it are attention sinks (arXiv 2309.17453)
+FIRST_SPARSE = 4  # first position that may skip; earlier ones are attention sinks (arXiv 2309.17453)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens of one pass. Within a sequence, they are in order of position.
+    """The tokens of one pass. Tokens of the same sequence are in order of position.
 
     Args:
-        token_ids, sequences, positions: One entry per token.
-        is_prompt: Whether all tokens belong to prompts.
+        token_ids, sequences, positions: one entry per token.
+        is_prompt: whether all tokens belong to prompts.
 
     Raises:
         ValueError: if the fields differ in length or are empty.
@@ -39,12 +39,12 @@ class Batch:
     def may_skip(self) -> Any:
         """Return which tokens may skip neurons, bool (m,).
 
-        Prompt tokens may not, nor a sequence's first tokens, which later ones attend to most.
+        Prompt tokens may not skip any, nor may a sequence's first tokens, to which later tokens attend most.
         """
         return np.array([not self.is_prompt and position >= FIRST_SPARSE for position in self.positions])
 
     def entries(self) -> Iterator[tuple[int, int, int]]:
-        """Return (index in the batch, sequence, position) of each token."""
+        """Yield (index in the batch, sequence, position) for each token."""
         return zip(range(len(self)), self.sequences, self.positions, strict=True)
 
     @classmethod
@@ -57,7 +57,6 @@ class Batch:
 
     @classmethod
     def joined(cls, parts: list["Batch"]) -> "Batch":
-        """Concatenate the tokens of `parts`."""
         return cls(
             tuple(token for part in parts for token in part.token_ids),
             tuple(sequence for part in parts for sequence in part.sequences),
@@ -66,10 +65,10 @@ class Batch:
         )
 
     def lengths_after(self, lengths: Mapping[int, int], max_tokens: int) -> dict[int, int]:
-        """Return how many tokens each sequence of this batch holds after it.
+        """Return each sequence's length, in tokens, after this batch.
 
         Args:
-            lengths: The tokens of every open sequence before the batch.
+            lengths: the length of every open sequence before the batch.
 
         Raises:
             ValueError: if a token does not follow the last one of an open sequence.

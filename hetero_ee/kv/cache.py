@@ -1,7 +1,7 @@
-"""The KV cache that executors use, on any device, and the base of those on one device.
+"""Define the KV cache that executors use, whatever the device, and the base of caches on one device.
 
-Each layer has a length of its own for each sequence, so that tokens may be pending after any layer: they have passed
-the layers up to it and none after it. Rollback is exact: a forgotten position is written again before it is read.
+Each layer has its own length of each sequence. So tokens may be pending after any layer: they have passed through the
+layers up to it and through none after it. Rollback is exact: a forgotten position is written again before it is read.
 """
 
 from abc import ABC, abstractmethod
@@ -12,9 +12,9 @@ from hetero_ee.kv.batch import Batch
 
 
 class KvCache(ABC):
-    """KV cache of sequences, which are opened, extended, truncated and closed by number.
+    """Interface of a KV cache, whose sequences are opened, extended, rolled back and closed by number.
 
-    max_tokens: positions a sequence may have.
+    `max_tokens` is the most positions a sequence may have.
     """
 
     max_tokens: int
@@ -22,16 +22,16 @@ class KvCache(ABC):
     @property
     @abstractmethod
     def held_layers(self) -> tuple[int, ...]:
-        """The held layers' numbers in the model, ascending."""
+        """Indices in the model of the layers whose state the cache holds, ascending."""
 
     @property
     @abstractmethod
     def parts(self) -> "tuple[LayeredCache[Any], ...]":
-        """The caches that it consists of: layers whose state has one shape on one device."""
+        """The caches that this cache consists of. Each holds layers whose state has the same shape, on one device."""
 
     @abstractmethod
     def part(self, layer: int) -> "LayeredCache[Any]":
-        """Return the part that holds this layer. Raises: KeyError: if none does."""
+        """Return the part of the cache that holds a layer. Raises: KeyError: if none does."""
 
     @property
     @abstractmethod
@@ -44,53 +44,53 @@ class KvCache(ABC):
 
     @abstractmethod
     def open(self, sequence: int) -> None:
-        """Start an empty sequence. Raises: ValueError: if it is open."""
+        """Start an empty sequence. Raises: ValueError: if one with this number is open."""
 
     @abstractmethod
     def close(self, sequence: int) -> None:
-        """Free the sequence's memory. Closing an unknown one does nothing."""
+        """Free the sequence's memory. Does nothing if the sequence is not open."""
 
     @abstractmethod
     def lengths(self, sequence: int) -> list[int]:
-        """Return how many tokens of the sequence have passed each of the held layers."""
+        """Return, for each held layer, how many tokens of the sequence have passed through it."""
 
     @abstractmethod
     def length_at(self, sequence: int, layer: int) -> int:
-        """Return how many tokens have passed this layer. Raises: KeyError: if it is not held."""
+        """Return how many tokens of the sequence have passed through a layer. Raises: KeyError: if it is not held."""
 
     @abstractmethod
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        """Roll the sequence back to at most `length` tokens in these layers; None means all layers."""
+        """Roll the sequence back to at most `length` tokens in the given layers; None means all layers."""
 
     @abstractmethod
     def admit(self, batch: Batch, layers: range | None = None) -> None:
-        """Allocate memory for the batch's tokens in these layers, once per pass; None means all layers.
+        """Allocate memory for the batch's tokens in the given layers, once per pass; None means all layers.
 
         Raises:
-            ValueError: if a token does not follow the last one that these layers hold of its sequence, or has not
-                passed the layer before them. No token is admitted then, nor if memory runs out.
+            ValueError: if a token does not follow the sequence's last one in these layers, or has not passed through
+                the layer before them. No token is admitted then, nor if memory runs out.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Check lengths against storage. Raises: HeteroError: if they contradict each other."""
+        """Compare lengths with the allocated storage. Raises: HeteroError: if they contradict each other."""
 
     def open_new(self) -> int:
-        """Start an empty sequence and return its number, the lowest free one."""
+        """Start an empty sequence with the lowest free number and return the number."""
         taken = set(self.sequences)
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self.open(number)
         return number
 
     def length(self, sequence: int) -> int:
-        """Return how many tokens of the sequence have passed every layer."""
+        """Return how many tokens of the sequence have passed through every layer."""
         return min(self.lengths(sequence), default=0)
 
     def truncate(self, sequence: int, length: int) -> int:
         """Forget every position from `length` on, in each layer, and return how many tokens are left in all of them.
 
         Raises:
-            ValueError: if no layer holds that many.
+            ValueError: if no layer holds `length` tokens.
         """
         longest = max(self.lengths(sequence), default=length)
         if not 0 <= length <= longest:
@@ -100,7 +100,7 @@ class KvCache(ABC):
 
 
 class OpenSequence(Protocol):
-    """An open sequence. lengths: tokens that each layer holds."""
+    """An open sequence. `lengths` has the number of tokens in each layer."""
 
     lengths: list[int]
 
@@ -109,10 +109,10 @@ S = TypeVar("S", bound=OpenSequence)
 
 
 class LayeredCache(KvCache, Generic[S]):
-    """Base of caches that hold some of a model's layers, numbered 0, 1, 2, ... inside.
+    """Base of caches that hold some of a model's layers on one device. Inside, these layers have indices 0, 1, 2, ...
 
     Args:
-        layers: their numbers in the model, ascending; None for the first n_layers.
+        layers: the held layers' indices in the model, ascending; None for the first n_layers.
     """
 
     def __init__(self, n_layers: int, max_tokens: int, layers: Sequence[int] | None = None) -> None:
@@ -127,11 +127,11 @@ class LayeredCache(KvCache, Generic[S]):
 
     @abstractmethod
     def _empty(self) -> S:
-        """Return a sequence without tokens."""
+        """Create an empty sequence."""
 
     @abstractmethod
     def _make_room(self, lengths: Mapping[int, int]) -> None:
-        """Allocate memory for these lengths of sequences, or for none of them if that raises an error."""
+        """Allocate memory for sequences of the given lengths. If that raises an error, no token is admitted."""
 
     @property
     def held_layers(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class LayeredCache(KvCache, Generic[S]):
         return tuple(self._sequences)
 
     def index(self, layer: int) -> int:
-        """Return the layer's index in the storage. Raises: KeyError: if it is not held."""
+        """Return a layer's index in the storage. Raises: KeyError: if the layer is not held."""
         return self._indices[layer]
 
     def open(self, sequence: int) -> None:
@@ -180,7 +180,7 @@ class LayeredCache(KvCache, Generic[S]):
             self._sequences[number].lengths[part] = [length] * (part.stop - part.start)
 
     def _slice(self, layers: range | None) -> slice:
-        """Return which held layers are in a range of the model's, None for all. Raises ValueError if it has gaps."""
+        """Return the held layers among `layers`, None for all. Raises ValueError for a range with gaps."""
         if layers is None:
             return slice(0, self.n_layers)
         if layers.step != 1:
@@ -189,7 +189,7 @@ class LayeredCache(KvCache, Generic[S]):
         return slice(found[0], found[-1] + 1) if found else slice(0, 0)
 
     def _lengths_with(self, batch: Batch, part: slice) -> dict[int, int]:
-        """Return each sequence's tokens in these layers after the batch. Raises: ValueError: as admit()."""
+        """Return each sequence's length in the given layers after the batch. Raises: ValueError: as admit()."""
         before: dict[int, int] = {}
         for sequence in self._sequences.keys() & set(batch.sequences):
             mine = self._sequences[sequence].lengths[part]

@@ -1,4 +1,4 @@
-"""Keys and values in the CPU's memory: fp32, fp16 or int8 with a scale a position and head."""
+"""KV cache in the CPU's memory: fp32, fp16, or int8 with a scale per position and head."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,15 @@ from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import LayeredCache
 
-PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
+PAGE_TOKENS = 256  # a sequence's first capacity; it doubles from there, so that copying stays cheap
 KINDS = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
-LARGEST = 65504.0  # of fp16: what is beyond is stored as this, as the kernels do
-SMALLEST = 1e-30  # a head below it everywhere is stored as zero, as the kernels do
+LARGEST = 65504.0  # fp16's largest number: larger ones are stored as this, as in the kernels
+SMALLEST = 1e-30  # a head with only smaller values is stored as zero, as in the kernels
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """Room of one sequence.
+    """Storage of one sequence.
 
     parts: keys, values (n_layers, n_kv_heads, capacity, head_dim), then for int8 their scales (n_layers, n_kv_heads,
     capacity).
@@ -29,13 +29,13 @@ class _Sequence:
 
     parts: tuple[Tensor, ...]
     lengths: list[int]  # tokens that each layer holds
-    view: Any = None  # what a user of the storage has made of it, see CpuKvCache.view
+    view: Any = None  # result of CpuKvCache.view
 
 
 class CpuKvCache(LayeredCache[_Sequence]):
-    """Keys and values in the CPU's memory, which grows with the sequences. kind: "fp32", "fp16" or "int8".
+    """KV cache in the CPU's memory, which grows with the sequences. `kind` is "fp32", "fp16" or "int8".
 
-    max_tokens, layers: see LayeredCache.
+    See LayeredCache for `max_tokens` and `layers`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
                 part[index, :, position] = x
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of positions first..end-1: fp32 (n_kv_heads, end - first, head_dim).
+        """Return keys and values of positions first..end-1 as fp32 (n_kv_heads, end - first, head_dim).
 
         They are valid until the next admit().
         """
@@ -78,7 +78,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return keys, values
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """Return views of positions first..end-1 as stored, to read and to write, valid until the next admit().
+        """Return views of positions first..end-1 as stored, to read and write, valid until the next admit().
 
         Returns:
             Keys and values (n_kv_heads, end - first, head_dim); for int8 also their scales (n_kv_heads, end - first).
@@ -87,9 +87,9 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return tuple(part[index, :, first:end] for part in self._sequences[sequence].parts)
 
     def view(self, sequence: int, make: Callable[..., Any]) -> Any:
-        """Return make(*parts) for the sequence's whole storage: keys, values, and for int8 their scales.
+        """Return make(*parts), called with the sequence's whole storage: keys, values, and for int8 their scales.
 
-        The result is kept until the sequence grows or closes.
+        The result is reused until the sequence grows or closes.
         """
         held = self._sequences[sequence]
         if held.view is None:
@@ -110,7 +110,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
                 )
 
     def _is_whole(self, held: _Sequence) -> bool:
-        """Return whether all parts have one capacity and no layer holds more tokens than fit or than the one before."""
+        """Return whether all parts have one capacity and no layer holds more tokens than that or the layer before."""
         capacity = max((part.shape[2] for part in held.parts if part.dim() > 2), default=0)
         found = [(tuple(part.shape), part.numpy().dtype, part.is_contiguous()) for part in held.parts]
         expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
@@ -121,7 +121,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return _Sequence(self._room(0), [0] * self.n_layers)
 
     def _make_room(self, lengths: Mapping[int, int]) -> None:
-        """See LayeredCache. Raises: MemoryError: if there is not enough."""
+        """See LayeredCache. Raises: MemoryError: if memory runs out."""
         for sequence, length in lengths.items():
             self._grow(sequence, length)
 
@@ -152,10 +152,10 @@ class CpuKvCache(LayeredCache[_Sequence]):
 
 
 def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize (n_kv_heads, head_dim) to codes, to nearest, ties to even, and scales max |x| / 127 (n_kv_heads,)."""
+    """Quantize (n_kv_heads, head_dim) to int8 codes, ties to even, with scales max |x| / 127 (n_kv_heads,)."""
     peak = x.abs().amax(-1)
     small = peak < SMALLEST
-    top = torch.full_like(peak, 127.0)  # torch multiplies by a rounded inverse where one side is a number
+    top = torch.full_like(peak, 127.0)  # a tensor: torch divides by numbers with a rounded inverse
     inverse = torch.where(small, 0.0, top / torch.where(small, 1.0, peak))
     codes = torch.round(x * inverse[:, None]).to(torch.int8)
     return codes, torch.where(small, 0.0, peak / top)

@@ -1,4 +1,4 @@
-"""Several KV caches as one: each layer's state is where the layer is computed, with others of its shape."""
+"""Combine several KV caches into one: each layer's state is on the device that computes the layer."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from hetero_ee.models.spec import ModelSpec
 
 
 class DeviceCaches(KvCache):
-    """One KV cache made of several. An operation that fails in one of them is undone in the others.
+    """A KV cache made of several. An operation that fails in one of them is undone in the others.
 
     Args:
-        caches: Hold disjoint layers. At least one has layers.
+        caches: caches with disjoint layers, of which at least one holds layers.
     """
 
     def __init__(self, caches: Iterable[KvCache]) -> None:
@@ -106,9 +106,9 @@ class DeviceCaches(KvCache):
 
 
 def host_cache(spec: ModelSpec, max_tokens: int, kind: str, layers: Sequence[int] | None = None) -> KvCache:
-    """Return the cache of these layers, None for all, in the CPU's memory: a part for each shape of heads.
+    """Return a KV cache of the given layers, None for all, in the CPU's memory, with a part for each shape of heads.
 
-    A part without heads counts the tokens that have passed layers without keys and values.
+    A part without heads counts the tokens that have passed through layers without keys and values.
     """
     shapes: dict[tuple[int, int], list[int]] = {}
     for layer, state in enumerate(layer_states(spec)):

@@ -1,4 +1,4 @@
-"""Keys and values of the layers on a GPU: pages of one pool, allocated once: what fits at the start fits later."""
+"""KV cache of the layers on a GPU: a pool of pages, allocated once, so that what fits at the start fits later."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
 
-VISITOR = 0  # the sequence that is visiting
+VISITOR = 0  # number of the only sequence of a VisitingCache
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class _Sequence:
 class GpuKvCache(LayeredCache[_Sequence]):
     """The KV cache of a GPU: a pool of pages (hetero_ee_kernels.pages), which the kernels read.
 
-    Only the pages and slots of sequences are recorded, not the free ones. So none is lost or has two owners if a change
-    ends halfway.
+    Records only the pages and slots that sequences own, never the free ones. So an interrupted change cannot lose a
+    page or give it two owners.
 
     Args:
         shape: (n_layers, n_kv_heads, head_dim).
         max_tokens, layers: see LayeredCache.
-        pool_tokens: of all sequences together; None for max_tokens.
+        pool_tokens: capacity for all sequences together; None for max_tokens.
         n_slots: sequences that may be open at once; one more raises UsageError.
         kind: "fp16", "fp32" or "int8".
     """
@@ -65,11 +65,11 @@ class GpuKvCache(LayeredCache[_Sequence]):
         del held.pages[_n_pages(max(held.lengths, default=0)) :]
 
     def slots(self, batch: Batch) -> list[int]:
-        """Return each token's row in the page table."""
+        """Return, for each token, its sequence's row in the page table."""
         return [self._sequences[sequence].slot for sequence in batch.sequences]
 
     def _places(self, batch: Batch) -> Tensor:
-        """Return each token's page and its index in that page: (2, m)."""
+        """Return each token's page and its index within that page: (2, m)."""
         places = [
             (self._sequences[sequence].pages[at // PAGE_TOKENS], at % PAGE_TOKENS)
             for _, sequence, at in batch.entries()
@@ -79,7 +79,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole pool and its table, used or not."""
+        """Bytes of the whole pool and the page table, used or not."""
         parts = (self.pages.codes, self.pages.scales, self.pages.table)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -131,9 +131,9 @@ class GpuKvCache(LayeredCache[_Sequence]):
             self._grow(self._sequences[number], [free.pop() for _ in range(n_new)])
 
     def _grow(self, held: _Sequence, pages: list[int]) -> None:
-        """Give a sequence these pages.
+        """Assign free pages to a sequence.
 
-        The table is written first: if that fails, no sequence owns the pages, so they stay free.
+        Writes the page table first: if that fails, no sequence owns the pages, so they stay free.
         """
         if not pages:
             return
@@ -143,7 +143,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         held.pages += pages
 
     def _free_pages(self) -> list[int]:
-        """Return the free pages, in descending order."""
+        """Return the numbers of the free pages, in descending order."""
         taken = {page for held in self._sequences.values() for page in held.pages}
         return [page for page in range(self.pages.codes.shape[0] - 1, -1, -1) if page not in taken]
 
@@ -153,20 +153,20 @@ class GpuKvCache(LayeredCache[_Sequence]):
 
 
 class VisitingCache(GpuKvCache):
-    """GPU copy of the keys and values of one layer of one sequence, for an attention whose KV cache is on the CPU.
+    """GPU copy of one layer's keys and values of one sequence, for an attention whose KV cache is on the CPU.
 
-    They are uploaded and copied back in the CPU's format. The host waits for every copy.
+    Keys and values are uploaded and copied back in the CPU's format. The host waits for every copy.
     """
 
     def __init__(self, spec: ModelSpec, max_tokens: int, kind: str, device: Any) -> None:
         super().__init__((1, spec.n_kv_heads, spec.head_dim), max_tokens, device, n_slots=1, kind=kind)
 
     def index(self, layer: int) -> int:
-        """Return 0: the cache has one layer."""
+        """Return 0, since the cache has one layer."""
         return 0
 
     def bring(self, owner: CpuKvCache, layer: int, sequence: int, first: int, n_known: int, n_rows: int) -> Batch:
-        """Upload the owner's positions first..n_known-1 of the layer. Return a batch of the next n_rows positions."""
+        """Upload a layer's positions first..n_known-1 from `owner`. Return a batch of the next n_rows positions."""
         self.close(VISITOR)
         self.open(VISITOR)
         self.admit(Batch.of_sequence(VISITOR, 0, [0] * (n_known + n_rows)))
@@ -177,7 +177,7 @@ class VisitingCache(GpuKvCache):
         return Batch.of_sequence(VISITOR, n_known, [0] * n_rows)
 
     def take_back(self, owner: CpuKvCache, layer: int, sequence: int, first: int, end: int) -> None:
-        """Copy positions first..end-1, which were written since the upload, to the owner's layer."""
+        """Copy positions first..end-1, written since the upload, to the layer in `owner`."""
         for ours, theirs in zip(self._parts(), owner.stored(layer, sequence, first, end), strict=True):
             theirs.copy_(ours[self._pages_and_lines(first, end)].transpose(0, 1))
 
@@ -188,7 +188,7 @@ class VisitingCache(GpuKvCache):
         return parts if scales is None else [*parts, *scales[:, 0].transpose(2, 3).unbind(1)]
 
     def _pages_and_lines(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return each position's page and its index in that page."""
+        """Return the page of each position from `first` to `end` - 1, and its index within that page."""
         positions = torch.arange(first, end, device=self.pages.codes.device)
         table = self.pages.table[self._sequences[VISITOR].slot]
         return table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS

@@ -1,1 +1,1 @@
-"""The decoder's layers, each written once over the operations of a device."""
+"""Compute the decoder's layers, each written once in terms of the operations that devices provide."""

@@ -1,4 +1,4 @@
-"""Attention over a KV cache: grouped heads, sliding windows, rotary positions and norms of queries and keys."""
+"""Attention over a KV cache: grouped heads, sliding windows, rotary positions, and norms of queries and keys."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,9 +11,9 @@ from hetero_ee.layers.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(MixerSpec):
-    """The numbers that define the attention of one layer.
+    """Parameters of one layer's attention, such as its numbers of heads.
 
-    Its state is one key and one value per token, kept by the layer's KV cache. Rolling back forgets the last tokens.
+    The layer's KV cache keeps one key and one value per token. A rollback forgets the last tokens.
     """
 
     name: ClassVar[str] = "attention"
@@ -23,22 +23,21 @@ class AttentionSpec(MixerSpec):
     head_dim: int
     window: int | None  # positions that a token sees, its own included; None for all
     rope: RopeSpec | None  # rotates queries and keys
-    scale: float | None  # of scores; None is 1 / sqrt(head_dim)
-    cap: float  # scores stay below it, by tanh; 0 without
+    scale: float | None  # factor of scores; None means 1 / sqrt(head_dim)
+    cap: float  # limit of scores, applied by tanh; 0 for none
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    qk_norm_whole: bool  # over all heads together, in place of each one alone
+    qk_norm_whole: bool  # norms all heads together instead of each head
     norm_eps: float
 
     @property
     def query_size(self) -> int:
-        """Return the number of features of all query heads."""
         return self.n_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Return the number of features of all key heads, which is that of all value heads."""
+        """Number of features of all key heads, which is also that of all value heads."""
         return self.n_kv_heads * self.head_dim
 
     @property
@@ -50,7 +49,7 @@ class AttentionSpec(MixerSpec):
         return {QKV: self.query_size + 2 * self.kv_size, ATTENDED: self.query_size}
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
-        """Declare qkv, whose rows are those of queries, keys and values, and the output's matrix."""
+        """Declare qkv, whose rows are those of queries, keys and values, the norms, and the output's matrix."""
         tensors.matrix("qkv", self.query_size + 2 * self.kv_size, hidden_size, bias=self.qkv_bias)
         if self.qk_norm:
             query_size, key_size = (self.query_size, self.kv_size) if self.qk_norm_whole else (self.head_dim,) * 2
@@ -68,7 +67,7 @@ class AttentionSpec(MixerSpec):
 
 
 class Attention(Mixer):
-    """The attention of one layer on a device."""
+    """One layer's attention with its parameters on a device."""
 
     has_state = True
 

@@ -1,4 +1,4 @@
-"""The decoder: each block's norm, mixer and residual, from the embedding to the logits."""
+"""Run the decoder: each block's norm, mixer and residual, from the embedding to the logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from hetero_ee.layers.ops import Array, Mixer, MixerSpec, Norm, Ops, Parameters,
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: two mixers, one after the other, such as an attention and an FFN."""
+    """Specs of one decoder layer's two mixers, which run one after the other, such as an attention and an FFN."""
 
     mixer: MixerSpec
     ffn: MixerSpec
@@ -17,27 +17,27 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """The kind of all norms of hidden states."""
+    """Kind and epsilon that all norms of hidden states share."""
 
     kind: str  # "rms" or "layer"
     eps: float
 
     def bind(self, parameters: Parameters, short: str) -> Norm:
-        """Return the block's norm of that name."""
+        """Return the norm whose parameters the block calls `short`."""
         return Norm(self.kind, parameters.vector(short), parameters.vector(f"{short}_bias"), self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundBlock:
-    """A block with its parameters on a device."""
+    """A block of a layer, with its parameters on a device."""
 
     mixer: Mixer
-    norm: Norm | None  # of its input
-    post_norm: Norm | None  # of its output
+    norm: Norm | None  # before the mixer
+    post_norm: Norm | None  # after the mixer
     residual_scale: float
 
     def finish(self, ops: Ops, delta: Array) -> Array:
-        """Norm and scale the mixer's output as it is added to the hidden states."""
+        """Apply the norm after the mixer, if any, and the residual scale to the mixer's output."""
         if self.post_norm is not None:
             delta = ops.norm_in_place(delta, self.post_norm)
         return delta if self.residual_scale == 1 else ops.scale(delta, self.residual_scale)
@@ -46,7 +46,7 @@ class BoundBlock:
 def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Rows) -> Array:
     """Run hidden states x (m, hidden) through the blocks, in place.
 
-    Each block's output is added on the way into the next block's norm.
+    Each block's output is added to x by the same operation that computes the next block's norm.
     """
     delta = None
     for block in blocks:
@@ -57,14 +57,14 @@ def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Rows) -> Arr
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """The numbers that define what comes before the first layer."""
+    """Parameters of the embedding, which turns tokens into the first layer's input."""
 
     hidden_size: int
     position_offset: int  # rows skipped in a table of learned positions
     scale: float
 
     def forward(self, ops: Ops, parameters: Parameters, batch: Any) -> Array:
-        """Return the hidden states (m, hidden) before the first layer."""
+        """Return the hidden states (m, hidden) that the first layer reads."""
         learned = parameters.vector("positions")
         x = ops.embed(parameters.matrix("tokens"), batch, self.hidden_size, learned, self.position_offset)
         return x if self.scale == 1 else ops.scale(x, self.scale)
@@ -72,13 +72,13 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True, slots=True)
 class LogitsSpec:
-    """The numbers that make logits of the head's product."""
+    """Parameters of the step that turns the head's product into logits."""
 
     scale: float
-    cap: float  # logits stay below it, by tanh; 0 without
+    cap: float  # limit of logits, applied by tanh; 0 for none
 
     def finish(self, ops: Ops, product: Array) -> Array:
-        """Scale and cap the product, in place."""
+        """Scale and cap the head's product, in place."""
         if self.scale != 1:
             product = ops.scale(product, self.scale)
         return ops.cap(product, self.cap) if self.cap else product

@@ -9,7 +9,7 @@ from hetero_ee.layers.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FfnSpec(MixerSpec):
-    """The numbers that define the FFN of one layer."""
+    """Parameters of one layer's FFN."""
 
     name: ClassVar[str] = "ffn"
 
@@ -22,7 +22,7 @@ class FfnSpec(MixerSpec):
         return {INNER: self.size * (2 if self.activation.gated else 1), ACTIVE: self.size}
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
-        """Declare gate_up, whose rows are those of gate and up, or up without a gate; and down."""
+        """Declare gate_up, whose rows are those of gate and up, or only up without a gate; and down."""
         first, n_rows = ("gate_up", 2 * self.size) if self.activation.gated else ("up", self.size)
         tensors.matrix(first, n_rows, hidden_size, bias=self.bias)
         tensors.matrix("down", hidden_size, self.size, bias=self.bias)
@@ -33,7 +33,7 @@ class FfnSpec(MixerSpec):
 
 
 class Ffn(Mixer):
-    """The dense FFN of one layer on a device."""
+    """One layer's dense FFN with its parameters on a device."""
 
     def __init__(self, first: Any, down: Any, activation: Activation) -> None:
         self._first, self._down, self._activation = first, down, activation

@@ -1,8 +1,8 @@
-"""Ops: what layers ask of a device.
+"""Define the operations that layers need from a device.
 
-Arrays are of the device: torch tensors, NumPy arrays or tensors on a GPU. Rows are tokens: (m, features), fp32. A
-verb returns its result; where it says "in place" it may change its first argument and return that. `into` names the
-buffer that a device with fixed buffers writes the result to: two results under one name are never needed at once.
+Arrays are the device's own: torch tensors, NumPy arrays or tensors on a GPU. Rows are tokens: (m, features), fp32. An
+operation returns its result. "In place" means that it may change its first argument and return that. `into` names the
+buffer that a device with fixed buffers writes the result to; two results with one name are never needed at once.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ Heads = Any  # a layer's attention as the device computes it, and the place of i
 
 # Buffers of a pass.
 NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended", "inner", "active", "delta", "logits"
-MULTIPLIED = (ATTENDED, ACTIVE)  # those of a mixer that a matrix is multiplied with
+MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Norm:
 class Neurons:
     """The neurons of a sparse FFN that one device sums up.
 
-    For a split FFN, `chosen` are the neurons of this device, and the first `section` sections are the GPU's.
+    For a split FFN, `chosen` selects this device's neurons, and the GPU has the first `section` sections.
     """
 
     up: Matrix | None  # a row per neuron; None without a gate
@@ -46,66 +46,66 @@ class Neurons:
 
 
 class Parameters(Protocol):
-    """The parameters of one block on a device, by the block's own short names."""
+    """Access to one block's parameters on a device, by the block's own short names."""
 
     def matrix(self, short: str) -> Matrix: ...
 
     def vector(self, short: str) -> Array | None:
-        """Return the vector, None if the block has none of that name."""
+        """Return a vector, None if the block has none with this name."""
         ...
 
     def least(self) -> Array | None:
-        """Return the activations below which the neurons of a sparse FFN do not count, None if all but 0 count."""
+        """Return the activations below which neurons of a sparse FFN count as inactive, None if only those at 0 do."""
         ...
 
 
 class Rows(Protocol):
-    """The tokens of one pass as a device's operations take them."""
+    """The tokens of one pass, in the form that a device's operations need."""
 
     @property
     def some_may_skip(self) -> bool:
-        """Whether neurons may be left out for any of the tokens."""
+        """Whether any of the tokens may skip neurons."""
         ...
 
 
 class Mixer(ABC):
-    """An attention, FFN or another part of a layer, with its parameters on a device."""
+    """An attention, an FFN or another part of a layer, with its parameters on a device."""
 
-    has_state = False  # whether it reads and writes what a cache keeps of each sequence
-    n_neurons = 0  # of which some may be skipped
+    has_state = False  # whether the mixer reads and writes a cache
+    n_neurons = 0  # number of neurons, if some may be skipped
 
     @abstractmethod
     def forward(self, ops: "Ops", x: Array, rows: Rows) -> Array:
-        """Return what to add to the hidden states whose norm is x (m, hidden)."""
+        """Return the output, to be added to the hidden states, for their norm x (m, hidden)."""
 
 
 class MixerSpec(ABC):
-    """The numbers that define a mixer of one layer, and what follows from them."""
+    """Base of the parameters that describe one layer's mixer."""
 
-    name: ClassVar[str]  # of its block in a layer
+    name: ClassVar[str]  # name of the mixer's block in a layer
 
     @property
     def state(self) -> State | None:
-        """Return what a cache keeps of each sequence for the mixer, None if nothing."""
+        """State that a cache keeps of each sequence for the mixer, None if there is none."""
         return None
 
     @property
     def buffers(self) -> dict[str, int]:
-        """Return the features per token of the buffers that the mixer needs besides NORMED and DELTA."""
+        """Features per token of each buffer that the mixer needs in addition to NORMED and DELTA."""
         return {}
 
     @abstractmethod
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
-        """Declare the parameters in the order in which they are stored."""
+        """Declare the mixer's parameters, in the order in which a store holds them."""
 
     @abstractmethod
     def bind(self, ops: "Ops", parameters: "Parameters", layer: int, cache: Any) -> Mixer:
-        """Bind the mixer of a layer to its parameters on a device, and to the cache that keeps its state."""
+        """Create the layer's mixer from its parameters on a device and the cache that keeps its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The function between an FFN's matrices."""
+    """The activation function between an FFN's matrices."""
 
     kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
     threshold: float  # below it, "fatrelu" is 0
@@ -113,32 +113,32 @@ class Activation:
 
 
 class Ops(Protocol):
-    """The operations of one device."""
+    """Interface of the operations that a device provides to layers."""
 
     def matrix(self, name: str, weight: Any, bias: Array | None) -> Matrix:
         """Prepare a weight for linear(), masked_linear() or Neurons.
 
         Raises:
-            TypeError: if the device cannot multiply with a weight of this kind.
+            TypeError: if the device cannot multiply with a weight of this type.
         """
         ...
 
     def vector(self, vector: Any) -> Array: ...
 
     def part(self, matrix: Matrix, rows: slice) -> Matrix:
-        """Return some rows of a prepared matrix, with their part of its bias."""
+        """Return some rows of a prepared matrix and of its bias."""
         ...
 
     def heads(self, spec: Any, layer: int, cache: Any, query_norm: Norm | None, key_norm: Norm | None) -> Heads:
-        """Prepare the attention of a layer (an AttentionSpec), whose keys and values are in this cache."""
+        """Prepare a layer's attention. `spec` is its AttentionSpec, and `cache` holds its keys and values."""
         ...
 
     def embed(self, tokens: Matrix, batch: Any, n_features: int, learned: Array | None, offset: int) -> Array:
-        """Look up the tokens; `learned` has a row to add for each position + offset, unless None."""
+        """Look up the tokens' rows. Unless None, `learned` has a row to add for each position + offset."""
         ...
 
     def add_norm(self, x: Array, delta: Array | None, norm: Norm | None) -> Array:
-        """Add delta to x in place, unless it is None, and return the norm of x, or x if norm is None."""
+        """Add delta, unless None, to x in place, and return the norm of x, or x if `norm` is None."""
         ...
 
     def norm_in_place(self, x: Array, norm: Norm) -> Array: ...
@@ -156,7 +156,7 @@ class Ops(Protocol):
         ...
 
     def concatenate(self, parts: list[Array]) -> Array:
-        """Join the features of each row."""
+        """Concatenate each row's features."""
         ...
 
     def activate(self, x: Array, activation: Activation) -> Array:
@@ -164,46 +164,47 @@ class Ops(Protocol):
         ...
 
     def cap(self, x: Array, cap: float) -> Array:
-        """Return cap * tanh(x / cap), in place."""
+        """Limit x to values between -cap and cap, by cap * tanh(x / cap), in place."""
         ...
 
     def write_kv(self, qkv: Array, heads: Heads, rows: Any) -> Array:
-        """Norm and rotate queries and keys (m, queries + keys + values), store keys and values, return the queries.
+        """Norm and rotate queries and keys (m, queries + keys + values), in place, and store keys and values.
 
-        In place. What is returned is for attend() with the same heads.
+        Returns the queries in the form that attend() needs with the same heads.
         """
         ...
 
     def attend(self, queries: Array, heads: Heads, rows: Any) -> Array:
-        """Attend each token to its own sequence up to itself: (m, queries)."""
+        """Let each token attend to its own sequence, up to itself: (m, queries)."""
         ...
 
     def masked_linear(self, x: Array, matrix: Matrix, scores: Array | None, rows: Any) -> Array:
-        """Return x W^T + bias, 0 where a neuron may be skipped and its score is not above 0.
+        """Return x W^T + bias, with 0 for neurons that a token may skip and whose score is not above 0.
 
-        scores: (m, N), of which the first belong to a matrix of fewer rows; None skips nothing.
+        Scores are (m, N), None to skip nothing. A matrix with fewer rows uses the first scores.
         """
         ...
 
     def sparse_ffn(self, x: Array, active: Array, neurons: Neurons, scores: Array | None, rows: Any) -> Array:
-        """Sum the rows of down over the active neurons, each times its activation and, with a gate, its up: (m, K).
+        """Sum neurons' rows of down, each times its activation and, with a gate, its product with up: (m, K).
 
-        active: (m, n_neurons). Counts the neurons used and, by their scores, those predicted.
+        Activations are (m, n_neurons), 0 for inactive neurons. Also counts the neurons used and, by scores, those
+        predicted.
         """
         ...
 
     def first_sections(self, x: Array, active: Array, neurons: Neurons, scores: Array | None, rows: Any) -> Array:
-        """Begin a split FFN's sum with its first sections: return what fold_sections() takes of them."""
+        """Begin the sum of a split FFN with its first sections, and return what fold_sections() needs of them."""
         ...
 
     def rest_sections(self, x: Array, active: Array, neurons: Neurons, scores: Array | None, rows: Any) -> Array:
-        """Sum the sections from neurons.section on: (m, K)."""
+        """Sum the sections of a split FFN from neurons.section on: (m, K)."""
         ...
 
     def fold_sections(self, x: Array, sums: Array, rest: Array, neurons: Neurons) -> Array:
-        """Add the first sections to the sum of the rest, in the order of an FFN that is not split: (m, K)."""
+        """Add the first sections to the sum of the others, in the same order as in an FFN that is not split: (m, K)."""
         ...
 
     def sliced_head(self, x: Array, matrix: Matrix, token_ids: Any) -> Array:
-        """Return the product for chosen tokens, each row its own: (m, hidden), (m, k) -> (m, k)."""
+        """Return the logits of chosen tokens, different ones for each row: (m, hidden), (m, k) -> (m, k)."""
         ...

@@ -1,8 +1,8 @@
-"""The sparse FFN, whose inactive neurons are not read: act(first(x)) says which neurons a token needs.
+"""The sparse FFN: act(first(x)) decides which neurons a token needs, and the others are not read.
 
-A predictor, two matrices of low rank, may say before that which neurons of the first matrix to compute. An FFN may be
+A predictor, two matrices of low rank, may decide before that which rows of the first matrix to compute. An FFN may be
 split by sections of neurons between a GPU and the CPU: the sections are added from the last to the first, so that the
-sum has the same bits however it is split.
+sum has the same bits however the FFN is split.
 """
 
 from dataclasses import dataclass, replace
@@ -17,18 +17,18 @@ SCORES_LOW = "scores_low"  # a predictor's inner values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseFfnSpec(FfnSpec):
-    """The numbers that define the sparse FFN of one layer, whose weights are stored neuron by neuron.
+    """Parameters of one layer's sparse FFN, whose weights are stored neuron by neuron.
 
     Matrices that are not read for inactive neurons have a row for each neuron: up if there is a gate, and down, whose
     rows are the columns of the dense matrix.
     """
 
-    first_in_rows: bool  # of the first matrix too, so that a predictor may spare its rows
-    predictor_rank: int  # of the neuron predictor; 0 without one
+    first_in_rows: bool  # stores the first matrix by neurons, too, so that a predictor can skip rows
+    predictor_rank: int  # rank of the neuron predictor; 0 without one
 
     @property
     def first_matrix(self) -> str:
-        """Return the short name of the matrix that says which neurons are active."""
+        """Short name of the matrix that decides which neurons are active."""
         return "gate" if self.activation.gated else "up"
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
@@ -49,7 +49,7 @@ class SparseFfnSpec(FfnSpec):
 
 
 class SparseFfn(Mixer):
-    """The sparse FFN of one layer on a device."""
+    """One layer's sparse FFN with its parameters on a device."""
 
     def __init__(self, spec: SparseFfnSpec, parameters: Parameters) -> None:
         self.n_neurons = spec.size
@@ -78,15 +78,15 @@ class SparseFfn(Mixer):
         return ops.activate(ops.masked_linear(x, first, scores, rows), self._activation)
 
     def biased(self, ops: Ops, summed: Array) -> Array:
-        """Add the bias of down to a whole sum."""
+        """Add the bias of down to the complete sum."""
         return summed if self._down_bias is None else ops.add(summed, self._down_bias)
 
     def part(self, ops: Ops, chosen: slice, section: int) -> "SplitPart":
-        """Return one device's part of the FFN, of which the other device has the rest.
+        """Return one device's part of an FFN that is split between two devices.
 
         Args:
-            chosen: the neurons of this device.
-            section: how many sections the GPU has.
+            chosen: the device's neurons.
+            section: number of sections on the GPU.
         """
         least = self.neurons.least
         neurons = replace(self.neurons, least=None if least is None else least[chosen], chosen=chosen, section=section)
@@ -95,22 +95,22 @@ class SparseFfn(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class SplitPart:
-    """The neurons of a split FFN that one device has. Scores are those of its own neurons, or of all."""
+    """One device's neurons of a split FFN. Scores may be those of these neurons or of all."""
 
     ffn: SparseFfn
     first: Matrix
     neurons: Neurons
 
     def first_sums(self, ops: Ops, x: Array, scores: Array | None, rows: Rows) -> Array:
-        """Begin the sum with these neurons: what end() takes."""
+        """Begin the split FFN's sum with these neurons. Returns sums for end()."""
         active = self.ffn.activations(ops, self.first, x, scores, rows)
         return ops.first_sections(x, active, self.neurons, scores, rows)
 
     def rest(self, ops: Ops, x: Array, scores: Array | None, rows: Rows) -> Array:
-        """Return the sum (m, hidden) of these neurons, which come after the other device's."""
+        """Return the sum (m, hidden) of these neurons, which follow those of the other device."""
         active = self.ffn.activations(ops, self.first, x, scores, rows)
         return ops.rest_sections(x, active, self.neurons, scores, rows)
 
     def end(self, ops: Ops, x: Array, sums: Array, rest: Array) -> Array:
-        """Return what to add to the hidden states, from both devices' sums."""
+        """Combine both devices' sums and return the FFN's output (m, hidden)."""
         return self.ffn.biased(ops, ops.fold_sections(x, sums, rest, self.neurons))

@@ -1,4 +1,4 @@
-"""The parameters that a block declares: their names, shapes and what they are for."""
+"""Declare a block's parameters: their names, their shapes and their use."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,10 @@ class TensorRole(Enum):
     """The use of a tensor, which decides how it may be stored."""
 
     MATRIX = "matrix"  # multiplies hidden states; quantized
-    MATRIX_8 = "8-bit matrix"  # the same, of which the model's file says that 4 bits would be too few
+    MATRIX_8 = "8-bit matrix"  # the same, if the model's file says that 4 bits are too few
     MATRIX_ZEROS = "4-bit matrix with zero points"  # the same, whose 4-bit codes in the model's file have zero points
     NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
-    FIRST_ROWS = "first rows"  # the same, of the matrix that says which neurons are active
+    FIRST_ROWS = "first rows"  # the same, for the matrix that decides which neurons are active
     VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
     POSITIONS = "positions"  # learned position table; kept in full precision
     VECTOR = "vector"  # norms and biases; kept in full precision
@@ -21,7 +21,7 @@ class TensorRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the model: its name inside this engine, its role and its shape. Matrices are (out, in)."""
+    """A tensor of the model: its name inside this engine, its role and its shape. Matrices are (out, in)."""
 
     name: str
     role: TensorRole
@@ -39,11 +39,11 @@ def is_in_rows(role: TensorRole) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Collects the tensors of one block by the block's short names.
+    """Collects the tensors of one block by their short names.
 
     Args:
-        prefix: of their names in the model.
-        role_of: the role of a matrix, by its name in the model.
+        prefix: beginning of the tensors' names in the model.
+        role_of: returns a matrix's role by the matrix's name in the model.
     """
 
     prefix: str
@@ -53,7 +53,7 @@ class Tensors:
     def matrix(
         self, short: str, n_rows: int, n_columns: int, *, bias: bool = False, role: TensorRole | None = None
     ) -> None:
-        """Declare a matrix, and a bias of its rows if it has one."""
+        """Declare a matrix and, if `bias` is set, a bias with a value for each of its rows."""
         name = f"{self.prefix}.{short}"
         self.declared[short] = TensorSpec(name, role or self.role_of(name), (n_rows, n_columns))
         if bias:

@@ -1,1 +1,1 @@
-"""Models as read from Hugging Face: their specs, their flat lists of blocks, and the names of their tensors."""
+"""Read models from Hugging Face's files: their specs, their flat lists of blocks, and the names of their tensors."""

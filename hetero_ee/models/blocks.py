@@ -1,4 +1,4 @@
-"""The decoder as a flat list of blocks, which the loader, the store, the planner and the executors iterate over.
+"""Represent the decoder as a flat list of blocks, which the loader, store, planner and executors iterate over.
 
 The blocks of layers hold the parameters that their mixers declare (hetero_ee/layers).
 """
@@ -24,7 +24,7 @@ class BlockKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A unit that can be placed on a device."""
+    """A part of the decoder that can be placed on a device, such as one layer's attention."""
 
     name: str
     kind: BlockKind
@@ -36,7 +36,7 @@ class Block:
 
     @property
     def state(self) -> State | None:
-        """Return what a cache keeps of each sequence for the block, None if nothing."""
+        """State that a cache keeps of each sequence for the block, None if there is none."""
         return None if self.mixer is None else self.mixer.state
 
     @property
@@ -45,7 +45,7 @@ class Block:
 
 
 def decoder_blocks(spec: ModelSpec) -> list[Block]:
-    """Return every block of the decoder in the order that tokens pass them."""
+    """Return every block of the decoder, in the order in which tokens pass through them."""
     blocks = [_embedding_block(spec)]
     for layer in range(spec.n_layers):
         mixers = spec.layer(layer)
@@ -57,18 +57,18 @@ def decoder_blocks(spec: ModelSpec) -> list[Block]:
 
 
 def neuron_blocks(spec: ModelSpec) -> list[Block]:
-    """Return the FFNs whose neurons may be skipped, in order of their layers."""
+    """Return the FFNs, whose neurons may be skipped, in the order of their layers."""
     return [block for block in decoder_blocks(spec) if isinstance(block.mixer, FfnSpec)]
 
 
 def layer_states(spec: ModelSpec) -> list[State | None]:
-    """Return the state of each layer."""
+    """Return for each layer the state that it keeps of a sequence, None if it keeps none."""
     layers = map(spec.layer, range(spec.n_layers))
     return [layer.mixer.state or layer.ffn.state for layer in layers]
 
 
 def layer_buffers(spec: ModelSpec) -> dict[str, int]:
-    """Return the features per token of the buffers that some mixer needs: of each name the most."""
+    """Return the features per token of each buffer, by name: the most that any layer's mixer needs."""
     found: dict[str, int] = {}
     for layer in map(spec.layer, range(spec.n_layers)):
         for name, width in (*layer.mixer.buffers.items(), *layer.ffn.buffers.items()):
@@ -86,7 +86,7 @@ def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache:
 
 
 def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
-    """Return every tensor once, in block order (a tied head adds none)."""
+    """Return every tensor once, in block order. A tied head adds none."""
     return list({tensor.name: tensor for block in blocks for tensor in block.tensors.values()}.values())
 
 
@@ -96,7 +96,7 @@ def first_matrix(spec: ModelSpec) -> str:
 
 
 def least_activations(block: Block) -> str:
-    """Return the name of an FFN's optional vector of activations below which its neurons count as inactive."""
+    """Return the name of an FFN's optional vector of thresholds: neurons with smaller activations count as inactive."""
     return f"{block.name}.least"
 
 

@@ -1,4 +1,4 @@
-"""Limits of a model's context: the positions it has, and those it was trained on."""
+"""Check and warn about a model's context: the positions that it has, and those it was trained on."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from hetero_ee.models.spec import ModelSpec
 
 
 def check_context(spec: ModelSpec, n_tokens: int, what: str = "context size") -> None:
-    """Raise UsageError if a context exceeds the model's fixed number of positions; `what` names it."""
+    """Refuse a context, called `what`, beyond the model's fixed number of positions. Raises: UsageError."""
     if spec.context_is_fixed and n_tokens > spec.max_context_tokens:
         raise UsageError(f"{what} {n_tokens} is beyond the {spec.max_context_tokens} positions this model has.")
 

@@ -10,13 +10,13 @@ MAX_NUMBER = 1e12  # the largest published number is a rope_theta of 1e8
 
 
 class Fields:
-    """The fields of one object; `where` begins every error. Methods raise ModelError for invalid values."""
+    """The fields of a JSON object. Methods raise ModelError for invalid values; `where` begins the message."""
 
     def __init__(self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
         self._values, self._where, self._defaults = values, where, defaults or {}
 
     def with_defaults(self, **defaults: Any) -> "Fields":
-        """Return the same fields with a class's defaults, which take precedence over a reader's."""
+        """Return the fields with the defaults of a model class, which take precedence over a reader's defaults."""
         return Fields(self._values, self._where, defaults)
 
     def with_values(self, **values: Any) -> "Fields":
@@ -24,11 +24,11 @@ class Fields:
         return Fields({**self._values, **values}, self._where, self._defaults)
 
     def values(self, **defaults: Any) -> dict[str, Any]:
-        """Return all fields of the object, and of `defaults` those it lacks."""
+        """Return all fields of the object, completed by those of `defaults` that it lacks."""
         return {**defaults, **self._values}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the raw value; a missing field and a null both give the default."""
+        """Return the raw value, or the default if the field is missing or null."""
         value = self._values.get(name)
         return self._defaults.get(name, default) if value is None else value
 
@@ -54,7 +54,7 @@ class Fields:
         return None if self.get(name) is None else self.integer(name)
 
     def refuse_flag(self, name: str, what: str) -> None:
-        """Raise ModelError if the flag is set; `what` says what that would mean."""
+        """Raise ModelError if the flag is set. `what` describes the unsupported feature."""
         if self.flag(name, False):
             raise self.fail(f"{name} is true, and {what} is not supported.")
 
@@ -77,7 +77,7 @@ class Fields:
         return Fields(value, f"{self._where}: {name}")
 
     def refuse_others(self, known: set[str]) -> None:
-        """Raise ModelError for a field that is set and unknown, since ignoring it could change every result."""
+        """Raise ModelError if an unknown field is set, since ignoring it could change every result."""
         for name, value in self._values.items():
             if name not in known and value is not None:
                 raise self.fail(f"field {shown(name)} is not supported; supported are {', '.join(sorted(known))}.")

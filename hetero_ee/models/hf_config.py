@@ -20,7 +20,7 @@ DOWN = ".ffn.down"
 
 
 def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """Return the spec of a Hugging Face configuration; `where` names it in errors.
+    """Return the spec of a Hugging Face configuration; `where` names the configuration in errors.
 
     Raises:
         ModelError: names the field, or the unsupported architecture and those supported.
@@ -50,7 +50,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def _names(fields: Fields, field: str) -> tuple[str, ...]:
-    """Return a sorted list of names, empty if the field is missing."""
+    """Return a field's list of names, sorted; empty if the field is missing."""
     names = fields.get(field, [])
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise fields.fail(f"{field} is {shown(names)}, expected a list of names.")
@@ -58,7 +58,7 @@ def _names(fields: Fields, field: str) -> tuple[str, ...]:
 
 
 def _text_fields(fields: Fields, architecture: str, text_type: str) -> Fields:
-    """Return the fields of a multimodal model's text part; older files of some models have no separate part."""
+    """Return the fields of a multimodal model's text part. Older files of some models have no separate part."""
     if fields.get("text_config") is None:
         return fields
     text = fields.section("text_config")
@@ -76,9 +76,9 @@ def _supported() -> str:
 
 
 def _by_format(spec: ModelSpec, saved: SavedFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return names of the layers' matrices that need 8 bits, and of those in 4 bits with zero points.
+    """Return the names of layers' matrices that need 8 bits, and of those that need 4 bits with zero points.
 
-    Interleaved groups fit 4 bits only if the input can be reordered: that of down, which reads neurons.
+    Interleaved groups fit 4 bits only in down, whose input, the neurons, can be reordered.
     """
     tensors = all_tensors(decoder_blocks(spec))
     names = tuple(sorted(tensor.name for tensor in tensors if tensor.role is TensorRole.MATRIX))

@@ -1,4 +1,4 @@
-"""Names of tensors in Hugging Face checkpoints: our name -> the file's tensors, whose rows are stacked."""
+"""Map this engine's tensor names to tensors of Hugging Face checkpoints, whose rows are stacked."""
 
 from dataclasses import dataclass
 
@@ -32,16 +32,16 @@ def text_part_name(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One whole tensor of the checkpoint and its expected shape."""
+    """A whole tensor of the checkpoint and its expected shape."""
 
     hf_name: str
     shape: tuple[int, ...]
-    added: float = 0.0  # constant that the checkpoint leaves out of each value
+    added: float = 0.0  # constant to add to each value of the checkpoint
     neighbours: tuple[int, int] | None = None  # rows of a head, and how many of them rotate in adjacent pairs
 
 
 def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
-    """Map every tensor of the model to the checkpoint's tensors that it is stacked from. Source: transformers."""
+    """Map every tensor of the model to the checkpoint's tensors that are stacked in it. Source: transformers."""
     blocks = decoder_blocks(spec)
     return {tensor.name: _parts(spec, block, tensor) for block in blocks for tensor in block.tensors.values()}
 
@@ -64,9 +64,9 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:
 
 
 def engine_order(part: Part) -> list[int] | None:
-    """Return the order of a part's rows in the engine, where pairs that rotate together are halves of a head.
+    """Return the indices that put a part's rows into this engine's order; None if they already are.
 
-    None means that the order is the checkpoint's.
+    In this engine, features that rotate together are half of a head's rotating features apart.
     """
     if part.neighbours is None:
         return None

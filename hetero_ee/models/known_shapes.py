@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for planning and timing without their weights."""
+"""List the shapes of well-known models, to plan for them and time them without their weights."""
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.hf_config import spec_from_hf
@@ -18,7 +18,7 @@ SHAPES = {
 
 
 def known_spec(name: str) -> ModelSpec:
-    """Return the shapes of the model called `name`. Raises UsageError."""
+    """Return the spec of a well-known model. Raises UsageError for an unknown name."""
     if name not in SHAPES:
         raise UsageError(f"{shown(name)} is not a model with known shapes; choose one of {', '.join(SHAPES)}.")
     return spec_from_hf({"model_type": "llama", **dict(zip(FIELDS, SHAPES[name], strict=True))}, name)

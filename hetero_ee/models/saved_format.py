@@ -1,4 +1,4 @@
-"""Quantization formats of checkpoints: quantization_config of config.json, read strictly.
+"""Read the quantization format of checkpoints, quantization_config of config.json, strictly.
 
 Only fields that decide what the weights mean are checked; fields about how they were made (damp_percent, observer, ...)
 are ignored. Sources: the files that AutoGPTQ, GPTQModel, AutoAWQ, compressed-tensors and transformers write.
@@ -34,7 +34,7 @@ class SavedFormat:
 
     @property
     def title(self) -> str:
-        """Text for messages, such as "GPTQ int4, groups of 128, with zero points"."""
+        """Description for messages, such as "GPTQ int4, groups of 128, with zero points"."""
         columns = self.group_size
         groups = f", blocks of {self.block_rows} x {columns}" if self.block_rows else f", groups of {columns}"
         zeros, order = "" if self.symmetric else ", with zero points", ", reordered" if self.reordered else ""
@@ -42,11 +42,11 @@ class SavedFormat:
 
     @property
     def is_wide(self) -> bool:
-        """Whether its values need 8 bits."""
+        """Whether the format's values need 8 bits."""
         return self.values in ("int8", "e4m3")
 
     def ignores(self, name: str) -> bool:
-        """Return whether the configuration says that tensor `name` is floats. Patterns are not evaluated."""
+        """Return whether config.json says that tensor `name` is stored as floats. Patterns are not evaluated."""
         return any(name.startswith(f"{module}.") for module in self.ignored)
 
 
@@ -145,7 +145,7 @@ _COMPRESSED = {
 
 
 def _only_weights(section: Fields) -> Fields:
-    """Return the weights' settings, which must be the same for all groups of modules."""
+    """Return the settings of weights, which must be the same for all groups of modules."""
     groups = section.section("config_groups")
     names = groups.names()
     if not names:
@@ -157,7 +157,7 @@ def _only_weights(section: Fields) -> Fields:
 
 
 def _compressed_groups(weights: Fields, values: str) -> tuple[int | None, int | None]:
-    """Return the rows and columns that share a scale."""
+    """Return the number of rows and of columns that share a scale; see SavedFormat for None."""
     strategy = weights.text("strategy", "tensor" if weights.get("group_size") is None else "group")
     if strategy == "group" or (values == "mxfp4" and strategy == "tensor_group"):
         columns = _group_size(weights)
@@ -195,7 +195,7 @@ def _bits(section: Fields, name: str, supported: tuple[int, ...]) -> int:
 
 
 def _group_size(section: Fields) -> int | None:
-    """Return the group size, None for -1, a whole row."""
+    """Return the number of columns per group; None if the file says -1, which means a whole row."""
     size = section.integer("group_size", 128, -1)
     if size != -1 and (size < 1 or size % GROUP_COLUMNS):
         raise section.fail(f"group_size is {size}, expected -1 or a multiple of {GROUP_COLUMNS}; {ADVICE}.")
@@ -203,7 +203,7 @@ def _group_size(section: Fields) -> int | None:
 
 
 def _block(section: Fields, name: str) -> tuple[int, int]:
-    """Return the rows and columns of a block."""
+    """Return the number of rows and of columns of a block."""
     value = section.get(name)
     sizes = value if isinstance(value, list | tuple) else ()
     if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_SIZE for size in sizes):
@@ -219,14 +219,14 @@ def _ignored(section: Fields, name: str) -> tuple[str, ...]:
 
 
 def _refuse_overrides(section: Fields) -> None:
-    """Refuse GPTQModel's different bits for single modules; modules marked -: are not quantized, as tensors show."""
+    """Refuse GPTQModel's other widths of single modules. Those marked -: are not quantized, as their tensors show."""
     overrides = [name for name in section.section("dynamic").names() if not name.startswith("-:")]
     if overrides:
         raise _unsupported(section, f"GPTQ with other bits for {shown(overrides[0])} (dynamic)", "a uniform copy")
 
 
 def _require(section: Fields, name: str, *known: str) -> None:
-    """Raise ModelError if an optional field has another value."""
+    """Check that an optional field has one of the known values. Raises ModelError."""
     value = section.text(name, known[0])
     if value not in known:
         raise section.fail(f"{name} is {shown(value)}, expected {' or '.join(known)}.")

@@ -1,4 +1,4 @@
-"""ModelSpec: the numbers that define a decoder. `read_spec` creates it from Hugging Face's configuration."""
+"""Define ModelSpec, the numbers that describe a decoder. `read_spec` creates it from a Hugging Face configuration."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -13,7 +13,7 @@ from hetero_ee.layers.sparse_ffn import SparseFfnSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer; families differ only in these fields."""
+    """Numbers that define a decoder-only transformer. Families differ only in these fields."""
 
     architecture: str  # Hugging Face class name, which identifies the family
     n_layers: int
@@ -66,7 +66,7 @@ class ModelSpec:
 
     @property
     def in_plain_int4(self) -> Self:
-        """Return the model with all of its layers' matrices in 4 bits, without zero points."""
+        """Copy of the spec with all of the layers' matrices in 4 bits, without zero points."""
         return replace(self, int8_matrices=(), zero_point_matrices=())
 
     def rope_of(self, layer: int) -> RopeSpec | None:
@@ -107,7 +107,7 @@ class ModelSpec:
 
     @property
     def logits(self) -> LogitsSpec:
-        """Return what makes logits of the head's product."""
+        """Scale and cap that turn the head's product into logits."""
         return LogitsSpec(self.logit_scale, self.logit_cap)
 
     @property
@@ -125,5 +125,4 @@ class ModelSpec:
 
     @property
     def kv_size(self) -> int:
-        """Features of all key heads (and of all value heads)."""
         return self.n_kv_heads * self.head_dim

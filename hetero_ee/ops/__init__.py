@@ -1,1 +1,1 @@
-"""Operations of each device: plain torch, the CPU kernels, the GPU kernels."""
+"""Implement the operations of each device: plain torch, the CPU kernels, the GPU kernels."""

@@ -1,6 +1,6 @@
-"""Arena: the buffers that the layers of a GPU work in, which stay where they are, and the tables that they read.
+"""The arena: buffers at fixed addresses in which a GPU's layers work, and tables that the layers read.
 
-One serves all segments of a device, as they never run at the same time.
+One arena serves all segments of a device, as segments never run at the same time.
 """
 
 from collections.abc import Sequence
@@ -18,31 +18,31 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee_kernels.pages import attention_workspace
 from hetero_ee_kernels.rope_table import rope_table
 
-MAX_ROWS = 16  # of a decode pass: each number of rows up to it has a graph of its own
+MAX_ROWS = 16  # most rows of a decode pass; each number of rows has a CUDA graph of its own
 HIDDEN = "hidden"  # the buffer of the hidden states between a segment's blocks
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRows:
-    """The tokens of a pass: int32 (m,) each, in buffers that stay where they are."""
+    """The tokens of a pass in buffers at fixed addresses, int32 (m,) each."""
 
-    slots: Tensor  # of the KV cache
+    slots: Tensor  # slots of the KV cache
     positions: Tensor
     may_skip: Tensor  # 0 for tokens that need all neurons
-    some_may_skip: bool = True  # launches must not depend on it
+    some_may_skip: bool = True  # kernel launches must not depend on this
 
 
 class Arena:
-    """Buffers for segments whose keys and values are in this cache, or in one of the same context and heads.
+    """Buffers for segments whose keys and values are in `cache`, or in another cache with the same context and heads.
 
     Args:
-        n_rows: of one pass, MAX_ROWS or a prompt's whole chunk; more rows follow in further passes.
+        n_rows: most tokens of one pass: MAX_ROWS, or a whole chunk of a prompt. More tokens need further passes.
     """
 
     def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
         self.n_rows = n_rows
         self.device = cache.pages.codes.device
-        self.rope_tables = _rope_tables(spec, cache.max_tokens, self.device)  # of the angles; None for layers without
+        self.rope_tables = _rope_tables(spec, cache.max_tokens, self.device)  # rotary angles, if any
         self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
         self._buffers: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # recorded launches may still use them
@@ -51,12 +51,12 @@ class Arena:
             self.rows(name, n_rows, width)
         slots, positions, may_skip = (torch.zeros(n_rows, dtype=torch.int32, device=self.device) for _ in range(3))
         self._rows = GpuRows(slots, positions, may_skip)
-        # Neurons used and predicted, counted on the device; n_neurons: those there were. See NeuronCounts.
+        # Fields of NeuronCounts. The device counts the neurons used and predicted, the host all neurons.
         self.n_used, self.n_predicted = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self.n_neurons = 0
 
     def rows(self, name: str, m: int, width: int) -> Tensor:
-        """Return m rows of the buffer of that name, fp32 (m, width), contiguous, where they are each time."""
+        """Return m rows of the named buffer, fp32 (m, width), contiguous, at the same address each time."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < m * width:
             if buffer is not None:
@@ -65,12 +65,12 @@ class Arena:
         return buffer[: m * width].view(m, width)
 
     def tokens(self, m: int) -> GpuRows:
-        """Return the first m tokens of the pass that was placed."""
+        """Return the first m tokens of the pass that was copied by `place`."""
         found = self._rows
         return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m])
 
     def place(self, slots: Sequence[int], positions: Sequence[int], may_skip: Sequence[bool] | None = None) -> None:
-        """Copy the tokens of a pass to the GPU. The host does not wait for it.
+        """Copy the slots and positions of a pass's tokens to the GPU. The host does not wait for the copy.
 
         Args:
             may_skip: see Batch; None if FFNs are not neuron-major.

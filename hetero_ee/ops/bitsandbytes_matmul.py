@@ -1,8 +1,8 @@
-"""int4 matmul by bitsandbytes, for NVIDIA GPUs on systems without Triton (Windows).
+"""Multiply by int4 matrices with bitsandbytes, for NVIDIA GPUs on systems without Triton (Windows).
 
-bitsandbytes' layout: codes row after row, two in a byte, the first in the high nibble; an fp32 factor for every 32
-neighbours; a table of 16 fp32 values that its matrix-vector kernel on the GPU looks codes up in (elsewhere it has
-tables of its own, and on a CPU another layout: hence CUDA only). 5 bits a weight where our tiles take 4.5.
+bitsandbytes' layout has codes row after row, two in a byte, the first in the high nibble; an fp32 factor for every 32
+neighbours; and a table of 16 fp32 values in which its matrix-vector kernel looks up codes. Other devices have fixed
+tables, and the CPU another layout, so this is for CUDA only. It needs 5 bits per weight, our tiles 4.5.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ UNIT = 128.0  # a power of two: dividing the codebook by it loses nothing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BitsandbytesMatrix:
-    """packed: uint8 (N x K / 2, 1), K padded to 32; factors: fp32 (N x K / 32,); table: fp32 (16,). N is not padded."""
+    """An int4 matrix. packed: uint8 (N x K / 2, 1), K padded to 32; factors: fp32 (N x K / 32,); table: fp32 (16,)."""
 
     packed: Tensor
     factors: Tensor
@@ -31,7 +31,7 @@ class BitsandbytesMatrix:
 
 
 def bitsandbytes_matrix(weight: TileWeight, device: Any) -> BitsandbytesMatrix:
-    """The weight in bitsandbytes' layout on a device. Raises UsageError if its tiles are not plain int4."""
+    """Convert a weight to bitsandbytes' layout on a device. Raises UsageError if its tiles are not plain int4."""
     if weight.layout != "int4":
         raise UsageError(
             f"bitsandbytes multiplies 4-bit weights only, and without zero points, not {weight.layout}; "

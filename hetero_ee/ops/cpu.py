@@ -1,4 +1,4 @@
-"""Ops of the CPU: Numba kernels on NumPy arrays, int4 and int8 weights as they are stored, one thread pool for all."""
+"""The CPU's operations: Numba kernels on NumPy arrays, weights in their stored form, one thread pool for all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,19 +33,19 @@ from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
 
 @dataclass(frozen=True, slots=True)
 class CpuMatrix:
-    """A matrix in tiles, or in rows of neurons, as the kernels take it."""
+    """A matrix in tiles, or in rows of neurons, in the form that the kernels need."""
 
     weight: TileWeight | RowWeight
     tiles: Any  # TileMatrix, or None
     rows: Any  # RowMatrix, or None
     bias: Any  # fp32 (n_rows,) or None
     n_rows: int
-    first_row: int = 0  # of the tiles, a multiple of 16; what comes before it is not read
+    first_row: int = 0  # first row that is read, a multiple of 16
 
 
 @dataclass(frozen=True, slots=True)
 class CpuHeads:
-    """The attention of one layer, and where the cache has its keys and values."""
+    """One layer's attention, and the location of its keys and values in the cache."""
 
     spec: AttentionSpec
     cache: CpuKvCache
@@ -59,17 +59,17 @@ class CpuHeads:
 
 @dataclass(frozen=True, slots=True)
 class CpuRows:
-    """The tokens of a pass."""
+    """The tokens of a pass, in the form that the CPU's operations need."""
 
     batch: Batch
     counts: NeuronCounts
     positions: Any  # int64 (m,)
-    places: dict[Any, Any]  # of their keys and values, by the part of the cache that has them
+    places: dict[Any, Any]  # locations of keys and values, by the part of the cache
     some_may_skip: bool
 
 
 class CpuOps(Ops):
-    """Share `pool` among all operations. Layers' hidden states are fp32 (m, features), contiguous."""
+    """The CPU's operations, which share `pool`. Hidden states are fp32 (m, features), contiguous."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self.pool = pool
@@ -79,7 +79,7 @@ class CpuOps(Ops):
         self._attentions: dict[tuple[Any, ...], tuple[KvWrite, Attention]] = {}
 
     def compile(self, kind: Any) -> None:
-        """Compile the product with tiles of this kind, or load it from the disk."""
+        """Compile the product with tiles of this kind, or load the compiled product from the disk."""
         self._matmul.compile(kind)
 
     def matrix(self, name: str, weight: Any, bias: Any) -> CpuMatrix:
@@ -110,17 +110,17 @@ class CpuOps(Ops):
         return CpuHeads(spec, cache, cache.index(layer), *self._attention(spec, cache), rope, query_norm, key_norm)
 
     def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> CpuRows:
-        """Return the batch as verbs take it. Neurons are counted in `counts`; cache: None if no layer attends."""
+        """Convert a batch for the operations. Neurons are counted in `counts`. `cache` is None if no layer attends."""
         parts = () if cache is None else cache.parts
         places = {part: _places(batch, part) for part in parts if isinstance(part, CpuKvCache) and part.head_dim}
         return CpuRows(batch, counts, np.array(batch.positions, np.int64), places, bool(batch.may_skip().any()))
 
     def array(self, x: Tensor) -> Any:
-        """Return a copy, to be changed in place."""
+        """Return a NumPy copy, which operations may change in place."""
         return np.array(x.numpy(), order="C")
 
     def view(self, x: Tensor) -> Any:
-        """Return the numbers where they are, if they are contiguous."""
+        """Return a NumPy array that shares the tensor's memory, if the tensor is contiguous."""
         return np.ascontiguousarray(x.numpy())
 
     def tensor(self, x: Any) -> Tensor:
@@ -205,7 +205,7 @@ class CpuOps(Ops):
         return self._sparse_ffn(x, active, *_up_and_down(neurons))
 
     def first_sections(self, x: Any, active: Any, neurons: Neurons, scores: Any, rows: CpuRows) -> Any:
-        """Return the activations (m, ffn), 0 but for these neurons: fold_sections() sums them, section by section."""
+        """Return the activations (m, ffn), 0 for all other neurons. fold_sections() sums them by section."""
         self._skip(active, neurons, scores, rows)
         return _spread(active, neurons)
 
@@ -218,7 +218,7 @@ class CpuOps(Ops):
         return self._sparse_ffn.onto(rest, x, sums, *_up_and_down(neurons), neurons.section)
 
     def sliced_head(self, x: Any, matrix: CpuMatrix, token_ids: Tensor) -> Any:
-        """See Ops.sliced_head. One pass over the rows of all ids; for many ids the whole head costs less."""
+        """See Ops.sliced_head. Makes one pass over the rows of all ids; for many ids the whole head costs less."""
         ids, where = np.unique(token_ids.numpy(), return_inverse=True)
         logits = self._matmul.sliced(x, matrix.tiles, ids)
         return np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1)
@@ -230,7 +230,7 @@ class CpuOps(Ops):
         return self._ropes[key]
 
     def _attention(self, spec: AttentionSpec, cache: CpuKvCache) -> tuple[KvWrite, Attention]:
-        """Return what writes and attends; layers of one shape share them."""
+        """Return the kernels that write keys and values, and that attend. Layers of one shape share them."""
         shape = _shape(cache)
         key = shape, cache.kind, spec.n_heads, spec.scale, spec.cap
         if key not in self._attentions:
@@ -241,7 +241,7 @@ class CpuOps(Ops):
 
     @staticmethod
     def _skip(active: Any, neurons: Neurons, scores: Any, rows: CpuRows) -> None:
-        """Set activations that do not count to 0, and count the others."""
+        """Set activations that count as inactive to 0, and count the active neurons."""
         if neurons.least is not None:
             active[rows.batch.may_skip()[:, None] & (np.abs(active) < neurons.least)] = 0.0
         rows.counts.count(active, rows.batch, scores)
@@ -252,7 +252,7 @@ def _up_and_down(neurons: Neurons) -> tuple[RowMatrix | None, RowMatrix]:
 
 
 def _spread(active: Any, neurons: Neurons) -> Any:
-    """Return the activations at their places among those of all neurons."""
+    """Insert the activations of the chosen neurons into an array for all neurons, 0 elsewhere."""
     whole = np.zeros((len(active), neurons.down.n_rows), np.float32)
     whole[:, neurons.chosen] = active
     return whole
@@ -263,12 +263,12 @@ def _shape(cache: CpuKvCache) -> tuple[int, int, int]:
 
 
 def _places(batch: Batch, cache: CpuKvCache) -> Any:
-    """Return where each token's keys and values are, for all layers."""
+    """Return where the cache holds the keys and values of each token of the batch, for all layers."""
     caches: Sequence[SequenceCache] = [cache.view(sequence, sequence_cache) for sequence in batch.sequences]
     return kv_table(caches, batch.positions, _shape(cache), cache.kind)
 
 
 def sequence_cache(*parts: Tensor) -> SequenceCache:
-    """Return a sequence's storage as the kernels take it."""
+    """Convert a sequence's storage to the form that the kernels need."""
     arrays = (part.numpy() for part in parts)
     return SequenceCache(*(array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays))

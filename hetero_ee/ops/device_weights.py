@@ -1,4 +1,4 @@
-"""The weights of a model's blocks as one device's operations take them, each prepared once."""
+"""Prepare the weights of a model's blocks for one device's operations, each weight once."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ class DeviceWeights:
     """Prepared matrices and vectors, by the names of their tensors.
 
     Args:
-        blocks: whose weights to prepare; None for all. A GPU copies what is not there yet.
+        blocks: the blocks whose weights to prepare; None for all. A GPU copies weights that it doesn't hold yet.
 
     Raises:
         TypeError: if the device cannot multiply with one of the matrices.
@@ -32,11 +32,10 @@ class DeviceWeights:
         }
 
     def of(self, block: Block) -> Parameters:
-        """Return the parameters of one block."""
         return _BlockParameters(self, block)
 
     def release(self) -> None:
-        """Give all memory back. Nothing can be used after this."""
+        """Free all memory. The weights can't be used afterwards."""
         self.vectors.clear()
         self.matrices.clear()
 

@@ -1,4 +1,4 @@
-"""Ops of a GPU: the kernels that the registry chooses, writing into an arena, so that a CUDA graph can replay them."""
+"""A GPU's operations: kernels chosen by the registry, which write into an arena so that CUDA graphs can replay them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ FIRST, SECTION_SUMS = "first", "section_sums"  # buffers of split FFNs
 
 
 def tile_matrix(weight: TileWeight, device: Any) -> TileMatrix:
-    """Copy a weight to the GPU, the same bytes as in memory and on disk, not repacked."""
+    """Copy a weight's tiles to the GPU. The bytes are those in memory and on disk, not repacked."""
     tiles, scales = weight.tiles.to(device), weight.scales.to(device)
     return TileMatrix(tiles, scales, weight.exponent, weight.codebook, weight.n_rows)
 
 
 def row_matrix(weight: RowWeight, device: Any) -> RowMatrix:
-    """Copy rows of neurons to the GPU in the same way."""
+    """Copy rows of neurons to the GPU. The bytes are those in memory and on disk, not repacked."""
     codes, scales = weight.codes.to(device), weight.scales.to(device)
     return RowMatrix(codes, scales, weight.exponent, weight.codebook, weight.n_columns)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMatrix:
-    """A weight as the kernels take it. multiply(x, matrix, out) is the product, None for rows of neurons."""
+    """A weight on the GPU. multiply(x, matrix, out) computes the product; None for rows of neurons."""
 
     multiply: Callable[..., Any] | None
     matrix: Any
@@ -46,7 +46,7 @@ class GpuMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GpuHeads:
-    """The attention of one layer, and where the cache has its keys and values."""
+    """One layer's attention, and the location of its keys and values in the cache."""
 
     spec: AttentionSpec
     cache: GpuKvCache
@@ -57,10 +57,10 @@ class GpuHeads:
 
 
 class GpuOps(Ops):
-    """Launch kernels on one device.
+    """The operations of one GPU, which launch kernels.
 
     Args:
-        arena: where results go; None for new tensors each time.
+        arena: buffers for results; None allocates new tensors each time.
     """
 
     def __init__(self, kernels: GpuOperations, device: Any, arena: Arena | None = None) -> None:
@@ -80,11 +80,11 @@ class GpuOps(Ops):
         return GpuMatrix(multiply, prepare(weight, self.device), bias, weight.n_rows)
 
     def vector(self, vector: Tensor) -> Tensor:
-        """Copy the vector, on a CPU too: a mapped one begins anywhere."""
+        """Copy the vector, even if the device is a CPU: a mapped vector may not be aligned."""
         return vector.to(self.device, copy=True)
 
     def part(self, matrix: GpuMatrix, rows: slice) -> GpuMatrix:
-        """Return the matrix: a GPU is given its own neurons of a split FFN alone."""
+        """Return the whole matrix, since a GPU holds only its own neurons of a split FFN."""
         return matrix
 
     def heads(
@@ -99,7 +99,7 @@ class GpuOps(Ops):
         return self._arena
 
     def embed(self, tokens: GpuMatrix, batch: Batch, n_features: int, learned: Tensor | None, offset: int) -> Tensor:
-        """See Ops.embed. The host does not wait. Raises ValueError for tokens that are not in the vocabulary."""
+        """See Ops.embed. Does not make the host wait. Raises ValueError for tokens outside of the vocabulary."""
         if not 0 <= min(batch.token_ids) <= max(batch.token_ids) < tokens.n_rows:
             raise ValueError(f"tokens {batch.token_ids} are not all of the {tokens.n_rows} there are.")
         ids, positions = (
@@ -190,7 +190,7 @@ class GpuOps(Ops):
 
     def first_sections(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: GpuRows) -> Tensor:
         sums, (up, down) = self.section_sums(len(x), neurons), _up_and_down(neurons)
-        n_blocks = neurons.down.n_rows // neurons.section // BLOCK  # of a section
+        n_blocks = neurons.down.n_rows // neurons.section // BLOCK  # blocks per section
         self.kernels.first_sections(x, active, up, down, n_blocks, sums, **self._skips(neurons, rows))
         return sums
 
@@ -198,12 +198,12 @@ class GpuOps(Ops):
         raise NotImplementedError("a split FFN's other neurons are the CPU's")
 
     def fold_sections(self, x: Tensor, sums: Tensor, rest: Tensor, neurons: Neurons) -> Tensor:
-        """See Ops.fold_sections. In place of the rest."""
+        """See Ops.fold_sections. Changes `rest` in place."""
         self.kernels.fold_sections(sums, neurons.down.matrix, rest, rest)
         return rest
 
     def section_sums(self, m: int, neurons: Neurons) -> Tensor:
-        """Return the sums of a split FFN's first sections, (n_sections, m, width), where they are each time."""
+        """Return the buffer, at a fixed address, of a split FFN's first sums: (n_sections, m, width)."""
         width, n_sections = UNIT_COLUMNS * neurons.down.matrix.n_units, neurons.section
         sums = self.arena.rows(SECTION_SUMS, MAX_ROWS, MAX_SECTIONS * width).flatten()
         return sums[: n_sections * m * width].view(n_sections, m, width)

@@ -1,4 +1,4 @@
-"""The operations that a segment of GPU layers is made of, chosen once from the registry."""
+"""Choose, once, the operations of a segment of GPU layers from the registry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +27,9 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class GpuOperations:
-    """Each a function of hetero_ee_kernels, or one that takes the same arguments.
+    """Functions of hetero_ee_kernels, or others that take the same arguments.
 
-    int4, int8: (product, preparation of a weight). add: x += y, in place. is_capturable: all may be recorded in a CUDA
-    graph.
+    `is_capturable` means that a CUDA graph can record all of them.
     """
 
     embed: Callable[..., Any]
@@ -55,7 +54,7 @@ class GpuOperations:
 
 
 def gpu_operations(registry: Registry, kind: str) -> GpuOperations:
-    """Choose each operation for this kind of GPU. Raises UsageError, see Registry.choose."""
+    """Choose each operation for a kind of GPU. Raises UsageError, see Registry.choose."""
     chosen = {operation: registry.choose(operation, kind) for operation in NAMES}
     return GpuOperations(
         **{operation: implementation.load() for operation, implementation in chosen.items()},

@@ -1,4 +1,4 @@
-"""How many FFN neurons tokens used, where FFNs are neuron-major."""
+"""Count the FFN neurons that tokens use in neuron-major FFNs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +10,14 @@ from hetero_ee.kv.batch import Batch
 
 @dataclass(slots=True)
 class NeuronCounts:
-    """Neurons counted over all layers and all tokens that may skip some.
-
-    n_used were active, out of n_neurons; a predictor, if there is one, selected n_predicted.
-    """
+    """Counts, over all layers and tokens that may skip neurons, of all, used and predicted neurons."""
 
     n_used: int = 0
     n_neurons: int = 0
     n_predicted: int = 0
 
     def count(self, active: Any, batch: Batch, scores: Any = None) -> None:
-        """Add the neurons of one FFN. active (m, ffn) is 0 for skipped ones; scores: the predictor's, same shape."""
+        """Add one FFN's neurons from activations (m, ffn), 0 for skipped neurons, and a predictor's scores (m, ffn)."""
         rows = batch.may_skip()
         self.n_used += int(np.count_nonzero(active[rows]))
         self.n_neurons += int(rows.sum()) * active.shape[1]
@@ -32,7 +29,7 @@ class NeuronCounts:
         return NeuronCounts(self.n_used + other.n_used, self.n_neurons + other.n_neurons, n_predicted)
 
     def since(self, before: "NeuronCounts") -> tuple[float, float] | None:
-        """Return the shares used and predicted since `before`; None if no token passed."""
+        """Return the shares of neurons used and predicted since `before`; None if no token was counted."""
         n_neurons = self.n_neurons - before.n_neurons
         if not n_neurons:
             return None

@@ -1,7 +1,7 @@
-"""Which implementation computes an operation on a GPU, and why.
+"""Choose the implementation that computes an operation on a GPU, and explain the choice.
 
-Kinds of GPU: "cuda", NVIDIA's; "rocm", AMD's, which torch calls cuda too. Each operation has its implementations in
-order of preference; all take the same arguments. Nothing is imported before it is chosen.
+Kinds of GPU are "cuda", NVIDIA's, and "rocm", AMD's, which torch calls cuda too. Each operation has its implementations
+in order of preference; all take the same arguments. Nothing is imported before it is chosen.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ TILES = "hetero_ee.ops.gpu:tile_matrix"
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """One way to compute an operation."""
+    """A function that computes an operation, and what the function needs."""
 
     operation: str
-    name: str  # also the package that it needs
-    entry: str  # "module:attribute" of what computes it
+    name: str  # name, which is also that of the package it needs
+    entry: str  # "module:attribute" of the function that computes the operation
     kinds: tuple[str, ...] = KINDS
-    prepare: str = TILES  # the same of what makes a weight ready for it
+    prepare: str = TILES  # "module:attribute" of the function that prepares a weight
     is_capturable: bool = False  # its launches may be recorded in a CUDA graph
 
     def load(self) -> Any:
@@ -47,11 +47,11 @@ class Choice:
 
     implementation: Implementation
     kind: str
-    missing: tuple[str, ...]  # preferred implementations that are not there
+    missing: tuple[str, ...]  # preferred implementations that are not installed
 
     @property
     def reason(self) -> str:
-        """One sentence for people."""
+        """The reason for the choice, in one sentence for people."""
         chosen = self.implementation
         what = f"{chosen.operation} on {self.kind} is computed by {chosen.name}"
         if not self.missing:
@@ -66,14 +66,14 @@ def is_installed(package: str) -> bool:
 
 
 class Registry:
-    """Choice of an implementation for each operation. is_installed: replaced by tests of missing packages."""
+    """Chooses an implementation for each operation. Tests replace `is_installed` to simulate missing packages."""
 
     def __init__(self, is_installed: IsInstalled = is_installed, warn: Warn | None = None) -> None:
         self._is_installed, self._warn = is_installed, warn
         self._told: set[str] = set()
 
     def explain(self, operation: str, kind: str) -> Choice:
-        """Return what choose() would choose. Raises: UsageError: if nothing computes the operation."""
+        """Return the choice that choose() would make. Raises: UsageError: if nothing computes the operation."""
         candidates = [one for one in IMPLEMENTATIONS if one.operation == operation and kind in one.kinds]
         if not candidates:
             known = ", ".join(sorted({one.operation for one in IMPLEMENTATIONS if kind in one.kinds})) or "none"
@@ -87,7 +87,7 @@ class Registry:
         raise UsageError(f"nothing on this machine computes {operation} on {kind}; {ways} does.")
 
     def choose(self, operation: str, kind: str) -> Implementation:
-        """Return the first installed implementation. Warns once if a faster one is missing. Raises like explain."""
+        """Return the first installed implementation. Warns once if a faster one is missing. Raises: as explain()."""
         choice = self.explain(operation, kind)
         if choice.missing and self._warn and choice.reason not in self._told:
             self._told.add(choice.reason)
@@ -101,7 +101,7 @@ def _loaded(entry: str) -> Any:
 
 
 def _pair(operation: str, entry: str) -> tuple[Implementation, Implementation]:
-    """Return Triton's implementation and torch's."""
+    """Return the Triton and the torch implementation of an operation."""
     return (
         Implementation(operation, "triton", f"hetero_ee_kernels.{entry}", is_capturable=True),
         Implementation(operation, "torch", f"hetero_ee_kernels.reference:{entry.split(':')[1]}"),

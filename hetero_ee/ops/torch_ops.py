@@ -1,8 +1,8 @@
-"""The operations of a decoder in plain torch, fp32: the reference the fast kernels are checked against.
+"""The operations of a decoder in plain torch, fp32: the reference that the fast kernels are checked against.
 
 Exact early exit compares tokens computed in different batches, so a token's bits must not depend on its batch. torch's
-matmul gives other bits at m = 1 than at m = 2, and its vector code ends in a scalar tail that rounds otherwise,
-wherever memory or a thread's share ends. Hence matrix products and activations here are one row at a time, on memory of
+matmul gives other bits at m = 1 than at m = 2, and its vector code ends in a scalar tail, which rounds differently,
+wherever memory or a thread's share ends. Hence matrix products and activations compute one row at a time, on memory of
 their own.
 """
 
@@ -29,7 +29,7 @@ UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads
 
 @dataclass(frozen=True, slots=True)
 class TorchMatrix:
-    """A weight as it is stored, and its bias."""
+    """A weight in its stored form, and its bias."""
 
     weight: Weight
     bias: Tensor | None
@@ -37,7 +37,7 @@ class TorchMatrix:
 
 @dataclass(frozen=True, slots=True)
 class TorchHeads:
-    """The attention of one layer, and the cache that has its keys and values."""
+    """One layer's attention, and the cache with its keys and values."""
 
     spec: AttentionSpec
     layer: int
@@ -48,7 +48,7 @@ class TorchHeads:
 
 @dataclass(frozen=True, slots=True)
 class TorchRows:
-    """The tokens of a pass."""
+    """The tokens of a pass, in the form that torch's operations need."""
 
     batch: Batch
     counts: NeuronCounts
@@ -56,12 +56,12 @@ class TorchRows:
 
     @property
     def may_skip(self) -> Tensor:
-        """Return for each token whether neurons may be left out, bool (m, 1)."""
+        """Which tokens may skip neurons, bool (m, 1)."""
         return torch.from_numpy(self.batch.may_skip())[:, None]
 
 
 class TorchOps(Ops):
-    """Plain torch. Nothing is changed in place but the KV cache and the hidden states that norms add to."""
+    """Operations in plain torch. Changes nothing in place but the KV cache and the hidden states that norms add to."""
 
     def matrix(self, name: str, weight: Weight, bias: Tensor | None) -> TorchMatrix:
         return TorchMatrix(weight, bias)
@@ -78,11 +78,11 @@ class TorchOps(Ops):
         return TorchHeads(spec, layer, cache, query_norm, key_norm)
 
     def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> TorchRows:
-        """Return the batch as verbs take it. Neurons are counted in `counts`."""
+        """Convert a batch to the form that operations need. Neurons are counted in `counts`."""
         return TorchRows(batch, counts, bool(batch.may_skip().any()))
 
     def array(self, x: Tensor) -> Tensor:
-        """Return a copy, to be changed in place."""
+        """Return a copy, which operations may change in place."""
         return x.clone()
 
     def view(self, x: Tensor) -> Tensor:
@@ -218,14 +218,14 @@ class TorchOps(Ops):
         scale: float | None = None,
         cap: float = 0.0,
     ) -> Tensor:
-        """Attend each token to its own sequence up to its own position: (m, heads, head_dim) -> (m, heads, head_dim).
+        """Let each token attend to its sequence up to itself: (m, heads, head_dim) -> (m, heads, head_dim).
 
         Query heads share key heads in equal groups.
 
         Args:
-            window: Positions seen, including the token's own; None for all.
-            scale: Factor of the scores, 1 / sqrt(head_dim) if None.
-            cap: Limit of the scores, cap tanh(score / cap); 0 for none.
+            window: number of positions that a token sees, including its own; None for all.
+            scale: factor of the scores, 1 / sqrt(head_dim) if None.
+            cap: limit of the scores, cap tanh(score / cap); 0 for none.
         """
         n_heads, head_dim = queries.shape[1:]
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -244,7 +244,7 @@ class TorchOps(Ops):
         return torch.stack([_activation(row, kind, threshold) for row in x])
 
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
-        """Sum over neurons: x (m, K), active (m, F), 0 for skipped ones, up and down (F, K) -> (m, K)."""
+        """Sum over neurons, for x (m, K), activations (m, F), 0 for skipped neurons, up and down (F, K) -> (m, K)."""
         return self.summed(active if up is None else active * self.product(x, up), down)
 
     def summed(self, inner: Tensor, down: Weight) -> Tensor:
@@ -254,8 +254,10 @@ class TorchOps(Ops):
 
 
 class BatchedTorchOps(TorchOps):
-    """Pass whole batches to torch's matmul. This is several times faster for long inputs, but a token's last bits
-    depend on its batch: it is for measuring quality, never for generating."""
+    """Passes whole batches to torch's matmul, to measure quality several times faster on long inputs.
+
+    A token's last bits depend on its batch, so this must never generate.
+    """
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.dequantize(), bias)
@@ -298,7 +300,7 @@ class BatchedTorchOps(TorchOps):
 def _capped_attention(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float | None, cap: float
 ) -> Tensor:
-    """Attend one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n)."""
+    """Attend within one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n)."""
     m, n_heads, head_dim = queries.shape
     grouped = queries.transpose(0, 1).reshape(keys.shape[0], -1, head_dim)  # a key head's queries, head by head
     scores = torch.bmm(grouped, keys.transpose(1, 2)) * (1 / math.sqrt(head_dim) if scale is None else scale)
@@ -308,7 +310,7 @@ def _capped_attention(
 
 
 def _activation(row: Tensor, kind: str, threshold: float) -> Tensor:
-    """Apply the activation to (F,), in pieces too small for torch to share among threads."""
+    """Apply the activation to a row (F,), in pieces too small for torch to share among threads."""
     return torch.cat([_activate(piece.clone(), kind, threshold) for piece in torch.split(row, UNSHARED_ELEMENTS)])
 
 

@@ -1,1 +1,1 @@
-"""Every option a user can set, stated once: its Python keyword, flags, setting, request fields, range and help."""
+"""Declare every option that a user can set: its Python keyword, flags, setting, request fields, range and help."""

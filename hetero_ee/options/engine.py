@@ -1,6 +1,6 @@
-"""Options that say how a model is opened and where it may run, each stated once.
+"""Declare the options that decide how a model is opened and where it may run.
 
-`EngineOptions` in planning/request.py adds those whose types are not light enough to import here.
+`EngineOptions` in planning/request.py adds options whose types are too heavy to import here.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ VRAM_MARGIN_GIB = 1.0
 
 
 class ModelKeywords(TypedDict, total=False):
-    """Keywords that say which weights are opened, and how the CPU runs them."""
+    """Keyword arguments that select the weights to open, and how the CPU runs them."""
 
     revision: Annotated[str | None, Option("Branch, tag or commit of a Hugging Face id.", ("--revision",))]
     offline: Annotated[
@@ -77,7 +77,7 @@ class ModelKeywords(TypedDict, total=False):
 
 
 class PlanKeywords(TypedDict, total=False):
-    """Keywords that limit or pin a plan. None leaves the choice to the planner."""
+    """Keyword arguments that limit a plan or fix parts of it. None leaves the choice to the planner."""
 
     vram_budget: Annotated[
         float | None,
@@ -151,7 +151,7 @@ class PlanKeywords(TypedDict, total=False):
 
 
 class RunKeywords(TypedDict, total=False):
-    """Keywords that say what runs a plan, and what is recorded."""
+    """Keyword arguments that select what runs a plan, and what is recorded."""
 
     draft_head: Annotated[
         str | Path | None,

@@ -1,4 +1,4 @@
-"""Fields of a Hugging Face generation configuration that this engine does not support."""
+"""List fields of a Hugging Face generation configuration that this engine does not support."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,10 +37,10 @@ ALL = OF_EVERY_TEXT.keys() | OF_SAMPLED_TEXT.keys()
 
 
 def ignored(values: Mapping[str, Any], context_tokens: int | None = None) -> str:
-    """Return the settings in `values` that this engine ignores, as words; empty if there are none.
+    """Describe the settings in `values` that this engine ignores; empty if there are none.
 
     Args:
-        context_tokens: The model's maximum. A max_length that is not below it has no effect and is left out.
+        context_tokens: the model's maximum. A max_length that is not below it has no effect and is left out.
     """
     neutral = OF_EVERY_TEXT | (OF_SAMPLED_TEXT if values.get("do_sample") else {})
     if values.get("max_new_tokens") is not None:  # it comes before max_length

@@ -1,6 +1,6 @@
-"""Option: one thing a user can set, with everything that Python, the command line and the server know of it.
+"""Define Option: everything that Python, the command line and the server know about one thing that users can set.
 
-An option is stated in the annotation of a field, `threads: Annotated[int, Option(...), Range(...)]`, which gives its
+An option is declared in a field's annotation, `threads: Annotated[int, Option(...), Range(...)]`, which supplies its
 name and type. This module imports nothing heavy, since shell completion reads options at every press of Tab.
 """
 
@@ -14,12 +14,12 @@ from hetero_ee.errors import UsageError, shown
 
 ENVIRONMENT_PREFIX = "HETERO_EE_"
 Schema = dict[str, Any]
-NO_DEFAULTS = (None, ())  # defaults that help does not mention
+NO_DEFAULTS = (None, ())  # defaults that help texts do not mention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One option. `str` of it is its Python keyword, which is how error messages name it by default."""
+    """One option. str() returns its Python keyword, by which error messages name it by default."""
 
     help: str
     flags: tuple[str, ...] = ()  # on the command line; empty if it has none
@@ -50,12 +50,12 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets it, for a setting."""
+        """The environment variable that sets the option, if the option is a setting."""
         return ENVIRONMENT_PREFIX + self.setting.upper()
 
     @property
     def full_help(self) -> str:
-        """The help and the default, in one line."""
+        """The help text and the default, in one line."""
         value = f"{self.default:g}" if isinstance(self.default, float) else f"{self.default}"
         default = self.default_text or ("" if self.default in NO_DEFAULTS else value)
         return f"{self.help} [default: {default}]" if default else self.help
@@ -74,7 +74,7 @@ class Option:
         return f"{what} {edge} {self.least or 0:g}{largest}"
 
     def allows(self, value: object) -> bool:
-        """Return whether the value has this option's type and is in its range. Only for simple kinds."""
+        """Return whether the value has this option's type and range. Works only for simple types."""
         if self.kind not in (int, float):
             return isinstance(value, self.kind) and (not self.choices or value in self.choices)
         numbers = (int,) if self.kind is int else (int, float)
@@ -87,17 +87,17 @@ class Option:
         )
 
     def check(self, value: object, called: object = None) -> None:
-        """Raise a UsageError if the option can't have this value. `called` is its name in the message."""
+        """Raise a UsageError, which names the option by `called`, if the option doesn't allow the value."""
         if not self.allows(value):
             raise self.refusal(value, called)
 
     def refusal(self, value: object, called: object = None) -> UsageError:
-        """Return the error that says what was expected instead of this value."""
+        """Return the error for a value that isn't allowed. Its message states what was expected."""
         quoted = f"{value:.12g}" if self.kind is float and isinstance(value, float) else shown(value)
         return UsageError(called or self, f" is {quoted}; expected {self.expected}.")
 
     def fields_of(self, protocol: str) -> tuple[str, ...]:
-        """Return the names of its fields in requests of "openai", "responses" or "anthropic"."""
+        """Return the option's field names in the requests of a protocol: "openai", "responses" or "anthropic"."""
         names: tuple[str, ...] = getattr(self, protocol)
         return names or (self.openai if protocol == "responses" else ())
 
@@ -112,7 +112,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The fields of an option that is a number, next to it in an annotation."""
+    """The range of an option that is a number, written after the Option in an annotation."""
 
     least: float | None = None
     most: float | None = None
@@ -122,7 +122,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """The fields of an option that HTTP requests can hold, next to it in an annotation."""
+    """An option's fields in HTTP requests, written after the Option in an annotation."""
 
     openai: tuple[str, ...] = ()
     anthropic: tuple[str, ...] = ()
@@ -143,12 +143,12 @@ _SCHEMAS: dict[Any, Schema] = {
 
 
 def is_whole(value: object, least: int, most: int | None = None) -> bool:
-    """Return whether the value is a whole number from least to most, and not True or False."""
+    """Return whether the value is a whole number from least to most. True and False are not."""
     return type(value) is int and least <= value and (most is None or value <= most)
 
 
 def options_of(stated: type) -> dict[str, Option]:
-    """Return the options stated in the annotations of a dataclass or a TypedDict, by name."""
+    """Return, by name, the options that the annotations of a dataclass or a TypedDict declare."""
     found: dict[str, Option] = {}
     defaults = {each.name: each.default for each in fields(stated)} if is_dataclass(stated) else {}
     for name, annotation in stated.__annotations__.items():

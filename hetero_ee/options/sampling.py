@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of a text are chosen and when it ends, with every option stated once."""
+"""Declare SamplingParams: the options that choose the tokens of a sequence and decide when it ends."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sized
@@ -22,7 +22,7 @@ SIMPLE_KINDS = (int, float, bool)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a text ends.
+    """Options that decide how tokens are chosen and when a sequence ends.
 
     Raises:
         UsageError: if a value is out of its range.
@@ -90,7 +90,7 @@ class SamplingParams:
         Option("The same seed gives the same text.", ("-s", "--seed"), default_text="random"),
         Range(0, 2**64 - 1),
         Requests(("seed",), ("seed",), stand_ins={RANDOM: None}),
-    ] = 0  # prompts generated together each have noise of their own, by their index
+    ] = 0  # prompts generated together use different noise, by their index
     stop: Annotated[
         tuple[str, ...],
         Option("End the text before this string; can be given more than once.", ("--stop",), typed=list[str]),
@@ -152,7 +152,7 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether some tokens can't be drawn."""
+        """Whether sampling excludes some tokens (top_k, top_p or min_p)."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -163,7 +163,7 @@ class SamplingParams:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar decides which tokens may follow."""
+        """Whether a JSON schema or a grammar decides which tokens may follow."""
         return self.json_schema is not None or self.grammar is not None
 
     def require_known(self, vocab_size: int) -> None:
@@ -173,7 +173,7 @@ class SamplingParams:
 
     @classmethod
     def read(cls, sampling: Any) -> Self:
-        """Return the parameters given as SamplingParams, a GenerationConfig, or a dictionary of its fields and ours.
+        """Convert a SamplingParams, a GenerationConfig, or a dictionary with fields of both, to SamplingParams.
 
         In a dictionary, a temperature without do_sample means to sample.
 
@@ -193,12 +193,12 @@ class SamplingParams:
 
     @classmethod
     def from_hf(cls, generation_config: Any) -> Self:
-        """Read a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults.
+        """Convert a Hugging Face GenerationConfig (object or dict). Unset fields keep this engine's defaults.
 
-        transformers keeps 50 candidates if top_k is unset, we keep all. The engine reads end tokens elsewhere.
+        If top_k is unset, transformers keeps 50 candidates, this engine all of them. End tokens are read elsewhere.
 
         Raises:
-            UsageError: if it asks for beams or something else that is not offered.
+            UsageError: if it requests beams or another unsupported feature.
         """
         if not isinstance(generation_config, Mapping) and not hasattr(generation_config, "to_dict"):
             raise UsageError(f"expected a GenerationConfig or a dict, got {type(generation_config).__name__}.")
@@ -217,11 +217,10 @@ class SamplingParams:
                 chosen[ours] = values[theirs]
         top_k = chosen.get("top_k")
         if top_k == -1 or (isinstance(top_k, float) and top_k.is_integer()):
-            chosen["top_k"] = max(0, int(top_k))  # files in the wild say 20.0, and -1 for all
+            chosen["top_k"] = max(0, int(top_k))  # some published files have 20.0, or -1 for all
         return cls(**chosen, stop=() if values.get("stop_strings") is None else values["stop_strings"])
 
     def changed(self, **changes: Any) -> Self:
-        """Return a copy with some values changed."""
         _check_names(changes, SAMPLING)
         return replace(self, **changes)
 
@@ -232,9 +231,9 @@ Sampling = SamplingParams | Mapping[str, Any]  # also a GenerationConfig of tran
 
 
 class SamplingChanges(TypedDict, total=False):
-    """Keyword arguments that change sampling options, for type checkers and editors.
+    """Keyword arguments that change sampling options, typed for type checkers and editors.
 
-    Some take more types than `SamplingParams` keeps.
+    Some accept more types than `SamplingParams` stores.
     """
 
     max_new_tokens: int | None
@@ -279,7 +278,7 @@ def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def _as_schema(value: Any) -> str | None:
-    """Return the JSON text of an object, given as the object or as text."""
+    """Return a JSON schema as text. Accepts an object or its JSON text."""
     if value is None:
         return None
     option = SAMPLING["json_schema"]
@@ -294,7 +293,7 @@ def _as_schema(value: Any) -> str | None:
 
 
 def _as_bias(values: Any) -> Pairs:
-    """Return the pairs of a mapping or a list of pairs; a token's last one counts."""
+    """Convert a mapping, or a list of pairs, to pairs of token id and bias. A token's last bias counts."""
     option = SAMPLING["logit_bias"]
     if isinstance(values, Sized) and len(values) > MAX_BIASES:
         raise UsageError(option, f" holds {len(values)} tokens; expected at most {MAX_BIASES}.")

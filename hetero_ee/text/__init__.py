@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers, chat templates, text streams."""
+"""Convert text to tokens and back: tokenizers, chat templates, text streams."""

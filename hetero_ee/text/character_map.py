@@ -2,7 +2,7 @@
 
 A map is the size of a trie in bytes, the trie (darts-clone: a double array of 32-bit units), and the replacements, each
 terminated by a zero byte. The tokenizers library replaces a whole grapheme by the replacement of its shortest prefix
-that the trie holds. It panics on a trie that points outside itself, so such maps are refused here.
+that the trie holds. The library panics on a trie that points outside itself, so this module refuses such maps.
 """
 
 import base64
@@ -19,7 +19,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class DamagedMapError(ValueError):
-    """The map can't be decoded, or its trie points outside the map."""
+    """A character map can't be decoded, or its trie points outside the map."""
 
 
 def largest_growth(charsmap: Any) -> float:
@@ -52,7 +52,7 @@ def largest_growth(charsmap: Any) -> float:
 
 
 def _values_by_key_bytes(trie: bytes) -> Iterator[tuple[int, Positions]]:
-    """Yield (bytes of a key, values of all keys of that many bytes): a value is the position of a replacement.
+    """Yield for each length of keys, in bytes, the values of all keys that long. A value is a replacement's position.
 
     A unit's label is one byte of a key, and its position is that of its parent's children XOR that byte. So each unit
     has only one possible parent, and a level of the trie is found in one pass over the units.

@@ -1,8 +1,8 @@
-"""A conversation as token ids, in which only the chat template writes special tokens.
+"""Convert a conversation to token ids such that only the chat template can write special tokens.
 
 Messages may contain the text of a special token, such as <|im_end|>, with which a user or a tool's result could forge
-turns. Every character of such a text is followed by a mark, a character that occurs nowhere else, so that the tokenizer
-reads plain characters. The marks' own tokens are then left out.
+turns. A mark, a character that occurs nowhere else, is inserted after every character of such a text, so that the
+tokenizer reads plain characters. The marks' own tokens are then left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """Return a conversation's text, up to the beginning of the assistant's reply, and its mark for Tokenizer.encode.
+    """Return the conversation's text, up to the beginning of the assistant's reply, and its mark for Tokenizer.encode.
 
     Args:
-        tools, variables: See ChatTemplate.render.
+        tools, variables: see ChatTemplate.render.
 
     Raises:
         ModelError: if the template refuses the messages, or they leave no character to mark special tokens with.

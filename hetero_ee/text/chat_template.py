@@ -1,4 +1,4 @@
-"""Chat templates: they turn the messages of a conversation into the text that the model was trained to continue.
+"""Render chat templates, which turn the messages of a conversation into the text that a model was trained to continue.
 
 A template is code that comes with the model, so it runs in its own process, in jinja2's sandbox, with limits on time,
 memory and output; see template_renderer.py. Messages are data and never read as a template.
@@ -20,7 +20,7 @@ WAY_OUT = "use another with chat_template, or use hetero-ee generate"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool by the assistant."""
+    """A call of a tool that the assistant requests."""
 
     id: str
     name: str
@@ -48,7 +48,7 @@ class Message:
         return len(self.content) + len(self.reasoning or "") + sum(len(repr(each)) for each in self.tool_calls)
 
     def as_variable(self) -> dict[str, Any]:
-        """Return the message as templates expect it, without absent parts, since templates test for names."""
+        """Return the message as templates expect it, without absent parts, since templates test for their names."""
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             found["tool_calls"] = [each.as_variable() for each in self.tool_calls]
@@ -58,10 +58,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class RenderingLimits:
-    """Resources that a template may use."""
+    """Limits of the time, memory and output of a template."""
 
-    seconds: float = 2.0  # per rendering
-    start_seconds: float = 30.0  # for its process to start
+    seconds: float = 2.0  # limit per rendering
+    start_seconds: float = 30.0  # limit for the start of the process
     memory_bytes: int = 512 * 2**20
     output_characters: int = 2**20  # in addition to those of the messages
     template_characters: int = 2**20
@@ -71,7 +71,7 @@ DEFAULT_LIMITS = RenderingLimits()
 
 
 class ChatTemplate:
-    """One template and the process that renders it, which starts with the first rendering and ends with close().
+    """A chat template and the process that renders it. The first rendering starts the process, close() ends it.
 
     Args:
         special_tokens: the tokenizer's special tokens by name (bos_token, eos_token, ...).
@@ -103,9 +103,9 @@ class ChatTemplate:
         """Render the conversation up to the beginning of the assistant's reply.
 
         Args:
-            tools: as in OpenAI's requests.
-            variables: further variables that the template knows.
-            plain: changes every text of messages and tools, of whose length it may make a little more than double.
+            tools: descriptions of tools as in OpenAI's requests.
+            variables: further variables for the template.
+            plain: changes every text of messages and tools; may make a text a little more than twice as long.
 
         Raises:
             ModelError: if the template is malformed, refuses the messages, or exceeds the sandbox or its limits.
@@ -139,7 +139,7 @@ class ChatTemplate:
         return text
 
     def close(self) -> None:
-        """End the process; the next rendering starts another."""
+        """End the process. The next rendering starts another one."""
         self._process.close()
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
@@ -158,7 +158,7 @@ class ChatTemplate:
 
 
 def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with all its texts changed."""
+    """Return a JSON value with `change` applied to every text in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -167,5 +167,5 @@ def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _one_line(reason: str) -> str:
-    """Return a reason given by the template or jinja2, without control characters."""
+    """Return an error message of the template or jinja2 on one line, without control characters."""
     return shown(reason)[1:-1] if not reason.isprintable() else reason

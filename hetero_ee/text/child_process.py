@@ -1,4 +1,4 @@
-"""A program in a process of its own, for work on untrusted input that must not take this process along."""
+"""Run a Python program in its own process, to work on untrusted input that must not bring down this process."""
 
 import json
 import os
@@ -11,20 +11,19 @@ from typing import Any
 
 
 class ChildProcess:
-    """A Python program that prints a line when it is ready, and answers each line of JSON with one.
+    """A Python program that prints a line when it is ready, and answers each line of JSON with a line of JSON.
 
-    It starts with the first request, and again after one that failed or if it has died meanwhile. For one thread,
-    except for kill().
+    The process starts with the first request, and again if a request has failed or the process has died. Only kill()
+    may be called from another thread.
     """
 
     def __init__(self, arguments: Sequence[str], start_seconds: float, first: Any = None) -> None:
-        """Take the interpreter's arguments, and what the program reads before it is ready; None if it reads nothing."""
+        """Store the interpreter's arguments. `first` is sent to the program before it is ready, unless None."""
         self._arguments, self._start_seconds, self._first = list(arguments), start_seconds, first
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Any, longest: int, seconds: float) -> Any:
-        """Exchange one request for an answer of at most `longest` bytes. Any exception, even Ctrl-C, ends the process,
-        as half an answer may be in its pipe.
+        """Send a request and return the answer of at most `longest` bytes. An exception, even Ctrl-C, ends the process.
 
         Raises:
             OSError: if the process can't be started.
@@ -41,13 +40,12 @@ class ChildProcess:
             raise
 
     def kill(self) -> None:
-        """End the process, from any thread. Its request then fails."""
+        """End the process, from any thread. A request in progress then fails."""
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process; the next request starts another."""
         process, self._process = self._process, None
         if process is None:
             return

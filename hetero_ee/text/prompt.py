@@ -1,4 +1,4 @@
-"""Prompts, given as text or token ids, and their conversion to token ids."""
+"""Convert prompts, given as text or token ids, to token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ PromptList = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
 
 
 def listed(prompt: Prompt | PromptList) -> tuple[list[Prompt], bool]:
-    """Return a list of prompts, and whether a single prompt was given. Raises UsageError."""
+    """Return the prompts as a list, and whether the caller gave a single one. Raises UsageError."""
     given: Any = prompt
     if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray) or (not given and given != ""):
         raise UsageError(f"prompt is {shown(given)}; expected text, a list of token ids, or a list of several.")
@@ -24,13 +24,13 @@ def listed(prompt: Prompt | PromptList) -> tuple[list[Prompt], bool]:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Converts prompts for one model to token ids."""
+    """Converts prompts to the token ids of one model."""
 
     tokenizer: Tokenizer
     spec: ModelSpec
 
     def ids(self, prompt: Prompt, most_tokens: int) -> list[int]:
-        """Return the prompt's token ids, fewer than most_tokens, the context length. Raises UsageError."""
+        """Return the prompt's token ids. Raises UsageError if most_tokens, the context length, leaves no new token."""
         ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
         if len(ids) >= most_tokens:
             raise UsageError(

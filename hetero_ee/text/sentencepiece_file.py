@@ -19,7 +19,7 @@ MAX_CUTS = 5 * 10**7
 
 
 def check_sentencepiece(folder: Path) -> None:
-    """Raise ModelError unless tokenizer.model can be converted safely; passes if tokenizer.json is used instead."""
+    """Check that tokenizer.model can be converted safely, unless tokenizer.json is used instead. Raises ModelError."""
     file = find_file(folder, MODEL_FILE)
     if file is None or find_file(folder, "tokenizer.json"):
         return

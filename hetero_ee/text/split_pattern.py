@@ -1,7 +1,7 @@
-"""Find regular expressions that backtrack catastrophically, because they can match a text in too many ways.
+"""Find regular expressions that backtrack catastrophically because they can match a text in too many ways.
 
-A repeated group must not be variable itself: (a+)+ splits n letters in 2^(n-1) ways. An alternative may hold a few
-unbounded repetitions: each further one multiplies the ways by the length of the text, or by its bound.
+A group that is repeated must not have variable contents: (a+)+ splits n letters in 2^(n-1) ways. An alternative may
+have a few unbounded repetitions: each multiplies the ways by the length of the text, or by its bound.
 """
 
 import re
@@ -47,7 +47,7 @@ def why_slow(expression: str) -> str | None:
 
 
 def _without_classes(text: str) -> str:
-    """Replace each character class, which may be nested, by one character."""
+    """Replace each character class, nested or not, by one character."""
     kept, depth = [], 0
     for character in text:
         depth += character == "["
@@ -61,7 +61,7 @@ def _without_classes(text: str) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """A group during parsing."""
+    """A group of a regular expression during parsing."""
 
     is_variable: bool = False  # may match one text in several ways
     n_endless: int = 0  # (nearly) unbounded repetitions in the current alternative
@@ -76,7 +76,7 @@ class _Group:
         self.n_endless, self.most_endless = 0, max(self.n_endless, self.most_endless)
 
     def repeat(self, repeats: str, last: "_Group") -> bool:
-        """Parse the repetition, perhaps lazy, that follows `last`. Returns False if it repeats a variable group."""
+        """Parse the repetition, perhaps lazy, of `last`. Returns False if a group is variable and repeated."""
         first, *others = _REPEAT.finditer(repeats)
         least, most = _range(first)
         if (most is None or most > 1) and last.is_variable:

@@ -1,4 +1,4 @@
-"""The program that renders chat templates in its own process, since a template is untrusted code.
+"""The program that renders chat templates in its own process, since templates are untrusted code.
 
 It imports jinja2 and nothing of hetero_ee. It prints {} when it is ready. Then it answers each line of standard input,
 a JSON document with template, variables, seconds and characters (the limits), with one line: {"text"}, {"refusal"} if
@@ -26,15 +26,15 @@ MAX_REASON_CHARACTERS = 200
 
 
 class RefusalError(Exception):
-    """Raised by a template's raise_exception(...)."""
+    """The template called raise_exception(...)."""
 
 
 class OutputTooLongError(Exception):
-    """The text exceeds the limit."""
+    """The rendered text exceeds the limit."""
 
 
 class GenerationBlock(Extension):
-    """{% generation %} marks the assistant's text for training; here its body is just rendered."""
+    """Renders the body of {% generation %}, which marks the assistant's text for training, as if it weren't marked."""
 
     tags = {"generation"}  # noqa: RUF012 - as declared in jinja2
 
@@ -69,7 +69,7 @@ def _refuse(message: Any) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return plain JSON; jinja2's own filter escapes for HTML."""
+    """Convert a value to plain JSON. jinja2's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -79,7 +79,7 @@ def _now(format: str) -> str:
 
 @lru_cache(maxsize=1)
 def _compiled(template: str) -> Template:
-    """Compile a template with the names that transformers provides to chat templates."""
+    """Compile a template with the functions that transformers provides to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -90,7 +90,7 @@ def _compiled(template: str) -> Template:
 
 
 def _rendered(template: str, variables: dict[str, Any], max_characters: int) -> Iterator[str]:
-    """Yield the text in pieces, so that an endless one stops at the limit before memory is used up."""
+    """Yield the rendered text in pieces, so that endless output stops at the limit before memory is used up."""
     n_characters = 0
     for piece in _compiled(template).generate(**variables):
         n_characters += len(piece)
@@ -122,7 +122,7 @@ def _reason(error: Exception) -> str:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Limit memory if the system can; elsewhere only the time limit applies."""
+    """Limit the process's memory if the operating system can; otherwise only the time limit applies."""
     try:
         import resource
     except ImportError:
@@ -133,7 +133,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Make the system end this process after that time, even if its parent was killed; 0 cancels that."""
+    """Let the operating system end this process after `seconds`, even if its parent was killed; 0 cancels that."""
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(seconds))
 
@@ -144,7 +144,7 @@ def _write(line: str) -> None:
 
 
 def main() -> None:
-    """Serve requests. The program's argument is the largest address space in bytes."""
+    """Answer requests until standard input ends. The program's argument is the largest address space in bytes."""
     _limit_memory(int(sys.argv[1]))
     _write("{}")
     for line in sys.stdin:

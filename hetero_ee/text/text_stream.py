@@ -1,4 +1,4 @@
-"""Turn tokens into text as they are generated, without yielding half a character or part of a stop string."""
+"""Convert tokens to text as they are generated, without yielding half a character or part of a stop string."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ MAX_HELD_TOKENS = 16  # an unfinished character has at most 4 bytes, so longer o
 
 
 class TextStream:
-    """Turns one sequence's tokens into text piece by piece; the joined pieces are the text of all tokens.
+    """Converts one sequence's tokens to text piece by piece. The pieces join to the text of all tokens.
 
-    The latest tokens, including the prompt's, are decoded again with each new one, because decoders strip a leading
-    space of a text, and some (ByteFallback) decode a run of byte tokens only if the whole run is valid UTF-8.
+    Each new token is decoded together with the latest ones, including the prompt's: decoders strip a leading space, and
+    some (ByteFallback) decode a run of byte tokens only if the whole run is valid UTF-8.
     """
 
     def __init__(self, decode: Decode, prompt_ids: list[int], stop: tuple[str, ...] = ()) -> None:
@@ -23,7 +23,7 @@ class TextStream:
         self._n_taken = len(self._text)  # number of its characters that were returned
         self._n_waiting = 0  # tokens since it last ended with a whole character
         self._held = ""  # text that may be the start of a stop string
-        self.stopped_by: str | None = None  # the stop string that was completed
+        self.stopped_by: str | None = None  # the stop string that ended the text
         self._shorten()
 
     @property
@@ -31,7 +31,7 @@ class TextStream:
         return self.stopped_by is not None
 
     def add(self, token_id: int) -> str:
-        """Add a token and return the text that is certain by now; sets `stopped` if a stop string is complete."""
+        """Add a token and return the text that can't change any more. Sets `stopped` if a stop string is complete."""
         is_silent = self._read(token_id)
         text = self._release(self._take(self._certain_text()))
         if is_silent:  # a special token: no stop string extends across it, and its marker belongs after the held text
@@ -40,14 +40,14 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return the rest of the text after the last token."""
+        """Return the text that was held back, after the last token."""
         text = self._release(self._take(self._text))
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
 
     def _read(self, token_id: int) -> bool:
-        """Append a token to the window and return whether it has no text."""
+        """Append a token to the window of latest tokens and return whether it has no text."""
         whole = self._decode([*self._ids, token_id])
         is_silent = whole == self._text != "" and not whole.endswith(REPLACEMENT)
         if not is_silent:  # special tokens without text must not push out tokens with text
@@ -68,7 +68,7 @@ class TextStream:
         return new
 
     def _shorten(self) -> None:
-        """Shorten a full window to tokens whose text is the end of its text, so that it begins with a character."""
+        """Drop the oldest tokens of a full window if the remaining ones decode to the end of the window's text."""
         if len(self._ids) <= WINDOW_TOKENS or 0 < self._n_waiting < MAX_HELD_TOKENS:
             return
         n_untaken = len(self._text) - self._n_taken
@@ -79,7 +79,7 @@ class TextStream:
                 return
 
     def _release(self, text: str) -> str:
-        """Return the part of the held text and `text` that cannot belong to a stop string; the first stop counts."""
+        """Return the part of the held text and `text` that cannot belong to a stop string, up to the first one."""
         if self.stopped:
             return ""
         self._held += text

@@ -1,4 +1,4 @@
-"""The model's tokenizer, read by transformers, whose exceptions become ModelError."""
+"""Load the model's tokenizer with transformers, and convert its exceptions to ModelError."""
 
 import json
 import re
@@ -28,7 +28,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, warn: Warn = lambda text: None) -> "Tokenizer":
-        """Read the tokenizer files in `folder`, without running code from there. Raises ModelError."""
+        """Load the tokenizer files in `folder`, without running code from the folder. Raises ModelError."""
         require_tokenizer(folder)
         check_tokenizer_files(folder, warn)
         check_sentencepiece(folder)
@@ -39,11 +39,12 @@ class Tokenizer:
         return cls(backend, vocab_size)
 
     def encode(self, text: str, *, with_special_tokens: bool = True, mark: str = "") -> list[int]:
-        """Return token ids, with a begin token if the model expects one.
+        """Return the text's token ids, with a begin token if the model expects one.
 
         Args:
-            with_special_tokens: False adds none, for text that contains its own, such as a rendered chat template.
-            mark: A character whose tokens are left out; see chat_prompt.py.
+            with_special_tokens: False adds none, for a text that contains them already, such as a rendered chat
+                template.
+            mark: a character whose tokens are left out; see chat_prompt.py.
 
         Raises:
             UsageError, ModelError: if the text is not valid, or the tokenizer fails.
@@ -55,7 +56,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UsageError(f"the prompt is not valid Unicode at character {error.start}.") from error
         with _model_errors("the tokenizer fails on this prompt"):
-            has_offsets = bool(mark) and bool(self._backend.is_fast)  # others keep the marks
+            has_offsets = bool(mark) and bool(self._backend.is_fast)  # other tokenizers keep the marks
             how = {"add_special_tokens": with_special_tokens, "return_offsets_mapping": has_offsets}
             encoded = self._backend(text, verbose=False, **how)
         ids = list(encoded["input_ids"])
@@ -71,7 +72,7 @@ class Tokenizer:
         return self._decoded(token_ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token inside a text, with its leading space, or a special token's name."""
+        """Return the text of a token in the middle of a text, with its leading space, or a special token's name."""
         # Some decoders strip the beginning of a text, so the second of two tokens is used.
         once, twice = (self._decoded(ids, skip_special_tokens=False) for ids in ([token_id], [token_id, token_id]))
         return twice[len(once) :]
@@ -84,7 +85,7 @@ class Tokenizer:
             raise ModelError(f"the tokenizer fails on token {token_ids[-1]} ({_first_line(error)}).") from error
 
     def as_json(self) -> str:
-        """Return the content of tokenizer.json, including added tokens. Raises UsageError for a Python tokenizer."""
+        """Return the content of tokenizer.json, with added tokens. Raises UsageError for a Python tokenizer."""
         backend = getattr(self._backend, "backend_tokenizer", None)
         if backend is None:
             raise UsageError(
@@ -100,7 +101,7 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> re.Pattern[str] | None:
-        """A pattern of the special tokens' texts, None if there are none. It takes time by a text's length alone."""
+        """Pattern of the special tokens' texts, None if there are none. Matching is linear in a text's length."""
         tokens = self._backend.added_tokens_decoder.values()
         texts = {each.content for each in tokens if each.special and len(each.content) > 1}
         return re.compile(_one_of(texts)) if texts else None
@@ -117,7 +118,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Chat template in chat_template.jinja or tokenizer_config.json; the default of several. Raises ModelError."""
+        """Chat template of chat_template.jinja or tokenizer_config.json; the default of several. Raises ModelError."""
         template = self._backend.chat_template
         if isinstance(template, dict):
             if "default" not in template:
@@ -132,7 +133,7 @@ class Tokenizer:
 
 
 def _one_of(words: Collection[str]) -> str:
-    """Return an expression of these words that tries one branch per character, where | would try all."""
+    """Return an expression for any of the words that tries one branch per character. With |, it would try all words."""
     prefix = commonprefix(list(words))  # noqa: RUF071 - of characters, not of paths
     after: dict[str, set[str]] = {}
     for rest in (word[len(prefix) :] for word in words):
@@ -163,9 +164,9 @@ def _load_backend(folder: Path) -> Any:
 
 @contextmanager
 def _model_errors(sentence: str) -> Iterator[None]:
-    """Turn everything that the tokenizers library raises into ModelError, except for too little memory.
+    """Convert everything that the tokenizers library raises, except for MemoryError, to ModelError.
 
-    It raises bare Exceptions for malformed files, and panics of Rust code, which do not derive from Exception.
+    The library raises bare Exceptions for malformed files, and Rust panics, which do not derive from Exception.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 """Check tokenizer files before the tokenizers library reads them.
 
-The library executes whatever tokenizer.json says: forty replacements of one letter by two make a terabyte of a prompt.
+The library executes whatever tokenizer.json says: forty replacements of one letter by two make a terabyte.
 """
 
 import json
@@ -65,7 +65,7 @@ _PLAIN = re.compile(rf"(?:\\A)?((?:{_PLAIN_ITEM.pattern})+)")
 
 
 def check_converted(backend: Any, folder: Path) -> None:
-    """Check the stages of a tokenizer made from other files than tokenizer.json. Raises ModelError."""
+    """Check the stages of a tokenizer that was converted from other files than tokenizer.json. Raises ModelError."""
     made = getattr(backend, "backend_tokenizer", None)  # missing in classes written in Python
     try:
         stages = {name: getattr(made, name, None) for name in STAGES}
@@ -100,11 +100,11 @@ def check_tokenizer_files(folder: Path, warn: Warn) -> None:
 
 
 class RefusedError(ValueError):
-    """The reason why a parsed file is refused."""
+    """A parsed file is refused. The message is the reason."""
 
 
 def _read_files(folder: Path) -> Iterator[Path]:
-    """Yield every file of the folder that the library reads. Raises ModelError for one that must not be opened."""
+    """Yield every file in the folder that the library reads. Raises ModelError for one that must not be opened."""
     for parent in (folder, folder / TEMPLATE_FOLDER):
         for entry in sorted(parent.iterdir()) if parent.is_dir() else ():
             is_linked_folder = entry.name == TEMPLATE_FOLDER and entry.is_symlink()
@@ -153,7 +153,7 @@ def _check_tokens(name: str, values: Mapping[str, Any]) -> None:
 def _check_token(token: Any, more_fields: set[str], *, certain: bool) -> None:
     """Check a token's fields, because the library prints names of unknown ones, unescaped, to standard output.
 
-    certain: whether its place makes it a token; elsewhere its content or type does.
+    If not `certain`, the value is a token only if it has a token's content or type.
     """
     if isinstance(token, dict) and (certain or isinstance(token.get("content"), str) or "__type" in token):
         for field in token:
@@ -162,7 +162,7 @@ def _check_token(token: Any, more_fields: set[str], *, certain: bool) -> None:
 
 
 def _check_inner_tokens(value: Any, more_fields: set[str]) -> None:
-    """Check tokens with a type, which may be nested at any depth."""
+    """Check objects with a token's type, which may be nested at any depth."""
     waiting = list(_children(value))
     while waiting:
         found = waiting.pop()
@@ -176,7 +176,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _check_model(model: Any) -> None:
-    """Refuse dropout: merges left out at random, as in training, would give one prompt many encodings."""
+    """Refuse dropout, which leaves out merges at random, as in training: a prompt would have many encodings."""
     if isinstance(model, dict) and model.get("dropout"):
         raise RefusedError(f"its dropout is {shown(model['dropout'])}, which is not supported")
 
@@ -197,11 +197,11 @@ def _check_stages(values: Mapping[str, Any]) -> None:
                 raise RefusedError(f"its {stage} could turn one byte into more than {MAX_GROWTH:g}")
             _check_pattern(step.get("pattern"))
         if stage == "post_processor":
-            growth = 1.0  # the decoder starts again, from one token
+            growth = 1.0  # the decoder starts from one token again
 
 
 def _steps(step: Any, sequence: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (kind, fields) of each step of a stage; a step may be a sequence of steps."""
+    """Yield (kind, fields) of each step of a stage. Steps may be nested in sequences."""
     waiting, n_steps = [step], 0
     while waiting:
         found = waiting.pop()
@@ -234,14 +234,14 @@ def _growth(kind: str, step: Mapping[str, Any]) -> float:
 
 
 def _replacement_growth(pattern: Any, n_content_bytes: int) -> float:
-    """Return the growth of a replacement: a string is replaced wherever it occurs, an expression may match anywhere."""
+    """Return how much a replacement lengthens a text: a string is replaced where it occurs, an expression anywhere."""
     pattern = pattern if isinstance(pattern, dict) else {}
     n_bytes = _bytes_of(pattern.get("String")) or _fewest_bytes(pattern.get("Regex"))
     return max(1.0, n_content_bytes / n_bytes) if n_bytes else 1 + n_content_bytes
 
 
 def _fewest_bytes(expression: Any) -> int:
-    """Return a lower bound of the bytes that an expression matches: 0 unless it is only characters and repetitions."""
+    """Return a lower bound of the bytes that an expression matches: 0 if it is more than characters and repetitions."""
     plain = _PLAIN.fullmatch(expression) if isinstance(expression, str) else None
     return sum(_bytes_of(item[1]) * int(item[2] or 1) for item in _PLAIN_ITEM.finditer(plain[1])) if plain else 0
 
@@ -254,7 +254,7 @@ def _map_growth(charsmap: Any) -> float:
 
 
 def _template_growth(step: Mapping[str, Any]) -> int:
-    """Return how often a template contains the text; apart from that it adds only a few special tokens."""
+    """Return how often a template repeats the text. Apart from that, it adds only a few special tokens."""
     pieces, specials = step.get("single"), step.get("special_tokens")
     specials = specials.values() if isinstance(specials, dict) else ()
     ids = [special.get("ids") for special in specials if isinstance(special, dict)]

@@ -20,13 +20,13 @@ SMALL_ZERO = 2.0**-13  # a smaller zero point is practically 0: codes are 1 apar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """A matrix with one scale per row and 32 columns: W[n, k] = scales[n, k // 32] x (entry - zeros[n, k // 32]).
+    """A matrix with one scale per row and 32 columns: W[n, k] = scales[n, k // 32] x (entry[n, k] - zeros[n, k // 32]).
 
     Args:
-        codes: uint8 (N, K) with a codebook, where the entry is codebook[codes[n, k]]; else int8, the entries.
+        codes: with a codebook, uint8 (N, K), and the entry is codebook[codes[n, k]]; without, the int8 entries (N, K).
         scales: fp32 (N, K / 32).
-        zeros: fp32 (N, K / 32), or None for zeros; with LINEAR_CODEBOOK zero points of the codes minus 8.
-        is_exact: whether these are the file's own values, and not the nearest ones that such blocks can hold.
+        zeros: zero points in units of the entries, fp32 (N, K / 32); None if all are 0.
+        is_exact: whether the blocks hold the file's values exactly, and not the nearest ones that blocks can hold.
     """
 
     codes: Tensor
@@ -39,8 +39,8 @@ class Blocks:
     def with_minimums(cls, codes: Tensor, scales: Tensor, minimums: Tensor) -> Self:
         """Return blocks for W[n, k] = scales[n, k // 32] x codes[n, k] - minimums[n, k // 32], codes uint8 of 0 to 15.
 
-        A group whose zero point exceeds fp16, such as one with a scale of 0, becomes its minimum only. Values that are
-        not finite make a scale that is not.
+        A group whose zero point would exceed fp16, such as one with a scale of 0, keeps only its minimum. A scale or
+        minimum that is not finite yields a scale that is not finite.
         """
         zeros = minimums / scales - 8
         is_flat = ~(zeros.abs() <= LARGEST_ZERO) & scales.isfinite()
@@ -51,7 +51,7 @@ class Blocks:
         return cls(codes, torch.where(is_flat, minimums, scales), LINEAR_CODEBOOK, torch.where(is_flat, 1.0, zeros))
 
     def entries(self) -> Tensor:
-        """Return the entries, int8 (N, K)."""
+        """Return the int8 entries (N, K), looked up in the codebook if there is one."""
         if self.codebook is None:
             return self.codes
         return (
@@ -61,30 +61,30 @@ class Blocks:
         )
 
     def dequantize(self) -> Tensor:
-        """Return W, fp32 (N, K)."""
+        """Return the matrix as fp32 (N, K)."""
         entries = self.entries().float()
         if self.zeros is not None:
             entries -= self.zeros.repeat_interleave(layout.TILE_COLUMNS, dim=1)
         return entries * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
 
     def rows(self, order: Tensor) -> "Blocks":
-        """Return the rows in another order."""
+        """Return the rows at the indices `order`."""
         zeros = None if self.zeros is None else self.zeros[order]
         return Blocks(self.codes[order], self.scales[order], self.codebook, zeros, self.is_exact)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptCodes:
-    """Tiles with the codes of a file. wanted: the values they were rounded from, by part; None if they are exact."""
+    """Tiles with the codes of a file. `wanted` holds the values they were rounded from; None if they are exact."""
 
     weight: TileWeight
     wanted: Sequence[Blocks | Tensor] | None
 
 
 def int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    """Stack parts to int4 tiles, if they have a common codebook and fp16 holds scales and zero points.
+    """Stack parts to int4 tiles; None if their codebooks differ, or fp16 can't hold scales and zero points.
 
-    Scales and zero points may be rounded by a relative error of `most`. Zero points need LINEAR_CODEBOOK.
+    Rounding to fp16 may change each by a relative error of at most `most`. Zero points need LINEAR_CODEBOOK.
     """
     codebook = parts[0].codebook
     if codebook is None or any(part.codebook != codebook for part in parts):
@@ -96,7 +96,7 @@ def int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
 
 
 def int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    """Stack parts to int8 tiles, with any codebooks; None also if an entry is -128 or there are zero points."""
+    """Stack parts to int8 tiles like int4_tiles, with any codebooks; None also for zero points or an entry of -128."""
     entries = [part.entries() for part in parts]
     holds = all(int(each.min()) >= LEAST_VALUE for each in entries) and all(part.zeros is None for part in parts)
     return _tiles(entries, parts, None, 0, most) if holds else None
@@ -105,7 +105,7 @@ def int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
 def _tiles(
     codes: Sequence[Tensor], parts: Sequence[Blocks], codebook: tuple[int, ...] | None, padding: int, most: float
 ) -> TileWeight | None:
-    """Pack tiles; None if fp16 scales times a common power of two are not within `most` of each scale."""
+    """Pack tiles; None if rounding to fp16 changes a scale or zero point by a relative error of more than `most`."""
     stacked, scales = torch.cat(list(codes)), torch.cat([part.scales for part in parts])
     n_rows, n_columns = stacked.shape
     n_padding = layout.padded_shape(n_rows, n_columns)[0] - n_rows
@@ -120,14 +120,14 @@ def _tiles(
 
 
 def _stacked_zeros(parts: Sequence[Blocks]) -> Tensor | None:
-    """Return zero points, 0 for parts without any; None if no part has any."""
+    """Stack the parts' zero points, with 0 for parts without any; None if no part has any."""
     if all(part.zeros is None for part in parts):
         return None
     return torch.cat([torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts])
 
 
 def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
-    """Return fp16 scales and their exponent, each within `most` of the scale; None if impossible."""
+    """Return fp16 scales and their common exponent, each within a relative error of `most`; None if impossible."""
     for halves, exponent in (to_fp16_scales(scales, 0), (scales.half(), 0)):
         if _is_near(halves.double() * 2.0**exponent, scales, most) and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
             return halves, exponent
@@ -135,6 +135,6 @@ def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
 
 
 def _is_near(found: Tensor, expected: Tensor, most: float, small: float = 0.0) -> bool:
-    """Return whether all are within `most` of the expected values, or of `small` if that is larger."""
+    """Return whether every error is at most `most` times the expected value, or times `small` if that is larger."""
     error = (found.double() - expected.double()).abs()
     return bool((error <= most * expected.double().abs().clamp_min(small)).all())

@@ -33,7 +33,7 @@ CHECK_ELEMENTS = 2**20  # values checked for NaN at a time, to bound the copy
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """A tensor's file, its name there, and its description in the file's header."""
+    """A tensor's file, its name in that file, and its description in the file's header."""
 
     file: Path
     name: str
@@ -62,11 +62,11 @@ class Checkpoint:
         self._check_tied_head()
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor of this engine's name, fp32, its parts stacked. Raises CheckpointError for NaN or Inf."""
+        """Return the tensor that this engine calls `name`, as fp32. Raises CheckpointError for NaN or Inf."""
         return self.values(name).float()
 
     def values(self, name: str) -> Tensor:
-        """Return what `tensor` returns, but in the file's type if all parts share one of 16 bits: half the memory."""
+        """Return the same as `tensor`, but in the parts' 16-bit type if they share one, which halves the memory."""
         parts, order = self._parts[name], self._neuron_order(name)
         if len(parts) == 1 and order is None:
             return self._read(parts[0])
@@ -80,10 +80,10 @@ class Checkpoint:
         return stacked
 
     def tiles(self, name: str) -> KeptCodes | None:
-        """Return the tensor in tiles with the checkpoint's codes, or None if a part has codes that tiles cannot hold.
+        """Return a tensor as tiles with the checkpoint's codes; None if a part has codes that tiles cannot hold.
 
-        8-bit tiles hold other codes, too, as the nearest values. The head, the embedding and the model's 8-bit matrices
-        become 8-bit tiles, other matrices 4-bit ones.
+        Codes that 8-bit tiles cannot hold exactly become the nearest values. The head, the embedding and the model's
+        8-bit matrices become 8-bit tiles, other matrices 4-bit ones.
         """
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
         blocks, wanted = list[Blocks](), list[Blocks | Tensor]()
@@ -107,17 +107,19 @@ class Checkpoint:
         return None if weight is None else KeptCodes(weight, wanted)
 
     def types(self, name: str) -> list[str]:
-        """Return the types of this tensor's parts in the checkpoint, without repetition."""
+        """Return the types in which the checkpoint stores the parts of the tensor that this engine calls `name`."""
         is_saved = {part.hf_name in self._saved for part in self._parts[name]}
         floats = {self._header(part.hf_name)[0] for part in self._parts[name] if part.hf_name not in self._saved}
         return sorted(floats | ({self.title} if self.title and True in is_saved else set()))
 
     def tensors(self) -> list[TensorSpec]:
-        """Return every tensor of the model, in block order."""
         return all_tensors(decoder_blocks(self.spec))
 
     def _neuron_order(self, name: str) -> Tensor | None:
-        """Return the order for gate's and up's neurons if down's columns are grouped, else None."""
+        """Return the order of neurons that sorts down's columns by group; None if it is the file's.
+
+        Only gate and up have an order, which matches that of down.
+        """
         prefix, _, short = name.removesuffix("_bias").rpartition(".")
         if not prefix.endswith(".ffn") or short not in ("gate_up", "up"):
             return None
@@ -135,12 +137,12 @@ class Checkpoint:
         return tensor.float() + part.added if part.added else tensor
 
     def _kind(self, part: Part) -> torch.dtype:
-        """Return the type in which a part is read."""
+        """Return the torch type in which a part is read."""
         is_saved = part.hf_name in self._saved
         return torch.float32 if is_saved else SHORT_TYPES.get(self._header(part.hf_name)[0], torch.float32)
 
     def _raw(self, name: str) -> Tensor:
-        """Return the tensor as it is in its file."""
+        """Return the tensor with the values and type of its file."""
         located = self._located[name]
         try:
             tensor: Tensor = self._opened[located.file].get_tensor(located.name)
@@ -186,14 +188,14 @@ class Checkpoint:
             self._parts["embedding.tokens"] = [Part(head_name, embedding.shape)]
 
     def _is_empty_bias(self, name: str) -> bool:
-        """Return whether it is a bias of zeros, which old GPTQ packers added to matrices without bias."""
+        """Return whether tensor `name` is a bias of zeros, which old GPTQ packers added to matrices without bias."""
         is_bias = name.endswith(BIAS) and f"{name.removesuffix(BIAS)}.weight" in self._saved
         return is_bias and len(self._header(name)[1]) == 1 and not self._raw(name).any()
 
     def _check_tied_head(self) -> None:
-        """Check that a tied model which saved head and embedding saved equal values.
+        """Check that a tied model that saved both head and embedding saved equal values.
 
-        transformers unties them if their values differ; here config.json must say so.
+        transformers unties them if their values differ; this engine requires config.json to say so.
         """
         [embedding], name = self._parts["embedding.tokens"], self._family.head_name
         if not self.spec.tied_head or name not in self._located or embedding.hf_name == name:
@@ -229,7 +231,7 @@ class Checkpoint:
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model folder, sorted by name; for a folder that represents a GGUF file, its parts.
 
-    If there are a single file and an index, the single file is used, as in transformers.
+    If a folder has both a single weight file and an index, the single file is used, as in transformers.
 
     Raises:
         CheckpointError: if there are none, or some are missing.
@@ -255,7 +257,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _in_each(order: Tensor, n_rows: int) -> Tensor:
-    """Return indices that put each group of len(order) consecutive rows, of n_rows in all, into this order."""
+    """Return indices that reorder each group of len(order) consecutive rows, of n_rows in all, by `order`."""
     starts = torch.arange(0, n_rows, len(order))
     return (starts[:, None] + order).flatten()
 
@@ -288,7 +290,7 @@ def _printable(text: object) -> str:
 
 def refuse_non_finite(tensor: Tensor, name: str, file: Path) -> None:
     for first, chunk in enumerate(torch.split(tensor.flatten(), CHECK_ELEMENTS)):
-        if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():  # a quarter of the time for all of them
+        if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():  # four times as fast as isfinite of all values
             finite = torch.isfinite(chunk)
             flat = first * CHECK_ELEMENTS + int((~finite).nonzero()[0])
             index = [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]

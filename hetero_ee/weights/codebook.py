@@ -1,7 +1,7 @@
-"""Scales and codes of groups of 32 weights, for a codebook of 16 entries.
+"""Search the scales and codes of groups of 32 weights, for a codebook of 16 entries.
 
-Error minimised: sum over w of (w - s q)^2, s the group's scale, q a codebook entry, without padding. For fixed q the
-best s is sum(w q) / sum(q q) (least squares).
+A scale s and entries q minimize the sum of (w - s q)^2 over a group's weights w, without padding. For given entries the
+best scale is sum(w q) / sum(q q) (least squares).
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from torch import Tensor
 from hetero_ee.weights import tiles as layout
 
 SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
-COMPILED_WEIGHTS = 2**18  # of a matrix for which kernels are compiled: torch needs 0.05 s for it
+COMPILED_WEIGHTS = 2**18  # smallest matrix for which kernels are compiled: torch needs 0.05 s for it
 
 
 class Codebook:
-    """Chooses scales and codes by torch's operations, which define them.
+    """Chooses scales and codes with torch's operations, the reference for the compiled kernels.
 
-    Finds nearest entries by table: midpoints of integers are halves, so cells of half a unit decide exactly.
+    Looks up nearest entries in a table: midpoints of integers are halves, so cells of half a unit decide exactly.
     Fifteen times as fast as torch.bucketize (1.3 against 20 ns per weight, one Zen 5 core, 2026-11-21).
     """
 
@@ -29,15 +29,17 @@ class Codebook:
         self._values = entries[self._codes.int()]
 
     def plain_scales(self, groups: Tensor) -> Tensor:
-        """Return scales (n, g) of groups (n, g, 32) at which the largest weight meets the codebook's lowest entry."""
+        """Return scales (n, g) that map the largest weight of each group (n, g, 32) to the codebook's lowest entry."""
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
         return largest / self.lowest
 
     def scales(self, groups: Tensor, mask: Tensor, n_steps: int) -> Tensor:
-        """Return the least-squares scales (n, g) of the best trials; the largest weight is tried at both ends.
+        """Try scales for each of the groups (n, g, 32), and return the least-squares scales (n, g) of the best codes.
 
-        mask: 1 for the matrix's columns, 0 for padding, where groups are 0. n_steps: trials on each side of the plain
-        scale.
+        Args:
+            mask: 1 for the matrix's columns, 0 for padding, where groups are 0.
+            n_steps: trials on each side of the two scales that map the largest weight to the lowest or the highest
+                entry.
         """
         plain = self.plain_scales(groups)
         mirrored = plain * (self.lowest / self.highest)
@@ -55,7 +57,7 @@ class Codebook:
         return best_scale
 
     def sums(self, groups: Tensor, mask: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
-        """Return for each code the sum of weight x scale and that of squared scales, with the scales searched."""
+        """Search scales, and return for each code the sum of weight x scale and the sum of squared scales."""
         scales = self.scales(groups, mask, n_steps)[:, :, None]
         codes = self.codes(groups * safe_inverse(scales)).long().flatten()
         numerator = torch.zeros(16).scatter_add_(0, codes, (groups * scales).flatten())
@@ -63,15 +65,14 @@ class Codebook:
         return numerator, torch.zeros(16).scatter_add_(0, codes, squares)
 
     def tiles(self, groups: Tensor, inverse: Tensor) -> Tensor:
-        """Return tiles of groups (n, g, 32) times the inverse scales (n, g)."""
+        """Quantize groups (n, g, 32) with the inverse scales (n, g) and pack the codes into tiles."""
         return layout.pack_int4(self.codes(groups * inverse[:, :, None]).flatten(1))
 
     def codes(self, targets: Tensor) -> Tensor:
-        """Return the index of the nearest entry, uint8; the upper one wins a tie."""
+        """Return the index of the entry nearest to each target, uint8; the upper one wins a tie."""
         return self._codes.index_select(0, self._cells(targets)).view_as(targets)
 
     def _nearest(self, targets: Tensor) -> Tensor:
-        """Return the nearest entry, fp32."""
         return self._values.index_select(0, self._cells(targets)).view_as(targets)
 
     def _cells(self, targets: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class Codebook:
 
 
 class CompiledCodebook(Codebook):
-    """Compiled kernels with the results of `Codebook`, bit by bit. Groups are without padding."""
+    """Compiled version of `Codebook` with bit-equal results. Groups must be without padding."""
 
     def __init__(self, entries: Tensor) -> None:
         from hetero_ee_cpu_ops import quantize_weights
@@ -103,7 +104,7 @@ class CompiledCodebook(Codebook):
 
 
 def codebook_type(weight: Tensor) -> type[Codebook]:
-    """Return the faster implementation for a matrix; small ones are not worth a second of compilation."""
+    """Return the faster class for a matrix. Compiling the kernels takes a second, too long for a small matrix."""
     is_whole = weight.shape[1] % layout.TILE_COLUMNS == 0
     return CompiledCodebook if is_whole and weight.numel() >= COMPILED_WEIGHTS else Codebook
 
@@ -115,11 +116,11 @@ def safe_inverse(scales: Tensor) -> Tensor:
 
 
 def _factors(n_steps: int) -> Tensor:
-    """Return the trial scales relative to an anchor, fp32."""
+    """Return the factors, fp32, that are tried on a plain scale."""
     return torch.tensor([1 + SEARCH_SPAN * step / n_steps for step in range(-n_steps, n_steps + 1)])
 
 
 def _flat(groups: Tensor) -> Any:
-    """Return groups (n, g, 32) as (16 m, 32), filled up with zeros."""
+    """Reshape groups (n, g, 32) to (16 m, 32), padded with zeros."""
     flat = groups.reshape(-1, layout.TILE_COLUMNS)
     return torch.nn.functional.pad(flat, (0, 0, 0, -len(flat) % layout.TILE_ROWS)).numpy()

@@ -13,7 +13,7 @@ LOWEST_PRIORITY = 19
 
 
 class FileWatch:
-    """Watches files from now on.
+    """Detects writes to files that happen after its creation.
 
     Args:
         check: called with a file that was written to; raises HeteroError if its content differs from what was mapped.
@@ -25,7 +25,7 @@ class FileWatch:
         self.damage: HeteroError | None = None  # found by look()
 
     def check_later(self, check: Callable[[], None]) -> None:
-        """Run `check` in a thread of the lowest priority; `look` raises its HeteroError."""
+        """Run `check` in a thread of the lowest priority. The next `look` raises the HeteroError that it ends with."""
 
         def run() -> None:
             if sys.platform == "linux":  # elsewhere such a number would be that of another process
@@ -39,9 +39,9 @@ class FileWatch:
         threading.Thread(target=run, name="checksums", daemon=True).start()
 
     def look(self) -> None:
-        """Check the files. Raises what `check` raises, and the same error from then on. Costs microseconds per file.
+        """Call `check` for every file that was written to. Repeat the HeteroError of an earlier failed check.
 
-        A deleted or replaced file counts as unchanged, because the mapping keeps the original.
+        Costs microseconds per file. A deleted or replaced file counts as unchanged: the mapping keeps the original.
         """
         if self.damage is not None:
             raise self.damage

@@ -1,4 +1,4 @@
-"""Weights of a device that has only the first neurons of some FFNs: prefixes of the same bytes."""
+"""Cut weights to the first neurons of some FFNs, for a device that computes only these; no bytes are copied."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +15,7 @@ BY_NEURON = ("gate", "up", "down")  # cut by rows, as are their biases except do
 
 
 def with_first_neurons(weights: ModelWeights, counts: Iterable[tuple[Block, int]]) -> ModelWeights:
-    """Keep the given numbers of neurons, multiples of 16, of these sparse FFNs; a predictor's matrices stay whole."""
+    """Keep only the first n neurons (a multiple of 16) of each sparse FFN in `counts`. Predictors stay whole."""
     matrices: dict[str, Weight] = {}
     vectors: dict[str, Tensor] = {}
     for block, n in counts:

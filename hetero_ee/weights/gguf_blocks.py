@@ -1,10 +1,12 @@
-"""Weights of GGUF files by blocks: unchanged if tiles can hold them, otherwise as floats.
+"""Read the weights of GGUF files: as blocks with the file's codes if tiles can hold them, otherwise as floats.
 
-Layouts of a block of 32: Q4_0 and IQ4_NL fp16 d, 16 bytes of codes; Q4_1 fp16 d, fp16 m, 16 bytes, d q + m; Q5_0 fp16
-d, 32 fifth bits, 16 bytes; Q8_0 fp16 d, 32 int8; MXFP4 a byte e that means 2^(e - 127), 16 bytes. The low nibbles of
-codes are elements 0 to 15, the high ones 16 to 31. Eight blocks together: IQ4_XS fp16 d, 8 x 2 high bits of s, 8 x 4
-low ones, 8 x 16 bytes, scales d (s - 32); Q4_K fp16 d, fp16 e, 12 bytes with 6-bit s and m of each block, 4 x 32
-bytes, whose low nibbles are one block, whose high ones the next, d s q - e m.
+Blocks of 32 weights. The low nibbles of the 16 bytes of codes are elements 0 to 15, the high ones 16 to 31:
+    Q4_0, IQ4_NL: fp16 d; 16 bytes. Q4_1: fp16 d; fp16 m; 16 bytes. A weight is d q + m.
+    Q5_0: fp16 d; the 32 fifth bits; 16 bytes. Q8_0: fp16 d; 32 int8. MXFP4: a byte e for 2^(e - 127); 16 bytes.
+Eight blocks together:
+    IQ4_XS: fp16 d; 8 x 2 high bits of s; 8 x 4 low bits of s; 8 x 16 bytes. A block's scale is d (s - 32).
+    Q4_K: fp16 d; fp16 e; 12 bytes with 6-bit s and m of each block; 4 x 32 bytes, whose low nibbles are one block and
+        whose high ones the next. A weight is d s q - e m.
 Source: ggml-common.h.
 """
 
@@ -24,16 +26,16 @@ IQ4_NL_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 # FP4's values by code, doubled so that all are integers (arXiv 2310.10537); the second zero is a negative one.
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_CODEBOOK = (*sorted(set(MXFP4_VALUES)), 13)  # no code has the last entry
-CHUNK_WEIGHTS = 2**22  # that the gguf package dequantizes at a time
+CHUNK_WEIGHTS = 2**22  # dequantized by the gguf package at a time
 
 
 def kept_blocks(raw: Tensor, kind: str) -> Blocks | None:
-    """Return the blocks of raw rows, uint8 (N, bytes per row), of a type; None if the type has no such blocks."""
+    """Convert raw rows, uint8 (N, bytes per row), to blocks with the same codes; None if a type has no such blocks."""
     return KEPT[kind](raw) if kind in KEPT else None
 
 
 def floats(raw: Tensor, kind: str) -> Tensor:
-    """Return fp32 (N, K) of any type, by the gguf package if necessary. Raises UsageError if that is missing."""
+    """Convert raw rows to fp32 (N, K). Raises UsageError for types that need the gguf package if it is missing."""
     if kind in FLOATS:
         return raw.view(FLOATS[kind]).float()
     blocks = kept_blocks(raw, kind)
@@ -89,7 +91,7 @@ def _iq4_xs(raw: Tensor) -> Blocks:
 
 
 def mxfp4_blocks(nibbles: Tensor, exponents: Tensor) -> Blocks:
-    """Return blocks of MXFP4; nibbles: uint8 (N, K), FP4 codes; exponents: uint8 (N, K / 32), e for 2^(e - 127)."""
+    """Return MXFP4 blocks from FP4 codes, uint8 (N, K), and exponents e, uint8 (N, K / 32), which mean 2^(e - 127)."""
     renamed = torch.tensor([MXFP4_CODEBOOK.index(value) for value in MXFP4_VALUES], dtype=torch.uint8)
     powers = torch.tensor([2.0 ** (e - 128) for e in range(256)], dtype=torch.float64)
     return Blocks(renamed[nibbles.int()], powers[exponents.int()].float(), MXFP4_CODEBOOK)
@@ -140,12 +142,12 @@ ROUNDED = frozenset({"Q4_1", "Q4_K", "IQ4_XS"})  # types whose scales or zero po
 
 
 def _blocks(raw: Tensor, n_bytes: int) -> Tensor:
-    """Return the blocks, uint8 (N, blocks per row, n_bytes)."""
+    """Split raw rows into blocks, uint8 (N, blocks per row, n_bytes)."""
     return raw.view(len(raw), -1, n_bytes)
 
 
 def _halves(blocks: Tensor) -> Tensor:
-    """Return the fp16 at the beginning of each block, as fp32 (N, blocks per row)."""
+    """Read the fp16 number at the beginning of each block, as fp32 (N, blocks per row)."""
     return blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
 
 

@@ -1,4 +1,4 @@
-"""Read the weights of a GGUF file, one tensor at a time, in the form of the Hugging Face checkpoint of the model."""
+"""Read the weights of a GGUF file, one tensor at a time, as if they came from the model's Hugging Face checkpoint."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # of old fil
 
 
 class GgufCheckpoint:
-    """The weights in GGUF `files`, which `folder` represents, checked against `spec` before any tensor is read.
+    """The weights in GGUF `files`, which the folder represents, checked against `spec` before any tensor is read.
 
     Raises:
         CheckpointError: if a file is damaged or holds other tensors than its metadata says.
@@ -39,25 +39,24 @@ class GgufCheckpoint:
 
     @property
     def title(self) -> str:
-        """The format's name for messages."""
+        """Name of the file format, for messages."""
         return "GGUF"
 
     def tensors(self) -> list[TensorSpec]:
-        """Return every tensor of the model, in block order."""
         return all_tensors(decoder_blocks(self.spec))
 
     def types(self, name: str) -> list[str]:
-        """Return the types of this tensor's parts in the file, without repetition."""
+        """Return the types in which the file stores the parts of the tensor that this engine calls `name`."""
         return sorted({self._tensor(part).type.name for part in self._parts[name]})
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor of this engine's name, fp32, its parts stacked. Raises CheckpointError for NaN or Inf."""
+        """Return the tensor that this engine calls `name`, as fp32. Raises CheckpointError for NaN or Inf."""
         return torch.cat([self._read(part) for part in self._parts[name]])
 
     values = tensor
 
     def tiles(self, name: str) -> KeptCodes | None:
-        """Return the tensor in tiles with the file's codes, or None if tiles cannot hold it.
+        """Return a tensor as tiles with the file's codes; None if tiles cannot hold it.
 
         Scales of some types are rounded to fp16. The head, the embedding and the model's 8-bit matrices become 8-bit
         tiles, other matrices 4-bit ones.
@@ -73,7 +72,7 @@ class GgufCheckpoint:
         return None if weight is None else KeptCodes(weight, blocks if is_rounded else None)
 
     def _read(self, part: Part) -> Tensor:
-        """Read a part. GGUF files include in norms' scales what checkpoints leave out (part.added)."""
+        """Read a part as fp32. In GGUF files, norms' scales already include part.added."""
         tensor = self._tensor(part)
         values = floats(self._raw(tensor), tensor.type.name).view(part.shape)
         refuse_non_finite(values, tensor.name, tensor.file)
@@ -90,15 +89,15 @@ class GgufCheckpoint:
         return blocks if order is None else blocks.rows(order)
 
     def _raw(self, tensor: GgufTensor) -> Tensor:
-        """Return the bytes of each row, uint8 (N, bytes); a vector is one row."""
+        """Read a tensor's bytes, uint8 (N, bytes per row); a vector is one row."""
         n_rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]
         return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8).view(n_rows, -1)
 
     def _order(self, part: Part) -> Tensor | None:
-        """Return the order that the file's rows must be read in; None if they are in order.
+        """Return the indices that put the file's rows into this engine's order; None if they already are.
 
-        llama.cpp rotates adjacent features of a head together, transformers i and i + half of them: files of
-        architecture llama, and of some others, order rows of queries and keys the first way.
+        llama.cpp rotates adjacent features of a head together, transformers features that are half a head apart. Files
+        of architecture llama, and of some others, store the rows of queries and keys in llama.cpp's order.
         """
         module = part.hf_name.rpartition(".")[0]
         if not self._architecture.is_interleaved or not module.endswith(INTERLEAVED):

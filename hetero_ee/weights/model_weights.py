@@ -1,4 +1,4 @@
-"""All weights of a model in memory, or mapped, by this engine's names."""
+"""Hold all weights of a model, in memory or mapped from files, by this engine's names."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +23,13 @@ MATRIX_LAYOUTS = {TensorRole.MATRIX_8: "int8", TensorRole.MATRIX_ZEROS: ZEROS}  
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Every tensor of a model, by this engine's names."""
+    """All tensors of a model, by this engine's names."""
 
     matrices: dict[str, Weight]  # multiplied, or looked up by token
     vectors: dict[str, Tensor]  # norms, biases, position tables, fp32
-    quantizer: str = UNQUANTIZED  # that made the matrices
-    watch: FileWatch | None = None  # of the files they are mapped from
-    held_bytes: int = 0  # memory of this process that they use, copied and not mapped
+    quantizer: str = UNQUANTIZED  # name of the quantizer that made the matrices
+    watch: FileWatch | None = None  # watches the files that the weights are mapped from
+    held_bytes: int = 0  # memory that copied, not mapped, weights use
 
     @property
     def n_bytes(self) -> int:
@@ -43,12 +43,12 @@ class ModelWeights:
 
 
 def is_quantized(role: TensorRole) -> bool:
-    """Return whether tensors of this role are stored in tiles or, for neurons, in rows."""
+    """Return whether tensors of this role are stored quantized, in tiles or in rows of neurons, and not as floats."""
     return role not in (TensorRole.POSITIONS, TensorRole.VECTOR)
 
 
 def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
-    """Return the spec with the FFN layouts and the bits per matrix that these weights have."""
+    """Return the model's spec with its FFN layouts and the width of each matrix taken from the weights."""
     in_layers = {name: weight for name, weight in weights.matrices.items() if name.startswith("layers.")}
     tiles = {name: weight.layout for name, weight in in_layers.items() if isinstance(weight, TileWeight)}
     in_8_bits, with_zeros = (tuple(sorted(n for n, kind in tiles.items() if kind == its)) for its in ("int8", ZEROS))
@@ -60,7 +60,7 @@ def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
 def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
     """Load the checkpoint's weights unquantized, as fp32. Tensors saved as fp32 are mapped from the file.
 
-    A file of which only rights or names changed counts as unchanged.
+    A change of only a file's permissions or name does not count as a change of the weights.
     """
     opened = {file: SourceFile.of(file) for file in checkpoint.files}
 
@@ -79,7 +79,7 @@ def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
 
 
 def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None:
-    """Check that these are exactly the model's tensors, in their shapes and kinds. Raises DamagedStoreError."""
+    """Check that `weights` are exactly the model's tensors, with their shapes and kinds. Raises DamagedStoreError."""
     tensors = all_tensors(decoder_blocks(spec))
     for tensor in tensors:
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
@@ -101,6 +101,6 @@ def damaged(folder: Path, problem: str) -> DamagedStoreError:
 
 
 def expanded(weights: ModelWeights) -> ModelWeights:
-    """Return the weights with every matrix in fp32; lookups and products give the same bits."""
+    """Return the weights with every matrix dequantized to fp32. Lookups and products give the same bits as before."""
     matrices: dict[str, Weight] = {name: DenseWeight(w.dequantize()) for name, w in weights.matrices.items()}
     return ModelWeights(matrices, weights.vectors, weights.quantizer)

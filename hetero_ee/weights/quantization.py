@@ -1,4 +1,4 @@
-"""Which quantizer is used for which tensors of a store."""
+"""Decide which quantizer is used for each tensor of a store."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ GGUF = "gguf"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantizers of the matrices and of the vocabulary (embedding and head). Measured in docs/quality.md."""
+    """The quantizers of the matrices and of the vocabulary (embedding and head), measured in docs/quality.md."""
 
     matrices: str = DEFAULT_QUANTIZER
     vocabulary: str = "int8"
@@ -26,13 +26,13 @@ class Quantization:
     # are quantized; in 8 bits if the model says that 4 are too few.
     own: str | None = None
     neuron_major: bool = False  # stores FFNs neuron by neuron, so that inactive ones need not be read
-    first_in_rows: bool = False  # the gate, too, for a predictor that skips its rows
+    first_in_rows: bool = False  # stores the gate by neurons, too, for a predictor that skips its rows
 
     @classmethod
     def of_model(
         cls, folder: Path, quantizer: str | None, *, neuron_major: bool = False, first_in_rows: bool = False
     ) -> Self:
-        """Choose quantizers for the checkpoint in `folder`; a `quantizer` of None keeps its own codes, if it has any.
+        """Choose quantizers for the checkpoint in `folder`. A `quantizer` of None keeps the checkpoint's own codes.
 
         Raises:
             ModelError: if config.json cannot be used.
@@ -54,7 +54,7 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """Name of the matrices' quantizer in a store's manifest."""
+        """Name that a store's manifest gives to the quantizer of the matrices."""
         return self.own or self.matrices
 
     @property
@@ -64,7 +64,7 @@ class Quantization:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that identify a store; flags of layouts are included only if set, as older stores lack them."""
+        """Values that identify a store. Flags of layouts are included only if set, because older stores lack them."""
         laid_out = ("neuron_major", "first_in_rows")
         return {name: value for name, value in asdict(self).items() if name not in laid_out or value}
 
@@ -74,7 +74,7 @@ class Quantization:
         return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices
 
     def keeps_codes(self, role: TensorRole) -> bool:
-        """Return whether tensors of this role keep the checkpoint's codes, if tiles can hold them."""
+        """Return whether tensors of this role keep the checkpoint's codes wherever tiles can hold them."""
         return self.own is not None and (role is not TensorRole.VOCABULARY or self.own not in FOUR_BIT_TYPES)
 
 

@@ -1,4 +1,4 @@
-"""Quantizers: from a float matrix to tiles, by one function with five deterministic choices."""
+"""Quantize a float matrix to tiles, with one of five deterministic quantizers."""
 
 import logging
 import math
@@ -47,7 +47,7 @@ def quantize(weight: Tensor, quantizer: str, workers: Workers = map) -> TileWeig
 
 
 def _normal_float(weight: Tensor, workers: Workers) -> TileWeight:
-    """Quantize to NF4 (arXiv 2305.14314) by bitsandbytes in blocks of 32: its codes and scales, its table in int8."""
+    """Quantize to NF4 (arXiv 2305.14314) in blocks of 32 with bitsandbytes, and round its table of values to int8."""
     quantize_4bit = _bitsandbytes_quantize_4bit()
     n_rows, magnitude = _chunk_rows(weight), _magnitude(weight)
 
@@ -92,7 +92,7 @@ QUANTIZERS = INT4_QUANTIZERS | {"int8": _eight_bit}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableCodebook:
-    """table[c] is about unit x entries[codes[c]]. entries: 16 int8 values, ascending. codes: uint8 (16,)."""
+    """A codebook of 16 ascending int8 entries for a table of 16 floats: table[c] is about unit x entries[codes[c]]."""
 
     entries: tuple[int, ...]
     codes: Tensor
@@ -100,11 +100,11 @@ class TableCodebook:
 
 
 def table_codebook(table: Tensor) -> TableCodebook | None:
-    """Fit an int8 codebook to a table of 16 values, not all 0. None if two different values would round to one.
+    """Fit an int8 codebook to a table of 16 values, not all 0; None if two different values would round to one.
 
-    The largest magnitude becomes the integer with the least squared error: 112 for NF4 and 120 for FP4, with two thirds
-    and one third of the error that 127 would have. Equal values (FP4 has a negative zero) share a code; entries without
-    a code fill the codebook.
+    The largest magnitude becomes the integer with the least squared error: 112 for NF4 and 120 for FP4. With 127, the
+    errors would be 1.5 and 3 times as large. Equal values (FP4 has a negative zero) share a code. Entries without a
+    code fill the codebook.
     """
     values = table.double()
     largest = float(values.abs().max())
@@ -125,12 +125,12 @@ def table_codebook(table: Tensor) -> TableCodebook | None:
 
 
 def unpacked(packed: Tensor) -> Tensor:
-    """Unpack bytes, uint8 (b,), to codes, uint8 (2b,): the first of two is in the high four bits."""
+    """Unpack bytes, uint8 (b,), to 4-bit codes, uint8 (2b,). A byte's high four bits are the first of its two codes."""
     return torch.stack([packed >> 4, packed & 15], dim=-1).flatten()
 
 
 def to_fp16_scales(scales: Tensor, magnitude: int) -> tuple[Tensor, int]:
-    """Return fp16 scales and a common power of two for fp32 scales that are in units of 2^magnitude."""
+    """Convert fp32 scales, in units of 2^magnitude, to fp16 scales and the exponent of their common power of two."""
     largest = scales.abs().max()
     if largest == 0:
         return scales.half(), 0
@@ -157,7 +157,7 @@ def _quantize(
 ) -> TileWeight:
     """Quantize chunk by chunk: memory holds the weight, its tiles and a chunk per worker.
 
-    scales_of: groups (n, g, 32) -> scales (n, g). pack: groups and inverse stored scales -> tiles.
+    `scales_of` maps groups (n, g, 32) to scales (n, g); `pack` maps groups and inverse stored scales to tiles.
     """
     n_rows = _chunk_rows(weight)
     first_rows = range(0, len(weight), n_rows)
@@ -178,7 +178,7 @@ def _quantize(
 
 
 def _bitsandbytes_quantize_4bit() -> Any:
-    """Import bitsandbytes' function without its log message about a kernel for multiplications, which are not needed.
+    """Import bitsandbytes' function without its log message about a missing kernel for multiplications.
 
     The import needs seconds, so it happens when the quantizer is used.
     """
@@ -198,14 +198,13 @@ def _bitsandbytes_quantize_4bit() -> Any:
 
 
 def _chunk_rows(weight: Tensor) -> int:
-    """Return the rows per chunk, in whole tiles."""
     return max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
 
 
 def _magnitude(weight: Tensor) -> int:
-    """Return the power of two that the weights are divided by during quantization, so that none exceeds 1.
+    """Return the exponent of the power of two that weights are divided by during quantization, so that none exceeds 1.
 
-    Otherwise squares of weights above 1e19 would overflow in fp32, and those of weights below 1e-19 vanish.
+    Otherwise squares of weights above 1e19 would overflow in fp32, and those of weights below 1e-19 would vanish.
     """
     largest = torch.stack(torch.aminmax(weight)).abs().max().float()
     return min(max(int(torch.frexp(largest).exponent), MIN_EXPONENT), -MIN_EXPONENT)
@@ -238,9 +237,9 @@ def _sample_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_codebook(entries: Tensor, weights: Tensor) -> tuple[int, ...]:
-    """Round to 16 different integers of -32 .. 32 in about the same proportions, ascending like the entries.
+    """Round entries to 16 different integers from -32 to 32 in about the same proportions, in ascending order.
 
-    Scales are free, so the largest magnitude becomes the value with the least squared error, weighted by entry.
+    Scales are free, so the largest magnitude becomes the integer with the least squared error, weighted by entry.
     """
     factors = (torch.linspace(1, LEAST_FITTED, FITTED_TRIALS) * (FITTED_LIMIT / entries.abs().max()))[:, None]
     rounded = (entries * factors).round()
@@ -250,13 +249,13 @@ def _rounded_codebook(entries: Tensor, weights: Tensor) -> tuple[int, ...]:
 
 
 def _apart(values: Tensor) -> Tensor:
-    """Separate integers (n, 16), ascending: those equal to a previous one move up, or down at the limit."""
+    """Make ascending integers (n, 16) distinct: move those equal to a previous one up, or down at the limit."""
     index = torch.arange(16)
     return (values - index).cummax(-1).values.clamp_max(FITTED_LIMIT - 15) + index
 
 
 def _padded_groups(weight: Tensor) -> Tensor:
-    """Return the groups of (N, K): fp32 (N padded, K padded / 32, 32)."""
+    """Split the matrix (N, K) into groups of 32 columns: fp32 (N padded, K padded / 32, 32)."""
     n_rows, n_columns = layout.padded_shape(*weight.shape)
     if (n_rows, n_columns) == weight.shape:
         return weight.float().reshape(n_rows, -1, layout.TILE_COLUMNS)
@@ -266,7 +265,7 @@ def _padded_groups(weight: Tensor) -> Tensor:
 
 
 def _column_mask(n_columns: int) -> Tensor:
-    """Return fp32 (1, K padded / 32, 32): 1 for the matrix's columns, 0 for padding."""
+    """Return a mask of the columns, fp32 (1, K padded / 32, 32): 1 for the matrix's columns, 0 for padding."""
     mask = torch.zeros(layout.padded_shape(1, n_columns)[1])
     mask[:n_columns] = 1
     return mask.view(1, -1, layout.TILE_COLUMNS)

@@ -1,4 +1,4 @@
-"""Random weights in any model's shapes, for timing without the real ones."""
+"""Make random weights in any model's shapes, to time the model without its real weights."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ ROOT_MEAN_SQUARES = {"int4": 16.0, ZEROS: 4.6, "int8": 64.0}  # approximate, of 
 
 
 def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
-    """Return matrices in int4 tiles, scaled so that hidden states keep their size, norms of 1 and biases of 0.
+    """Return random int4 tiles, scaled so that hidden states keep their size, with norms of 1 and biases of 0.
 
-    vocabulary: tiles of embedding and head, int4 or int8. Filling 3.8 GB needs about two seconds.
+    `vocabulary` is the layout of embedding and head, int4 or int8. Filling 3.8 GB needs about two seconds.
     """
     block = _random_block()
     weights = ModelWeights({}, {}, RANDOM)
@@ -38,7 +38,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
 
 
 def random_rows(tensor: TensorSpec) -> RowWeight:
-    """Return random rows of an FFN's neurons."""
+    """Return random weights, in rows, of an FFN's neurons."""
     return _random_rows(tensor, _random_block())
 
 
@@ -65,7 +65,7 @@ def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
 
 
 def _random_rows(tensor: TensorSpec, block: Tensor) -> RowWeight:
-    """Return random rows; down is summed over its rows, so its scale follows their number."""
+    """Fill rows with random codes. Down is summed over its rows, so its scale depends on their number."""
     n_rows, n_columns = tensor.shape
     codes_bytes, scales_bytes = row_sizes(1, n_columns)
     codes = _filled(torch.empty(n_rows, codes_bytes, dtype=torch.uint8), block)

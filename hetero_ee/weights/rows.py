@@ -14,30 +14,30 @@ from hetero_ee.weights.tiles import TILE_COLUMNS, unpack_int4, unpack_scales
 from hetero_ee.weights.weight import TileWeight
 
 UNIT_COLUMNS = 64
-LARGEST_ENTRY = 32  # of a codebook, so that sums of 16 products fit in 16 bits
+LARGEST_ENTRY = 32  # limit of a codebook's entries, so that sums of 16 products fit in 16 bits
 
 
 def row_sizes(n_rows: int, n_columns: int) -> tuple[int, int]:
-    """Return the bytes of codes and of scales."""
+    """Return the number of bytes of a matrix's codes and of its scales in the row layout."""
     n_padded = -(-n_columns // UNIT_COLUMNS) * UNIT_COLUMNS
     return n_rows * n_padded // 2, n_rows * n_padded // TILE_COLUMNS * 2
 
 
 def pack_rows(codes: Tensor) -> Tensor:
-    """Pack codes (N, K) uint8 of 0..15, K % 64 == 0, to (N, K/2) uint8."""
+    """Pack codes (N, K), uint8 from 0 to 15, K a multiple of 64, to bytes (N, K/2)."""
     halves = codes.view(len(codes), -1, 2, UNIT_COLUMNS // 2)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
 
 
 def unpack_rows(packed: Tensor) -> Tensor:
-    """Unpack (N, K/2) uint8 to codes (N, K) uint8 of 0..15."""
+    """Unpack bytes (N, K/2) to codes (N, K), uint8 from 0 to 15."""
     units = packed.view(len(packed), -1, UNIT_COLUMNS // 2)
     return torch.stack([units & 15, units >> 4], dim=2).flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWeight:
-    """W[n, k] = 2^exponent x scales[n, k // 32] x codebook[code[n, k]], as in TileWeight.
+    """A matrix in rows: W[n, k] = 2^exponent x scales[n, k // 32] x codebook[code[n, k]], as in TileWeight.
 
     codes: uint8 (N, Kp/2), scales: fp16 (N, Kp/32), Kp = K padded to 64. codebook: 16 of -32..32, ascending.
     """
@@ -70,7 +70,7 @@ class RowWeight:
 
 
 def in_rows(weight: TileWeight) -> RowWeight:
-    """Return the same codes and scales in rows. Raises ValueError if the codebook is too wide for rows."""
+    """Convert tiles to rows with the same codes and scales. Raises ValueError if the codebook is too wide for rows."""
     codebook = weight.codebook
     if codebook is None or max(map(abs, codebook)) > LARGEST_ENTRY:
         raise ValueError(f"Rows need a codebook of -{LARGEST_ENTRY} to {LARGEST_ENTRY}.")

@@ -33,18 +33,18 @@ BITS = (
     | dict.fromkeys(("U64", "I64", "F64", "C64"), 64)
     | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 )
-_SIGN = re.compile(rb"[\[,:][ \t\r\n]*-")  # of a number, or something similar in a string
+_SIGN = re.compile(rb"[\[,:][ \t\r\n]*-")  # the minus of a number, or something similar in a string
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as the header describes it."""
+    """Description of a tensor in the header of a safetensors file."""
 
     dtype: str  # safetensors' name of the type
     shape: tuple[int, ...]
     start: int  # relative to the first byte of the first tensor
-    end: int  # the first byte after it
+    end: int  # the first byte after the tensor
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -67,7 +67,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _looks_right(start: bytes, n_header_bytes: int) -> bool:
-    """Return whether a file begins like safetensors; a length's first bytes may resemble something else by chance."""
+    """Return whether a file begins like safetensors. The length in front may look like another format by chance."""
     return n_header_bytes <= MAX_HEADER_BYTES and start[LENGTH_BYTES:].startswith(b"{")
 
 
@@ -158,7 +158,6 @@ def _tensor(name: str, values: Any) -> StoredTensor:
 
 
 def _are_sizes(values: Any) -> bool:
-    """Return whether they are sizes; the parser has already refused negative numbers and fractions."""
     return isinstance(values, list) and set(map(type, values)) <= {int} and max(values, default=0) <= MAX_INTEGER
 
 

@@ -28,31 +28,31 @@ def padded_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
 
 
 def tile_grid(n_rows: int, n_columns: int) -> tuple[int, int]:
-    """Return the number of tiles of a matrix, down and across."""
+    """Return how many tiles a matrix has vertically and horizontally."""
     return -(-n_rows // TILE_ROWS), -(-n_columns // TILE_COLUMNS)
 
 
 def region_bytes(layout: str, n_rows: int, n_columns: int) -> tuple[int, int]:
-    """Return the bytes of a matrix's tiles and of its scales."""
+    """Return the number of bytes of a matrix's tiles and of its scales."""
     n_down, n_across = tile_grid(n_rows, n_columns)
     n_tiles = n_down * n_across
     return n_tiles * TILE_BYTES[layout], n_tiles * SCALES_A_TILE[layout] * SCALE_BYTES
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Pack codes (N, K) uint8 of 0..15, N % 16 == K % 32 == 0, to tiles (N/16, K/32, 256) uint8."""
+    """Pack codes (N, K), uint8 from 0 to 15, N % 16 == K % 32 == 0, to tiles (N/16, K/32, 256) uint8."""
     halves = codes.view(len(codes), -1, 2, TILE_COLUMNS // 2)
     return pack_lines(halves[:, :, 0] | (halves[:, :, 1] << 4))
 
 
 def pack_lines(lines: Tensor) -> Tensor:
-    """Pack (N, K/32, 16 or 32) bytes, N % 16 == 0, to tiles (N/16, K/32, 256 or 512): a row's lines, 4 columns each."""
+    """Pack bytes (N, K/32, 16 or 32), N % 16 == 0, to tiles (N/16, K/32, 256 or 512): a line holds 4 bytes per row."""
     words = lines.view(torch.int32).view(-1, TILE_ROWS, *lines.shape[1:2], lines.shape[2] // 4)  # b r g j
     return words.permute(0, 2, 3, 1).contiguous().view(lines.dtype).view(len(words), lines.shape[1], -1)
 
 
 def unpack_int4(tiles: Tensor) -> Tensor:
-    """Unpack tiles (N/16, K/32, 256) uint8 to codes (N, K) uint8 of 0..15."""
+    """Unpack tiles (N/16, K/32, 256) uint8 to codes (N, K), uint8 from 0 to 15."""
     n_blocks, n_groups, _ = tiles.shape
     lines = tiles.view(n_blocks, n_groups, 4, 16, 4)  # b g j r c
     halves = torch.stack([lines & 15, lines >> 4], dim=2)  # b g half j r c
@@ -72,19 +72,19 @@ def unpack_int8(tiles: Tensor) -> Tensor:
 
 
 def pack_scales(scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Pack scales (N, K/32), and zero points, to (N/16, K/32, 16 or 32): a tile's 16 scales, then its zero points."""
+    """Pack scales (N, K/32) to (N/16, K/32, 16), or scales and zero points to (N/16, K/32, 32), scales first."""
     n_rows, n_groups = scales.shape
     parts = torch.stack([scales] if zeros is None else [scales, zeros]).view(-1, n_rows // 16, 16, n_groups)  # p b r g
     return parts.permute(1, 3, 0, 2).contiguous().view(n_rows // 16, n_groups, -1)
 
 
 def unpack_scales(scales: Tensor) -> Tensor:
-    """Unpack scales (N/16, K/32, 16 or 32) to (N, K/32), without zero points."""
+    """Unpack the scales, without zero points, from (N/16, K/32, 16 or 32) to (N, K/32)."""
     return _by_row(scales[..., :TILE_ROWS])
 
 
 def unpack_zeros(scales: Tensor) -> Tensor | None:
-    """Unpack the zero points to (N, K/32); None if there are none."""
+    """Unpack the zero points from (N/16, K/32, 32) to (N, K/32); None if the tiles have none."""
     return _by_row(scales[..., TILE_ROWS:]) if scales.shape[-1] > TILE_ROWS else None
 
 
@@ -94,12 +94,11 @@ def _by_row(numbers: Tensor) -> Tensor:
 
 
 def permuted_rows(tiles: Tensor, scales: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tiles and scales with the rows in another order, int64 (N,); padding rows beyond N stay."""
+    """Return tiles and scales with their rows in the given order, int64 (N,). Padding rows beyond N stay."""
     n_down = len(tiles)
     rows = torch.cat([order, torch.arange(len(order), n_down * TILE_ROWS)])
 
     def moved(parts: Tensor) -> Tensor:
-        """Reorder the rows of (N/16, K/32, lines x 16)."""
         split = parts.view(n_down, parts.shape[1], -1, TILE_ROWS).permute(0, 3, 1, 2)
         return split.flatten(0, 1)[rows].view(split.shape).permute(0, 2, 3, 1).reshape(parts.shape).contiguous()
 

@@ -1,4 +1,4 @@
-"""The engine's matrices: dense fp32, or tiles of int4 codes or int8 values with their scales."""
+"""Represent the engine's matrices: dense fp32, or tiles of int4 codes or int8 values with their scales."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,7 +12,7 @@ LINEAR_CODEBOOK = tuple(range(-8, 8))
 
 
 class Weight(Protocol):
-    """A matrix W (N, K) in some representation. No method changes it."""
+    """An immutable matrix W (N, K) in one of several representations."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -21,7 +21,7 @@ class Weight(Protocol):
     def n_bytes(self) -> int: ...
 
     def dequantize(self) -> Tensor:
-        """Return W, fp32 (N, K)."""
+        """Return the matrix as fp32 (N, K)."""
         ...
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Weight(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeight:
-    """An fp32 matrix."""
+    """A matrix in fp32, not quantized."""
 
     values: Tensor
 
@@ -52,13 +52,13 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileWeight:
-    """W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k]; an entry is codebook[code] or the int8 value.
+    """A matrix in tiles: W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k].
 
     Args:
-        tiles: uint8 (N/16, K/32, 256) with a codebook, int8 (N/16, K/32, 512) without, N and K padded.
+        tiles: 4-bit codes, uint8 (N/16, K/32, 256), or int8 entries (N/16, K/32, 512). N and K are padded.
         scales: fp16 (N/16, K/32, 16), or (N/16, K/32, 32) with zero points, which are subtracted from the entries and
             need LINEAR_CODEBOOK.
-        codebook: 16 int8 values, ascending, or None.
+        codebook: the entries of the 16 codes, int8, ascending; None for int8 tiles.
         n_rows, n_columns: the matrix's shape without padding.
     """
 
@@ -94,7 +94,7 @@ class TileWeight:
         return expanded[within, : self.n_columns]
 
     def gathered(self, indices: Tensor) -> "TileWeight":
-        """Return W[indices] as a matrix with the same codes and scales; nothing is rounded again."""
+        """Return the rows W[indices] as a matrix with the same codes and scales, without rounding them again."""
         n_padded = layout.padded_shape(len(indices), self.n_columns)[0] - len(indices)
         unpacked = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
         zeros = layout.unpack_zeros(self.scales)
@@ -104,7 +104,7 @@ class TileWeight:
         return replace(self, tiles=tiles, scales=layout.pack_scales(*scales), n_rows=len(indices))
 
     def _expand(self, tiles: Tensor, scales: Tensor) -> Tensor:
-        """Return whole row blocks in fp32, including padding."""
+        """Dequantize whole row blocks to fp32, including padding."""
         if self.codebook is None:
             entries = layout.unpack_int8(tiles).float()
         else:

@@ -1,1 +1,1 @@
-"""GGUF files: their header, checked, and its translation to Hugging Face's files."""
+"""Read and check the header of GGUF files, and translate it to Hugging Face's files."""

@@ -1,4 +1,4 @@
-"""The supported architectures of GGUF files: to add one, add an entry to ARCHITECTURES.
+"""The supported architectures of GGUF files. To add one, add an entry to ARCHITECTURES.
 
 Source: llama.cpp's converter (conversion/) and graphs (src/models/), and the names of the gguf package.
 """
@@ -24,11 +24,11 @@ _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """How files of one general.architecture represent config.json and the tensors of Hugging Face's checkpoints."""
+    """Translation of one general.architecture to config.json and the tensors of Hugging Face's checkpoints."""
 
     hf_class: str
     norm_eps: tuple[str, str] = RMS
-    fields: Mapping[str, str] = field(default_factory=dict)  # further fields of config.json -> keys
+    fields: Mapping[str, str] = field(default_factory=dict)  # further fields of config.json -> the file's keys
     more: Callable[[GgufHeader, Config], Config] | None = None  # computes fields that no key holds directly
     names: Mapping[str, str] = field(default_factory=dict)  # modules that are named differently from Llama's
     is_interleaved: bool = False  # adjacent rows of queries and keys rotate together, not the halves of a head
@@ -37,7 +37,7 @@ class GgufArchitecture:
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
-    """Return the file's architecture. Raises ModelError if it is not supported."""
+    """Return the translation for the file's architecture. Raises ModelError if the architecture is not supported."""
     name = header.architecture
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise header.failure(
@@ -48,7 +48,7 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
 
 
 def head_share(config: Config) -> Any:
-    """Return the head size if heads share the hidden size evenly; None if the fields are not numbers."""
+    """Return the hidden size divided by the number of heads; None if the fields are not numbers."""
     hidden_size, n_heads = config["hidden_size"], config["num_attention_heads"]
     if type(n_heads) is not int or type(hidden_size) is not int or n_heads < 1:
         return None
@@ -60,7 +60,7 @@ def _gemma_2(header: GgufHeader, config: Config) -> Config:
 
 
 def _gemma_3(header: GgufHeader, config: Config) -> Config:
-    """Rope scaling applies to layers that see all positions; without a window all layers do."""
+    """Return Gemma 3's rotary bases and layer types. Without a window, all layers see all positions."""
     near = header.get(NEAR_THETA)
     thetas = {"rope_theta": _theta(header), "rope_local_base_freq": DEFAULT_THETA if near is None else near}
     every = _pattern(header, 6) if header.get(WINDOW) else {"sliding_window_pattern": 1}
@@ -68,7 +68,7 @@ def _gemma_3(header: GgufHeader, config: Config) -> Config:
 
 
 def _olmo(header: GgufHeader, config: Config) -> Config:
-    """OLMo 2, or with a window OLMo 3, whose files use the same architecture name."""
+    """Return the fields of OLMo 3 if the file has a window, else none: OLMo 2 and 3 share an architecture name."""
     if not header.get(WINDOW):
         return {}
     thetas = _one_theta(header) | {"rope_theta": _theta(header)}
@@ -76,7 +76,7 @@ def _olmo(header: GgufHeader, config: Config) -> Config:
 
 
 def _granite(header: GgufHeader, config: Config) -> Config:
-    """A factor that is missing or 0 is not applied; the attention scale is then the usual one."""
+    """Return Granite's scale factors. A missing or zero factor counts as 1, or as the default for attention scores."""
     if header.get("rope.scaling.finetuned") is False:
         raise header.failure("its heads do not rotate (rope.scaling.finetuned is false), which is not supported")
     head_dim, scale = config["head_dim"], header.get("attention.scale")
@@ -98,7 +98,7 @@ def _seed_oss(header: GgufHeader, config: Config) -> Config:
 
 
 def _stablelm(header: GgufHeader, config: Config) -> Config:
-    """Files claim a parallel residual that the model may not have; as in llama.cpp, the FFN's norm decides."""
+    """Return StableLM's fields. As in llama.cpp, a file with norms of FFNs has no parallel residual."""
     return {
         "use_qkv_bias": config["attention_bias"],
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
@@ -126,7 +126,7 @@ def _one_theta(header: GgufHeader) -> Config:
 
 
 def _pattern(header: GgufHeader, every: int) -> Config:
-    """Return which layers have the window, from a flag per layer; a number must be the family's own."""
+    """Return the layers' types if the file has a flag per layer. A single number must be the family's default."""
     pattern = header.get(PATTERN)
     if isinstance(pattern, list) and all(isinstance(flag, bool) for flag in pattern):
         return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
@@ -138,7 +138,7 @@ def _pattern(header: GgufHeader, every: int) -> Config:
 
 
 def _query_scalar(config: Config, n_layers_of_27b: int) -> Config:
-    """No key holds it: it is the head size, except for the 27B models, which divide the hidden size by their heads."""
+    """Return the scale of queries, which no key holds: the head size, in 27B models hidden size / number of heads."""
     is_27b = config["num_hidden_layers"] == n_layers_of_27b
     return {"query_pre_attn_scalar": head_share(config) if is_27b else config["head_dim"]}
 

@@ -28,12 +28,12 @@ TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>
 
 
 def hf_config(header: GgufHeader) -> dict[str, Any]:
-    """Return config.json. Raises ModelError for what it cannot represent; values are checked when it is read."""
+    """Return config.json, whose values are checked when it is read. Raises ModelError for what it can't express."""
     return _Reader(header).config()
 
 
 def hf_generation_config(header: GgufHeader) -> dict[str, Any]:
-    """Return generation_config.json: the tokens that begin and end a sequence."""
+    """Return the fields of generation_config.json: the tokens that begin and end a sequence."""
     prefix, tokens = "tokenizer.ggml", header.metadata.get("tokenizer.ggml.tokens")
     ends = [header.metadata.get(f"{prefix}.{name}_token_id") for name in ("eos", "eot", "eom")]
     if isinstance(tokens, list):
@@ -77,7 +77,7 @@ class _Reader:
         return {name: value for name, value in config.items() if value is not None}
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return rope_scaling of any kind with its parameters, including the share of a head that rotates."""
+        """Return the rotary scaling, with the share of a head that rotates, as the field rope_scaling."""
         header, head_dim = self._header, config["head_dim"]
         theta = header.get(THETA)
         n_features = header.get("rope.dimension_count")

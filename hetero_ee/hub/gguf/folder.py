@@ -1,7 +1,7 @@
 """Represent a GGUF file, or its parts, by a model folder in the cache.
 
-The folder holds the metadata, translated to Hugging Face's files, and a note of where the GGUF file is. It is read like
-any model folder; the weights are read from the GGUF file itself.
+The folder holds the metadata, translated to Hugging Face's files, and a note with the GGUF file's path. It is read like
+any model folder, except that weights are read from the GGUF file itself.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class _NotedFile:
-    """A file as it was when it was translated."""
+    """Path, size, time and header checksum of a GGUF file when it was translated."""
 
     file: str
     n_bytes: int
@@ -51,22 +51,22 @@ class _NotedFile:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file is still the same. A longer header would begin with other bytes."""
+        """Whether the file hasn't changed. A longer header would change the file's first bytes."""
         return self.of(Path(self.file), self.header_bytes) == self
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """All parts of the model."""
+    """The content of the note: all GGUF files of the model."""
 
     files: tuple[_NotedFile, ...]
 
 
 def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
-    """Return the folder in the cache that represents the model of `file` or its part, creating it if necessary.
+    """Return the folder in the cache that represents the model of a file or part, creating it if necessary.
 
     Args:
-        configuration_only: omit the tokenizer, which needs seconds.
+        configuration_only: omit the tokenizer, which needs seconds to translate.
 
     Raises:
         ModelError, CheckpointError, StoreError: if the file is unsupported or damaged, or the cache cannot be written.
@@ -97,7 +97,7 @@ def gguf_files(folder: Path) -> list[Path]:
     """Return the GGUF files that `folder` represents; none if gguf_folder did not create it.
 
     Raises:
-        CheckpointError: if one has changed since.
+        CheckpointError: if a file has changed since the folder was created.
     """
     try:
         is_ours = folder.resolve().is_relative_to((cache_folder() / FOLDERS).resolve())
@@ -128,7 +128,7 @@ def _read_note(file: Path) -> _Note:
 
 
 def _write(folder: Path, files: dict[str, str], *, replaces: bool) -> None:
-    """Write the files in this order, each atomically. replaces: a tokenizer there is of another header."""
+    """Write the files in order, each atomically. `replaces` first removes a tokenizer made from another header."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if replaces:

@@ -43,7 +43,7 @@ Value = int | float | bool | str | list[int] | list[float] | list[bool] | list[s
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor as the header describes it."""
+    """Description of a tensor in the header of a GGUF file."""
 
     file: Path
     name: str
@@ -55,7 +55,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The header of a file; or of all parts of a model together, described by the first of them."""
+    """The header of a GGUF file, or the joined headers of a model's parts under the metadata of the first."""
 
     file: Path
     metadata: Mapping[str, Value]
@@ -64,15 +64,15 @@ class GgufHeader:
 
     @property
     def architecture(self) -> Value | None:
-        """The name that begins the keys of the model's metadata, in supported files a string."""
+        """The name that begins the keys of the model's metadata; a string in every supported file."""
         return self.metadata.get("general.architecture")
 
     def get(self, key: str) -> Any:
-        """Return the architecture's value, None if it is missing."""
+        """Return the metadata value whose key is the architecture's name and `key`, None if it is missing."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def even(self, key: str) -> Any:
-        """Return the value; if there is a list with one value per layer, they must all be equal."""
+        """Return a metadata value. If the file has one per layer, all must be equal. Raises: ModelError."""
         value = self.get(key)
         if isinstance(value, list):
             if len(set(value)) != 1:
@@ -91,7 +91,7 @@ class GgufHeader:
 
 
 def is_gguf(file: Path) -> bool:
-    """Return whether an existing file begins as a GGUF file, or has the name of one."""
+    """Return whether an existing file begins like a GGUF file or is named like one."""
     try:
         with open_regular(file) as opened:
             return opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
@@ -117,10 +117,10 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 
 def tensor_bytes(tensor: GgufTensor) -> bytearray:
-    """Read a tensor. Not from a map of the file, since a process that reads beyond the end of one is killed.
+    """Read a tensor's bytes. Doesn't map the file: a process that reads beyond the end of a mapped file is killed.
 
     Raises:
-        CheckpointError: if its file can't be read, or was cut short since its header was read.
+        CheckpointError: if the file can't be read, or was cut short after its header was read.
     """
     data = bytearray(tensor.n_bytes)
     try:
@@ -139,7 +139,7 @@ def _damaged(reason: object) -> str:
 
 
 class _Cursor:
-    """Reads the header sequentially. Raises ValueError if that would lead beyond its end."""
+    """Reads the header sequentially. Raises ValueError instead of reading beyond the header's end."""
 
     def __init__(self, opened: BufferedReader, n_bytes: int) -> None:
         self._opened, self._n_bytes, self.position, self._values_left = opened, n_bytes, 0, MAX_VALUES
@@ -152,7 +152,7 @@ class _Cursor:
         return data
 
     def number(self, letter: str) -> int:
-        """Read an integer of struct's format `letter`."""
+        """Read an integer. `letter` is its format in the struct module."""
         size = struct.calcsize(f"<{letter}")
         value: int = struct.unpack(f"<{letter}", self.take(size))[0]
         return value
@@ -224,7 +224,7 @@ def _metadata(cursor: _Cursor, n_entries: int) -> dict[str, Value]:
 
 
 def _described(cursor: _Cursor, file: Path) -> GgufTensor:
-    """Read a tensor's description, with its start still relative to the first tensor."""
+    """Read a tensor's description. Its start is still relative to the first tensor."""
     name = cursor.text("a tensor's name", MAX_TENSOR_NAME_BYTES)
     n_dimensions = cursor.number("I")
     if not 1 <= n_dimensions <= MAX_DIMENSIONS:
@@ -245,7 +245,7 @@ def _described(cursor: _Cursor, file: Path) -> GgufTensor:
 
 
 def _placed(described: list[GgufTensor], first: int, alignment: int, n_file_bytes: int) -> dict[str, GgufTensor]:
-    """Return tensors by name, with starts relative to the file; checks that they are inside it and do not overlap."""
+    """Convert starts to offsets in the file and return tensors by name. Refuses overlaps and tensors beyond the end."""
     tensors: dict[str, GgufTensor] = {}
     end = first
     for tensor in sorted(described, key=lambda each: each.start):

@@ -47,12 +47,12 @@ def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
 
 
 def int8_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
-    """Return the layers' matrices, by this engine's names, with parts that are too precise for 4 bits."""
+    """Return this engine's names of the layers' matrices with parts that are too precise for 4 bits."""
     return [name for name, types in _matrix_types(header, spec) if any(kind.is_wide for kind in types)]
 
 
 def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
-    """Return the layers' matrices whose 4-bit codes can be kept and of which some parts have minimums."""
+    """Return this engine's names of the layers' matrices whose 4-bit codes can be kept, with zero points."""
     return [
         name
         for name, types in _matrix_types(header, spec)
@@ -61,7 +61,7 @@ def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
 
 
 def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, list[TensorType]]]:
-    """Yield each of the layers' matrices with the types of its parts in the file."""
+    """Yield this engine's name of each of the layers' matrices with the types of its parts in the file."""
     architecture = architecture_of(header)
     for name, parts in checkpoint_parts(spec).items():
         if name.startswith("layers.") and len(parts[0].shape) > 1:

@@ -1,7 +1,7 @@
-"""Models that llama.cpp's gguf-split has cut into files, name-00001-of-00003.gguf and so on.
+"""Read models that llama.cpp's gguf-split has cut into files, name-00001-of-00003.gguf and so on.
 
-The first file has the model's metadata. Each one has the number of parts, its own number counted from 0, and the number
-of tensors in all parts.
+The first file has the model's metadata. Each file has the number of parts, its own number counted from 0, and the
+number of tensors in all parts.
 """
 
 import os
@@ -19,13 +19,13 @@ _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 def base_name(file: Path) -> str:
-    """Return the file's name without suffix and part number."""
+    """Return the file's name without its suffix and part number."""
     found = _PART.fullmatch(file.name)
     return found[1] if found else file.stem
 
 
 def part_files(file: Path) -> list[Path]:
-    """Return all parts of the model that `file` belongs to, in order; for a whole model only the file.
+    """Return all parts of the model that `file` belongs to, in order; only the file itself if it is a whole model.
 
     Raises:
         CheckpointError: if a part is missing.
@@ -38,7 +38,7 @@ def part_files(file: Path) -> list[Path]:
     number, n_parts = int(found[2]), int(found[3])
     if not 1 <= number <= n_parts <= MAX_PARTS:
         raise CheckpointError(f"{file} is named as part {number} of {n_parts}, expected 1 to {MAX_PARTS} parts.")
-    folder = Path(os.path.realpath(file.parent))  # not of the file: a download cache links to files with other names
+    folder = Path(os.path.realpath(file.parent))  # the file's own link stays: caches link to other names
     files = [folder / f"{found[1]}-{each:05}-of-{found[3]}.gguf" for each in range(1, n_parts + 1)]
     for each, part in enumerate(files, 1):
         if find_file(folder, part.name, CheckpointError) is None:
@@ -70,7 +70,7 @@ def read_model_header(files: Sequence[Path]) -> GgufHeader:
 
 
 def _check_place(header: GgufHeader, index: int, n_parts: int) -> None:
-    """Check that a part has the number that its name states."""
+    """Check that a part's metadata has the number in its file name."""
     count, number = header.metadata.get("split.count", 0), header.metadata.get("split.no", 0)
     if n_parts == 1 and count in (0, 1):
         return

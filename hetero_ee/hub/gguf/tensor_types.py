@@ -1,4 +1,4 @@
-"""Tensor types of GGUF files: weights and bytes per block. Source: ggml-common.h."""
+"""The tensor types of GGUF files, with their weights and bytes per block. Source: ggml-common.h."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ MAX_NARROW_BITS = 5.0  # Q4_1, the widest of the 4-bit types; Q5_0 and Q5_K have
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A type, named as in ggml."""
+    """A tensor type, named as in ggml."""
 
     name: str
     block_weights: int
@@ -24,17 +24,17 @@ class TensorType:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is quantized with clearly more bits than 4-bit tiles."""
+        """Whether the type is quantized with clearly more bits than 4-bit tiles have."""
         return not self.is_float and self.bits > MAX_NARROW_BITS
 
     @property
     def has_minimum(self) -> bool:
-        """Whether it is a 4-bit type with a minimum per block in addition to the scale."""
+        """Whether the type has 4-bit codes with a minimum per block in addition to the scale."""
         return self.name in ("Q4_1", "Q4_K")
 
     @property
     def is_linear(self) -> bool:
-        """Whether its 4-bit codes are integers times a scale, with or without a minimum."""
+        """Whether the type's values are 4-bit integers times a scale, with or without a minimum."""
         return self.has_minimum or self.name == "Q4_0"
 
 

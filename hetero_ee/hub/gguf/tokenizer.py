@@ -1,7 +1,7 @@
 """Translate the tokenizer in a GGUF file's metadata to tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE ("gpt2") has merges and the name of a splitting of the text; sentencepiece's BPE ("llama") has a score
-for each piece, which implies the merges.
+Byte-level BPE ("gpt2") stores merges and the name of a rule that splits text. Sentencepiece's BPE ("llama") stores a
+score for each piece, which implies the merges.
 """
 
 import json
@@ -24,7 +24,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}" + MARKS + "]", r"[\p{Ll}" + MARKS + "]"
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How text is split before merging. A pattern of None means GPT-2's own."""
+    """Rule that splits text before merging. A pattern of None means GPT-2's own."""
 
     pattern: str | None
     single_digits: bool = False
@@ -61,7 +61,7 @@ SPLITTINGS = {
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, str]:
-    """Return file contents by name. Raises ModelError for an unknown kind of tokenizer or splitting of text."""
+    """Return file contents by name. Raises ModelError for an unknown kind of tokenizer or rule that splits text."""
     vocabulary = _Vocabulary(header)
     try:
         backend = vocabulary.sentencepiece() if vocabulary.kind == "llama" else vocabulary.byte_level()
@@ -163,7 +163,7 @@ class _Vocabulary:
         return merges
 
     def _implied_merges(self) -> list[tuple[str, str]]:
-        """Return the merges that the scores imply: each piece from any two it can be cut into, the best score first."""
+        """Return the merges that the scores imply: all pairs of pieces that join to a piece, the best score first."""
         scores, ids = self._list("scores", float), self._ids
         if len(scores) != len(self.tokens):
             raise self._fail(f"it has {len(self.tokens)} tokens and scores of {len(scores)}")

@@ -1,4 +1,4 @@
-"""The supported families of dense decoders: to add one, add an entry to FAMILIES, and what differs from Llama."""
+"""The supported families of dense decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
 from hetero_ee.models.families import llama, opt, variants
 from hetero_ee.models.families.family import Family

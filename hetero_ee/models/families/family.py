@@ -1,4 +1,4 @@
-"""The description of a model family, and functions that several readers share."""
+"""Describe a model family, and provide functions that several families' readers share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture: how its config.json is read, and the names of its checkpoints' tensors."""
+    """A model architecture: how to read its config.json, and the names of the tensors in its checkpoints."""
 
     model_type: str  # identifies the architecture if config.json has no `architectures`
     read_spec: Callable[[Fields, str], ModelSpec]  # from config.json's fields and the architecture's name
@@ -34,7 +34,7 @@ class Family:
 
     @property
     def head_name(self) -> str:
-        """Name of the head's tensor, which checkpoints of models with a tied head may contain, too."""
+        """Name of the head's tensor. Checkpoints of models with a tied head may contain it, too."""
         [module] = self.tensor_names["head.tokens"]
         return module + ".weight"
 
@@ -44,7 +44,7 @@ def layer_count(fields: Fields) -> int:
 
 
 def even_head_dim(fields: Fields) -> int:
-    """Return the head size if heads share the hidden size evenly."""
+    """Return the head size of heads that share the hidden size evenly. Raises ModelError if they can't."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % n_heads:
         raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
@@ -52,7 +52,7 @@ def even_head_dim(fields: Fields) -> int:
 
 
 def read_layer_kinds(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
-    """Return FULL or SLIDING for each layer, as in layer_types."""
+    """Return FULL or SLIDING for each layer, from layer_types or else `default`."""
     kinds, n_layers = fields.get("layer_types", list(default)), layer_count(fields)
     if not isinstance(kinds, list | tuple) or len(kinds) != n_layers:
         raise fields.fail(f"layer_types is {shown(kinds)}, expected one entry for each of {n_layers} layers.")
@@ -67,12 +67,12 @@ def sliding_windows(kinds: Iterable[str], window: int | None) -> tuple[int | Non
 
 
 def read_window(fields: Fields) -> int | None:
-    """Return the window: null means none; a missing field means the class's default, as in Mistral's first release."""
+    """Return the sliding window. Null means none; a missing field means 4096, as in Mistral's first release."""
     return None if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096)
 
 
 def activation(fields: Fields, field: str, default: str) -> tuple[str, float]:
-    """Return our name of the activation in `field`, and its threshold (0 if it has none)."""
+    """Return this engine's name of the activation in `field`, and its threshold (0 if it has none)."""
     name = fields.text(field, default)
     if name not in ACTIVATIONS:
         raise fields.fail(f"{field} is {shown(name)}, which is not supported; supported are {', '.join(ACTIVATIONS)}.")

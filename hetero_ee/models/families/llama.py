@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971), which most other families change in only a few places."""
+"""Read Llama (arXiv 2302.13971), from which most other families differ in only a few places."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ TWO_MATRICES = {
 
 
 def post_norms(attention: str, ffn: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of norms after attention and FFN."""
+    """Map this engine's norms after attention and FFN to the checkpoint's modules with the given names."""
     return {
         "layers.{n}.attention.post_norm": (f"model.layers.{{n}}.{attention}",),
         "layers.{n}.ffn.post_norm": (f"model.layers.{{n}}.{ffn}",),
@@ -40,7 +40,7 @@ def post_norms(attention: str, ffn: str) -> dict[str, tuple[str, ...]]:
 
 
 def read_spec(fields: Fields, architecture: str, *, rotates_part: bool = False, interleaved: bool = False) -> ModelSpec:
-    """Read Llama's fields. rotates_part: see read_rope; interleaved: see RopeSpec."""
+    """Read the fields of config.json as Llama's. See read_rope for `rotates_part` and RopeSpec for `interleaved`."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = layer_count(fields)
     head_dim = even_head_dim(fields) if fields.get("head_dim") is None else fields.integer("head_dim")

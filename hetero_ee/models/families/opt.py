@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068): learned positions, LayerNorm, biases, two-matrix FFN."""
+"""Read OPT (arXiv 2205.01068): learned positions, LayerNorm, biases, an FFN of two matrices."""
 
 from hetero_ee.models.families.family import activation, even_head_dim, layer_count
 from hetero_ee.models.fields import Fields

@@ -1,4 +1,4 @@
-"""Read rotary embeddings in Hugging Face configurations."""
+"""Read the fields of rotary embeddings in Hugging Face configurations."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
 
 
 def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_part: bool) -> RopeSpec:
-    """Read rope settings as rope_parameters (transformers 5), or rope_theta with rope_scaling, which takes precedence.
+    """Read rope settings from rope_parameters (transformers 5), or from rope_theta with rope_scaling, which wins.
 
     Args:
         rotates_part: whether the family applies partial_rotary_factor. For other families transformers 5 ignores it if
@@ -52,9 +52,9 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_par
 
 
 def of_layer_kind(fields: Fields, kind: str, theta: float) -> Fields:
-    """Return the fields for layers of one kind, if kinds rotate differently.
+    """Return the fields for layers of one kind, whose rope_theta is `theta`, if kinds rotate differently.
 
-    transformers 5 has rope_parameters per kind. Before, rope_scaling applied to FULL layers, and this kind has `theta`.
+    transformers 5 has rope_parameters per kind. In older files, rope_scaling applies only to FULL layers.
     """
     parameters = fields.section("rope_parameters")
     own = parameters.section(kind)
@@ -93,7 +93,7 @@ def _scaling(
 def _yarn(
     fields: Fields, parameters: Fields, context_tokens: int, original_tokens: int | None, theta: float
 ) -> RopeScaling:
-    """Read YaRN; the default magnitude is the paper's, while mscale and mscale_all_dim are DeepSeek's."""
+    """Read YaRN. The default magnitude is the paper's; mscale and mscale_all_dim are DeepSeek's."""
     factor = parameters.number("factor", context_tokens / original_tokens if original_tokens else None)
     fast, slow = parameters.number("beta_fast", 0.0) or 32.0, parameters.number("beta_slow", 0.0) or 1.0
     if not 1 <= factor <= MAX_FACTOR or not MIN_FACTOR <= slow <= fast <= MAX_FACTOR or theta == 1:
@@ -116,7 +116,7 @@ def _yarn(
 
 
 def _growth(factor: float, scale: float) -> float:
-    """Return YaRN's factor of queries and keys, which a longer context makes less sharp (section 3.4)."""
+    """Return YaRN's factor of queries and keys, since a longer context makes attention less sharp (section 3.4)."""
     return 0.1 * scale * math.log(factor) + 1
 
 
@@ -125,9 +125,9 @@ def _product(factor: float, n_tokens: int) -> int:
 
 
 def own_context(rope: RopeSpec, context_tokens: int) -> int:
-    """Return the context of a model with this max_position_embeddings, unless the caller requests more."""
+    """Return the model's context by default. `context_tokens` is its max_position_embeddings."""
     scaling = rope.scaling
-    if scaling.kind == "longrope":  # the limit of the short factors
+    if scaling.kind == "longrope":  # up to which the short factors apply
         return min(context_tokens, scaling.original_context_tokens)
     # Files with yarn often name the original context there too.
     return max(context_tokens, scaling.longest_context_tokens) if scaling.kind == "yarn" else context_tokens

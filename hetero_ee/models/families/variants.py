@@ -1,4 +1,4 @@
-"""Families that differ from Llama in a few places: for each, defaults of config.json and fields of the spec."""
+"""Define the families that differ from Llama in a few places: defaults of config.json and fields of the spec."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ Computed = Callable[[Fields, ModelSpec], Values]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Reads a family's config.json by Llama's reader."""
+    """A family whose config.json is read with Llama's reader, with its own defaults and fields."""
 
     defaults: Values  # of fields that config.json lacks
     spec: Values  # fields of every spec of this family
@@ -43,7 +43,7 @@ class Variant:
 
 
 def _bias_named(name: str, default: bool) -> Callable[[Fields], Fields]:
-    """Return a function that reads one flag for all biases."""
+    """Return a function that sets the flags for all biases to the flag in the field `name`."""
 
     def prepared(fields: Fields) -> Fields:
         bias = fields.flag(name, default)
@@ -61,7 +61,7 @@ def _optional_window(fields: Fields, spec: ModelSpec) -> Values:
 
 
 def _qwen_windows(fields: Fields, spec: ModelSpec) -> Values:
-    """Layers from max_window_layers on may have a window, or layer_types names each layer's kind."""
+    """Return each layer's window: layer_types names each layer's kind, or layers from max_window_layers on have one."""
     if not fields.flag("use_sliding_window", False):
         return {"sliding_windows": (None,) * spec.n_layers}
     window, first = read_window(fields), fields.number("max_window_layers", 28)
@@ -108,7 +108,7 @@ def _starcoder2_norm(fields: Fields, spec: ModelSpec) -> Values:
 
 
 def _smollm3_layers(fields: Fields, spec: ModelSpec) -> Values:
-    """Some layers' queries and keys do not rotate (NoPE, arXiv 2305.19466)."""
+    """Return each layer's window and rotary embedding. Some layers do not rotate (NoPE, arXiv 2305.19466)."""
     n_layers, interval = spec.n_layers, fields.integer("no_rope_layer_interval", 4)
     rotates = fields.get("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(n_layers)])
     if not isinstance(rotates, list | tuple) or len(rotates) < n_layers or any(each not in (0, 1) for each in rotates):
@@ -121,7 +121,7 @@ def _smollm3_layers(fields: Fields, spec: ModelSpec) -> Values:
 
 
 def _exaone_layers(fields: Fields, spec: ModelSpec) -> Values:
-    """Layers that see all positions do not rotate, if others have a window."""
+    """Return each layer's window and rotary embedding. If some layers have a window, the others do not rotate."""
     window = read_window(fields)
     kinds = (FULL,) * spec.n_layers if window is None else read_layer_kinds(fields, _exaone_pattern(fields))
     ropes = tuple(spec.rope if window is None or kind == SLIDING else None for kind in kinds)
@@ -143,7 +143,7 @@ def _seed_oss_bias(fields: Fields, spec: ModelSpec) -> Values:
 
 
 def _gemma_fields(fields: Fields) -> Fields:
-    """Gemma 1's files mean gelu's approximation by gelu."""
+    """Replace the activation gelu by its tanh approximation, which Gemma 1's files mean by it."""
     act = fields.get("hidden_activation", fields.get("hidden_act", TANH_GELU))
     return fields.with_values(hidden_act=TANH_GELU if act == "gelu" else act, mlp_bias=None)
 
@@ -165,7 +165,7 @@ def _later_gemma_scales(fields: Fields, spec: ModelSpec) -> Values:
 
 
 def _gemma_2_layers(fields: Fields, spec: ModelSpec) -> Values:
-    """Layers alternate between a window and all positions. A null means no cap."""
+    """Return Gemma 2's scales, caps (null means none) and windows, which every other layer has."""
     kinds = read_layer_kinds(fields, [FULL if layer % 2 else SLIDING for layer in range(spec.n_layers)])
     caps = {"attention_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)}
     return {
@@ -284,7 +284,7 @@ def read_olmo_3(fields: Fields, architecture: str) -> ModelSpec:
 
 
 def read_gemma_3(fields: Fields, architecture: str) -> ModelSpec:
-    """Read Gemma 3, of which every sixth layer sees all positions, with its own rotary angles."""
+    """Read Gemma 3. Every sixth layer sees all positions and has its own rotary angles."""
     every = fields.integer("sliding_window_pattern", 6)
     thetas = {FULL: fields.number("rope_theta", 1e6), SLIDING: fields.number("rope_local_base_freq", 1e4)}
     spec = _with_two_ropes(_GEMMA_3, fields, architecture, every, thetas)
@@ -302,7 +302,7 @@ def _with_two_ropes(
 
 
 def read_qwen_2_5_vl(fields: Fields, architecture: str) -> ModelSpec:
-    """Read Qwen2.5-VL's text part (arXiv 2502.13923); a text's three positions are equal, so it rotates as usual."""
+    """Read Qwen2.5-VL's text part (arXiv 2502.13923). The three positions of a text are equal: it rotates as usual."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.section(name)
         if rope.get("mrope_section") is not None:

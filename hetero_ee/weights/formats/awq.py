@@ -19,7 +19,7 @@ MARK = ".qweight"
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix(GroupedMatrix):
-    """A SavedMatrix in AWQ; `module` is X."""
+    """A matrix in AWQ's format. Its tensors' names begin with `module`."""
 
     def layout(self) -> Layout:
         (n_rows, n_columns), groups = self.shape, self.n_groups
@@ -33,7 +33,7 @@ class AwqMatrix(GroupedMatrix):
         return GroupedCodes(self.bits, codes, scales, self.groups(), zeros)
 
     def _numbers(self, suffix: str) -> Tensor:
-        """Return numbers, uint8 (N, columns or groups)."""
+        """Unpack a tensor to uint8 (N, columns), or to uint8 (N, groups) for zero points."""
         words = self.read(suffix).T.contiguous()
         numbers = torch.stack([(words >> 4 * nibble & 15).to(torch.uint8) for nibble in NIBBLE_OF], dim=1)
         return numbers.flatten(0, 1)[: self.shape[0]]

@@ -35,7 +35,7 @@ CHUNK_ELEMENTS = 2**16  # weights unpacked at a time: whole blocks of any size
 
 @dataclass(frozen=True, slots=True)
 class QuantState:
-    """A matrix's state in bitsandbytes."""
+    """The quantization state that bitsandbytes saves with a matrix."""
 
     quant_type: str
     blocksize: int
@@ -45,7 +45,7 @@ class QuantState:
 
 @dataclass(frozen=True, slots=True)
 class NestedQuantState(QuantState):
-    """The state of a matrix whose absmax is quantized, too."""
+    """The quantization state of a matrix whose absmax is quantized as well."""
 
     nested_blocksize: int
     nested_dtype: str
@@ -54,7 +54,7 @@ class NestedQuantState(QuantState):
 
 @dataclass(frozen=True, slots=True)
 class FourBitMatrix:
-    """A SavedMatrix in bitsandbytes' 4 bits, whose headers and quantization state were checked."""
+    """A matrix in bitsandbytes' 4-bit format, with checked headers and quantization state."""
 
     name: str
     shape: tuple[int, int]
@@ -74,7 +74,7 @@ class FourBitMatrix:
         return -(-self.n_elements // self.state.blocksize)
 
     def dequantize(self) -> Tensor:
-        """Return fp32 (N, K), with the bits that bitsandbytes computes in fp32."""
+        """Return the matrix as fp32 (N, K), bit-equal to bitsandbytes' result in fp32."""
         table, absmax = self.table(), self.absmax()
         values = torch.empty(self.n_elements)
         for first, codes in self._code_chunks():
@@ -84,11 +84,10 @@ class FourBitMatrix:
         return values.view(self.shape)
 
     def table(self) -> Tensor:
-        """Return the codes' values, fp32 (16,)."""
         return self._map(".quant_map")
 
     def absmax(self) -> Tensor:
-        """Return absmax, fp32, one per block."""
+        """Return the largest magnitude of each block, fp32 (n_blocks,)."""
         found = self.tensors.read(self.name + ".absmax")
         if isinstance(self.state, NestedQuantState):
             outer = self.tensors.read(self.name + ".nested_absmax")
@@ -99,7 +98,7 @@ class FourBitMatrix:
         return found
 
     def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        """Return blocks; None if one would span two of the file's, or two values of the table would become equal."""
+        """Return blocks of 32 columns; None if one would span two of the file's, or int8 can't tell two codes apart."""
         codebook, (n_rows, n_columns) = table_codebook(self.table()), self.shape
         if codebook is None or n_columns % TILE_COLUMNS:
             return None
@@ -111,7 +110,7 @@ class FourBitMatrix:
         return Blocks(codes.view(self.shape), scales, codebook.entries, is_exact=False)
 
     def _code_chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index of the first code, and some codes from there on, uint8."""
+        """Yield chunks of the unpacked codes, uint8, each with the index of its first code."""
         packed = self.tensors.read(self.name).view(torch.uint8).flatten()
         for first in range(0, self.n_elements, CHUNK_ELEMENTS):
             chunk = packed[first // 2 : (first + CHUNK_ELEMENTS) // 2]
@@ -131,10 +130,10 @@ class FourBitMatrix:
 
 
 def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, int]) -> FourBitMatrix | None:
-    """Return the matrix called `name`, or None if it was not saved in 4 bits. shape: as in the configuration.
+    """Return the matrix called `name`, of the shape in config.json, or None if it was not saved in 4 bits.
 
     Raises:
-        CheckpointError: if its tensors or its state are inconsistent.
+        CheckpointError: if the matrix's tensors or its state are inconsistent.
     """
     if not {name + suffix for suffix in SUFFIXES} & tensors.names:
         return None

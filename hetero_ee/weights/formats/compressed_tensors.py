@@ -26,7 +26,7 @@ NOT_A_NUMBER = 255  # as an exponent of MXFP4
 
 @dataclass(frozen=True, slots=True)
 class CompressedMatrix(GroupedMatrix):
-    """A SavedMatrix of integers; `module` is X."""
+    """An integer matrix in compressed-tensors' format. Its tensors' names begin with `module`."""
 
     def layout(self) -> Layout:
         (n_rows, n_columns), bits, groups = self.shape, self.bits, self.n_groups
@@ -60,7 +60,7 @@ class CompressedMatrix(GroupedMatrix):
         return self.checked_groups(GROUPS) if self.saved.reordered else GroupedMatrix.groups(self)
 
     def _zeros(self) -> Tensor | None:
-        """Return zero points, int16 (N, G); None if all are the middle code."""
+        """Return zero points, int16 (N, G); None if all equal the code in the middle of the range."""
         if self.saved.symmetric:
             return None
         stored = self.read(ZERO_POINT)
@@ -77,7 +77,7 @@ class CompressedMatrix(GroupedMatrix):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Matrix(StoredMatrix):
-    """A SavedMatrix in MXFP4; `module` is X."""
+    """A matrix in MXFP4. Its tensors' names begin with `module`."""
 
     def layout(self) -> Layout:
         n_rows, n_columns = self.shape

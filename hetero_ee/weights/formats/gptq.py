@@ -20,7 +20,7 @@ ZEROS, GROUPS = ".qzeros", ".g_idx"
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix(GroupedMatrix):
-    """A SavedMatrix in GPTQ; `module` is X."""
+    """A matrix in GPTQ's format. Its tensors' names begin with `module`."""
 
     def layout(self) -> Layout:
         (n_rows, n_columns), bits = self.shape, self.bits
@@ -49,7 +49,7 @@ class GptqMatrix(GroupedMatrix):
         return groups
 
     def _zeros(self) -> Tensor | None:
-        """Return zero points, int16 (N, G); None if the configuration says that all are the middle code."""
+        """Return zero points, int16 (N, G); None if config.json says that all are the middle code."""
         stored = unpacked(self.read(ZEROS), self.bits).flatten(1)[:, : self.shape[0]].T
         zeros, middle = stored.to(torch.int16) + self.saved.zero_offset, 1 << (self.bits - 1)
         if self.saved.symmetric:

@@ -1,5 +1,6 @@
-"""Integers with a scale, and perhaps a zero point, per row and group of columns, as in GPTQ, AWQ and
-compressed-tensors, which pack them in different orders."""
+"""Integer matrices with a scale, and perhaps a zero point, per row and group of columns, as in GPTQ, AWQ and
+compressed-tensors, which pack them in different orders.
+"""
 
 from dataclasses import dataclass
 
@@ -16,9 +17,9 @@ WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedCodes:
-    """W[n, k] = scales[n, g] x (codes[n, k] - zeros[n, g]), g = groups[k]; all codes have `bits` bits.
+    """An unpacked matrix: W[n, k] = scales[n, g] x (codes[n, k] - zeros[n, g]) with g = groups[k].
 
-    codes: uint8 (N, K); scales: fp32 (N, G); groups: int64 (K,); zeros: int16 (N, G), None if all are the middle code.
+    codes: uint8 (N, K); scales: fp32 (N, G); groups: int64 (K,); zeros: int16 (N, G), None if all are `middle`.
     """
 
     bits: int
@@ -29,17 +30,17 @@ class GroupedCodes:
 
     @property
     def middle(self) -> int:
-        """The code that means 0 without zero points."""
+        """Code of a weight of 0 if there are no zero points."""
         return 1 << (self.bits - 1)
 
     def columns(self, order: Tensor | None) -> "GroupedCodes":
-        """Return the columns in another order; None keeps the order."""
+        """Return the matrix with its columns in another order; None keeps the order."""
         if order is None:
             return self
         return GroupedCodes(self.bits, self.codes[:, order], self.scales, self.groups[order], self.zeros)
 
     def dequantize(self) -> Tensor:
-        """Return W, fp32 (N, K)."""
+        """Return the matrix as fp32 (N, K)."""
         n_rows, n_columns = self.codes.shape
         values, n_together = torch.empty(n_rows, n_columns), max(1, CHUNK_WEIGHTS // n_columns)
         for first in range(0, n_rows, n_together):
@@ -50,9 +51,9 @@ class GroupedCodes:
         return values
 
     def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        """Return blocks; None if a block would span two groups, or for 8-bit codes with zero points.
+        """Return blocks of 32 columns; None if a block would span two groups, or for 8-bit codes with zero points.
 
-        -128 becomes -127: about one of 200 weights by one unit, a tenth of the error that other scales would make.
+        An entry of -128 becomes -127: about one of 200 weights moves by one unit, a tenth of the error of other scales.
         """
         n_columns = self.codes.shape[1]
         first = self.groups[::TILE_COLUMNS]
@@ -80,5 +81,5 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def packed_size(n: int, bits: int) -> int:
-    """Return the number of words that hold n codes."""
+    """Return the number of int32 words that hold n codes."""
     return -(-n * bits // WORD_BITS)

@@ -1,4 +1,4 @@
-"""The common part of saved matrices of integers in groups."""
+"""Define the base of quantized matrices whose columns are grouped, with a scale per group."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from hetero_ee.weights.formats.saved_matrix import StoredMatrix
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix(StoredMatrix):
-    """A SavedMatrix except for its tensors."""
+    """Base of the formats with a scale per group of columns. A subclass reads the tensors of its format."""
 
     @property
     def bits(self) -> int:
@@ -30,7 +30,7 @@ class GroupedMatrix(StoredMatrix):
         return self._read().blocks(in_8_bits=in_8_bits)
 
     def column_order(self) -> Tensor | None:
-        """Return the order in which columns are read; None if it is the file's."""
+        """Return the order in which columns are read, sorted by group; None if it is the file's order."""
         return torch.argsort(self.groups(), stable=True) if self.in_order else None
 
     def groups(self) -> Tensor:
@@ -38,7 +38,7 @@ class GroupedMatrix(StoredMatrix):
         return torch.arange(self.shape[1]) // (self.saved.group_size or self.shape[1])
 
     def checked_groups(self, suffix: str) -> Tensor:
-        """Return the group of each column as the file has them, int64 (K,). Raises CheckpointError."""
+        """Read each column's group from a tensor, int64 (K,). Raises CheckpointError for a group that doesn't exist."""
         groups = self.read(suffix).long()
         outside = (groups < 0) | (groups >= self.n_groups)
         if outside.any():
@@ -50,7 +50,7 @@ class GroupedMatrix(StoredMatrix):
 
     @abstractmethod
     def codes(self) -> GroupedCodes:
-        """Return the codes with columns in the file's order. Raises CheckpointError."""
+        """Read the codes, with columns in the file's order. Raises CheckpointError."""
 
     def _read(self) -> GroupedCodes:
         return self.codes().columns(self.column_order())

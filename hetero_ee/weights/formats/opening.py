@@ -27,11 +27,11 @@ NO_FORMAT = "that the weights are not quantized (no quantization_config)"
 def saved_matrices(
     tensors: RawTensors, parts_of: Mapping[str, list[Part]], said: SavedFormat | None
 ) -> dict[str, SavedMatrix]:
-    """Return quantized matrices by their Hugging Face names.
+    """Return the checkpoint's quantized matrices by their Hugging Face names.
 
     Args:
-        parts_of: parts by this engine's names.
-        said: the format in config.json.
+        parts_of: the checkpoint's tensors that each of this engine's tensors consists of, by this engine's names.
+        said: the format that config.json states, None for floats.
 
     Raises:
         CheckpointError: if config.json and the tensors disagree.
@@ -55,7 +55,7 @@ def saved_matrices(
 
 
 def column_order(matrix: SavedMatrix) -> Tensor | None:
-    """Return the order in which its columns are read; None if it is the file's."""
+    """Return the order in which a matrix's columns are read; None if it is the file's."""
     return matrix.column_order() if isinstance(matrix, GroupedMatrix) else None
 
 
@@ -70,7 +70,7 @@ def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> 
 
 
 def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_order: bool) -> SavedMatrix | None:
-    """Return the matrix in config.json's format; None for floats. Raises CheckpointError for another format."""
+    """Return a matrix in the format of config.json; None for floats. Raises CheckpointError for another format."""
     module, shape = part.hf_name.removesuffix(".weight"), (part.shape[0], part.shape[1])
     marks = [mark for mark in MARKS if module + mark in tensors.names]
     stored_type = tensors.header(part.hf_name)[0] if part.hf_name in tensors.names else None

@@ -19,7 +19,7 @@ Layout = Mapping[str, tuple[Any, ...]]  # suffix of a tensor -> its possible typ
 
 @dataclass(frozen=True, slots=True)
 class RawTensors:
-    """A checkpoint's unconverted tensors. header: name -> safetensors type and shape."""
+    """A checkpoint's tensors as its files store them. `header` returns a tensor's safetensors type and its shape."""
 
     folder: Path
     names: Set[str]
@@ -30,7 +30,7 @@ class RawTensors:
         return CheckpointError(f"{self.folder}: tensor {name} {problem}; get the checkpoint again.")
 
     def require(self, name: str, kinds: Collection[str], *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a tensor after checking its type and shape. Raises CheckpointError."""
+        """Check a tensor's type and shape and return the shape. Raises CheckpointError."""
         if name not in self.names:
             raise self.failure(name, "is missing")
         kind, shape = self.header(name)
@@ -50,7 +50,7 @@ class RawTensors:
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix(ABC):
-    """Tensors of a SavedMatrix, whose types and shapes are checked; `module` is the common prefix of their names."""
+    """Base of quantized matrices whose tensors' names begin with `module`. Checks the tensors' types and shapes."""
 
     module: str
     shape: tuple[int, int]
@@ -64,7 +64,7 @@ class StoredMatrix(ABC):
 
     @abstractmethod
     def layout(self) -> Layout:
-        """Return the types and shapes that the configuration implies. Raises: CheckpointError: for impossible sizes."""
+        """Return the types and shapes that config.json implies. Raises: CheckpointError: for impossible sizes."""
 
     @property
     def tensor_names(self) -> Set[str]:
@@ -84,17 +84,17 @@ class StoredMatrix(ABC):
 
 
 class SavedMatrix(Protocol):
-    """One matrix with its headers checked; values are checked when read, which may raise CheckpointError."""
+    """A quantized matrix with checked headers. Its values are checked when read, which may raise CheckpointError."""
 
     @property
     def tensor_names(self) -> Set[str]:
-        """Names of the tensors that it may consist of."""
+        """Names of the tensors that may belong to the matrix."""
         ...
 
     def dequantize(self) -> Tensor:
-        """Return the checkpoint's values, fp32 (N, K)."""
+        """Return the weights as fp32 (N, K), as the checkpoint's format defines them."""
         ...
 
     def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        """Return the values in blocks of 32, rounded to the nearest if necessary; None if its groups do not fit."""
+        """Return the weights in blocks of 32 columns, rounded if necessary; None if groups don't fit such blocks."""
         ...

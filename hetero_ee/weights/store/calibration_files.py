@@ -1,4 +1,4 @@
-"""The files next to a store that belong to it, by name, and how they are removed with it. Nothing here reads them."""
+"""Name the files of calibrations and records next to a store, and remove them with it. Never reads them."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from hetero_ee.weights.store.filesystem import (
 )
 
 FOLDER_SUFFIX, REPLACED_SUFFIX = ".calibration", ".old"
-PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
+PARTIAL_SUFFIX = ".partial"  # of the file of an interrupted calibration
 CERTIFICATE_PARTIAL_SUFFIX = ".certificate" + PARTIAL_SUFFIX
 SPARSITY_SUFFIX = ".sparsity"  # of the file with what is known of the store's neurons
 PREDICTOR_SUFFIX = ".predictor"  # of the file with what says which of them may be active
@@ -25,23 +25,23 @@ TWO_FILES = "calibration.json", "calibration.safetensors"  # of a calibration th
 
 
 def calibration_folder(store: Path) -> Path:
-    """Return the folder of the store's calibration, which need not exist."""
+    """Return the path of the store's calibration, whether or not it exists."""
     return store.with_name(store.name + FOLDER_SUFFIX)
 
 
 def neuron_file(store: Path, suffix: str) -> Path:
-    """Return the file of one of the store's records of neurons, which need not exist."""
+    """Return the path of one of the store's records of neurons, whether or not it exists."""
     return store.with_name(store.name + FOLDER_SUFFIX + suffix)
 
 
 def calibration_file(folder: Path) -> Path | None:
-    """Return the file that holds the calibration in `folder`, None if there isn't one. Raises: StoreError."""
+    """Return the calibration's file in `folder`, None if there isn't one. Raises: StoreError: if it isn't readable."""
     found = (find_file(folder, name, StoreError) for name in (RECORD_FILE, TWO_FILES[0]))
     return next((file for file in found if file is not None), None)
 
 
 def has_calibration(store: Path) -> bool:
-    """Return whether there is a calibration next to the store, whatever is in it."""
+    """Return whether a calibration exists next to the store, readable or not."""
     try:
         return calibration_file(calibration_folder(store)) is not None
     except StoreError:  # it can't be looked into
@@ -49,7 +49,7 @@ def has_calibration(store: Path) -> bool:
 
 
 def is_calibrations(path: Path) -> bool:
-    """Return whether a folder has the name of a calibration, not of a store."""
+    """Return whether the folder's name is that of a calibration, not of a store."""
     return path.name.endswith(tuple(FOLDER_SUFFIX + end for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)))
 
 
@@ -82,6 +82,6 @@ def remove_calibration(store: Path, files: FileSystem) -> None:
             for name in (
                 RECORD_FILE,
                 TWO_FILES[0],
-            ):  # first: without them there is no calibration
+            ):  # removed first: without them there is no calibration
                 remove_if_there(found / name, files)
             files.remove_tree(found)

@@ -15,7 +15,7 @@ MAX_THREADS = 8  # with more of them, disks and memory are the limit
 
 
 def sha256_of(file: BinaryIO, offset: int, n_bytes: int, each: Callable[[memoryview], None] | None = None) -> str:
-    """Return the SHA-256 of up to `n_bytes` from `offset` on. `each` gets them piece by piece."""
+    """Return the SHA-256 of up to `n_bytes` from `offset` on. `each` is called with the bytes, piece by piece."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(PIECE_BYTES, n_bytes)))
     file.seek(offset)
     while n_bytes:
@@ -30,16 +30,14 @@ def sha256_of(file: BinaryIO, offset: int, n_bytes: int, each: Callable[[memoryv
 
 
 def first_set_byte(file: BinaryIO, start: int, end: int) -> int | None:
-    """Return the position of the first byte from `start` to `end` that is not 0, None if all are 0. Reads them at once,
-    since padding is short.
-    """
+    """Return the position of the first byte other than 0 from `start` to `end`, None if all are 0."""
     file.seek(start)
     data = file.read(end - start)
     return start + len(data) - len(data.lstrip(b"\0")) if data.strip(b"\0") else None
 
 
 def is_written(file: BinaryIO, start: int, entry: Entry) -> bool:
-    """Check the tensor's bytes against its checksums, and the padding from `start`, the end of the tensor before it."""
+    """Return whether a tensor's bytes match its checksums, and its padding, from `start` on, is 0."""
     for region in entry.regions:
         is_padded = first_set_byte(file, start, region.offset) is None
         if not is_padded or sha256_of(file, region.offset, region.n_bytes) != region.sha256:
@@ -49,7 +47,7 @@ def is_written(file: BinaryIO, start: int, entry: Entry) -> bool:
 
 
 def first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
-    """Return the first region whose bytes do not match its checksum, None if all match. Uses several threads."""
+    """Return the first region in the file that differs from its checksum, None if none does. Uses several threads."""
     regions = list(regions)
     n_threads = min(MAX_THREADS, os.cpu_count() or 1)
 
@@ -63,6 +61,6 @@ def first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
 
 
 def damaged_region(file: BinaryIO, regions: Iterable[Region]) -> Region | None:
-    """Return the first region, in their order, whose bytes do not match its checksum, None if all match."""
+    """Return the first of the regions, in the given order, that differs from its checksum, None if none does."""
     found = (region for region in regions if sha256_of(file, region.offset, region.n_bytes) != region.sha256)
     return next(found, None)

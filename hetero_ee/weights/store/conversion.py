@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a store. Memory holds two tensors: while one is written, the next one is read."""
+"""Converts a checkpoint to a store. Memory holds two tensors: one that is written and the next, which is read."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ WAITING = "Another process is converting this model; waiting for it"
 
 
 def cached_store(folder: Path, quantization: Quantization, cache: Path) -> Path:
-    """Return where the cache keeps the store made from the model in `folder`, whether or not it exists."""
+    """Return the path in the cache of the store that belongs to the model in `folder`, whether or not it exists."""
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in model_name(folder))[:64]
     return cache / STORES_FOLDER / f"{name}-{quantization.name}-{Source.of(folder).key(quantization)}"
 
@@ -54,8 +54,8 @@ def convert(
 ) -> Path:
     """Write the store of the checkpoint in `folder` to `target`, completely or not at all.
 
-    The bytes are the same for any number of threads. If another process is converting the model already, wait for its
-    result. A conversion that a killed process has left is resumed.
+    The bytes are the same for any number of threads. Waits for another process that is converting the same model, and
+    uses its result. Resumes a conversion that was interrupted.
 
     Raises:
         CheckpointError, StoreError: The checkpoint can't be read, or the store can't be written.
@@ -111,7 +111,7 @@ def _write(
 
 @contextmanager
 def _resumable(target: Path) -> Iterator[None]:
-    """Note on an interrupt that the finished tensors are kept."""
+    """Add a note to an interrupt, such as Ctrl-C, that the finished tensors are kept."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interrupt:
@@ -137,7 +137,7 @@ def _worker_threads(n_threads: int) -> Iterator[Workers]:
 
 
 def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
-    """Return the model with the store's tensors. Raises: UsageError: if it can't be neuron-major."""
+    """Return the model's spec with the tensors that its store has. Raises: UsageError: if it can't be neuron-major."""
     if quantization.neuron_major and spec.gated and spec.ffn_bias:
         raise UsageError(
             f"{spec.architecture} has biases next to its gates, as neuron-major FFNs can't; leave out --sparsity."
@@ -149,7 +149,7 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
 def _read_ahead(
     checkpoint: Checkpoint | GgufCheckpoint, quantization: Quantization, tensors: list[TensorSpec]
 ) -> Iterator[KeptCodes | Tensor]:
-    """Yield each tensor, as codes to be kept or as floats, while a thread reads the next one."""
+    """Yield each tensor, as the file's codes or as floats, while a thread reads the next one."""
 
     def read(tensor: TensorSpec) -> KeptCodes | Tensor:
         if not is_quantized(tensor.role):
@@ -188,7 +188,7 @@ def _write_tensor(
 
 
 def _values(checkpoint: Checkpoint | GgufCheckpoint, tensor: TensorSpec, quantization: Quantization) -> Tensor:
-    """Return the values of one of the store's matrices. Neuron-major stores split gate_up and transpose down."""
+    """Return a matrix of the store as floats. For neuron-major stores, gate_up is split and down transposed."""
     prefix, _, short = tensor.name.rpartition(".")
     if not quantization.neuron_major or not prefix.endswith(".ffn"):
         return checkpoint.values(tensor.name)
@@ -201,7 +201,7 @@ def _values(checkpoint: Checkpoint | GgufCheckpoint, tensor: TensorSpec, quantiz
 
 
 def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
-    """Return the exact size of the weights.bin that these tensors make."""
+    """Return the exact size of the file weights.bin that holds these tensors."""
     end = 0
     for tensor in tensors:
         for n_bytes in region_sizes(_layout(tensor, quantization), tensor.shape):
@@ -222,10 +222,10 @@ def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path,
 
     Args:
         n_bytes: Size of the weights.
-        there_bytes: Bytes of them that are on the disk already.
+        there_bytes: Bytes of the weights that the disk already holds.
 
     Raises:
-        DiskFullError: It has too little.
+        DiskFullError: The disk has too little space.
     """
     copied_bytes = sum(file.stat().st_size for file in copied_files(source.folder))
     needed_bytes = int(SPACE_RESERVE * (n_bytes + copied_bytes)) + SPARE_BYTES - there_bytes

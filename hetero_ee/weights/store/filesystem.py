@@ -1,4 +1,4 @@
-"""The disk as writers of stores use it, as an interface, so that tests can inject a full disk or a lost write."""
+"""Wraps the disk operations of store writers, so that tests can inject a full disk or a lost write."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ ELSEWHERE = "set HETERO_EE_CACHE_DIR to a folder on another disk"
 class FileSystem:
     """Disk operations for writing a store. Every method raises OSError like the function that it wraps.
 
-    A subclass may fail or lose data, as disks do.
+    Subclasses in tests fail or lose data, as disks do.
     """
 
     def create_folder(self, folder: Path) -> None:
@@ -37,7 +37,7 @@ class FileSystem:
         return self._opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
 
     def reopen_file(self, file: Path) -> BinaryIO:
-        """Open a file for unbuffered reading and writing. It has to be a regular file with a single name."""
+        """Open a file for unbuffered reading and writing. Refuses links, special files and files with several names."""
         opened = self._opened(file, os.O_RDWR, "r+b")
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
@@ -73,7 +73,7 @@ class FileSystem:
             file.close()
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the folder's entries durable."""
+        """Flush the folder's entries to the disk (fsync), so that they survive a crash."""
         if os.name == "nt":
             return  # Windows keeps directory entries durable by itself and refuses to open a folder
         descriptor = os.open(folder, os.O_RDONLY)
@@ -100,7 +100,7 @@ class FileSystem:
     def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> "BaseFileLock":
         """Wait until no other process or thread holds the file's lock. Calls `waiting` once if it has to wait.
 
-        The lock ends with its process at the latest.
+        The lock is released when its process ends, at the latest.
         """
         import filelock
 
@@ -115,14 +115,14 @@ class FileSystem:
         return lock
 
     def _opened(self, file: Path, flags: int, mode: str) -> BinaryIO:
-        """Open a file, never through a link, so that no file outside the store is written to."""
+        """Open a file, but never through a link, so that no file outside the store is written to."""
         descriptor = os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
         opened = os.fdopen(descriptor, mode, buffering=0)
         return opened  # type: ignore[return-value]  # a raw file, whose write may stop early
 
 
 def holds_only(folder: Path, names: Collection[str]) -> bool:
-    """Return whether `folder` is a folder, not a link, and holds only regular files of these names."""
+    """Return whether `folder` is a real folder, not a link, and holds only regular files with these names."""
     if not stat.S_ISDIR(folder.lstat().st_mode):
         return False
     with os.scandir(folder) as found:
@@ -130,13 +130,13 @@ def holds_only(folder: Path, names: Collection[str]) -> bool:
 
 
 def allocated_bytes(status: os.stat_result) -> int:
-    """Return the disk space of a file, or its size on Windows, which doesn't report more."""
+    """Return the disk space that a file uses; on Windows, which doesn't report it, the file's size."""
     n_blocks: int | None = getattr(status, "st_blocks", None)
     return status.st_size if n_blocks is None else 512 * n_blocks
 
 
 def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> None:
-    """Write a new file with this content and flush it to the disk. Raises: OSError."""
+    """Write a new file and flush it to the disk. Raises: OSError."""
     opened = files.create_file(file)
     try:
         files.write(opened, content)
@@ -145,20 +145,20 @@ def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> N
 
 
 def replace_file(file: Path, content: bytes, files: FileSystem, mark: str = "") -> None:
-    """Replace the file by one with this content, completely or not at all, and create its folders.
+    """Replace the file's content, completely or not at all. Creates missing folders.
 
     Args:
-        mark: Part of the name that the file has until it is complete. Only one process at a time may use a mark.
+        mark: Part of the temporary name until the file is complete. Only one process at a time may use a mark.
 
     Raises:
         OSError: The disk refuses.
     """
     unfinished = file.with_name(f"{file.name}{mark}{UNFINISHED_SUFFIX}")
     make_folders(file.parent, files)
-    remove_if_there(unfinished, files)  # a killed process's
+    remove_if_there(unfinished, files)  # left by a killed process
     try:
         write_whole(unfinished, content, files)
-        if os.name == "nt":  # renaming replaces nothing there
+        if os.name == "nt":  # renaming doesn't replace files on Windows
             remove_if_there(file, files)
         files.rename(unfinished, file)
     except BaseException:
@@ -174,7 +174,7 @@ def remove_if_there(file: Path, files: FileSystem) -> None:
 
 @contextmanager
 def store_errors(target: Path) -> Iterator[None]:
-    """Convert the OSErrors of writing `target` to the engine's errors."""
+    """Convert OSErrors that occur while `target` is written to the engine's errors."""
     try:
         yield
     except OSError as error:
@@ -207,9 +207,9 @@ def store_lock(target: Path, files: FileSystem, waiting: Callable[[], None]) -> 
 
 
 def make_folders(folder: Path, files: FileSystem) -> None:
-    """Create the folder and its missing parents, and make each durable."""
+    """Create the folder and its missing parents, and flush each to the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
-        with suppress(FileExistsError):  # another process may be at it too
+        with suppress(FileExistsError):  # another process may create it at the same time
             files.create_folder(each)
         files.sync_folder(each.parent)

@@ -1,4 +1,4 @@
-"""The import report: what each tensor type of a quantized checkpoint became in a conversion, and its error."""
+"""Report what each tensor type of a quantized checkpoint became in a conversion, and the error that this caused."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ TYPES_FIELD = "types"  # of a manifest's source
 
 @dataclass(frozen=True, slots=True)
 class ImportedType:
-    """Matrices of one type, or of several types stacked to one matrix here, that became tiles of one layout."""
+    """Matrices of one type, or of several types stacked to one matrix, that were converted to the same tile layout."""
 
     types: str  # "Q4_K", or "Q4_K, Q6_K"
     layout: str
@@ -30,9 +30,9 @@ class ImportedType:
 
 
 class ImportReport:
-    """Counts the matrices that one run converts. A resumed conversion leaves out those that were there before.
+    """Counts the matrices that one run converts. A resumed conversion leaves out those of earlier runs.
 
-    title: of the checkpoint's format.
+    `title` names the checkpoint's format.
     """
 
     def __init__(self, title: str | None) -> None:
@@ -43,13 +43,13 @@ class ImportReport:
     def add(
         self, types: list[str], tensor: TensorSpec, weight: TileWeight, wanted: Sequence[Blocks | Tensor] | None
     ) -> None:
-        """Count `weight`. wanted: what it was made from, part by part; None if it is known to be exactly that."""
+        """Count a matrix. `wanted` holds the values it was made from, by part; None if it equals them exactly."""
         added = 1, tensor.n_elements, *((0.0, 0.0) if wanted is None else _errors(weight, wanted))
         sums = self._sums[", ".join(types), weight.layout, added[2] == 0]
         sums[:] = [before + more for before, more in zip(sums, added, strict=True)]
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields for a manifest's source, none if there is nothing to report."""
+        """Return the fields to add to the manifest's source; empty if there is nothing to report."""
         rows = [
             ImportedType(*key, int(n_tensors), int(n_weights), error / squares if squares else 0.0)
             for key, (n_tensors, n_weights, error, squares) in self._sums.items()
@@ -59,7 +59,7 @@ class ImportReport:
 
 
 def imported_types(source: Mapping[str, Any]) -> list[ImportedType]:
-    """Return the types in a manifest's source, none if they can't be read."""
+    """Read the imported types in a manifest's source. The list is empty if they can't be read."""
     rows = source.get(TYPES_FIELD)
     try:
         return [from_values(ImportedType, row) for row in rows] if isinstance(rows, list) else []
@@ -68,15 +68,15 @@ def imported_types(source: Mapping[str, Any]) -> list[ImportedType]:
 
 
 def exact_share(rows: list[ImportedType]) -> float | None:
-    """Return the share of the weights that were taken over exactly, None if there are no weights."""
+    """Return the share of the weights that keep the checkpoint's values exactly, None if there are no weights."""
     n_weights = sum(row.n_weights for row in rows)
     return sum(row.n_weights for row in rows if row.is_exact) / n_weights if n_weights else None
 
 
 def _errors(weight: TileWeight, wanted: Sequence[Blocks | Tensor]) -> tuple[float, float]:
-    """Return the sums of squared errors and of squares over some rows of each part.
+    """Return the sum of squared errors, and the sum of squares, over some rows of each part.
 
-    All rows would need longer than everything else: 28 of 33 s for a file whose codes are kept.
+    Comparing all rows would need longer than the rest of the conversion: 28 of 33 s if the file's codes are kept.
     """
     first, error, squares = 0, 0.0, 0.0
     for part in wanted:

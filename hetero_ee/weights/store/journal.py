@@ -19,13 +19,13 @@ JOURNAL_FILE = "journal"
 
 
 def journal_line(body: Mapping[str, Any] | Entry) -> bytes:
-    """Return the line of an identity or an entry."""
+    """Format the journal's line of an identity or an entry."""
     text = json.dumps(asdict(body) if isinstance(body, Entry) else body, sort_keys=True).encode()
     return hashlib.sha256(text).hexdigest().encode() + b" " + text + b"\n"
 
 
 def read_journal(file: Path, identity: Mapping[str, Any]) -> list[Entry] | None:
-    """Return the journal's undamaged entries, None if it belongs to another conversion. Raises: OSError."""
+    """Return the journal's undamaged entries, None if the journal belongs to another conversion. Raises: OSError."""
     with open_regular(file) as opened:
         data = opened.read(MAX_MANIFEST_BYTES)
     first, *others = data.splitlines(keepends=True) or [b""]
@@ -46,7 +46,7 @@ def read_journal(file: Path, identity: Mapping[str, Any]) -> list[Entry] | None:
 
 
 def _entry_in(line: bytes) -> Entry | None:
-    """Return the entry in a line, None unless the line is exactly the one written for its entry."""
+    """Parse a line of the journal; None if it differs from the line that would be written for its entry."""
     try:
         entry = from_json(Entry, line.partition(b" ")[2].decode())
     except ValueError:

@@ -1,4 +1,4 @@
-"""The stores in the cache folder: open or make, list and remove them."""
+"""Open or make, list and remove the stores in the cache folder."""
 
 import difflib
 import os
@@ -40,12 +40,12 @@ from hetero_ee.weights.store.reader import check_copies, is_store, open_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import holds_only_store_files, lacks_manifest
 
-MADE_FIELDS = ("sha256", "format", "types")  # of a manifest's source that are known only when the store is complete
+MADE_FIELDS = ("sha256", "format", "types")  # parts of a manifest's source that a complete store adds
 MAX_NAMED = 3  # stores named in one error
 
 
 class StoreState(Enum):
-    """State of a store, judged by its manifest and small files. Only verify() reads the weights."""
+    """State of a store according to its manifest and small files. Only verify() reads the weights."""
 
     WHOLE = "whole"
     UNFINISHED = "unfinished"
@@ -55,7 +55,7 @@ class StoreState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A store as `hetero-ee models` lists it. Fields from the manifest are None if that can't be read."""
+    """A store as `hetero-ee models` lists it. Fields from the manifest are None if the manifest can't be read."""
 
     name: str
     path: Path
@@ -83,8 +83,7 @@ def open_cached(
 ) -> tuple[Path, ModelWeights]:
     """Open the store of the checkpoint in `folder`. Convert the checkpoint if the store is missing or damaged.
 
-    Damaged are stores whose bytes are wrong. A store that can't be read at the moment is left alone. Raises:
-    StoreError.
+    A store counts as damaged if its bytes are wrong. One that can't be read at the moment is kept. Raises: StoreError.
     """
     target = cached_store(folder, quantization, cache)
 
@@ -114,7 +113,7 @@ def make_store(
     """Convert the checkpoint in `folder` to the folder `output`, or into the cache, and return the store's folder.
 
     Raises:
-        UsageError: Among others, `output` exists already and is not this store.
+        UsageError: For example, `output` exists already and is not this store.
         ModelError, CheckpointError: The model can't be read or is not supported.
         StoreError, DiskFullError: The store can't be written.
     """
@@ -150,7 +149,7 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
 
 
 def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: Progress | None) -> None:
-    """Remove a damaged store that can be made again. Another process may have done so already."""
+    """Remove a damaged store so that it can be made again. Does nothing if another process has replaced it."""
     with store_lock(target, files, lambda: progress(WAITING, 0, 0) if progress else None):
         if is_store(target):
             with suppress(DamagedStoreError):
@@ -175,7 +174,7 @@ def stored_models(cache: Path) -> list[StoredModel]:
 
 
 def stored_model(cache: Path, name: str) -> StoredModel:
-    """Return the store with that name, or the only one whose name starts with it. Raises: UsageError."""
+    """Return the store called `name`, or the only one whose name starts with it. Raises: UsageError."""
     found = _named(stored_models(cache), name)
     if found is None:
         raise UsageError(f"there is no store {shown(name)} in {cache / STORES_FOLDER}; hetero-ee models lists them.")
@@ -183,10 +182,10 @@ def stored_model(cache: Path, name: str) -> StoredModel:
 
 
 def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
-    """Return the folder of `model`: a folder's path, a store in the cache, or what resolve_model finds with `hub`.
+    """Return a model's folder. `model` is a folder's path, a store in the cache, or what resolve_model accepts.
 
-    A folder is tried first, then the name or the unambiguous beginning of the name of a store in the cache, then a
-    Hugging Face id. Raises: as resolve_model does.
+    A folder takes precedence, then a store's name or the unambiguous beginning of it, then a Hugging Face id. `hub` and
+    errors are those of resolve_model.
     """
     if not isinstance(model, str) or not model or "/" in model or local_folder(model) is not None:
         return resolve_model(model, **hub)
@@ -208,7 +207,7 @@ def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
 
 
 def _named(models: list[StoredModel], name: str) -> StoredModel | None:
-    """Return the store with that name, or the only one whose name starts with it. Raises: UsageError: if several do."""
+    """Return the store called `name`, or the only one whose name starts with it. Raises: UsageError: if several do."""
     exact = [model for model in models if model.name == name]
     found = exact or [model for model in models if name and model.name.startswith(name)]
     if len(found) > 1:
@@ -221,10 +220,10 @@ def _named(models: list[StoredModel], name: str) -> StoredModel | None:
 
 
 def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = None) -> None:
-    """Remove a store of the cache folder and, before it, its calibration.
+    """Remove the store's calibration and then the store from the cache folder, at once for other processes.
 
-    Other processes see it disappear at once. Raises: StoreError: it is not in the cache folder, holds other files than
-    a store's, or is being written.
+    Raises:
+        StoreError: it is not in the cache folder, holds files that aren't a store's, or is being written.
     """
     if model.path.parent != cache / STORES_FOLDER or not holds_only_store_files(model.path):
         raise StoreError(f"{model.path} is not in {cache}, or holds more than a store; remove it by hand.")

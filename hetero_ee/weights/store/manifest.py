@@ -1,4 +1,4 @@
-"""The store's manifest: the position and checksum of everything in weights.bin, fully checked. See docs/FORMAT.md."""
+"""Describes the position and checksum of every tensor in weights.bin. See docs/FORMAT.md."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from hetero_ee_profiles.records import STRICT, from_values
 WEIGHTS_FILE = "weights.bin"
 FORMAT_NAME = "hetero_ee store"
 FORMAT_VERSION = 2
-ZEROS_VERSION = 3  # of stores with zero points, so that older engines refuse them and other stores stay as they were
+ZEROS_VERSION = 3  # version of stores with zero points, which older engines refuse; other stores keep their version
 ALIGNMENT_BYTES = 4096  # a page, so that a mapping can be read and advised region by region
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_VALUES = 2 * 10**6
@@ -38,7 +38,7 @@ CHECKSUM_FIELD = f',\n "{CHECKSUM_NAME}": "'  # how the last field begins; it ho
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Consecutive bytes of weights.bin."""
+    """A range of bytes in weights.bin with its checksum."""
 
     part: str  # "tiles", "scales" or "values"
     offset: int
@@ -52,7 +52,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor. Raises ValueError if its fields contradict each other."""
+    """Description of one tensor. Raises ValueError if its fields contradict each other."""
 
     name: str
     layout: str  # "fp32", row by row; all other LAYOUTS have tiles or codes, and fp16 scales at scales_offset
@@ -87,7 +87,7 @@ class Entry:
         ]
 
     def _problem(self) -> str | None:
-        """Return the field that contradicts the others, None if none does."""
+        """Return the name of a field that contradicts the others, None if none does."""
         if self.layout not in LAYOUTS:
             return "layout"
         is_fp32 = self.layout == "fp32"
@@ -110,7 +110,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CopiedFile:
-    """A copy of one of the model's small files. Raises ValueError for an impossible name, size or checksum."""
+    """Description of a copied model file. Raises ValueError for an impossible name, size or checksum."""
 
     name: str
     n_bytes: int
@@ -123,7 +123,7 @@ class CopiedFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of manifest.json. Raises ValueError unless names are unique and regions follow without gaps."""
+    """Content of manifest.json. Raises ValueError if a name is repeated or regions leave gaps."""
 
     format: str = field(default=FORMAT_NAME, kw_only=True)
     version: int = field(default=FORMAT_VERSION, kw_only=True)  # the lowest that has all layouts of the entries
@@ -163,13 +163,13 @@ class Manifest:
         return _first_in_rows(self.entries)
 
     def to_json(self) -> bytes:
-        """Return the file's bytes. The last field is the checksum of everything before it."""
+        """Return the manifest as the bytes of its file. The last field is the checksum of everything before it."""
         text = json.dumps(asdict(self), indent=1).removesuffix(END).encode()
         return text + _checksum_field(text)
 
 
 def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the bytes of each region of a tensor in layout `kind`, in file order."""
+    """Return the number of bytes of each region of a tensor stored in layout `kind`, in file order."""
     if kind == "fp32":
         return (4 * math.prod(shape),)
     if kind == ROWS:
@@ -178,7 +178,7 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def version_of(entries: Iterable[Entry]) -> int:
-    """Return the version of a store with these tensors."""
+    """Return the format version that a store with these tensors needs."""
     entries = list(entries)
     if _first_in_rows(entries):
         return FIRST_ROWS_VERSION
@@ -191,14 +191,14 @@ def _first_in_rows(entries: Iterable[Entry]) -> bool:
 
 
 def matrix_bits(manifest: Manifest) -> float | None:
-    """Return the bits per weight of the matrices, including scales and padding, None if there are no matrices."""
+    """Return the average bits per weight of the matrices, scales and padding included, None if there are none."""
     matrices = [entry for entry in manifest.entries if entry.layout != "fp32"]
     n_weights = sum(math.prod(entry.shape) for entry in matrices)
     return 8 * sum(entry.data_bytes + entry.scales_bytes for entry in matrices) / n_weights if n_weights else None
 
 
 def aligned(offset: int) -> int:
-    """Return the first offset from `offset` on at which a region may start."""
+    """Round an offset up to the next one at which a region may start."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -222,7 +222,7 @@ def check_size(folder: Path, manifest: Manifest) -> None:
 
 
 def parsed_manifest(folder: Path) -> Manifest:
-    """Read the manifest in `folder` without looking at any other file. Raises: StoreError."""
+    """Read and check the manifest in `folder`, but no other file. Raises: StoreError."""
     try:
         body, data = _parsed(folder)
         _check_whole(folder, body, data)
@@ -254,7 +254,7 @@ def _parsed(folder: Path) -> tuple[Any, bytes]:
 
 
 def _check_whole(folder: Path, body: Any, data: bytes) -> None:
-    """Check the format, then the version, and then the checksum at the end: other versions may do all else otherwise.
+    """Check the format, then the version and last the checksum, since other versions may differ in anything else.
 
     Raises: DamagedStoreError.
     """
@@ -273,12 +273,12 @@ def _check_whole(folder: Path, body: Any, data: bytes) -> None:
 
 
 def _implied(kind: str) -> tuple[int, ...] | None:
-    """Return the codebook of a layout that has a fixed one."""
+    """Return the codebook that the layout implies, None if it has no fixed one."""
     return LINEAR_CODEBOOK if kind == layout.ZEROS else None
 
 
 def _is_codebook(values: tuple[int, ...] | None, largest: int = 127) -> bool:
-    """Return whether these are 16 ascending values from -largest (-128 if it is 127) to largest."""
+    """Return whether these are 16 ascending values from -largest (-128 if `largest` is 127) to `largest`."""
     if values is None or len(values) != 16 or values != tuple(sorted(set(values))):
         return False
     return values[0] >= (-128 if largest == 127 else -largest) and values[-1] <= largest

@@ -1,6 +1,6 @@
-"""Opens stores: folders with int4 weights, their manifest, and the model's configuration and tokenizer files.
+"""Opens stores: folders with quantized weights, their manifest, and the model's configuration and tokenizer files.
 
-Weights are memory-mapped, and all checksums are checked, those of the tiles after opening. writer.py writes stores.
+Weights are memory-mapped. Every checksum is checked, those of the tiles only after opening. writer.py writes stores.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ from hetero_ee_profiles.opened_file import open_regular
 
 
 def is_store(folder: Path) -> bool:
-    """Return whether `folder` claims to be a store."""
+    """Return whether `folder` looks like a store, whether or not it is valid."""
     return os.path.lexists(folder / MANIFEST_FILE)
 
 
 def copied_files(model_folder: Path) -> list[Path]:
-    """Return the small files of a model that its store gets copies of."""
+    """Return a model's small files, of which its store gets copies."""
     return [file for name in SMALL_FILES if (file := find_file(model_folder, name))]
 
 
@@ -52,11 +52,11 @@ def checked_manifest(folder: Path) -> Manifest:
 def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) -> ModelWeights:
     """Map the store's weights into memory, read-only. Pages are read when they are first used.
 
-    Scales, fp32 tensors and the small files are compared with their checksums at once. The weights' watch compares
-    tiles, most of the bytes, meanwhile, unless they exceed the free RAM, and all again if the file was written to.
+    Checks scales, fp32 tensors and the small files at once. Tiles, most of the bytes, are checked in the background
+    unless they exceed the free RAM. If the file is written to, the weights' watch checks everything again.
 
     Args:
-        manifest: What checked_manifest has returned, if it was called before.
+        manifest: The result of checked_manifest, if it was called before.
 
     Raises:
         DamagedStoreError: A checksum differs.
@@ -73,13 +73,13 @@ def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) 
     weights = mapped_weights(folder, manifest, spec)
     _check_finite(folder, weights)
     if manifest.weights_bytes < memory_info(this_host()).available_bytes:
-        opened = open_regular(folder / WEIGHTS_FILE, buffering=0)  # now: another file may get its name
+        opened = open_regular(folder / WEIGHTS_FILE, buffering=0)  # opened now: another file may get its name
         watch.check_later(lambda: _check_regions(folder, manifest, ("tiles",), opened))
     return replace(weights, watch=watch)
 
 
 def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWeights:
-    """Return the weights that the manifest describes, unread. Raises: StoreError: unless they are the model's."""
+    """Map the weights in the manifest without reading them. Raises: StoreError: unless they are the model's."""
     buffer = _mapped(folder / WEIGHTS_FILE)
     weights = ModelWeights({}, {}, manifest.quantizer)
     for entry in manifest.entries:
@@ -93,7 +93,7 @@ def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWe
 
 
 def check_copies(folder: Path, manifest: Manifest) -> None:
-    """Check that the small files are those in the manifest, unchanged. Raises: StoreError."""
+    """Check that the store's small files are those in the manifest, unchanged. Raises: StoreError."""
     known = {file.name: file for file in manifest.files}
     for name in SMALL_FILES:
         if problem := copy_problem(folder / name, known.get(name)):
@@ -101,13 +101,13 @@ def check_copies(folder: Path, manifest: Manifest) -> None:
 
 
 def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
-    """Return what is wrong with a small file of a store, None if it is right.
+    """Return what is wrong with a small file of a store, None if nothing is.
 
     Args:
-        known: The manifest's entry for it, None if it has no entry.
+        known: The file's entry in the manifest, None if it has none.
 
     Raises:
-        StoreError: It can't be read, so that its content can't be judged.
+        StoreError: The file can't be read, so its content can't be judged.
     """
     if known is None:
         return "is not in the store's manifest" if os.path.lexists(file) else None
@@ -125,7 +125,7 @@ def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
 
 
 def _check_regions(folder: Path, manifest: Manifest, parts: Collection[str], opened: BinaryIO | None = None) -> None:
-    """Compare regions with their checksums: of `opened` in this thread, or of the folder's file in several."""
+    """Compare regions with their checksums, those of `opened` in this thread, those of the folder's file in several."""
     entry_of = {region: entry for entry in manifest.entries for region in entry.regions if region.part in parts}
     try:
         if opened is None:
@@ -143,7 +143,7 @@ def _check_regions(folder: Path, manifest: Manifest, parts: Collection[str], ope
 
 
 def _check_finite(folder: Path, weights: ModelWeights) -> None:
-    """Check that scales and fp32 tensors are finite, which checksums don't. Costs 0.05 s per GB just after them."""
+    """Check that scales and fp32 tensors are finite. Costs 0.05 s per GB right after their checksums were read."""
     quantized = weights.matrices.items()
     scales = {name: weight.scales for name, weight in quantized if isinstance(weight, TileWeight | RowWeight)}
     for name, values in (weights.vectors | scales).items():
@@ -155,12 +155,12 @@ def _check_finite(folder: Path, weights: ModelWeights) -> None:
 
 
 def _mapped(file: Path) -> Tensor:
-    """Map the file read-only and return its bytes (uint8). From then on, SIGBUS ends the process with a message.
+    """Map the file read-only and return its bytes (uint8). Also makes a later SIGBUS end the process with a message.
 
     A private writable mapping would make Linux reserve memory for the whole file, so stores larger than RAM, the main
     use case, could not be opened.
     """
-    from hetero_ee_cpu_ops.jit.bus_error import report_bus_errors  # which imports Numba
+    from hetero_ee_cpu_ops.jit.bus_error import report_bus_errors  # imported late, since it imports Numba
 
     report_bus_errors()
     try:

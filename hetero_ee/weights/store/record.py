@@ -1,7 +1,7 @@
-"""Records: what is kept next to a store, each in one file that is made for the store's weights.
+"""Records: single files next to a store that hold measurements of the store's weights.
 
-A file is 32 bytes of SHA-256, then the safetensors file that they are the checksum of. Its array "record" is the JSON
-header: the version and the key of the weights, then the fields of a frozen dataclass. Nothing that is read is trusted.
+A file is 32 bytes of SHA-256 and then the safetensors file with that checksum. Its array "record" is the JSON header:
+the version, the key of the weights, and the fields of a frozen dataclass. Nothing that is read is trusted.
 """
 
 import hashlib
@@ -43,17 +43,16 @@ class OtherWeightsError(StoreError):
 
 
 class RecordArrays:
-    """The arrays of a record, each of which is taken once."""
+    """The arrays of a record. Each can be taken once, so that unknown ones are noticed."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._left = dict(arrays)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of an array, None if the record lacks it."""
         return self._left[name].shape if name in self._left else None
 
     def take(self, name: str, kind: Any, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """Return an array of this type, of this shape if one is given, all of it finite. Raises: ValueError."""
+        """Return the array called `name` and forget it. Raises: ValueError: for another type or shape, NaN or Inf."""
         found = self._left.pop(name, None)
         if found is None or found.dtype != kind or shape not in (None, found.shape):
             raise ValueError(f"its array {shown(name)} is missing, or has another type or shape")
@@ -62,24 +61,24 @@ class RecordArrays:
         return found
 
     def refuse_others(self) -> None:
-        """Check that every array was taken. Raises: ValueError."""
+        """Check that every array of the record was taken. Raises: ValueError."""
         for name in self._left:
             raise ValueError(f"its array {shown(name)} is unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKind(Generic[Header]):
-    """One kind of record: what its header holds, and how messages name it."""
+    """A kind of record: the type of its header, its version, and words for messages."""
 
     header: type[Header]
     name: str
     version: int
-    way_out: str  # what the user can do about one that can't be used
+    way_out: str  # what the user can do about a record that can't be used
 
     def write(
         self, file: Path, key: str, header: Header, arrays: Mapping[str, NDArray[Any]], files: FileSystem | None = None
     ) -> None:
-        """Write a record of the weights `key`, completely or not at all, replacing the former one.
+        """Write the record for the weights `key`, completely or not at all, replacing an earlier one.
 
         Raises: StoreError, DiskFullError.
         """
@@ -96,16 +95,16 @@ class RecordKind(Generic[Header]):
         make: Callable[[Header, RecordArrays], Made | None],
         load: Callable[[Path, int, str], tuple[Body, Arrays] | None] | None = None,
     ) -> Made | None:
-        """Return what `make` makes of the record in `file`, None if there is no such file.
+        """Return the object that `make` builds from the record in `file`, None if there is no such file.
 
         Args:
-            key: Of the weights that the record has to be made for.
+            key: Key of the weights that the record has to belong to.
             make: Takes all arrays. Raises ValueError for a damaged record, and returns None for another model's.
             load: Reads the JSON body and the arrays of a file in another format than `load_record` reads.
 
         Raises:
-            StoreError: In one sentence with the way out: the record is damaged, of another version or can't be read.
-            OtherWeightsError: It was made for another model or other weights.
+            StoreError: The record is damaged, of another version or can't be read. The message states the way out.
+            OtherWeightsError: The record was made for another model or other weights.
         """
         try:
             found = (load or load_record)(file, max_bytes, f"the {self.name}")
@@ -142,7 +141,7 @@ class RecordKind(Generic[Header]):
 
 
 def load_record(file: Path, max_bytes: int, what: str) -> tuple[Body, Arrays] | None:
-    """Return the JSON body and the arrays of a record, None if it does not exist. Raises: StoreError, ValueError."""
+    """Return the JSON body and the arrays of a record, None if it doesn't exist. Raises: StoreError, ValueError."""
     data = read_if_there(file, max_bytes, what)
     if data is None:
         return None
@@ -163,7 +162,7 @@ def json_body(data: bytes) -> Body:
 def read_if_there(file: Path, max_bytes: int, what: str) -> bytes | None:
     """Return the content of a file of at most `max_bytes`, None if it does not exist. Raises: StoreError.
 
-    Memory is used for the bytes that the file has, not for those that it might have.
+    Uses memory only for the bytes that the file has, not for `max_bytes`.
     """
     found = find_file(file.parent, file.name, StoreError)
     if found is None:
@@ -176,7 +175,7 @@ def read_if_there(file: Path, max_bytes: int, what: str) -> bytes | None:
 
 
 def checksummed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return 32 bytes of SHA-256 and the safetensors file that they are the checksum of."""
+    """Pack arrays into a safetensors file, preceded by its SHA-256 (32 bytes)."""
     from safetensors.numpy import save
 
     content = bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
@@ -184,7 +183,7 @@ def checksummed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def parsed_checksummed(data: bytes) -> Arrays:
-    """Return the arrays that `checksummed` was given. Raises: ValueError."""
+    """Check the SHA-256 and return the arrays that `checksummed` packed. Raises: ValueError."""
     checksum, content = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
     if hashlib.sha256(content).digest() != checksum:
         raise ValueError("it does not match its checksum")

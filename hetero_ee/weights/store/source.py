@@ -1,4 +1,4 @@
-"""The files that a store is made from, by which it is found again without reading all of them."""
+"""Identify the model files that a store is made from, so that the store is found again without reading all of them."""
 
 import hashlib
 import json
@@ -29,19 +29,17 @@ class Source:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Sample the files in `folder`. Raises: CheckpointError."""
+        """Record the names, sizes, times and samples of the model files in `folder`. Raises: CheckpointError."""
         return cls(folder, tuple(map(SourceFile.of, _paths(folder))))
 
     def key(self, quantization: Quantization) -> str:
-        """Return a key of the store, made of the configuration, the quantization and the files' names, sizes, times and
-        samples.
-        """
+        """Return the store's key, a hash of the configuration, the quantization and the recorded files."""
         config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
         identity = [FORMAT_VERSION, quantization.version, config, files, quantization.identity]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
-        """Return the manifest's description of where the store comes from."""
+        """Return the manifest's description of the model that the store was made from."""
         return {
             "model": model_name(self.folder),
             "architecture": spec.architecture,
@@ -50,7 +48,7 @@ class Source:
         }
 
     def digests(self, workers: Workers) -> dict[str, str]:
-        """Return the SHA-256 of each whole file by name, as model hubs publish it. Raises: CheckpointError."""
+        """Return the SHA-256 of each whole file, by name, as model hubs publish it. Raises: CheckpointError."""
         paths = {path.name: path for path in _paths(self.folder)}
 
         def digest(file: SourceFile) -> str:
@@ -60,7 +58,7 @@ class Source:
         return dict(zip((file.name for file in self.files), workers(digest, self.files), strict=True))
 
     def check_unchanged(self) -> None:
-        """Check that no file has changed since. Raises: CheckpointError."""
+        """Check that no file has changed since it was recorded. Raises: CheckpointError."""
         now = Source.of(self.folder).files
         changed = sorted({file.name for file in set(now) ^ set(self.files)})
         if changed:
@@ -70,6 +68,6 @@ class Source:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Return the weight files, their index and the small files."""
+    """Return the paths of the weight files, their index and the small files."""
     index = [folder / INDEX_FILE] if (folder / INDEX_FILE).is_file() else []
     return [*weight_files(folder), *index, *copied_files(folder)]

@@ -1,6 +1,6 @@
-"""Identity of a weight file, without reading all of it.
+"""Identifies a weight file without reading all of it.
 
-Names, sizes and times are not enough: archives, reproducible images and `rsync -t` give different weights the same
+Names, sizes and times are not enough: archives, reproducible images and `rsync -t` may give different weights the same
 ones.
 """
 
@@ -24,7 +24,7 @@ N_SAMPLES, SAMPLE_BYTES = 256, 64  # spread over a larger one: in 5 GB, two or m
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as it was."""
+    """Name, size, time and sample of a file when it was read."""
 
     name: str
     n_bytes: int
@@ -33,7 +33,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Sample a file. Raises: CheckpointError."""
+        """Record a file. Raises: CheckpointError."""
         with readable(file) as opened:
             status = os.fstat(opened.fileno())
             sample = _sample(opened, status.st_size)
@@ -51,9 +51,7 @@ def readable(file: Path) -> Iterator[BinaryIO]:
 
 
 def _sample(file: BinaryIO, n_bytes: int) -> str:
-    """Return the SHA-256 of a small file, or of a large file's header (the beginning of GGUF files) and evenly spread
-    parts.
-    """
+    """Return the SHA-256 of a small file, or of a large file's header (or beginning) and evenly spread parts."""
     if n_bytes <= WHOLE_BYTES:
         return sha256_of(file, 0, n_bytes)
     start = file.read(8)

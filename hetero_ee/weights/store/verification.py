@@ -1,4 +1,4 @@
-"""Verifies a store: reads every byte and reports what differs from what was written."""
+"""Verifies a store: reads every byte and reports each difference from what was written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ FP16_EXPONENT = np.uint16(0x7C00)  # all of these bits set: Inf or NaN
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with a file of a store."""
+    """A defect of one of the store's files."""
 
     file: str
-    part: str | None  # the tensor and its region, if only that is affected
-    offset: int | None  # of the part, or of the byte
+    part: str | None  # the tensor and its region, if only these are affected
+    offset: int | None  # position of the damaged part or byte in the file
     what: str
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Finding:
 
 
 def verify(folder: Path, progress: Progress | None = None) -> tuple[Finding, ...]:
-    """Return all differences, none for an intact store. Uses bounded memory and writes nothing."""
+    """Return every defect of the store, none if it is intact. Uses bounded memory and writes nothing."""
     try:
         return _findings(folder, progress)
     except OSError as error:
@@ -99,7 +99,7 @@ def _weights(folder: Path, manifest: Manifest, progress: Progress | None) -> Ite
 
 
 def _region(file: BinaryIO, end: int, entry: Entry, region: Region) -> Iterator[Finding]:
-    """Check the padding from `end` on, then the region itself."""
+    """Check the padding between `end`, where the previous region ends, and the region, then the region itself."""
     part = f"{shown(entry.name)} {region.part}"
     n_infinite = 0
 

@@ -1,7 +1,7 @@
-"""Writes a store into a partial folder next to its final path. A stopped conversion is resumed from there.
+"""Writes a store into a partial folder next to its final path. A stopped conversion is resumed from that folder.
 
-Every file is made durable, the manifest last. Then the folder is renamed, so that a folder of the final name is always
-complete.
+Every file is flushed to the disk, the manifest last. Then the folder is renamed, so that a folder with the final name
+is always complete.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def holds_only_store_files(folder: Path) -> bool:
 
 
 def lacks_manifest(folder: Path) -> bool:
-    """Return whether this is a store without its manifest. One that exists but can't be read is not missing."""
+    """Return whether this is a store without a manifest. A manifest that exists but can't be read isn't missing."""
     if not os.path.lexists(folder):
         return False
     return holds_only_store_files(folder) and folder / MANIFEST_FILE not in folder.iterdir()
@@ -50,9 +50,9 @@ def lacks_manifest(folder: Path) -> bool:
 class StoreWriter:
     """Writes tensors one after another. Use it as a context manager, under the store's lock.
 
-    Tensors that an earlier writer with the same `identity` has left are kept as long as their checksums match; at the
-    beginning, `entries` lists them. After one of the engine's errors nothing is left; after an interrupt the partial
-    folder stays. All methods raise StoreError if the disk refuses.
+    Keeps the tensors that an earlier writer with the same `identity` left, if checksums match, and lists them in
+    `entries`. After one of the engine's errors nothing is left; after an interrupt the partial folder stays. All
+    methods raise StoreError if the disk refuses.
     """
 
     def __init__(self, target: Path, files: FileSystem, identity: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class StoreWriter:
         self._copies: list[CopiedFile] = []
         self._offset = 0
         self._finished = self._renamed = False
-        self._weights: BinaryIO  # opened when the with-block is entered, as is the journal
+        self._weights: BinaryIO  # opened, like the journal, when the with-block is entered
         self._journal: BinaryIO
         self._open_files: list[BinaryIO] = []
 
@@ -84,7 +84,7 @@ class StoreWriter:
 
     @property
     def allocated_bytes(self) -> int:
-        """Disk space that the weights have already."""
+        """Disk space that the weights already occupy."""
         return allocated_bytes(os.fstat(self._weights.fileno()))
 
     def allocate(self, n_bytes: int) -> None:
@@ -119,7 +119,7 @@ class StoreWriter:
             self._copies.append(CopiedFile(file.name, len(data), hashlib.sha256(data).hexdigest()))
 
     def finish(self, quantizer: str, vocabulary_quantizer: str, source: dict[str, Any]) -> Path:
-        """Write the manifest, rename the folder and return its final path."""
+        """Write the manifest, give the folder its final name and return it."""
         copies, entries = tuple(self._copies), tuple(self.entries)
         version = version_of(entries)
         manifest = Manifest(quantizer, vocabulary_quantizer, source, copies, self._offset, entries, version=version)
@@ -152,7 +152,7 @@ class StoreWriter:
         self._open_files.append(self._weights)
 
     def _resume(self) -> bool:
-        """Take over what an earlier writer has left. Returns False if there is nothing to take over."""
+        """Take over the tensors of an earlier writer. Returns False if there are none."""
         present = {file.name for file in self._folder.iterdir()}
         if not {JOURNAL_FILE, WEIGHTS_FILE} <= present:
             return False
@@ -169,7 +169,7 @@ class StoreWriter:
         return True
 
     def _take_over(self, entries: Sequence[Entry]) -> None:
-        """Read the tensors again, and cut both files after the last correct one."""
+        """Check the bytes of finished tensors, and cut weights and journal after the last intact one."""
         for entry in entries:
             if not is_written(self._weights, self._offset, entry):
                 break
@@ -197,9 +197,9 @@ class StoreWriter:
         self._files.sync_folder(self._target.parent)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Keep what was written after an interrupt; remove it after any other error.
+        """Keep the written tensors after an interrupt; remove them after any other error.
 
-        If the disk refuses even this, the first error is the one that is reported.
+        If the disk refuses even this, the original error is reported.
         """
         self._close()
         if error is not None and not isinstance(error, HeteroError):
@@ -221,7 +221,7 @@ class StoreWriter:
             write_whole(self._folder / name, data, self._files)
 
     def _append(self, tensor: Tensor) -> tuple[int, str]:
-        """Write the tensor's bytes at the next page and return their offset and checksum."""
+        """Write a tensor's bytes at the next page boundary and return their offset and checksum."""
         data = _bytes_of(tensor)
         offset = aligned(self._offset)
         with store_errors(self._target):
