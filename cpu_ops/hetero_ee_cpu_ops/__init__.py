@@ -1,1 +1,1 @@
-"""CPU operations in Numba, one operation a file, named like the GPU's, on raw arrays and sizes only."""
+"""CPU operations in Numba on raw arrays: one per file, with the names of the GPU's operations."""

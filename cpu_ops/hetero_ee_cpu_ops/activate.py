@@ -104,7 +104,7 @@ def _applied(kind: int, v: Any, threshold: Any) -> Any:
 
 @inner
 def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> None:
-    """Compute n outputs. `up` is the address of the second factor, or 0 if there is none."""
+    """Compute n outputs from adjacent inputs. `up` is the address of the second factors, or 0 without a gate."""
     limit = spread(np.float32(threshold))
     i = 0
     while i + 16 <= n:
@@ -121,7 +121,7 @@ def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> No
 
 
 def _chunk(arguments: int, index: int) -> None:
-    """Compute the index-th piece of up to CHUNK outputs; pieces are counted row by row."""
+    """Compute the index-th piece of up to CHUNK outputs. Pieces are counted row by row."""
     x, out, n_outputs = word(arguments, 0), word(arguments, 1), word(arguments, 2)
     gated, kind, threshold = word(arguments, 3), word(arguments, 4), read_float(arguments + 40)
     n_pieces = (n_outputs + CHUNK - 1) // CHUNK
@@ -143,11 +143,11 @@ CHUNK_FUNCTION = Chunk(_chunk)
 def _enter(
     function: int, arguments: Any, x: Any, kind: int, gated: int, threshold: float, alone: bool, out: Any
 ) -> int:
-    """Check the shapes, then compute or prepare a shared computation.
+    """Check the shapes, then compute everything, or prepare the work for several threads.
 
     Returns:
-        -1 if a shape is wrong; 0 if everything was computed; else the number of chunks to share. In that last case the
-        chunk function's arguments have been written to `arguments` unless it is empty.
+        -1 if a shape is wrong; 0 if everything was computed; else the number of chunks for the thread pool. In that
+        last case the chunk function's arguments have been written to `arguments` unless it is empty.
     """
     m, n_outputs = out.shape
     if x.shape[0] != m or x.shape[1] != n_outputs * (1 + gated):

@@ -48,7 +48,7 @@ def _row_factor(scales: Any, block: int, group: int, row: int, factor: float) ->
     types.int64(array_in(types.uint8, 3), SCALES, types.float64, array_in(types.int8, 1), types.int64, IDS, OUT)
 )  # fmt: skip
 def _int4(tiles: Any, scales: Any, factor: float, codebook: Any, n_rows: int, ids: Any, out: Any) -> int:
-    """Return 1, with nothing written, if a shape or an id is wrong; else 0."""
+    """Look up rows of int4 tiles. Return 0, or 1 without writing anything if a shape or an id is wrong."""
     if tiles.shape[2] != 256 or codebook.size != 16 or _bad_shapes(tiles, scales, ids, n_rows, out):
         return 1
     n_columns = out.shape[1]
@@ -66,7 +66,7 @@ def _int4(tiles: Any, scales: Any, factor: float, codebook: Any, n_rows: int, id
 
 @entry(types.int64(array_in(types.int8, 3), SCALES, types.float64, types.int64, IDS, OUT))
 def _int8(tiles: Any, scales: Any, factor: float, n_rows: int, ids: Any, out: Any) -> int:
-    """Return 1, with nothing written, if a shape or an id is wrong; else 0."""
+    """Look up rows of int8 tiles. Return 0, or 1 without writing anything if a shape or an id is wrong."""
     if tiles.shape[2] != 512 or _bad_shapes(tiles, scales, ids, n_rows, out):
         return 1
     n_columns = out.shape[1]
@@ -106,7 +106,7 @@ def embed_int4(
 
 
 def embed_int8(tiles: Any, scales: Any, factor: float, shape: tuple[int, int], ids: Any, out: Any = None) -> Any:
-    """Look up rows of an int8 matrix, int8 tiles (N/16, K/32, 512); otherwise as embed_int4."""
+    """Look up rows of an int8 matrix, whose tiles are int8 (N/16, K/32, 512). For the rest, see embed_int4."""
     out = np.empty((ids.size, shape[1]), np.float32) if out is None else out
     if out.shape[1] != shape[1] or _int8(tiles, scales, factor, shape[0], ids, out):
         raise ValueError(_complaint(tiles, shape, ids, out))

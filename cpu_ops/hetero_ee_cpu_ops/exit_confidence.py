@@ -27,7 +27,7 @@ READ, READ_2 = array_in(types.float32, 1), array_in(types.float32, 2)
 
 
 def _keys(builder: Any, values: Any) -> Any:
-    """Map 16 floats to integers of the same order: -0 as +0, NaN above all numbers."""
+    """Map 16 floats to integers in the same order. -0 counts as +0, and NaN as greater than all numbers."""
     positive = builder.fadd(values, ir.Constant(F32X16, [0.0] * 16))  # -0 + 0 = +0
     bits = builder.bitcast(positive, I32X16)
     keys = builder.xor(bits, builder.and_(builder.ashr(bits, integers(31)), integers(0x7FFFFFFF)))
@@ -36,7 +36,7 @@ def _keys(builder: Any, values: Any) -> Any:
 
 @intrinsic
 def greatest_key(typing: Any, address: Any) -> Any:
-    """Return the key of the greatest of the BLOCK values at `address`."""
+    """Return the greatest of the keys (see _keys) of the BLOCK values at `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         keys = [_keys(builder, load(builder, arguments[0], F32X16, at)) for at in range(0, 4 * BLOCK, 64)]
@@ -50,7 +50,7 @@ def greatest_key(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def key_of(typing: Any, value: Any) -> Any:
-    """Return the key of one value."""
+    """Return the key (see _keys) of one value."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = builder.insert_element(ir.Constant(F32X16, [0.0] * 16), arguments[0], ir.Constant(I32, 0))
@@ -61,7 +61,7 @@ def key_of(typing: Any, value: Any) -> Any:
 
 @inner
 def _take(best: Any, logits: Any, first: int, end: int) -> None:
-    """Insert values first..end-1 into `best`, which is sorted in descending order; a NaN goes to the front."""
+    """Insert logits first..end-1 that are large enough into `best`, which is in descending order, NaN first."""
     last = best.size - 1
     for i in range(first, end):
         value = logits[i]
@@ -76,7 +76,7 @@ def _take(best: Any, logits: Any, first: int, end: int) -> None:
 
 @inner
 def _greatest(logits: Any, best: Any) -> None:
-    """Set best (k,) to the k greatest values in descending order."""
+    """Set best (k,) to the k greatest logits in descending order."""
     best[:] = -np.inf
     n, address, i = logits.size, logits.ctypes.data, 0
     while i + BLOCK <= n:
@@ -88,7 +88,7 @@ def _greatest(logits: Any, best: Any) -> None:
 
 @inner
 def _probability(features: Any, columns: Any, first_bias: Any, second: Any, second_bias: Any) -> float:
-    """Evaluate the network. `columns` (3k, h) is its first matrix transposed, so that LLVM vectorizes over units."""
+    """Evaluate the network. `columns` (3k, h) is its first matrix, transposed so that LLVM vectorizes over units."""
     inner = first_bias.copy()
     for feature in range(features.size):
         for unit in range(inner.size):

@@ -1,4 +1,4 @@
-"""y[m, N] = 2^e x[m, K] W^T, with W in int4 or int8 tiles (docs/FORMAT.md) and x quantized to int8 (quantize.py).
+"""Matrix product y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x as int8 (quantize.py).
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
 Every output is summed group by group with one fused multiply-add each, whatever m, the other rows, the threads or the
@@ -64,7 +64,7 @@ SUMS = GROUPS_PER_STRIP * UNPACKED_BYTES  # offset in a frame, after the tiles: 
 FRAME_BYTES = SUMS + 64 * MAX_PASS_ROWS
 FOUR = (0,) * 4
 MIN_SHARED_BYTES = 2**18  # weights times rows, 7 us of one thread; below, sharing costs more than it saves
-MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
+MIN_SHARED_INPUTS = 2**15  # activations to quantize: fewer are not shared over threads
 # Indices in the argument array of a chunk function; quantize.py's are in between.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
 BLOCKS_PER_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
@@ -74,7 +74,7 @@ N_ARGUMENTS = 21
 
 @inner
 def _operands(kind: TileKind, row: int, arguments: int) -> Any:
-    """Return the addresses of one row's codes, scale and offset in group 0, and the number of rows side by side."""
+    """Return the addresses of a row's codes, scale and offset in group 0, and the number of rows side by side."""
     n_groups = word(arguments, N_GROUPS)
     top = row & -8
     r = min(8, word(arguments, N_ROWS) - top)
@@ -85,7 +85,7 @@ def _operands(kind: TileKind, row: int, arguments: int) -> Any:
 
 @inner
 def _source(kind: TileKind, block: int, arguments: int) -> Any:
-    """Return the addresses of a row block's tiles and scales."""
+    """Return the addresses of the tiles and scales of a block of 16 weight rows."""
     chosen = word(arguments, CHOSEN)  # address of a list of the blocks to compute, 0 for all in order
     group = (block if chosen == 0 else word(chosen, block)) * word(arguments, N_GROUPS)
     return word(arguments, TILES) + group * tile_bytes(kind), word(arguments, SCALES) + group * scales_bytes(kind)
@@ -112,7 +112,7 @@ def _row_block(kind: TileKind, rows: Any, block: int, row: int, arguments: int) 
 
 @inner
 def _row_block_fours(kind: TileKind, block: int, first: int, end: int, arguments: int, frame: int) -> None:
-    """Compute 16 outputs for rows first .. end - 1, in fours, with tiles that are unpacked once for all of them."""
+    """Compute 16 outputs for rows first .. end - 1 of x, four at a time, with tiles that are unpacked only once."""
     tile, scales = _source(kind, block, arguments)
     n_groups, sums = word(arguments, N_GROUPS), frame + SUMS
     for start in range(0, n_groups, GROUPS_PER_STRIP):
@@ -154,7 +154,7 @@ QUANTIZE = Chunk(_quantize_chunk)
 
 @cache  # Numba never unloads code, and each copy uses two of the 65,530 memory mappings a process may have
 def _chunk_function(kind: TileKind) -> Any:
-    """Compile the chunk function for one kind of tile: a second or two, 0.1 s from the disk cache."""
+    """Compile the chunk function for one kind of tile in one or two seconds, or load it from the disk in 0.1 s."""
     wide = has_wide_registers(cpu_target.target_context)
 
     @compiled_chunk
@@ -227,13 +227,13 @@ class TileMatrix:
         self._arguments[OFFSETS] = which  # index of the offsets' address, which _multiply puts here
 
     def fresh_arguments(self) -> Any:
-        """Return a chunk function's argument array with this matrix's part filled; the caller fills the rest."""
+        """Return an argument array for the chunk function that describes this matrix; the caller adds the rest."""
         return self._arguments.copy()
 
 
 @compiled(nogil=True)
 def rows_per_pass(n_rows: int, n_groups: int) -> int:
-    """Return the rows per pass: whole blocks of 8, about the same in each pass."""
+    """Return the number of rows in each pass: whole blocks of 8, about equal in all passes."""
     most = max(MIN_PASS_ROWS, min(MAX_PASS_ROWS, PASS_CODES // (n_groups * GROUP)))
     n_passes = max(1, -(-n_rows // most))
     return max(ROW_BLOCK, -(-n_rows // (n_passes * ROW_BLOCK)) * ROW_BLOCK)
@@ -243,7 +243,7 @@ def rows_per_pass(n_rows: int, n_groups: int) -> int:
 def _multiply(
     x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
 ) -> None:
-    """Quantize x into the workspace and multiply; `arguments` has the matrix's part filled."""
+    """Quantize x into the workspace and multiply by the matrix that `arguments` describes."""
     n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
     n_row_groups = n_rows * n_groups
     arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
@@ -270,20 +270,20 @@ def _multiply(
 
 
 class Matmul:
-    """The operation with its compiled functions, compiled at first use. Safe to call from several threads."""
+    """The matrix product, whose functions are compiled at first use. Threads may share it."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._functions: dict[TileKind, tuple[int, int]] = {}
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
-        """Return y, fp32 (m, N padded to 16), for x, contiguous fp32 (m, K). Raises ValueError if x does not fit."""
+        """Return y, fp32 (m, N padded to 16), for contiguous fp32 x (m, K). Raises: ValueError: if x does not fit."""
         return self._run(x, weight, weight.fresh_arguments(), weight.n_blocks)
 
     def sliced(self, x: Any, weight: TileMatrix, ids: Any) -> Any:
-        """Return only the outputs `ids`: fp32 (m, c), with the same bits as in the whole product.
+        """Return only the outputs `ids`, fp32 (m, c), with the same bits as in the whole product.
 
-        A tile's cache line holds 4 columns of 16 rows, so one row costs as much as its block of 16.
+        A tile's cache line holds 4 columns of 16 rows, so one weight row costs as much as its block of 16.
 
         Args:
             ids: int64 (c,).
@@ -301,7 +301,7 @@ class Matmul:
         return product[:, np.arange(ids.size) * 16 + (ids & 15)]
 
     def from_row(self, x: Any, weight: TileMatrix, row: int) -> Any:
-        """Return the outputs from `row` on, with the same bits as in the whole product; earlier rows are not read.
+        """Return the outputs from weight row `row` on, bit for bit as in the whole product. Reads no earlier rows.
 
         Raises:
             ValueError: if x does not fit or `row` does not begin a block.
@@ -327,6 +327,6 @@ class Matmul:
         return out
 
     def compile(self, kind: TileKind) -> tuple[int, int]:
-        """Compile or load the chunk functions that multiply one kind of tile and that quantize; return addresses."""
+        """Compile or load the chunk functions for one kind of tile and for quantizing; return their addresses."""
         self._functions[kind] = addresses = (_chunk_function(kind).address, QUANTIZE.address)
         return addresses

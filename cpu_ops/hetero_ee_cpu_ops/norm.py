@@ -40,7 +40,7 @@ READ_1, READ_2, WRITE_2 = array_in(types.float32, 1), array_in(types.float32, 2)
 
 @inner
 def _sum_of(x: int, n: int, mean: Any, squared: bool) -> Any:
-    """Return the sum of (x - mean)^2 if squared, else of x."""
+    """Return the sum of a row's x, or of (x - mean)^2 if `squared`."""
     a = b = c = d = spread(F32)
     center = spread(mean)
     i = 0
@@ -86,7 +86,7 @@ def _scaled(x: Any, mean: Any, inverse: Any, scale: Any, bias: Any, has_scale: b
 
 @inner
 def _norm_row(x: int, out: int, n: int, scale: int, bias: int, eps: float, centered: bool) -> None:
-    """Normalize one row. The addresses scale and bias are 0 if absent."""
+    """Normalize one row. `scale` and `bias` are addresses, or 0 if there are none."""
     mean = np.float32(_sum_of(x, n, F32, False) / n) if centered else F32
     inverse = spread(np.float32(1.0 / sqrt(_sum_of(x, n, mean, True) / n + eps)))
     center = spread(mean)
@@ -105,7 +105,7 @@ def _norm_row(x: int, out: int, n: int, scale: int, bias: int, eps: float, cente
 
 @entry(types.int64(WRITE_2, READ_2, READ_1, READ_1, types.float64, types.boolean, WRITE_2))
 def _norm(x: Any, delta: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any) -> int:
-    """Return 1 if a shape is wrong, else 0."""
+    """Normalize all rows. Return 0, or 1 if a shape is wrong."""
     m, n = x.shape
     if n == 0 or out.shape != x.shape or (delta.size and delta.shape != x.shape):
         return 1
@@ -123,7 +123,7 @@ def _norm(x: Any, delta: Any, scale: Any, bias: Any, eps: float, centered: bool,
 
 @entry(types.int64(WRITE_2, READ_1, types.float64, types.int64, types.int64))
 def _heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> int:
-    """Return 1 if a shape is wrong, else 0."""
+    """Normalize heads in place. Return 0, or 1 if a shape is wrong."""
     m, total = x.shape
     n = scale.size
     if n == 0 or first < 0 or n_heads < 0 or first + n_heads * n > total:
@@ -151,7 +151,7 @@ def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = No
 
 
 def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """Apply LayerNorm as rms_norm applies RMSNorm, with bias: fp32 (n,) or None."""
+    """Apply LayerNorm and return out. bias: fp32 (n,) or None; for the rest, see rms_norm."""
     return _launch(x, scale, bias, eps, True, out, delta)
 
 

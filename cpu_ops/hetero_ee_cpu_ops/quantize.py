@@ -32,7 +32,7 @@ INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128, OFFSETS_32 = range
 
 @intrinsic
 def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any, offsets_32: Any) -> Any:
-    """Quantize 32 fp32 at x to 32 int8 at codes, and store the fp32 scale and the offsets at their addresses."""
+    """Quantize 32 fp32 at `x` to 32 int8 at `codes`. Store the fp32 scale and the offsets at their addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x_, codes_, scale_, offset_8_, offset_128_, offsets_32_ = arguments
@@ -100,7 +100,7 @@ def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -
 
 
 def whole_groups(x: Any, n_groups: int) -> Any:
-    """Pad x, contiguous fp32 (m, K), with zero columns to n_groups groups. Raises ValueError if it does not fit."""
+    """Pad contiguous fp32 x (m, K) with zero columns to n_groups groups. Raises: ValueError: if x does not fit."""
     if x.ndim != 2 or x.dtype != np.float32 or not x.flags.c_contiguous or -(-x.shape[1] // GROUP) != n_groups:
         raise ValueError(
             f"Activations are {x.dtype} {x.shape}, expected contiguous float32 (m, K), K in {n_groups} groups of 32."

@@ -1,4 +1,4 @@
-"""Quantize weights to a codebook of 16 entries: the torch definition of hetero_ee/weights/codebook.py, bit by bit.
+"""Quantizes weights to a codebook of 16 entries, with the same bits as torch in hetero_ee/weights/codebook.py.
 
 A group is 32 weights with one scale. 16 groups are computed at a time, transposed so that a lane is a group. A sum over
 a group adds columns l, l + 8, l + 16 and l + 24 for each l of 0 to 7, and then these eight in order, as torch's sums do
@@ -49,7 +49,7 @@ larger = operation(2, _larger, "larger", "b if |b| > |a| or b is NaN, else a; a 
 
 
 def _nearest(context: Any, builder: Any, target: Any, table: Any, values: int) -> Any:
-    """Return the table's values, at this byte offset, whose intervals the targets are in; the first one for NaN."""
+    """Return the values (at byte offset `values` of the table) of the targets' intervals; the first for NaN."""
     if target_has(context, "avx512f"):  # a binary search by permutations: half the instructions
         bounds, found = load(builder, table, F32X16), constant(I32X16, 0)
         for bit in (8, 4, 2, 1):
@@ -67,7 +67,7 @@ def _nearest(context: Any, builder: Any, target: Any, table: Any, values: int) -
 
 @intrinsic(prefer_literal=True)
 def nearest(typing: Any, target: Any, table: Any, values: Any) -> Any:
-    """Return the entries (values = ENTRIES) nearest to 16 targets by the table, or their indices (INDICES) as fp32."""
+    """Return the codebook entries nearest to 16 targets (`values` = ENTRIES), or their indices as fp32 (INDICES)."""
     if not isinstance(values, types.IntegerLiteral):
         return None
 
@@ -79,7 +79,7 @@ def nearest(typing: Any, target: Any, table: Any, values: Any) -> Any:
 
 @intrinsic
 def store_tile(typing: Any, columns: Any, inverse: Any, table: Any, out: Any) -> Any:
-    """Store an int4 tile: the codes of 16 transposed groups, multiplied by their inverse scales."""
+    """Store an int4 tile: the codes of 16 transposed groups after multiplication by their inverse scales."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         columns_, inverse_, table_, out_ = arguments
@@ -100,7 +100,7 @@ def store_tile(typing: Any, columns: Any, inverse: Any, table: Any, out: Any) ->
 
 @intrinsic
 def keep_better(typing: Any, gain: Any, scale: Any, best_gain: Any, best_scale: Any) -> Any:
-    """Return the scales, each of the larger gain; the best one stays if gains are equal, or NaN."""
+    """Return `scale` in lanes where `gain` exceeds `best_gain`, else `best_scale`, also for NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         gain_, scale_, best_gain_, best_scale_ = (Lanes(context, builder, each) for each in arguments)
@@ -111,7 +111,7 @@ def keep_better(typing: Any, gain: Any, scale: Any, best_gain: Any, best_scale: 
 
 @inner
 def _transpose(groups: int, stride: int, columns: int) -> None:
-    """Transpose 16 groups, `stride` bytes apart, to 32 vectors with a lane per group."""
+    """Transpose 16 groups, `stride` bytes apart, to 32 vectors at `columns` with a lane per group."""
     for column in range(GROUP):
         for lane in range(LANES):
             write_float(read_float(groups + lane * stride + 4 * column), columns + COLUMN_BYTES * column + 4 * lane)
@@ -119,7 +119,7 @@ def _transpose(groups: int, stride: int, columns: int) -> None:
 
 @inner
 def _best_scales(columns: int, table: int, factors: int, n_factors: int) -> Any:
-    """Return the least-squares scales of the best trials for 16 transposed groups."""
+    """Return the least-squares scale of the best trial for each of 16 transposed groups."""
     largest = load16(columns, ZERO)
     for column in range(1, GROUP):
         largest = larger(largest, load16(columns + COLUMN_BYTES * column, ZERO))
@@ -147,7 +147,7 @@ def _best_scales(columns: int, table: int, factors: int, n_factors: int) -> Any:
 
 @entry(types.int64(READ_2, READ_1, READ_1, WRITE_1), nogil=True)
 def _search(groups: Any, table: Any, factors: Any, out: Any) -> int:
-    """Return 1 if a shape is wrong, else 0."""
+    """Search each group's best scale. Return 0, or 1 if a shape is wrong."""
     n = groups.shape[0]
     if groups.shape[1] != GROUP or n % LANES or out.size != n or table.size != TABLE_LENGTH:
         return 1
@@ -161,7 +161,7 @@ def _search(groups: Any, table: Any, factors: Any, out: Any) -> int:
 
 @entry(types.int64(READ_2, READ_1, READ_1, WRITE_1), nogil=True)
 def _fit(groups: Any, table: Any, factors: Any, sums: Any) -> int:
-    """Add up each code's share, weight after weight. Return 1 if a shape is wrong, else 0."""
+    """Add each weight to the sums of its code (see fit_sums). Return 0, or 1 if a shape is wrong."""
     n = groups.shape[0]
     if groups.shape[1] != GROUP or n % LANES or sums.size != 32 or table.size != TABLE_LENGTH:
         return 1
@@ -185,7 +185,7 @@ def _fit(groups: Any, table: Any, factors: Any, sums: Any) -> int:
 
 @entry(types.int64(array_in(types.float32, 3), READ_2, READ_1, array_out(types.uint8, 3)), nogil=True)
 def _encode(groups: Any, inverse: Any, table: Any, tiles: Any) -> int:
-    """Return 1 if a shape is wrong, else 0."""
+    """Encode groups as int4 tiles. Return 0, or 1 if a shape is wrong."""
     n_rows, n_groups, n_columns = groups.shape
     if n_columns != GROUP or n_rows % LANES or inverse.shape != (n_rows, n_groups) or table.size != TABLE_LENGTH:
         return 1
@@ -204,16 +204,14 @@ def _encode(groups: Any, inverse: Any, table: Any, tiles: Any) -> int:
 
 
 def search_scales(groups: Any, table: Any, factors: Any) -> Any:
-    """Return each group's best scale.
+    """Return each group's best scale, fp32 (n,).
 
     Args:
         groups: fp32 (n, 32), n a multiple of 16.
-        table: fp32 (48,): where the intervals of entries 1 to 15 begin, after a number of no meaning; the entries,
-            ascending; 0 to 15.
-        factors: fp32, the trial scales relative to the two at which the largest weight meets the ends of the codebook.
-
-    Returns:
-        fp32 (n,).
+        table: fp32 (48,): an unused number; the beginnings of the intervals of entries 1 to 15; the entries, ascending;
+            the numbers 0 to 15.
+        factors: fp32, the trial scales relative to the two scales that map the largest weight to an end of the
+            codebook.
 
     Raises:
         ValueError: if a shape, dtype or layout does not fit.
@@ -225,7 +223,7 @@ def search_scales(groups: Any, table: Any, factors: Any) -> Any:
 
 
 def fit_sums(groups: Any, table: Any, factors: Any) -> Any:
-    """Return what Lloyd's algorithm needs of each code, fp32 (32,): sums of weight x scale, sums of squared scales.
+    """Return the sums of weight x scale and of squared scales for each code, fp32 (32,), for Lloyd's algorithm.
 
     Arguments and errors: as for search_scales.
     """
@@ -236,11 +234,11 @@ def fit_sums(groups: Any, table: Any, factors: Any) -> Any:
 
 
 def encode_int4(groups: Any, inverse: Any, table: Any) -> Any:
-    """Return int4 tiles, uint8 (n / 16, g, 256).
+    """Encode weights as int4 tiles, uint8 (n / 16, g, 256).
 
     Args:
         groups: fp32 (n, g, 32), n a multiple of 16.
-        inverse: fp32 (n, g), what the groups are multiplied by.
+        inverse: fp32 (n, g), the groups' inverse scales.
         table: as for search_scales.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Read memory and do nothing else: the upper limit for every kernel that streams weights.
+"""Reads memory and does nothing else, which is the upper limit of speed for kernels that stream weights.
 
 Sums all 64-byte lines of a buffer lane by lane; the sums are stored so that the compiler keeps every load.
 """
@@ -22,7 +22,7 @@ BUFFER, N_BYTES, SINK = range(3)
 
 @intrinsic
 def add_lines(typing: Any, address: Any, sink: Any) -> Any:
-    """Add 256 bytes at `address` to the eight int64 at `sink`."""
+    """Add the 256 bytes at `address` to the eight int64 sums at `sink`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[1], I64X8.as_pointer())
@@ -51,13 +51,13 @@ CHUNK_FUNCTION = Chunk(_chunk)
 
 
 class Read:
-    """Reads a whole buffer once, shared over the thread pool."""
+    """Reads a whole buffer once, with all threads of a pool."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
 
     def __call__(self, buffer: Any) -> int:
-        """Return the sum of the int64 words, modulo 2^64. Raises ValueError unless the size is a multiple of 256."""
+        """Return the sum of the buffer's int64 words, modulo 2^64. Raises: ValueError: unless 256 divides its size."""
         if buffer.nbytes % 256 or not buffer.flags.c_contiguous:
             raise ValueError(f"The buffer has {buffer.nbytes} bytes, expected a contiguous multiple of 256.")
         n_chunks = -(-buffer.nbytes // CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""One group of one row block times several rows of activations: the innermost step of tile matmuls, as LLVM code.
+"""LLVM code for the innermost step of tile matmuls: one group of a row block times several rows of activations.
 
 For 16 rows n of W, 32 columns k, and every row t:  total[t, n] += s[n] a[t] (sum over k of entry[n, k] q[t, k])
 with q the int8 codes of the activation and a their scale. The integer sum is exact, so every instruction set gives the
@@ -60,7 +60,8 @@ UNPACKED_BYTES = 512  # per tile
 class Emitter:
     """Emits the LLVM code of the step for one target and one kind of tile.
 
-    One register holds 16 rows of the tile, or two hold 8 each. n_parts = 1 limits it to the rows of one register.
+    One register holds 16 rows of the tile, or two registers hold 8 rows each. With n_parts = 1, only the rows of one
+    register are computed.
     """
 
     def __init__(self, context: Any, builder: Any, kind: TileKind, n_parts: int = 0) -> None:
@@ -76,7 +77,7 @@ class Emitter:
         self.signed = (self.has_avx2 or self.has_neon_dot) and kind in (CODEBOOK, BYTES)
 
     def operands(self, tile: Any, table: Any) -> Iterator[tuple[list[Any], int]]:
-        """Yield the weights as bytes, four columns at a time, with the first column's index; emitted on demand."""
+        """Yield the entries as bytes, four columns at a time, with the first column's index; emitted on demand."""
         bytes_type = ir.VectorType(I8, self.lanes)
         if self.kind == BYTES:
             flip = constant(bytes_type, 0 if self.signed else -128)
@@ -92,11 +93,11 @@ class Emitter:
                 yield [pair[half] for pair in halves], 4 * line + 16 * half
 
     def _nibbles(self, line: Any, entries: Any) -> Any:
-        """Return the entries of the low and of the high nibbles, or the codes if there are no entries."""
+        """Return the entries of the low and the high nibbles, or the codes themselves if there is no codebook."""
         return nibbles(self.builder, line) if entries is None else entries16(self.context, self.builder, entries, line)
 
     def unpacked(self, buffer: Any) -> Iterator[tuple[list[Any], int]]:
-        """Yield what `operands` yields, from where unpack_group stored it."""
+        """Yield what `operands` yields, read from where unpack_group stored it."""
         order = range(8) if self.kind == BYTES else (0, 4, 1, 5, 2, 6, 3, 7)
         for number, column in enumerate(order):
             yield self._line(buffer, number), 4 * column
@@ -106,7 +107,7 @@ class Emitter:
         return [load(self.builder, address, bytes_type, 64 * line + self.lanes * part) for part in range(self.n_parts)]
 
     def group_sums(self, operands: Iterator[tuple[list[Any], int]], x: Any, offset: Any, rows: Sequence[int]) -> Any:
-        """Return the exact sums over the group: for each row of activations its parts, int32 by weight row."""
+        """Return exact int32 sums over the group: for each row of activations, vectors with a lane per weight row."""
         n_sums = 2 if self.kind == NARROW else 1
         found: list[list[Any]] = []
         for number in range(n_sums):
@@ -126,7 +127,7 @@ class Emitter:
         return found
 
     def numbers(self, sums: Any, zeros: Any, offset: Any, row: int) -> Any:
-        """Convert a row's integer sums to fp32 and subtract the share of the zero points, if there are any.
+        """Convert a row's integer sums to fp32, and subtract the zero points' contribution if there are any.
 
         `zeros` are z / 8, because the row's offset is -8 sum(q).
         """
@@ -142,7 +143,7 @@ class Emitter:
         )
 
     def zeros(self, scales: Any, first: int, n: int) -> Any:
-        """Return an eighth of the zero points of n rows from row `first` on, fp32; None if the tile has none."""
+        """Return the zero points of n weight rows from row `first` on, divided by 8, fp32; None if there are none."""
         if not self.has_zeros:
             return None
         zeros = load(self.builder, scales, ir.VectorType(I16, n), 2 * (16 + first))
@@ -165,7 +166,7 @@ class Emitter:
         return [self.builder.extract_value(held, number) for number in range(len(values))]
 
     def _start(self, offset: Any, row: int, number: int) -> Any:
-        """Return a sum's initial value. The offsets of a narrow row are four int16: two pairs of columns per sum."""
+        """Return a sum's initial value. For NARROW these are two of the row's four int16 offsets, repeated."""
         sums_type = ir.VectorType(I32, self.lanes // 4)
         if self.kind == NARROW:
             start = broadcast4(self.builder, offset, 8 * row + 4 * number, self.lanes)
@@ -208,7 +209,7 @@ class Emitter:
         return total
 
     def _neon_dot4(self, total: Any, weight: Any, x: Any) -> Any:
-        """Return four dot products: Arm's registers hold 4 rows x 4 columns."""
+        """Return 16 dot products in four vectors, since Arm's registers hold 4 rows x 4 columns."""
         quarters = zip(*(parts(self.builder, value, 4) for value in (total, weight, x)), strict=True)
         name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
         return joined(self.builder, [call(self.builder, name, part[0].type, list(part)) for part in quarters])
@@ -220,7 +221,7 @@ class Emitter:
 
 @intrinsic
 def unpack_group(typing: Any, kind: Any, tile: Any, table: Any, buffer: Any) -> Any:
-    """Store the tile's operands at `buffer`, 512 bytes, for add_unpacked; tile, table: see add_group."""
+    """Store a tile's operands at `buffer`, 512 bytes, for add_unpacked. tile, table: see add_group."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, tile_, table_, buffer_ = arguments
@@ -238,13 +239,13 @@ def unpack_group(typing: Any, kind: Any, tile: Any, table: Any, buffer: Any) -> 
 def add_group(
     typing: Any, kind: Any, totals: Any, tile: Any, scales: Any, table: Any, x: Any, scale: Any, offset: Any
 ) -> Any:
-    """Add the group's share to totals[t] (f32x16) for every row t of activations.
+    """Add the group's products to totals[t] (f32x16) for every row t of activations.
 
     Args:
         tile: address of the tile.
         scales: address of its 16 fp16 scales; for ZEROS the zero points follow.
         table: address of 64 bytes of entries + 128 (+ 32 for NARROW), then 64 bytes of entries; 16 entries repeated.
-        x: address of row 0's 32 codes; the other rows' follow, here and below.
+        x: address of row 0's 32 codes. Here and below, those of the other rows follow.
         scale: address of row 0's fp32 scale.
         offset: address of row 0's int32 -bias sum(q); for NARROW four int16, see quantize.py.
     """
@@ -272,7 +273,7 @@ def add_group(
 
 @intrinsic
 def add_unpacked(typing: Any, kind: Any, totals: Any, buffer: Any, scales: Any, x: Any, scale: Any, offset: Any) -> Any:
-    """Do what add_group does, for four rows and operands that unpack_group stored; totals: address of 4 x 16 fp32."""
+    """Add a group as add_group does, for four rows, from unpack_group's operands. totals: address of 4 x 16 fp32."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, buffer_, scales_, x_, scale_, offset_ = arguments

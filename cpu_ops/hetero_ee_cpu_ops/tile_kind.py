@@ -1,4 +1,4 @@
-"""The kinds of tile that matmuls multiply. Each is a Numba type of its own, so each kind's kernel is compiled for it.
+"""The kinds of tile that matmuls multiply. Each is a Numba type, so that each gets a compiled kernel of its own.
 
 LINEAR    int4, entry = code - 8.             CODEBOOK  int4, entry = table[code].
 BYTES     int8, entry = the byte.             NARROW    CODEBOOK with no entry beyond -32 .. 32; only on AVX2.
@@ -21,7 +21,7 @@ NARROW_LIMIT = 32  # largest magnitude of an entry for which four products fit i
 
 @dataclass(frozen=True, slots=True, order=True)
 class TileKind:
-    """A kind of tile: 16 rows x 32 columns, with its scales and what the activations add for it."""
+    """A kind of tile: 16 rows x 32 columns, with its scales and the offsets that it needs of activations."""
 
     name: str
     tile_bytes: int = 256
@@ -34,7 +34,7 @@ NARROW, ZEROS = TileKind("narrow", offset_bytes=8), TileKind("zeros", scales_byt
 
 
 class TileKindType(types.Type):
-    """The Numba type of one kind; its values are empty."""
+    """The Numba type of one kind, whose values have no content."""
 
     def __init__(self, kind: TileKind) -> None:
         self.kind = kind
@@ -55,7 +55,7 @@ def _constant(context: Any, _builder: Any, _type: Any, _kind: Any) -> Any:
 
 
 def _size(field: str) -> Any:
-    """Return an intrinsic that gives a field of a kind as a compile-time constant."""
+    """Return an intrinsic that gives a kind's field as a compile-time constant."""
 
     def function(typing: Any, kind: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,7 +71,7 @@ tile_bytes, scales_bytes, offset_bytes = _size("tile_bytes"), _size("scales_byte
 
 
 def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool = False) -> TileKind:
-    """Return the kind of tile for this codebook (None: int8 tiles) on the JIT target; has_zeros: with zero points."""
+    """Return the kind of tile for a codebook (None for int8 tiles), with or without zero points, on the JIT target."""
     if codebook is None:
         return BYTES
     if codebook == LINEAR_CODEBOOK:
@@ -81,16 +81,16 @@ def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool
 
 
 def adds_in_16_bits(context: Any) -> bool:
-    """Return whether the JIT target adds products of bytes in 16 bits: AVX2 without a dot product of bytes."""
+    """Return whether the JIT target adds byte products in 16 bits, as AVX2 does without VNNI."""
     has_dot = target_has(context, "avx512vnni") or target_has(context, "avxvnni")
     return target_has(context, "avx2") and not has_dot
 
 
 def byte_bias(context: Any) -> int:
-    """Return the bias added to entries of -32 .. 32 for products that take one unsigned byte."""
+    """Return the bias that makes entries of -32 .. 32 unsigned, if the target's byte products need that."""
     return NARROW_LIMIT if adds_in_16_bits(context) else 128
 
 
 def has_wide_registers(context: Any) -> bool:
-    """Return whether one register holds 16 rows; if it holds 8, a row block is computed in halves."""
+    """Return whether one register holds 16 rows. Otherwise it holds 8, and row blocks are computed in halves."""
     return target_has(context, "avx512vnni") or not target_has(context, "avx2")

@@ -1,4 +1,4 @@
-"""The memory that a model takes on each device with given placements, and whether the budgets allow it."""
+"""Lists the memory that a model needs on each device with given placements, and compares it with the budgets."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ from hetero_ee.planning.times.memory import (
 
 
 def memory_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
-    """Return every byte of a plan, device by device."""
+    """Return the memory that a plan uses, term by term: on the CPU, on disk and on the GPU."""
     terms = _ram_terms(problem, decode, prefill, chunk_tokens)
     on_disk = sum(part.weight_bytes for part in _placed(problem, decode, Placement.DISK))
     if on_disk:
@@ -32,7 +32,7 @@ def memory_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: 
 
 
 def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[MemoryTerm]:
-    """Return what a GPU that computes any layer needs besides those layers."""
+    """Return the VRAM that a GPU needs in addition to its layers: head, workspaces, graphs and drafts."""
     spec, terms = problem.spec, list[MemoryTerm]()
     if head == Placement.GPU:
         draft_length = max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
@@ -52,7 +52,7 @@ def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[
 
 
 def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) -> list[MemoryTerm]:
-    """Return what the source of draft sequences takes on a device, with the model's head placed there."""
+    """Return the memory that the source of draft sequences uses on `device`, if the model's head is at `head`."""
     drafts = problem.statistics.drafts
     if drafts is None or drafts.memory_bytes is None or problem.limits.mode not in (None, "exact"):
         return []
@@ -65,27 +65,24 @@ def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) 
 
 
 def ram_bytes(problem: Problem, decode: Chain, chunk_tokens: int) -> int:
-    """Return the RAM that these placements take."""
+    """Return the RAM that a plan with these decode placements uses."""
     return n_bytes(_ram_terms(problem, decode, decode, chunk_tokens), "cpu")
 
 
 def fits_ram(problem: Problem, decode: Chain, chunk_tokens: int) -> bool:
-    """Check the RAM budget."""
     return ram_bytes(problem, decode, chunk_tokens) <= problem.ram_budget_bytes
 
 
 def fits_gpu(problem: Problem, decode: Chain, chunk_tokens: int) -> bool:
-    """Check the VRAM budget."""
     return n_bytes(_gpu_terms(problem, decode, decode, chunk_tokens), "gpu") <= problem.vram_budget_bytes
 
 
 def embedding_bytes(problem: Problem, head: Placement) -> int:
-    """Return the VRAM of an embedding there: none if the head there has the same matrix."""
+    """Return the VRAM that an embedding on the GPU adds: 0 if a head on the GPU shares its matrix."""
     return 0 if problem.spec.tied_head and head == Placement.GPU else rounded(problem.parts[0].weight_bytes)
 
 
 def n_bytes(terms: Sequence[MemoryTerm], device: str) -> int:
-    """Return the sum of a device's terms."""
     return sum(term.n_bytes for term in terms if term.device == device)
 
 

@@ -29,7 +29,7 @@ from hetero_ee.planning.times.memory import DRAFT_HEAD, DRAFT_ROWS, MemoryTerm, 
 from hetero_ee.planning.times.prompts import Placements, prompt_s
 from hetero_ee_profiles.units import GIB
 
-REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS = 512, 128  # what is made fast if decoding and prompts compete
+REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS = 512, 128  # sizes of a typical request, whose time the planner minimizes
 MOST_DEPTHS = 8  # of an early-exit mode that chains are made for: each costs some 10 ms
 PREFILL_CHUNKS = (512, 128)  # tokens of a prompt per pass: larger ones read weights less often and need more memory
 
@@ -38,11 +38,11 @@ Trial = tuple[Chain, int]  # placements when decoding, and tokens of a prompt's 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan in the making."""
+    """A possible plan for the whole model, with its expected times."""
 
     problem: Problem
-    context_tokens: int  # that its times hold for
-    chunk_tokens: int  # of a prompt at a time
+    context_tokens: int  # context length for which the times hold
+    chunk_tokens: int  # of a prompt per pass
     decode: Chain
     prefill: Chain
     schedule: Schedule
@@ -52,14 +52,14 @@ class Candidate:
 
     @property
     def reading(self) -> PromptReading | None:
-        """Cost of a draft source that reads prompts, None without one."""
+        """Cost of a draft source that reads prompts; None if there isn't one."""
         return self.problem.statistics.reading(self.schedule.drafts)
 
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
-    """Return the fastest candidate within the budgets, wherever its drafts are computed.
+    """Return the fastest candidate within the budgets. Drafts are tried on the CPU and on the GPU.
 
-    If the source of drafts fits nowhere, the candidate has no drafts.
+    If the draft source fits on neither device, the candidate has no drafts.
 
     Raises:
         UsageError: if no candidate fits.
@@ -79,7 +79,7 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
 
 
 def _by_draft_device(problem: Problem) -> list[Problem]:
-    """Return the problem with drafts by the CPU, and by the GPU if it can."""
+    """Return the problem with drafts computed by the CPU and, if possible, a second one with drafts by the GPU."""
     drafts = problem.statistics.drafts
     if drafts is None or drafts.by_gpu is None or not problem.has_gpu or problem.limits.mode not in (None, "exact"):
         return [problem]
@@ -103,7 +103,7 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
 
 
 def _trials(problem: Problem, options: Sequence[PartOptions], context_tokens: int) -> list[Trial]:
-    """Combine every chain with every chunk, so that pinning the parts of the best one gives the same plan."""
+    """Combine every chain with every chunk size, so that a plan whose parts are pinned by the user is found again."""
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
     every_option = [options, *_exit_options(problem, context_tokens)]
     chains: dict[Chain, None] = {}
@@ -116,9 +116,9 @@ def _trials(problem: Problem, options: Sequence[PartOptions], context_tokens: in
 
 
 def _exit_options(problem: Problem, context_tokens: int) -> Iterator[list[PartOptions]]:
-    """Yield what layers cost by how often a token of an early-exit mode passes them.
+    """Yield the layers' options for early-exit modes, where a layer costs as much as the share of tokens that reach it.
 
-    Layers that few tokens need then go to the slowest place. Of many known depths only some are used.
+    Layers that few tokens reach then go to the slowest device. At most MOST_DEPTHS of the known depths are used.
     """
     depths, most = problem.depths, problem.limits.draft_length or BEST_OF_DRAFTS
     stride = max(1, -(-len(depths) // MOST_DEPTHS))
@@ -127,7 +127,7 @@ def _exit_options(problem: Problem, context_tokens: int) -> Iterator[list[PartOp
 
 
 def cpu_alone_s(problem: Problem, context_tokens: int) -> float | None:
-    """Return the seconds of a token in full mode on the CPU, None if its memory is too small."""
+    """Return the seconds per token of full mode on the CPU without a GPU; None if RAM is too small."""
     chunk = min(*PREFILL_CHUNKS, problem.context_tokens)
     decode = _with_disk(problem, (Placement.CPU,) * len(problem.parts), chunk)
     if not fits_ram(problem, decode, chunk):
@@ -136,14 +136,14 @@ def cpu_alone_s(problem: Problem, context_tokens: int) -> float | None:
 
 
 def bytes_for_all(problem: Problem) -> int:
-    """Return the VRAM that every layer and the head need."""
+    """Return the VRAM that the whole model on the GPU needs, apart from its embedding."""
     layers = sum(part_gpu_bytes(part, Placement.GPU, problem.context_tokens) for part in problem.layers)
     reserve = reserve_terms(problem, Placement.GPU, min(*PREFILL_CHUNKS, problem.context_tokens))
     return layers + sum(term.n_bytes for term in reserve)
 
 
 def completed(problem: Problem, decode: Chain, chunk: int, context_tokens: int, schedule: Schedule) -> Candidate:
-    """Return the candidate with this schedule, or with full mode if drafts cost a prompt more than they save later."""
+    """Complete a candidate that decodes by `schedule`, or in full mode if drafts slow prompts more than they save."""
     schedules = [schedule]
     if problem.limits.mode is None and problem.statistics.reading(schedule.drafts) is not None:
         full = full_schedule(problem, decode, context_tokens)
@@ -156,7 +156,7 @@ def completed(problem: Problem, decode: Chain, chunk: int, context_tokens: int, 
 def _with_prefill(
     problem: Problem, decode: Chain, prefills: Sequence[Chain], chunk: int, context_tokens: int, schedule: Schedule
 ) -> Candidate:
-    """Return the candidate with the prefill placements that read a typical prompt fastest."""
+    """Return the candidate whose prefill placements, one of `prefills`, read a typical prompt fastest."""
     n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
     reading = problem.statistics.reading(schedule.drafts)
     prompts_s = {
@@ -172,9 +172,10 @@ def _with_prefill(
 
 
 def _chains(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Iterator[Chain]:
-    """Yield everything on the CPU. With a GPU also the fastest chain, and as many first layers as fit.
+    """Yield decode placements worth comparing.
 
-    Both come with room for streaming prompts' weights and without.
+    They are: the whole model on the CPU and, with a GPU, the fastest chain and the one with as many first layers on the
+    GPU as fit. Chains that use the GPU come in versions with and without VRAM for streaming weights.
     """
     pinned_head = problem.pinned(problem.head)
     if all(Placement.CPU in option for option in options) and pinned_head in (None, Placement.CPU):
@@ -194,10 +195,10 @@ def _chains(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Ite
 def _rooms(
     problem: Problem, options: Sequence[PartOptions], head: Placement, chunk: int
 ) -> Iterator[tuple[Sequence[PartOptions], int]]:
-    """Yield the options and the VRAM left for them.
+    """Yield pairs of the options that layers may choose from and the VRAM left for them.
 
-    Without stream buffers only parts that stay may be chosen. With buffers the others may too: first for weights, then
-    for weights and the KV cache.
+    Without stream buffers, options that need buffers are left out. Buffers are tried in two sizes: for weights only,
+    and for weights with the KV cache.
     """
     budget = problem.vram_budget_bytes - sum(term.n_bytes for term in reserve_terms(problem, head, chunk))
     if problem.limits.pinned("embedding") == Placement.GPU:
@@ -215,12 +216,12 @@ def _rooms(
 
 
 def _resident(part: PartOptions) -> PartOptions:
-    """Return the options that need no stream buffers. Split FFNs need them, as they visit for prompts."""
+    """Return a part's options that need no stream buffers. Split FFNs need them, since prompts stream them."""
     return {placement: option for placement, option in part.items() if not placement.needs_buffers}
 
 
 def _first_layers(problem: Problem, options: Sequence[PartOptions], budget_bytes: int) -> Chain | None:
-    """Return as many whole first layers on the GPU as fit. The rest is where it is pinned, else on the CPU."""
+    """Return a chain with as many whole first layers on the GPU as fit, and the others on the CPU or where pinned."""
     on_gpu, on_cpu = _preferring(options, Placement.GPU), _preferring(options, Placement.CPU)
     n_bytes, ends = chain_bytes(options, on_gpu), [start - 1 for start in layer_starts(problem.parts)]
     for n_parts, n_fewer in pairwise([*reversed(ends), 0]):
@@ -264,7 +265,7 @@ def _too_little_ram(problem: Problem, needed_bytes: int) -> UsageError:
 
 
 def _with_disk(problem: Problem, decode: Chain, chunk: int) -> Chain:
-    """Leave parts beyond the RAM budget on the disk, the last ones first: as few as possible, all if none suffice."""
+    """Move as few CPU parts to the disk as the RAM budget requires, the last parts first."""
     movable = [index for index in range(len(decode) - 1, 0, -1) if decode[index] == Placement.CPU]
 
     def moved(n_parts: int) -> Chain:
@@ -278,10 +279,10 @@ def _with_disk(problem: Problem, decode: Chain, chunk: int) -> Chain:
 
 
 def _with_embedding(problem: Problem, decode: Chain, chunk: int) -> Iterator[Trial]:
-    """Yield the chain with the embedding on the GPU, on the CPU, or both, as far as it fits.
+    """Yield the chain with the embedding on the GPU, on the CPU, or both versions, as far as they fit.
 
-    With the embedding and the first layer on the GPU, tokens enter without hidden states on the link. If all layers
-    are there, the CPU would have nothing to do, so that the embedding belongs there too.
+    If the embedding and the first layer are on the GPU, no hidden states have to be copied to it. If all layers are on
+    the GPU, only the version with the embedding on the GPU is tried.
     """
     pinned, on_gpu = problem.limits.pinned("embedding"), (Placement.GPU, *decode[1:])
     may_enter = pinned == Placement.GPU or (pinned is None and decode[1].on_gpu)

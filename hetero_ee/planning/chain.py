@@ -1,7 +1,8 @@
 """Finds the placements of a chain of parts that make one pass fastest within the GPU's memory.
 
-It is a dynamic programme over the parts, the device of the part before, and the memory used so far. Memory is counted
-in units, a fraction of the budget. Sizes are rounded up to whole units, and what remains unused is filled at the end.
+It is a dynamic programme over the parts, the device of the previous part, and the memory used so far. Memory is counted
+in units, a fraction of the budget. Sizes are rounded up to whole units; memory left over by the rounding is used at the
+end.
 """
 
 import itertools
@@ -22,8 +23,6 @@ CPU, GPU = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Costs of one placement of a part."""
-
     seconds: float
     gpu_bytes: int
     on_gpu: bool
@@ -36,7 +35,7 @@ Chain = tuple[Placement, ...]  # of consecutive parts
 def place_chain(
     parts: Sequence[PartOptions], budget_bytes: int, transfer_s: float, *, ends_on_gpu: bool
 ) -> Chain | None:
-    """Return the fastest placements, beginning on the CPU; None if nothing fits the budget."""
+    """Return the fastest placements whose VRAM fits the budget, None if none do. Hidden states start on the CPU."""
     unit_bytes = max(1, -(-budget_bytes // GRID_UNITS))
     units = [[-(-option.gpu_bytes // unit_bytes) for option in part.values()] for part in parts]
     n_units = budget_bytes // unit_bytes
@@ -55,7 +54,7 @@ def place_chain(
 def chain_s(
     parts: Sequence[PartOptions], placements: Sequence[Placement], transfer_s: float, *, ends_on_gpu: bool
 ) -> float:
-    """Return the seconds of the chain with these placements."""
+    """Return the seconds of one pass through the parts, with the transfers between devices. It starts on the CPU."""
     options = [part[placement] for part, placement in zip(parts, placements, strict=True)]
     devices = [False, *[option.on_gpu for option in options], ends_on_gpu]
     n_transfers: int = sum(map(operator.ne, devices, devices[1:]))
@@ -63,12 +62,12 @@ def chain_s(
 
 
 def chain_bytes(parts: Sequence[PartOptions], placements: Sequence[Placement]) -> int:
-    """Return the VRAM of the chain with these placements."""
+    """Return the VRAM that the parts use with these placements."""
     return sum([part[placement].gpu_bytes for part, placement in zip(parts, placements, strict=True)])
 
 
 def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool) -> Chain | None:
-    """Return the fastest placements if memory does not matter."""
+    """Return the fastest placements regardless of memory."""
     best = [0.0, math.inf]
     chosen: list[list[tuple[Placement, int]]] = []
     for part in parts:
@@ -96,7 +95,7 @@ def _last_device(best: Sequence[float], transfer_s: float, ends_on_gpu: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Choices for one part."""
+    """Choices that the dynamic programme recorded for one part."""
 
     first: int  # units of the first column of codes
     codes: Any  # codes[device][u]: the option's number
@@ -106,7 +105,7 @@ class _Step:
 
 
 class _Grid:
-    """The dynamic programme over units of memory, of which each part's options take `units`."""
+    """The dynamic programme over units of memory: `units` of each part's options, `n_units` in the budget."""
 
     def __init__(
         self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, transfer_s: float
@@ -119,7 +118,7 @@ class _Grid:
         self._firsts = [min(last, max(0, n_units - rest)) for last, rest in zip(self._lasts, left, strict=True)]
 
     def fewest_seconds(self, ends_on_gpu: bool) -> Chain | None:
-        """Return the fastest placements. Inside, best[device][u] is the least seconds with at most u units."""
+        """Return the fastest placements within the budget, None if none fit."""
         best = np.array([[0.0], [np.inf]])
         steps = []
         for index in range(len(self._parts)):
@@ -131,7 +130,7 @@ class _Grid:
         return self._traced(steps, _last_device(totals, self._transfer_s, ends_on_gpu))
 
     def _after(self, index: int, best: Any) -> tuple[Any, _Step]:
-        """Try the part's options in every state."""
+        """Return the least seconds after this part, best[device][units], and the choices that lead to them."""
         options = list(self._parts[index].values())
         arrived = [*np.minimum(best, best[::-1] + self._transfer_s)]
         first, last = self._firsts[index + 1], self._lasts[index + 1]
@@ -149,7 +148,7 @@ class _Grid:
         return after, _Step(first, codes, self._firsts[index], self._lasts[index], best)
 
     def _seen_from(self, index: int, values: Any, taken: int) -> Any:
-        """Return the values of the states from which those after the part are reached with `taken` units."""
+        """Return the entries of `values` (before the part) that lead to each state after it, using `taken` units."""
         first, last = self._firsts[index], self._lasts[index]
         start, end = max(0, self._firsts[index + 1] - taken), self._lasts[index + 1] - taken
         kept, n_beyond = values[start - first : end - first + 1], end - max(last, start - 1)
@@ -168,7 +167,7 @@ class _Grid:
 
 
 def _early_first(parts: Sequence[PartOptions], placements: Chain) -> Chain:
-    """Distribute the placements again among parts with the same options, those on the GPU first."""
+    """Reorder the placements of parts with equal options, so that earlier parts are on the GPU."""
     alike: dict[tuple[tuple[Placement, Option], ...], list[int]] = {}
     for index, part in enumerate(parts):
         alike.setdefault(tuple(part.items()), []).append(index)
@@ -185,7 +184,7 @@ def _early_first(parts: Sequence[PartOptions], placements: Chain) -> Chain:
 def _filled(
     parts: Sequence[PartOptions], placements: Chain, budget_bytes: int, transfer_s: float, ends_on_gpu: bool
 ) -> Chain:
-    """Change one part's placement at a time while that saves time and fits."""
+    """Use the remaining memory: change one part's placement at a time, while that saves time and fits."""
     current, seconds = placements, chain_s(parts, placements, transfer_s, ends_on_gpu=ends_on_gpu)
     while True:
         free_bytes = budget_bytes - chain_bytes(parts, current)

@@ -1,4 +1,4 @@
-"""Context length of a plan if none was asked for: as long as it costs no speed, and how it grows."""
+"""Chooses a plan's context length if the user gave none, as long as it costs no speed, and enlarges it later."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ USUAL_TOKENS = 4096  # a choice holds this many if it can
 LEAST_TOKENS = 256  # nothing shorter is tried
 FREE = 0.98  # of the rate with USUAL_TOKENS: a longer context that keeps it costs nothing
 GROWTHS = (2.0, 1.5, 1.25)  # once or more, the first that can be planned: large, since the text is read again
-AFTER = 1.125  # of what is needed, so that the text after a prompt does not need more at once
+AFTER = 1.125  # of the tokens needed now, so that the text after a prompt does not need more at once
 ROUND_TOKENS = 256
 
 
@@ -27,7 +27,10 @@ class Choice:
 
 
 def best_in_context(problem: Problem, predict_at_tokens: int) -> Choice:
-    """Return the best candidate for the context of the problem, with rates after predict_at_tokens (0: half of it).
+    """Return the best candidate for the problem's context length.
+
+    Args:
+        predict_at_tokens: context length that rates are predicted for; 0 for half of the problem's.
 
     Raises:
         UsageError: if nothing fits.
@@ -39,7 +42,11 @@ def best_in_context(problem: Problem, predict_at_tokens: int) -> Choice:
 def best_context(problem: Problem, predict_at_tokens: int) -> Choice:
     """Return the best candidate for the longest context, up to the problem's, that costs no speed.
 
-    Speed is that of the text at one depth. The context is found by bisection, since each takes a plan.
+    Contexts are compared by their speed after the same number of tokens. The search is a bisection, since each context
+    needs a plan of its own.
+
+    Args:
+        predict_at_tokens: see best_in_context.
 
     Raises:
         UsageError: if no context fits.
@@ -61,9 +68,11 @@ def best_context(problem: Problem, predict_at_tokens: int) -> Choice:
 
 
 def grown(plan_for: Callable[[int], Plan], present_tokens: int, n_tokens: int, most_tokens: int) -> Plan | None:
-    """Return a plan for at least n_tokens in place of one for present_tokens, None if none fits.
+    """Return a plan for a context of at least n_tokens, to replace one for present_tokens; None if none fits.
 
-    `plan_for` makes the plan for a context, or raises a UsageError.
+    Args:
+        plan_for: makes a plan for a context length, or raises a UsageError.
+        most_tokens: the longest context allowed.
     """
     if n_tokens > most_tokens:
         return None
@@ -78,7 +87,7 @@ def grown(plan_for: Callable[[int], Plan], present_tokens: int, n_tokens: int, m
 
 
 class _Contexts:
-    """Plans of one problem for different contexts, each made once. Rates hold for a text after at_tokens."""
+    """Plans of one problem for different contexts, each made once. Speeds are compared after at_tokens tokens."""
 
     def __init__(self, problem: Problem, predict_at_tokens: int, at_tokens: int) -> None:
         self._problem, self._predict_at_tokens, self._at_tokens = problem, predict_at_tokens, at_tokens
@@ -86,13 +95,13 @@ class _Contexts:
         self.refusal: UsageError | None = None  # the latest
 
     def at(self, context_tokens: int) -> Choice | None:
-        """Return the choice for this context, None if nothing fits."""
+        """Return the best candidate for this context length, None if nothing fits."""
         if context_tokens not in self._known:
             self._known[context_tokens] = self._made(replace(self._problem, context_tokens=context_tokens))
         return self._known[context_tokens]
 
     def keeps_speed(self, context_tokens: int, least: Choice) -> bool:
-        """Return whether this context costs no speed compared with the least."""
+        """Return whether a plan for this context is about as fast as `least`, the one for the shortest context."""
         found = self.at(context_tokens)
         if found is None:
             return False
@@ -100,7 +109,7 @@ class _Contexts:
         return FREE * mine.schedule.token_s <= others.schedule.token_s and FREE * mine.request_s <= others.request_s
 
     def reason(self, chosen: Choice) -> str:
-        """Return why this context was chosen and not all of it."""
+        """Return a sentence that explains why the chosen context is shorter than the model's own."""
         whole = self.at(self._problem.context_tokens)
         cost = "does not fit"
         if whole is not None:
@@ -118,11 +127,11 @@ class _Contexts:
             return None
 
     def _rate(self, found: Choice) -> float:
-        """Return the tokens per second of a text."""
+        """Return the generated tokens per second after `at_tokens` tokens of context."""
         return 1 / self._at_depth(found).schedule.token_s
 
     def _at_depth(self, found: Choice) -> Candidate:
-        """Return the candidate with the times of a text and of a typical request at a depth that all contexts share."""
+        """Return the candidate with its times recomputed for a context of `at_tokens`, as comparisons need."""
         made, at_tokens = found.candidate, self._at_tokens
         if made.context_tokens == at_tokens:
             return made
@@ -137,7 +146,7 @@ def _grown_by(growth: float, n_tokens: int, at_least: float) -> int:
 
 
 def _doublings(first: int, last: int) -> list[int]:
-    """Return twice the first, four times it and so on, and the last."""
+    """Return `first` times 2, 4, 8 and so on while below `last`, then `last`."""
     sizes = []
     while first < last:
         first = min(2 * first, last)
@@ -146,7 +155,7 @@ def _doublings(first: int, last: int) -> list[int]:
 
 
 def _longest(sizes: Sequence[int], is_free: Callable[[int], bool]) -> int:
-    """Return the last size that is free, by bisection. The first one is free, and the last is tried first."""
+    """Return the last of the ascending `sizes` that is_free accepts, by bisection. It must accept the first."""
     low, high = 0, len(sizes) - 1
     if is_free(sizes[high]):
         return sizes[high]

@@ -1,4 +1,4 @@
-"""The machine that is planned for, by its name."""
+"""Finds the hardware profile to plan for by its name or file."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from hetero_ee_profiles.reference import reference_names, reference_profile
 
 
 def hardware_from(name: str | Path) -> HardwareProfile:
-    """The shipped profile of that name, or the one in that file. Raises UsageError."""
+    """Return the shipped profile called `name`, or read the file `name`. Raises: UsageError: if neither works."""
     if isinstance(name, str) and name in reference_names():
         return reference_profile(name)
     if isinstance(name, str) and not re.search(r"[./\\]", name):

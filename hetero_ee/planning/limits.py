@@ -1,4 +1,4 @@
-"""Limits: what the user allows and pins. The planner fills only what is unset."""
+"""The user's limits and pins for a plan. The planner decides only what they leave open."""
 
 import re
 from collections.abc import Mapping
@@ -26,22 +26,22 @@ CHECKED = {name: PLAN_OPTIONS[name] for name in ("gpu_layers", "kv_type", "mode"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits and pins of a plan.
+    """The user's limits and pins for a plan.
 
     Raises:
         UsageError: if a value is out of range, or two contradict each other.
     """
 
-    vram_budget_bytes: int | None = None  # None: what is free, less the margin
+    vram_budget_bytes: int | None = None  # None: the free VRAM, less the margin
     vram_margin_bytes: int = int(VRAM_MARGIN_GIB * GIB)
-    ram_budget_bytes: int | None = None  # None: what is free
-    # First layers, whole, on the GPU; 0: no GPU; more than there are: all; None: free. Without a GPU it means nothing.
+    ram_budget_bytes: int | None = None  # None: the free RAM
+    # Number of first layers wholly on the GPU, at most all; 0: no GPU; None: the planner decides. Unused without a GPU.
     gpu_layers: int | None = None
-    # Regular expressions and the placement ("gpu", "cpu", "stream"; "hot-N", see hot.py) of the parts whose whole names
-    # they match; the first that matches counts. A part on the CPU may still be read from the disk if RAM is short.
+    # Regular expressions and the placements (see placement.py: gpu, cpu, stream, hot-N) of parts whose whole names they
+    # match; the first that matches counts. A part on the CPU may still be read from the disk if RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
     context_tokens: int = 0  # 0: chosen to fit, and grows when a text needs it, up to the model's own
-    kv_type: str | None = None  # None: see parts.default_kv_type
+    kv_type: str | None = None  # None: see costs/kv_types.py
     mode: str | None = None  # None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
@@ -62,7 +62,7 @@ class Limits:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Return the limits that options of `Engine.from_pretrained` ask for; those that are None are left out.
+        """Return the limits that these options of `Engine.from_pretrained` set. Options that are None set nothing.
 
         Raises:
             UsageError: if a value is impossible.
@@ -70,15 +70,15 @@ class Limits:
         return cls(**dict(_limit(name, value) for name, value in options.items() if value is not None))
 
     def pinned(self, name: str) -> str | None:
-        """Return the part's placement by the overrides, None if they leave it open."""
+        """Return the placement of the first override that matches the part's name, None if none does."""
         return next((placement for pattern, placement in self.overrides if re.fullmatch(pattern, name)), None)
 
 
 def check_risk(mode: str | None, risk: object) -> None:
-    """Check that the risk, if given, is a share and belongs to the mode.
+    """Check that the risk, if given, is between 0 and 1 and the mode is certified.
 
     Raises:
-        UsageError: if not.
+        UsageError: if it isn't.
     """
     option = PLAN_OPTIONS["risk"]
     if risk is None:
@@ -91,7 +91,7 @@ def check_risk(mode: str | None, risk: object) -> None:
 
 
 def parse_override(text: str) -> tuple[str, str]:
-    """Split REGEX=PLACEMENT, as the command line takes it.
+    """Split an override as written on the command line, REGEX=PLACEMENT.
 
     Raises:
         UsageError: if it is not of that form.
@@ -104,7 +104,7 @@ def parse_override(text: str) -> tuple[str, str]:
 
 
 def _limit(name: str, value: Any) -> tuple[str, Any]:
-    """Return the field of Limits that an option sets, and its value there."""
+    """Return the field of Limits that the option `name` sets, and the field's value."""
     if name == OVERRIDE.name:
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):

@@ -14,7 +14,7 @@ from hetero_ee.planning.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A unit of placement."""
+    """A part of the model that is placed as a whole, such as one layer's attention."""
 
     name: str
     kind: BlockKind
@@ -29,34 +29,33 @@ class Part:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its tensors as stored."""
         return self.cost.weight_bytes
 
     def kv_bytes(self, context_tokens: int) -> int:
-        """Return the bytes of state that the cache keeps of one sequence of this length."""
+        """Return the bytes that the KV cache or other state of this part needs for a sequence of context_tokens."""
         return self.cost.state_bytes(context_tokens)
 
 
 class InLayer(Protocol):
-    """A part of a model or of a plan."""
+    """A part of a model or plan, whose `layer` is None for the embedding and the head."""
 
     @property
     def layer(self) -> int | None: ...
 
 
 def layer_starts(parts: Sequence[InLayer]) -> list[int]:
-    """Return the index of each layer's first part, and of the head, which follows the last layer."""
+    """Return the index of each layer's first part, followed by the index of the head."""
     starts = (i for i, part in enumerate(parts) if part.layer is not None and part.layer != parts[i - 1].layer)
     return [*starts, len(parts) - 1]
 
 
 def layer_placements(parts: Sequence[InLayer], placements: Sequence[Placement]) -> list[set[Placement]]:
-    """Return the placements of each layer's parts."""
+    """Return, for each layer, the set of its parts' placements."""
     return [set(placements[start:end]) for start, end in pairwise(layer_starts(parts))]
 
 
 def model_parts(spec: ModelSpec, kv_type: str) -> list[Part]:
-    """Return the parts in the order in which a token passes them."""
+    """Return the model's parts in the order in which a token passes them. Their sizes depend on kv_type."""
     blocks = decoder_blocks(spec)
     norms = [tensor for b in blocks if b.kind is BlockKind.FINAL_NORM for tensor in b.tensors.values()]
     shapes: dict[object, int] = {}

@@ -1,4 +1,4 @@
-"""Where a part of the model is computed, and where its weights wait until then."""
+"""Placement: which device computes a part of the model, and where its weights are kept."""
 
 from typing import ClassVar, Self
 
@@ -13,8 +13,8 @@ class Placement(str):
 
     - "gpu": the weights stay on the GPU.
     - "cpu": the CPU reads them from RAM.
-    - "stream": they wait in RAM and are copied to the GPU at each use.
-    - "visit": the same, for a prompt only; the KV cache of the part comes along.
+    - "stream": they stay in RAM and are copied to the GPU at each use.
+    - "visit": like "stream", but only for prompts; the KV cache of the part is copied too.
     - "disk": the CPU reads them from a mapped file at each use.
     - "hot-N": the GPU has the first N sections of a sparse FFN's neurons, which are active often, and the CPU has the
       others. Both compute at once. Source: PowerInfer (arXiv 2312.12456), with sections in place of single neurons.
@@ -37,12 +37,12 @@ class Placement(str):
 
     @classmethod
     def hot(cls, n_sections: int) -> Self:
-        """Return the split whose first n_sections are on the GPU."""
+        """Return the "hot-N" placement with n_sections on the GPU."""
         return cls(f"{HOT}{n_sections}")
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the GPU computes the part, or leads in it."""
+        """Whether the GPU computes the part, or most steps of a split FFN."""
         return self not in ("cpu", "disk")
 
     @property
@@ -57,23 +57,23 @@ class Placement(str):
 
     @property
     def needs_buffers(self) -> bool:
-        """Whether the weights are copied to the GPU at each use, or for prompts."""
+        """Whether the weights are copied to the GPU at each use, or at least for prompts."""
         return self not in ("gpu", "cpu", "disk")
 
     @property
     def is_split(self) -> bool:
-        """Whether both devices compute neurons of an FFN."""
+        """Whether this is a "hot-N" placement, in which both devices compute neurons of an FFN."""
         return self[0] == "h"
 
     @property
     def prefill_choices(self) -> "tuple[Placement, ...]":
-        """Placements that a prompt may use if this one decodes. The KV cache stays on one device."""
+        """Placements that prefill may use if decoding uses this one. The KV cache must stay on the same device."""
         if self.is_split:
             return (Placement.VISIT,)
         return (self, Placement.VISIT) if self == "cpu" else (self,)
 
     def hot_neurons(self, n_neurons: int) -> int:
-        """Return how many neurons of an FFN with n_neurons are on the GPU; 0 if it is not split."""
+        """Return how many of the FFN's n_neurons are on the GPU; 0 for placements that are not "hot-N"."""
         return int(self.removeprefix(HOT)) * section_neurons(n_neurons) if self.is_split else 0
 
 
@@ -84,6 +84,6 @@ Placement.GPU, Placement.CPU, Placement.STREAM, Placement.VISIT, Placement.DISK 
 
 
 def splits(n_neurons: int, *, every: bool = False) -> list[Placement]:
-    """Return the splits of an FFN that leave neurons for both devices: those of LEVELS, or all."""
+    """Return an FFN's "hot-N" placements that leave neurons for both devices: all if `every`, else N in LEVELS."""
     found = SPLITS if every else [SPLITS[n - 1] for n in LEVELS]
     return [placement for placement in found if placement.hot_neurons(n_neurons) < n_neurons]

@@ -1,4 +1,4 @@
-"""Plan: a placement for every part of a model, and the expected speed. Readable JSON, reusable, hashed."""
+"""Plan: a placement for every part of a model, and the expected speed, saved as JSON."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ OUTER_PLACEMENTS = (Placement.GPU, Placement.CPU, Placement.DISK)  # of embeddin
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """A part with its placements, bytes and seconds."""
+    """A part of the model with its placements, bytes and expected seconds."""
 
     name: str
     layer: int | None
@@ -61,7 +61,7 @@ class PlacedPart:
 
 @dataclass(frozen=True, slots=True)
 class TimeTerm:
-    """Seconds of a pass for one purpose."""
+    """One summand of a pass's expected seconds, such as "ffn on the GPU"."""
 
     name: str
     seconds: float
@@ -69,7 +69,7 @@ class TimeTerm:
 
 @dataclass(frozen=True, slots=True)
 class BytesTerm:
-    """Bytes of one kind that a token moves, on average."""
+    """Bytes of one kind that are moved per token, on average."""
 
     name: str
     n_bytes: float
@@ -77,14 +77,12 @@ class BytesTerm:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Expected speed of a plan."""
-
     context_tokens: int  # for which the rates hold
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
     ceiling_tokens_per_s: float  # if reading weights were the only cost
     batch_per_pass: float  # tokens in a verification, or in a pass of the last layers; 1 in full mode
-    tokens_per_pass: float  # tokens that it yields; 1 in full mode
+    tokens_per_pass: float  # tokens generated per such pass; 1 in full mode
     cpu_tokens_per_s: float | None  # of the CPU in full mode; None if its memory is too small
     other_mode_tokens_per_s: float | None  # of this split in full mode, or for a full-mode plan in the best exact mode
     first_token_s: float  # of a typical prompt
@@ -101,7 +99,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a model runs on a machine.
+    """How a model runs on a machine: placements, mode, context and budgets.
 
     Raises:
         UsageError: if values contradict each other.
@@ -153,7 +151,7 @@ class Plan:
 
     @staticmethod
     def check_version(version: int) -> None:
-        """Check a plan's version. Raises: UsageError: if this engine doesn't read it."""
+        """Check that this engine reads plans of this version. Raises: UsageError: if not."""
         if version != PLAN_VERSION:
             raise UsageError(
                 f"it has plan version {shown(version)}, this engine reads version {PLAN_VERSION}; make a new plan"
@@ -161,7 +159,7 @@ class Plan:
 
     @property
     def sha256(self) -> str:
-        """Digest of the decisions and budgets, not of times and texts. It identifies the plan in results."""
+        """SHA-256 of the plan's decisions and budgets, without times and texts. Results name the plan by it."""
         placed = [(part.name, part.decode_placement, part.prefill_placement) for part in self.parts]
         vram_budget_bytes = self.vram_budget_bytes if self.n_bytes("gpu") else 0
         decided = [placed, vram_budget_bytes, *(getattr(self, name) for name in DECIDED)]
@@ -173,12 +171,12 @@ class Plan:
 
     @property
     def sealed(self) -> "Plan":
-        """The plan with its checksum, by which `load` notices a changed number."""
+        """A copy with its checksum, from which `load` sees whether the file was edited."""
         values = asdict(replace(self, checksum=None), dict_factory=_stated)
         return replace(self, checksum=hashlib.sha256(json.dumps(values).encode()).hexdigest())
 
     def n_bytes(self, device: str) -> int:
-        """Return the planned memory on the device."""
+        """Return the bytes of memory planned on the device."""
         return sum(term.n_bytes for term in self.memory if term.device == device)
 
     @property
@@ -188,21 +186,19 @@ class Plan:
 
     @property
     def decode_placements(self) -> tuple[Placement, ...]:
-        """Placements of every part when decoding."""
         return tuple(part.decode_placement for part in self.parts)
 
     @property
     def gpu_layers(self) -> int:
-        """Number of layers that are on the GPU as a whole."""
         return layer_placements(self.parts, self.decode_placements).count({Placement.GPU})
 
     def save(self, file: Path) -> None:
-        """Write the plan as JSON, completely or not at all. Raises: OSError."""
+        """Write the plan as JSON, completely or not at all. Raises: OSError: if that fails."""
         write_record(self.sealed, file)
 
     @classmethod
     def load(cls, file: Path) -> "Plan":
-        """Read a file that `save` wrote. Raises: UsageError: names the problem."""
+        """Read a plan that `save` wrote. Raises: UsageError: names the problem."""
         try:
             found = read_record(cls, file)
             if found.checksum not in (None, found.sealed.checksum):
@@ -241,9 +237,9 @@ def _check_numbers(made: Plan) -> None:
 
 
 def _check_drafts(made: Plan) -> None:
-    """Check that only exact mode drafts: sequences with exit layer 0, exits after at least one layer.
+    """Check that only exact mode has drafts, and that the exit layer suits them: 0 for sequences, else 1 or more.
 
-    check_fits checks that the exit layer is not beyond the last.
+    Whether the model has that exit layer is checked by check_fits.
     """
     exit_layer = made.exit_layer
     goes_with = {
@@ -261,7 +257,7 @@ def _check_drafts(made: Plan) -> None:
 
 
 def _check_exits(made: Plan) -> None:
-    """Check that only early-exit modes have exit layers, and only mode certified a risk."""
+    """Check that only early-exit modes have exit layers, and only mode certified has a risk."""
     layers, is_early = made.exit_layers, made.mode in EARLY_EXIT_MODES
     ascend = all(is_whole(layer, 1 + before) for before, layer in zip((0, *layers), layers, strict=False))
     if not ascend or (layers and not is_early):
@@ -275,7 +271,7 @@ def _check_exits(made: Plan) -> None:
 
 
 def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
-    """Check that each part occurs once, with a possible placement. check_fits checks that none is missing."""
+    """Check that each part occurs once, with a possible placement. Missing parts are found by check_fits."""
     names: set[str] = set()
     for part in parts:
         if part.name in names:

@@ -1,4 +1,4 @@
-"""plan(): decides where every part goes and how to decode, from measured or derived times. It is a pure function."""
+"""plan(): a pure function that decides where every part goes and how to decode, from a hardware profile's times."""
 
 import hashlib
 import json
@@ -36,10 +36,10 @@ def plan(
 ) -> Plan:
     """Return the fastest plan within the limits.
 
-    By default the context is one that costs no speed, see best_context.
+    Without a context length in the limits, best_context chooses one.
 
     Args:
-        predict_at_tokens: the context for which rates are predicted; 0 for half of the plan's.
+        predict_at_tokens: the context length for which rates are predicted; 0 for half of the plan's.
 
     Raises:
         UsageError: if a request can't be met, with the numbers and the option to change.
@@ -78,7 +78,7 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
     """Check that the plan was made for a model of these shapes and parts.
 
     Raises:
-        UsageError: if not.
+        UsageError: if it was made for another model.
     """
     if made.shapes_sha256 != shapes_sha256(spec):
         raise UsageError(f"the plan is of a {shown(made.model)} with other shapes; make one for this model.")
@@ -105,7 +105,7 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
 
 
 def shapes_sha256(spec: ModelSpec) -> str:
-    """Return a hash of the model's shapes: a plan is of no use to a model of other shapes.
+    """Return a hash of the model's shapes, by which a plan for another model is refused.
 
     Fields added later are included only if they differ from their defaults, so that older plans stay valid.
     """

@@ -1,4 +1,4 @@
-"""Where the parts are computed while a prompt is read, given where they are when decoding."""
+"""Chooses where parts are computed while a prompt is read, given their placements when decoding."""
 
 from hetero_ee.planning.budget import memory_terms, n_bytes
 from hetero_ee.planning.chain import Chain, Option, PartOptions, place_chain
@@ -8,10 +8,10 @@ from hetero_ee.planning.problem import Problem
 
 
 def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[Chain]:
-    """Return the placements worth comparing.
+    """Return the prefill placements worth comparing for these decode placements.
 
-    Parts in RAM stay where they are, or visit the GPU if that is faster for a chunk and the buffers fit. What fits
-    decides which parts may visit: all, only those without a KV cache, or none.
+    The first one leaves parts where they are. In the others, parts in RAM also use the placement "visit" if that is
+    faster for a chunk: all parts, or only those without a KV cache. Chains that exceed a budget are left out.
     """
     found = [tuple(Placement.VISIT if placement.is_split else placement for placement in decode)]
     if not any(placement.on_gpu for placement in decode):
@@ -26,7 +26,7 @@ def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[C
 
 
 def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state: bool) -> Chain:
-    """Return the fastest chain for a chunk if parts may visit, or only those without state."""
+    """Return the fastest placements for a chunk if CPU parts, or only those without a KV cache, may "visit" the GPU."""
     options = []
     known: dict[object, PartOptions] = {}  # the same for parts of one shape
     for part, placement in zip(problem.layers, decode[1:-1], strict=True):

@@ -1,4 +1,4 @@
-"""Problem: the planner's inputs, with the user's limits as numbers and the costs of every part wherever it may go."""
+"""Problem: the planner's inputs, with the user's limits as numbers and the cost of every possible placement."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from hetero_ee_profiles.units import GIB
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The task of the planner."""
+    """The planner's inputs: model, machine, limits and statistics."""
 
     spec: ModelSpec
     costs: Costs
@@ -32,18 +32,17 @@ class Problem:
     parts: tuple[Part, ...]
     sizes: WorkingSizes
     kv_type: str  # of the keys and values among their bytes
-    context_tokens: int  # prompt and text together; the most that may be chosen where the limits name none
+    context_tokens: int  # prompt and text together; the longest possible one if the limits set none
     vram_budget_bytes: int
     ram_budget_bytes: int
 
     @property
     def has_gpu(self) -> bool:
-        """Whether parts may be on a GPU."""
         return self.vram_budget_bytes > 0
 
     @property
     def layers(self) -> list[Part]:
-        """The parts that belong to layers."""
+        """Parts that belong to layers, without the embedding and the head."""
         return [part for part in self.parts if part.layer is not None]
 
     @property
@@ -52,14 +51,16 @@ class Problem:
 
     @property
     def depths(self) -> list[DepthStatistics]:
-        """The statistics of the early-exit mode that was asked for."""
+        """Statistics of the requested early-exit mode; empty in other modes."""
         return [each for each in self.statistics.depths if each.mode == self.limits.mode]
 
     def layer_options(self, context_tokens: int, passes: Passes | None = None) -> list[PartOptions]:
-        """Return where each part of a layer may go, and what a token costs there.
+        """Return each layer part's possible placements, with the seconds per token and the VRAM of each.
 
-        A streamed part costs the longer of copy and computing, since copies run ahead. Without `passes`, a token passes
-        each layer once.
+        A streamed part needs the longer of copying and computing, since copies run ahead.
+
+        Args:
+            passes: how often early-exit tokens pass each layer; None if each token passes each layer once.
         """
         known: dict[object, PartOptions] = {}  # the same for parts of one shape
         found = []
@@ -74,7 +75,7 @@ class Problem:
     def _options(
         self, part: Part, pinned: Placement | None, batches: Sequence[float], context_tokens: int
     ) -> PartOptions:
-        """Return the options of one part; batches[m - 1] counts a token's passes of m tokens."""
+        """Return one part's possible placements. batches[m - 1] is a token's average number of passes of m tokens."""
         found: dict[Placement, Option] = {}
         for placement in self._allowed(part, pinned):
             least_s = 0.0
@@ -93,7 +94,7 @@ class Problem:
         return found
 
     def _allowed(self, part: Part, pinned: Placement | None) -> list[Placement]:
-        """Return where the part may go. Splits need a pin, or statistics of which neurons are active often."""
+        """Return the part's possible placements. Splits need a pin, or statistics of how often neurons are active."""
         found = [Placement.CPU]
         if self.has_gpu:
             found = [Placement.GPU, Placement.STREAM, Placement.CPU]
@@ -102,7 +103,7 @@ class Problem:
         return [placement for placement in found if pinned in (None, placement)]
 
     def pinned(self, part: Part) -> Placement | None:
-        """Return where the user puts the part, None if the planner decides."""
+        """Return the placement that the user requires for the part, None if the planner decides."""
         pinned = self.limits.pinned(part.name)
         if pinned is not None:
             return Placement(pinned)
@@ -112,7 +113,7 @@ class Problem:
 
 
 def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: Statistics) -> Problem:
-    """Return the problem that these inputs pose.
+    """Check the planner's inputs and turn them into a Problem.
 
     Raises:
         UsageError: if the model or the machine can't meet a request.
@@ -146,7 +147,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
 
 
 def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
-    """Check that the statistics belong to this model."""
+    """Check that the exit and depth statistics fit the model's number of layers."""
     for each in known.depths:
         if each.exit_layers[-1] >= spec.n_layers:
             raise UsageError(
@@ -180,7 +181,7 @@ def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
 
 
 def _within(memory: str, asked_bytes: int, most_bytes: int, which: str) -> int:
-    """Return the requested budget. Raises UsageError if it is more than there is."""
+    """Return the requested budget. Raises: UsageError: if it exceeds `most_bytes`."""
     if asked_bytes > most_bytes:
         asked, most = asked_bytes / GIB, most_bytes / GIB
         sentence = f"a {memory} budget of {asked:.2f} GiB is more than the {most:.2f} GiB {which}; lower "
@@ -189,7 +190,7 @@ def _within(memory: str, asked_bytes: int, most_bytes: int, which: str) -> int:
 
 
 def _readable(n_bytes: int) -> int:
-    """Round a budget from 1 GiB on down to hundredths of a GiB, so that its text stands for exactly these bytes."""
+    """Round a budget of 1 GiB or more down to hundredths of a GiB, so that its printed value is exact."""
     if n_bytes < GIB:
         return n_bytes
     hundredths = (n_bytes + 1) * 100 // GIB
@@ -197,7 +198,7 @@ def _readable(n_bytes: int) -> int:
 
 
 def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
-    """Check that each pattern pins a part, and that the part can be there."""
+    """Check that each override matches a part, and that the part can have that placement."""
     for pattern, placement in limits.overrides:
         names = [part.name for part in parts if re.fullmatch(pattern, part.name)]
         if not names:

@@ -1,4 +1,4 @@
-"""PlanRequest: what a caller asks of a plan, checked before anything is loaded, then completed to make the plan."""
+"""PlanRequest: the caller's options for planning, checked before the model is loaded and completed afterwards."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ class EngineOptions(ModelKeywords, PlanKeywords, RunKeywords, total=False):
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check the names of the options, and the values that can be judged alone.
+    """Check the names of the options, and the values that can be checked without loading the model.
 
     Raises:
         TypeError: if a name is unknown.
@@ -65,9 +65,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A request for a plan, or for running a given one.
+    """A request to make a plan, or to run a given one.
 
-    `of` makes it from options; `completed` adds what is known only after the model's files are read.
+    `of` makes it from options; `completed` adds facts that are known only after the model's files are read.
     """
 
     profile: HardwareProfile | None = None  # of the machine; None until it is known, or if a given plan needs none
@@ -77,13 +77,13 @@ class PlanRequest:
     emulates: bool = False  # the profile's machine, on this CPU; else this machine is used
     traces: bool = False  # records what runs where and when, which an emulated machine always does
     asked_profile: AskedProfile = AUTO
-    limited_by: Option | None = None  # the first option that set a limit; None if no limit was asked for
+    limited_by: Option | None = None  # the first option that set a limit; None if none did
     draft_head: Path | None = None
     context_tokens: int = 0  # 0: any
 
     @classmethod
     def of(cls, options: EngineOptions) -> Self:
-        """Return the request that these options make. A draft head has to be a folder by now.
+        """Return the request that these options make. The draft head must be a local folder, not an id on the Hub.
 
         Raises:
             UsageError: if a value is impossible, or two options contradict each other.
@@ -106,29 +106,32 @@ class PlanRequest:
 
     @property
     def planned_context_tokens(self) -> int:
-        """The context that was asked for, by number, by limits or by a plan; 0 if none was."""
+        """The requested context length, from an option, a plan or limits; 0 if none was requested."""
         return (
             self.context_tokens or (0 if self.plan is None else self.plan.context_tokens) or self.limits.context_tokens
         )
 
     @property
     def mode(self) -> str | None:
-        """The mode that was asked for, by limits or by a plan."""
+        """The requested mode, from limits or a given plan; None if the planner chooses."""
         return self.plan.mode if self.plan is not None and self.limited_by is None else self.limits.mode
 
     @property
     def risk(self) -> float | None:
-        """The risk that was asked for, by limits or by a plan."""
+        """The requested risk of mode certified, from limits or a given plan; None if not given."""
         return self.plan.risk if self.plan is not None and self.limited_by is None else self.limits.risk
 
     @property
     def needs_plan(self) -> bool:
-        """Whether the caller asked for something only a plan can give, so that doing without one is an error."""
+        """Whether an option needs a plan, so that running without a plan would be an error."""
         wishes = self.plan, self.limited_by, self.draft_head
         return not isinstance(self.asked_profile, str) or any(wish is not None for wish in wishes)
 
     def found_profile(self, spec: ModelSpec, folder: Path, automatic: FindProfile) -> HardwareProfile | None:
-        """Return the profile to plan by, None if nothing is planned. `automatic` finds that of this machine.
+        """Return the profile to plan with, None if nothing is planned.
+
+        Args:
+            automatic: finds this machine's profile; called unless the caller gave a profile or switched planning off.
 
         Raises:
             UsageError: if a profile is needed and none is found.
@@ -148,7 +151,7 @@ class PlanRequest:
     def completed(self, profile: HardwareProfile | None, quantizer: str, statistics: Statistics) -> Self:
         """Return the request with the machine's profile and the model's statistics.
 
-        Weights that are not quantized run on the CPU unless a GPU is asked for.
+        Unquantized weights run on the CPU unless the request mentions the GPU.
         """
         limits = Limits() if profile is None else self.limits
         if profile is not None and self.context_tokens:
@@ -161,7 +164,7 @@ class PlanRequest:
         return replace(self, profile=profile, limits=limits, statistics=statistics)
 
     def _check(self) -> None:
-        """Check what contradicts itself."""
+        """Check that the options don't contradict each other."""
         if self.plan is not None:
             self._check_next_to_plan(self.plan)
         if self.emulates and isinstance(self.asked_profile, str):
@@ -172,7 +175,7 @@ class PlanRequest:
             raise UsageError(unplanned, " needs a plan, and ", PROFILE, off, unplanned, ", or give another profile.")
 
     def _check_next_to_plan(self, made: Plan) -> None:
-        """Check that no option contradicts the given plan. Raises: UsageError."""
+        """Check that no option contradicts the given plan. Raises: UsageError: if one does."""
         if name := self.limited_by:
             raise UsageError(
                 "a plan already decides what ", name, " would; leave out ", name, ", or plan again with it."
@@ -186,7 +189,7 @@ def check_emulates(made: Plan, profile: HardwareProfile) -> None:
     """Check that the profile's machine has the memory that the plan needs.
 
     Raises:
-        UsageError: if it has not.
+        UsageError: if it doesn't.
     """
     n_gpu_bytes, n_ram_bytes = made.n_bytes("gpu"), made.n_bytes("cpu")
     if n_gpu_bytes and profile.gpu is None:
@@ -206,9 +209,9 @@ def check_emulates(made: Plan, profile: HardwareProfile) -> None:
 
 
 def _limits(options: EngineOptions, *, emulates: bool) -> tuple[Limits, Option | None]:
-    """Return the limits asked for, in one object or by single options, and the first option that asks for any.
+    """Return the limits from the option `limits` or from single options, and the first option that sets one.
 
-    On this machine, threads are those that can run.
+    Thread counts are lowered to those that this machine can run, except for an emulated machine.
     """
     limits = options.get("limits")
     if limits is not None and not isinstance(limits, Limits):
@@ -227,7 +230,7 @@ def _limits(options: EngineOptions, *, emulates: bool) -> tuple[Limits, Option |
 
 
 def _profile(profile: AskedProfile | Path | None) -> AskedProfile:
-    """Return the profile, read from its file if it is named; None is what the settings say."""
+    """Return the profile, read from a file if it is a name. None selects the one from the user's settings."""
     if profile is None:
         setting: str = read_settings().value(PROFILE.setting)
         return setting
@@ -250,7 +253,7 @@ def _plan(plan: object) -> Plan | None:
 
 
 def _folder(draft_head: object) -> Path | None:
-    """Return the folder of the draft head that was named."""
+    """Check that the draft head is a local folder and return its path. Raises: UsageError."""
     if draft_head is None:
         return None
     if not isinstance(draft_head, str | Path) or not str(draft_head):

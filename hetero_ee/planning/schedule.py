@@ -1,7 +1,7 @@
-"""How to decode with given placements.
+"""Chooses how to decode with given placements.
 
-Every token passes all layers, or drafts exit at the best exit layer, or draft sequences come from elsewhere, or tokens
-are emitted at their exits.
+The choices are full mode, drafts by early exit, draft sequences from another source, and early-exit modes, which emit
+tokens at their exits.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ BEST_OF_DRAFTS = 8  # longer drafts and catch-ups are tried only on request
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a plan decodes."""
+    """A way to decode, with the average step that it is expected to take."""
 
     mode: str
     drafts: str | None  # EXIT or SEQUENCE; None except in exact mode
@@ -42,12 +42,12 @@ class Schedule:
 
 
 def is_worth_it(exact_per_s: float, full_per_s: float) -> bool:
-    """Check whether exact mode is enough faster than full mode."""
+    """Return whether exact mode is faster than full mode by more than predictions may err."""
     return WORTH_IT * exact_per_s > full_per_s
 
 
 def best_schedule(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule:
-    """Return the fastest schedule: full mode unless exact mode is worth it, or the mode that the user chose."""
+    """Return the schedule of the requested mode; without one, exact mode if it is worth it, else full mode."""
     full = full_schedule(problem, placements, context_tokens)
     asked = problem.limits.mode
     if asked in EARLY_EXIT_MODES:
@@ -73,7 +73,7 @@ def full_schedule(problem: Problem, placements: Sequence[Placement], context_tok
 def _best_early(problem: Problem, placements: Sequence[Placement], context_tokens: int, full: Schedule) -> Schedule:
     """Return the requested early-exit mode with the fastest depths and catch-up length.
 
-    Without known depths, its times are those of full mode.
+    If the model's depths are unknown, the times are those of full mode.
     """
     mode, asked = problem.limits.mode or "", problem.limits.draft_length
     unknown = replace(full, mode=mode, draft_length=asked or BEST_OF_DRAFTS)
@@ -107,9 +107,9 @@ def _times_maker(
 
 
 def _best_exact(problem: Problem, placements: Sequence[Placement], context_tokens: int) -> Schedule | None:
-    """Return the fastest exact mode over all exit layers and draft lengths; None without drafts.
+    """Return the fastest exact mode over all exit layers and draft lengths; None without statistics of drafts.
 
-    With streamed weights, drafts and exit layer are chosen as if each part cost the longer of copy and computing.
+    With streamed weights, the choice assumes that each part costs the longer of copy and computing.
     """
     exits, drafts = problem.statistics.exits, problem.statistics.drafts
     if exits is None and drafts is None:
@@ -128,7 +128,7 @@ def _best_exact(problem: Problem, placements: Sequence[Placement], context_token
 def neighbours(
     problem: Problem, placements: Sequence[Placement], context_tokens: int, chosen: Schedule
 ) -> dict[str, Schedule]:
-    """Return exact mode with the exit one layer earlier and later, and with one token per step fewer and more."""
+    """Return similar exact modes by description: exit one layer earlier or later, one token more or fewer."""
     exits, drafts, length = problem.statistics.exits, problem.statistics.drafts, chosen.draft_length
     times = _times_maker(problem, placements, context_tokens, length + 1)()
     lengths = {f"with at most {n} tokens a step": n for n in (length - 1, length + 1) if 1 < n <= MAX_DRAFT_LENGTH}
@@ -156,14 +156,14 @@ def _exit_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 
 def _exit_schedule(times: StepTimes, exit_layer: int, rates: ExitRates, lengths: Sequence[int]) -> Schedule:
-    """Return the schedule with the best draft length."""
+    """Return the schedule that drafts by exits at exit_layer, with the best of these draft lengths."""
     steps = times.exit_steps(exit_layer, rates, max(lengths))
     length = min(lengths, key=lambda n: steps[n - 1].seconds_per_token)
     return Schedule("exact", EXIT, exit_layer, length, steps[length - 1])
 
 
 def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
-    """Return a schedule per draft length. No token of a sequence exits, so that the exit layer does not matter."""
+    """Return a schedule of draft sequences for each possible draft length."""
     drafts = problem.statistics.drafts
     if drafts is None:
         return []

@@ -1,4 +1,4 @@
-"""Statistics of a model from calibration: how often tokens exit and are right, and how good drafts are."""
+"""Statistics of a model from calibration: exit rates, how often exits are right, and acceptance of drafts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ MAX_ACCEPTANCE_POSITIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class ExitRates:
-    """Rates of tokens judged at one exit layer."""
+    """How often tokens exit at one exit layer, and how often their drafts are right."""
 
     exit_rate: float  # chance that a token exits
     precision: float  # chance that an exited token's draft is the full model's token
@@ -31,7 +31,7 @@ class ExitRates:
 
 @dataclass(frozen=True, slots=True)
 class ExitStatistics:
-    """Exit rates by exit layer. Exit layer n is before layer n: n layers have run."""
+    """Exit rates by exit layer. A token at exit layer n has passed n layers."""
 
     source: str  # of the statistics, for people
     n_layers: int
@@ -48,11 +48,10 @@ class ExitStatistics:
 
     @property
     def map_ranks(self) -> Mapping[int, int]:
-        """Ranks of exit maps by exit layer."""
         return {exit_layer: each.map_rank for exit_layer, each in self.rates.items() if each.map_rank}
 
     def rates_at(self, exit_layer: int) -> ExitRates:
-        """Interpolate between known exit layers: no exits before the first, constant rates after the last."""
+        """Interpolate rates between known exit layers: no exits before the first, constant rates after the last."""
         if exit_layer in self.rates:
             return self.rates[exit_layer]
         known = list(self.rates)
@@ -65,16 +64,16 @@ class ExitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DepthStatistics:
-    """How deep tokens go if they are judged at these exit layers and emitted at the first one that allows it."""
+    """How deep tokens go in an early-exit mode that judges them at these exit layers."""
 
     mode: str  # of EARLY_EXIT_MODES
     source: str  # of the statistics, for people
     exit_layers: tuple[int, ...]  # ascending
-    shares: tuple[float, ...]  # of all tokens, those that exit at each; the rest pass all layers
+    shares: tuple[float, ...]  # share of all tokens that exit at each layer; the rest pass all layers
     is_partial: bool = False  # after the first exit layer, candidates' logits judge first
-    is_drafted: bool = False  # at the first one too, with candidates from the draft head
-    judged: tuple[float, ...] = ()  # the chance that a token reaching each is judged there; (): all are
-    schedule: tuple[int, ...] = ()  # those that a plan names; (): all
+    is_drafted: bool = False  # also at the first exit layer, with candidates from the draft head
+    judged: tuple[float, ...] = ()  # chance that a token that reaches each exit layer is judged; (): 1
+    schedule: tuple[int, ...] = ()  # exit layers that a plan names; (): all
     threshold: float | None = None  # of the confidence, if one holds at all exit layers
 
     def __post_init__(self) -> None:
@@ -86,26 +85,26 @@ class DepthStatistics:
 
     @property
     def planned(self) -> tuple[int, ...]:
-        """Exit layers that a plan names."""
+        """Exit layers that the plan's `exit_layers` must list."""
         return self.schedule or self.exit_layers
 
     def looks(self, number: int) -> bool:
-        """Check whether exit layer number `number` judges by the logits of candidates."""
+        """Return whether the exit layer with this index judges by the logits of a few candidates."""
         return self.is_partial and (self.is_drafted or number > 0)
 
     def judging(self, number: int) -> float:
-        """Return the chance that a token reaching exit layer number `number` is judged there."""
+        """Return the chance that a token that reaches the exit layer with this index is judged there."""
         return self.judged[number] if self.judged else 1.0
 
     @property
     def deeper(self) -> tuple[float, ...]:
-        """Shares of tokens that pass the layers after 0, 1, ... exit layers."""
+        """Shares of tokens that have not exited after 0, 1, ... exit layers."""
         return tuple(max(0.0, 1 - exited) for exited in accumulate(self.shares, initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReading:
-    """Cost of a draft source that reads prompts too."""
+    """Cost of a draft source that must also process prompts."""
 
     chunk_s: Callable[[int, int], float]  # (m, context_tokens) -> seconds of a chunk of m tokens
     on_gpu: bool = False  # the GPU computes it
@@ -114,7 +113,7 @@ class PromptReading:
 
 @dataclass(frozen=True, slots=True)
 class DraftRates:
-    """Rates of drafts that need none of the model's layers."""
+    """Acceptance and cost of drafts from a source that runs none of the model's layers."""
 
     source: str  # of the statistics, for people
     acceptance: tuple[float, ...]  # by position: the chance that a draft is right if all before it are
@@ -137,41 +136,39 @@ class DraftRates:
             raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
 
     def seconds(self, placements: Sequence[Placement]) -> float:
-        """Return the seconds per draft with these placements of the model's parts."""
+        """Return the seconds per draft if the model's parts have these placements."""
         if self.placed_draft_s is None:
             return self.draft_s
         return self.placed_draft_s(placements[-1].on_gpu, placements[0].on_gpu)
 
     def after_verification_s(self, placements: Sequence[Placement], m: int) -> float:
-        """Return the seconds from the verification of m tokens to the next draft, with these placements."""
+        """Return the seconds that the source needs between a verification of m tokens and its next draft."""
         return 0.0 if self.verified_s is None else self.verified_s(placements, m)
 
     def acceptance_at(self, position: int) -> float:
-        """Return the acceptance of the draft at this position (counted from 0)."""
+        """Return the chance that the draft at this position (from 0) is right if all before it are."""
         return self.acceptance[min(position, len(self.acceptance) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """All statistics of a model."""
-
     exits: ExitStatistics | None = None
     drafts: DraftRates | None = None
     depths: tuple[DepthStatistics, ...] = ()  # of early-exit modes; the planner chooses the fastest of a mode
 
     def depths_of(self, made: Plan) -> DepthStatistics | None:
-        """Return the depths of a plan in an early-exit mode, None if unknown."""
+        """Return the depth statistics that match a plan's mode and exit layers, None if unknown."""
         found = (each for each in self.depths if each.mode == made.mode and each.planned == made.exit_layers)
         return next(found, None)
 
     def of_plan(self, made: Plan) -> "Statistics":
-        """Return the statistics with drafts on the device that this plan chose."""
+        """Return the statistics with draft costs for the device on which this plan computes drafts."""
         if self.drafts is None or self.drafts.by_gpu is None or made.draft_device != "gpu":
             return self
         return replace(self, drafts=self.drafts.by_gpu)
 
     def reading(self, drafts: str | None) -> PromptReading | None:
-        """Return the cost of a draft source that reads prompts, None without one."""
+        """Return the cost of processing prompts for drafts of this kind, None if they need none."""
         return self.drafts.reading if drafts == SEQUENCE and self.drafts is not None else None
 
 
@@ -196,13 +193,13 @@ SPECEE_LAYERS = (15, 16, 17, 19, 21, 24, 26, 28)  # after which SpecEE judges Ll
 
 
 def published_depths(n_layers: int, risk: float) -> tuple[DepthStatistics, ...]:
-    """Return depths of early-exit modes, derived from published_statistics.
+    """Return depth statistics for early-exit modes, derived from published_statistics.
 
-    For SpecEE's schedule, a token that exits at one layer is assumed to exit at all later ones. For mode certified,
-    there is one for each exit layer whose wrong exits are within the risk.
+    For mode specee, a token that exits at one layer is assumed to exit at all later ones. Mode certified gets an entry
+    for each exit layer whose share of wrong exits is within the risk.
 
     Raises:
-        UsageError: as published_statistics.
+        UsageError: if the model has too few layers.
     """
     known = published_statistics(n_layers)
     places = sorted({round((layer + 1) * n_layers / PUBLISHED_LAYERS) for layer in SPECEE_LAYERS})

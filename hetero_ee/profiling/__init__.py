@@ -1,1 +1,1 @@
-"""Measures this machine at a model's shapes, once."""
+"""Measurement of this machine at a model's shapes."""

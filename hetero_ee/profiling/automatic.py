@@ -1,4 +1,4 @@
-"""The profile that a model is planned with by default: this machine's, kept or measured now."""
+"""Finds the profile that a model is planned with by default: this machine's, kept on disk or measured now."""
 
 import time
 from dataclasses import replace
@@ -18,7 +18,7 @@ COMMAND = "Engine.from_pretrained"  # for the profile's record
 def automatic_profile(
     spec: ModelSpec, folder: Path, threads: int, progress: Progress | None, *, measures: bool
 ) -> HardwareProfile | None:
-    """Return the kept profile, if there is one.
+    """Return this machine's kept profile, None if there isn't one.
 
     Args:
         measures: measure a quick profile if none is kept.
@@ -38,12 +38,12 @@ def automatic_profile(
 
 
 def profile_here(spec: ModelSpec, folder: Path | None, wanted: Wanted, progress: Progress | None) -> HardwareProfile:
-    """Call machine_profile with this process's folders, and time the disk with the largest file in `folder`."""
+    """Call machine_profile with the user's folders, and time the disk by the largest weight file in `folder`."""
     if progress is not None and (problem := capped_threads(max(wanted.threads, default=0))):
         progress(problem, 0, 0)
     wanted = replace(wanted, threads=tuple(map(usable_threads, wanted.threads)))
     found = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("weights.bin")]
-    files = [file for file in found if file.is_file()]  # not a link to what is gone
+    files = [file for file in found if file.is_file()]  # not a dangling link
     return machine_profile(
         spec,
         wanted,

@@ -1,4 +1,4 @@
-"""Measures the CPU for one model, by timing the parts of passes through as many layers as a byte limit allows."""
+"""Measures the CPU for one model, by timing passes through as many of its layers as fit a byte limit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ CHUNK_BYTES = 2**27  # of weights for a chunk: more layers would not run slower 
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """A smaller model to time passes through."""
+    """A smaller model of the same shapes, through which passes are timed."""
 
     spec: ModelSpec  # with as many layers as fit
     weights: ModelWeights
@@ -53,10 +53,10 @@ class ProbedModel:
 
 
 def probed_model(spec: ModelSpec, shapes: Sequence[ProductShape], max_bytes: int, context_tokens: int) -> ProbedModel:
-    """Make random weights in the model's shapes: as many layers as fit into max_bytes, at least one.
+    """Make random weights in the model's shapes, for as many layers as fit into max_bytes, at least one.
 
     Weights and KV cache get max_bytes each. Embedding and lm_head share a matrix, with fewer rows than a large
-    vocabulary has, as its time is proportional to them.
+    vocabulary has, since its time is proportional to them.
     """
     head = next(shape for shape in shapes if shape.layout == "int8")
     token_bytes = head.n_bytes // head.n_rows
@@ -88,11 +88,11 @@ def measured_cpu(
     origin: Origin,
     clock: Clock,
 ) -> DeviceTimes:
-    """Measure the CPU with n_threads threads, from passes through the probed model.
+    """Measure the CPU with n_threads threads, by passes through the probed model.
 
     Args:
-        points: Sizes of the passes. Each number of tokens occurs at least once, at its shortest context.
-        budget_s: Seconds for all passes. preset.py states which passes are dropped if they don't suffice.
+        points: sizes of the passes. Each number of tokens occurs at least once, at its shortest context.
+        budget_s: seconds for all passes. preset.py states which passes are dropped if they don't suffice.
     """
     end_s = clock() + budget_s
 
@@ -126,13 +126,13 @@ def measured_cpu(
 
 
 def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[float]:
-    """Return the seconds that the context costs a layer: attention, and by how much everything else is slower.
+    """Return the seconds per layer that a longer context costs: attention, and the slowdown of everything else.
 
-    Keys and values push weights and code out of the caches.
+    The rest becomes slower because keys and values displace weights and code from the caches.
 
     Args:
         shortest: samples at the shortest context, to compare with.
-        n_layers: that share the costs outside of layers.
+        n_layers: layers of the model, which share the costs outside of layers.
     """
     slower_s = found.besides_attention_s - shortest.besides_attention_s
     slower_s += (found.besides_layers_s - shortest.besides_layers_s) / n_layers
@@ -140,13 +140,13 @@ def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[
 
 
 def speed_since(profile: HardwareProfile, threads: int, clock: Clock) -> float:
-    """Return the current memory read rate relative to the profile's, which may be out of date."""
+    """Measure the current memory read rate and return its ratio to the profile's."""
     times = profile.cpu_with(threads)
     return median(_read_bytes_per_s(_buffers(None), times.threads, CHECK_REPEATS, clock)) / times.read_bytes_per_s.value
 
 
 def _buffers(weights: ModelWeights | None) -> list[Any]:
-    """Return memory to read: the weights' tiles if they are large enough."""
+    """Return arrays of at least READ_BYTES to read: the weights' tiles if they are large enough, else new ones."""
     matrices = weights.matrices.values() if weights is not None else ()
     found = [weight.tiles.numpy() for weight in matrices if isinstance(weight, TileWeight)]
     if sum(tiles.nbytes for tiles in found) >= READ_BYTES:
@@ -164,7 +164,7 @@ def _read_bytes_per_s(buffers: Sequence[Any], n_threads: int, repeats: int, cloc
 
 @contextmanager
 def memory_reader(n_threads: int) -> Iterator[Callable[[], int]]:
-    """Yield a function that reads memory on n_threads threads and returns the number of bytes."""
+    """Yield a function that reads memory with n_threads threads and returns the number of bytes."""
     pool = ThreadPool(n_threads)
     [buffer] = _buffers(None)
 
@@ -179,7 +179,7 @@ def memory_reader(n_threads: int) -> Iterator[Callable[[], int]]:
 
 
 def _calls_s(pool: ThreadPool, clock: Clock) -> list[float]:
-    """Time a product of one tile."""
+    """Return the seconds of N_CALLS products of one tile."""
     multiply, x = Matmul(pool), np.ones((1, TILE_COLUMNS), np.float32)
     tiles, scales = np.zeros((1, 1, INT4_TILE_BYTES), np.uint8), np.ones((1, 1, TILE_ROWS), np.float16)
     tile, found = TileMatrix(tiles, scales, 0, CODEBOOK), []
@@ -193,9 +193,9 @@ def _calls_s(pool: ThreadPool, clock: Clock) -> list[float]:
 def _passes(
     model: ProbedModel, points: Sequence[Point], n_threads: int, sample_s: float, end_s: float, clock: Clock
 ) -> tuple[list[float], Mapping[Point, PassSamples]]:
-    """Return the seconds of the smallest product, and passes of the points in order, as many as fit until end_s.
+    """Return the seconds of the smallest product, and samples of passes at as many points as fit until end_s.
 
-    Compiling kernels is not counted.
+    The time of compiling kernels is not counted.
     """
     spec, found = model.spec, {}
     max_tokens = max(tokens for _, tokens in points)
@@ -224,7 +224,7 @@ def _passes(
 def _chunk_seconds(
     executor: CpuExecutor, points: Sequence[Point], n_layers: int, clock: Clock
 ) -> Callable[[int, int], float]:
-    """Return a function that predicts the seconds of a chunk's pass, from two passes of short chunks."""
+    """Return a function of (m, context_tokens) that predicts a chunk's seconds, based on passes of short chunks."""
     chunks = [point for point in points if point[0] > MAX_DECODE_TOKENS]
     if not chunks:
         return lambda m, context_tokens: 0.0

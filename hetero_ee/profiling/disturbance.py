@@ -1,4 +1,4 @@
-"""Detects that something else ran while a profile was measured: memory is then read at rates far apart."""
+"""Detects that another program ran while a profile was measured: the memory read rates then vary widely."""
 
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
@@ -6,7 +6,7 @@ BUSY_SPREAD = 0.25  # a wider p20 to p80 of the read bandwidth means that someth
 
 
 def disturbance(profile: HardwareProfile) -> float:
-    """Return the widest spread of memory read rates, over devices and numbers of threads."""
+    """Return the largest relative spread of memory read rates over all devices and thread counts."""
     return max(times.read_bytes_per_s.spread for times in _devices(profile))
 
 
@@ -15,7 +15,7 @@ def is_disturbed(profile: HardwareProfile) -> bool:
 
 
 def disturbances(profile: HardwareProfile) -> list[str]:
-    """Return what was disturbed, in a few words each."""
+    """Return a phrase for each device and thread count whose memory read rates vary too widely."""
     return [
         f"{_what(times)} at {times.read_bytes_per_s.p20 / 1e9:.1f} to {times.read_bytes_per_s.p80 / 1e9:.1f} GB/s"
         for times in _devices(profile)

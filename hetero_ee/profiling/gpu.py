@@ -1,4 +1,4 @@
-"""Measures the GPU and the link for one model. Failures become a warning, never an error."""
+"""Measures the GPU and the link for one model. Failures lead to a warning, never to an error."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,16 +47,16 @@ SMALL_VOCABULARY = 64  # the embedding has few rows, as long as the model's
 
 @dataclass(frozen=True, slots=True)
 class GpuMetrics:
-    """Measured times of a GPU and of its link: both or none."""
+    """Measured times of a GPU and of its link; either both or neither."""
 
     times: DeviceTimes | None = None
     link: LinkTimes | None = None
-    warning: str = ""  # why there are none, empty if there is nothing to say
+    warning: str = ""  # why there are no times; empty if that needs no warning
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProbe:
-    """The GPU to measure, and how."""
+    """The GPU to measure, and the amount of measuring."""
 
     platform: GpuPlatform
     registry: Registry
@@ -75,14 +75,14 @@ def measured_gpu(
     points: Sequence[Point],
     sparse: ModelSpec | None = None,
 ) -> GpuMetrics:
-    """Measure the GPU and the link. If anything fails, return a warning instead: the CPU's times hold without them.
+    """Measure the GPU and the link. If this fails, return a warning instead, since the CPU's times are still valid.
 
-    Drivers, compilers and kernels raise errors of every kind.
+    Drivers, compilers and kernels raise errors of every kind, so all are caught.
 
     Args:
-        shapes: the products to time.
+        shapes: shapes of the products to time.
         points: numbers of tokens and contexts to time attention at.
-        sparse: the same model with sparse FFNs, whose rows are timed too.
+        sparse: the same model with sparse FFNs, if their rows are to be timed too.
     """
     platform, preset = probe.platform, probe.preset
     try:
@@ -127,7 +127,7 @@ def _gpu_times(
 
 
 def _product_kernels(platform: GpuPlatform, operations: GpuOperations, registry: Registry) -> dict[str, ProductKernel]:
-    """Return the kernels that a segment multiplies with, by layout."""
+    """Return the kernels that GPU segments use for products, by weight layout."""
 
     def made(name: str, multiply: Any, prepare: Any, codebook: tuple[int, ...] | None) -> ProductKernel:
         def prepared(shape: ProductShape, tiles: Any, scales: Any) -> Any:
@@ -142,11 +142,11 @@ def _product_kernels(platform: GpuPlatform, operations: GpuOperations, registry:
 
 
 def _overheads(probe: GpuProbe, spec: ModelSpec, operations: GpuOperations) -> list[OverheadTime]:
-    """Time what a segment does besides products and attention, per layer and per pass.
+    """Time what a segment does apart from products and attention, per layer and per pass.
 
-    The difference of two depths gives a layer's time. A pass includes what surrounds a segment: slots and positions to
-    the GPU, the final norm and the chosen token back to the CPU. Its hidden states are made on the GPU, as moving them
-    there is the link's transfer.
+    A layer's time is derived from segments of two depths. A pass includes what surrounds a segment: copying slots and
+    positions to the GPU, the final norm, and returning the chosen token to the CPU. Hidden states are made on the GPU,
+    since the link's transfer time covers moving them.
     """
     platform, preset, clock = probe.platform, probe.preset, probe.clock
     points = [(m, max(m, MAX_ROWS)) for m in preset.tokens]
@@ -182,7 +182,7 @@ def _run_s(run: Callable[[], Any], clock: Clock) -> float:
 
 
 def _shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
-    """Return the model with n_layers layers and a small vocabulary, on which nothing but products depends."""
+    """Return the model with n_layers layers and a small vocabulary, which changes the time of products only."""
     windows = (None,) * n_layers
     return replace(
         spec,
@@ -204,7 +204,7 @@ def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, 
 
 
 def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable[[Tensor], Any]) -> Callable[[], Any]:
-    """Return one pass of m tokens at the end of a cache of that length, warmed up, to be called repeatedly."""
+    """Return a warmed-up function that runs one pass of m tokens, ending at position context_tokens of the cache."""
     cache, before = segment.cache, context_tokens - m
     cache.close(0)
     cache.open(0)
@@ -224,7 +224,7 @@ def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable
 
 
 def _finish(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations) -> Callable[[Tensor], Any]:
-    """Return what follows the last layer except the lm_head's product: hidden states to a chosen token."""
+    """Return a function that does what follows the last layer, without the head's product."""
     device = platform.device
     scale, bias = torch.ones(spec.hidden_size, device=device), torch.zeros(spec.hidden_size, device=device)
     last, logits = torch.ones(1, spec.hidden_size, device=device), torch.zeros(1, spec.vocab_size, device=device)
@@ -242,11 +242,11 @@ def _finish(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations) -
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
-    """Replace a product, whose output keeps its contents."""
+    """Stand in for a product or attention and leave the output unchanged."""
 
 
 def _dummy_weights(spec: ModelSpec) -> ModelWeights:
-    """Return matrices without tiles, as nothing multiplies with them. Norms are 1, biases 0."""
+    """Return weights whose matrices are empty, since no product reads them. Norms are 1, biases 0."""
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):

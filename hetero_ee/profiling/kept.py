@@ -1,7 +1,7 @@
 """Profiles on disk: one file for each machine, set of shapes and preset. Foreign or damaged files are not used.
 
-A profile that was disturbed by something else is not kept the first time, but stored under another name. If the next
-measurement is disturbed as well, the less disturbed of the two is kept: a busy machine has no better one.
+A profile that was disturbed by another program is first stored under another name. If the next measurement is disturbed
+as well, the better of the two is kept, since a busy machine yields no better one.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ DISTURBED_SUFFIX = ".disturbed"
 
 
 def profile_file(folder: Path, machine: Machine, spec: ModelSpec, *, quick: bool) -> Path:
-    """Return the path of this machine's profile for a model of these shapes."""
+    """Return the path for a machine's profile at the shapes of this model."""
     shapes = [asdict(shape) for shape in product_shapes(spec)]
     heads = spec.n_layers, spec.n_heads, spec.n_kv_heads, spec.head_dim
     identity = json.dumps([asdict(machine), shapes, heads], sort_keys=True)
@@ -35,9 +35,9 @@ def profile_file(folder: Path, machine: Machine, spec: ModelSpec, *, quick: bool
 def kept_profile(
     folder: Path, machine: Machine, spec: ModelSpec, *, quick_will_do: bool
 ) -> tuple[HardwareProfile | None, str]:
-    """Return the kept profile, preferring a full one, and what is wrong with the file: empty if nothing is.
+    """Return the kept profile, preferably a full one, and a problem with its file ("" if there isn't one).
 
-    Files that can't be read, or that are of another version or machine, are left as they are and not used.
+    Files that can't be read, or that are of another version or machine, are neither used nor removed.
     """
     problem = ""
     for quick in (False, True) if quick_will_do else (False,):
@@ -51,7 +51,7 @@ def kept_profile(
 
 
 def kept_file(folder: Path, profile: HardwareProfile, spec: ModelSpec) -> Path | None:
-    """Return the path of this very profile, whatever memory is free now; None if it is not kept."""
+    """Return the path of the file that holds this profile, None if it is not kept. Free memory is not compared."""
     for quick in (False, True):
         file = profile_file(folder, profile.machine, spec, quick=quick)
         with suppress(OSError, ValueError):
@@ -61,7 +61,7 @@ def kept_file(folder: Path, profile: HardwareProfile, spec: ModelSpec) -> Path |
 
 
 def keep_profile(folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool) -> Path:
-    """Write the profile for kept_profile to find, and return its path. Raises: OSError."""
+    """Write the profile where kept_profile looks for it, and return the path. Raises: OSError: if that fails."""
     file = profile_file(folder, profile.machine, spec, quick=quick)
     _write(profile, file)
     with suppress(OSError):
@@ -72,7 +72,14 @@ def keep_profile(folder: Path, profile: HardwareProfile, spec: ModelSpec, *, qui
 def keep_unless_disturbed(
     folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool
 ) -> tuple[HardwareProfile, bool]:
-    """Return the profile to use now, the less disturbed of two, and whether it was kept. Raises: OSError."""
+    """Keep the profile, or the less disturbed of this and an earlier one; not if it is the first disturbed one.
+
+    Returns:
+        The profile to use now, and whether it was kept.
+
+    Raises:
+        OSError: if it can't be written.
+    """
     disturbed = _disturbed_file(profile_file(folder, profile.machine, spec, quick=quick))
     if is_disturbed(profile) and not disturbed.exists():
         _write(profile, disturbed)
@@ -87,13 +94,13 @@ def keep_unless_disturbed(
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left. The caller holds the measuring lock. Raises: OSError."""
+    """Remove unfinished files of killed processes. The caller must hold the measuring lock. Raises: OSError."""
     for file in (folder / FOLDER).glob(f"*{UNFINISHED_SUFFIX}"):
         FileSystem().remove_file(file)
 
 
 def _write(profile: HardwareProfile, file: Path) -> None:
-    """Write under a temporary name of its own: on a disk without locks another process may write too."""
+    """Write the file via a uniquely named temporary one, since other processes may write too if locks don't work."""
     mark = f".{os.getpid()}-{secrets.token_hex(4)}"
     replace_file(file, to_json(profile).encode(), FileSystem(), mark)
 
@@ -103,7 +110,7 @@ def _disturbed_file(file: Path) -> Path:
 
 
 def _read(file: Path, machine: Machine) -> HardwareProfile:
-    """Return the profile. Raises: OSError, ValueError: with words that end a sentence about the file."""
+    """Return the profile in `file`. Raises: ValueError: continues a sentence that begins with the file's name."""
     try:
         found = read_record(HardwareProfile, file)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""This machine's profile for a model, read from disk or measured now. One process measures at a time."""
+"""Returns this machine's profile for a model, kept on disk or measured now. Only one process measures at a time."""
 
 import datetime
 import platform
@@ -31,8 +31,6 @@ OpenGpu = Callable[[str | None], GpuPlatform | None]  # see cuda_platform
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The requested profile."""
-
     quick: bool  # rough, in some seconds
     refresh: bool  # measured again even if one is kept
     threads: tuple[int, ...]  # counts to measure besides all cores and, in a full profile, one thread
@@ -52,11 +50,11 @@ def machine_profile(
 ) -> HardwareProfile:
     """Return the profile of this machine at the model's shapes.
 
-    A kept profile is used if machine and versions are the same; the free memory of RAM and GPU is queried each time. A
-    new profile is used even if it can't be kept, or if something else was running meanwhile.
+    A kept profile is used if machine and versions are the same; only free memory is queried again. A new profile is
+    used even if it can't be kept, or if another program disturbed it.
 
     Args:
-        progress: also gets remarks, with a total of 0: why a profile is measured, and why the GPU is left out.
+        progress: also receives remarks, with a total of 0: why a profile is measured, and why the GPU is left out.
 
     Raises:
         StoreError: if the compiled kernels can't be stored.
@@ -77,7 +75,7 @@ def machine_profile(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The inputs of one call of machine_profile."""
+    """Inputs of one call of machine_profile, and the two ways to get a profile."""
 
     spec: ModelSpec
     wanted: Wanted
@@ -89,7 +87,7 @@ class _Search:
     remark: Progress
 
     def kept(self) -> HardwareProfile | None:
-        """Return the kept profile with the memory that is free now, None if it lacks something."""
+        """Return the kept profile with the memory that is free now; None if it is missing or lacks a thread count."""
         found, _ = self._on_disk()
         if found is None or self.wanted.refresh or not self._counts <= _counts(found):
             return None
@@ -99,7 +97,7 @@ class _Search:
         return found
 
     def measured(self, disk_file: Path | None, clock: Clock) -> HardwareProfile:
-        """Measure now, and keep the profile if nothing else was running."""
+        """Measure a profile now, and keep it unless another program disturbed it."""
         kept, problem = self._on_disk()
         if problem:
             self._say([f"{problem}; measuring again"])
@@ -119,14 +117,14 @@ class _Search:
 
     @property
     def _counts(self) -> set[int]:
-        """Thread counts that the profile needs."""
+        """Thread counts that the profile must have."""
         return {self.machine.n_cores, *self.wanted.threads, *([] if self.wanted.quick else [1])}
 
     def _on_disk(self) -> tuple[HardwareProfile | None, str]:
         return kept_profile(self.data_folder, self.machine, self.spec, quick_will_do=self.wanted.quick)
 
     def _least_disturbed(self, threads: list[int], disk_file: Path | None, clock: Clock) -> HardwareProfile:
-        """Measure until undisturbed, at most as often as the preset allows, and return the least disturbed profile."""
+        """Measure until a profile is undisturbed or the preset's attempts are used up, and return the best profile."""
         from hetero_ee.profiling.measure import (  # compiled kernels, whose cache is chosen first
             Subject,
             measure_profile,
@@ -156,7 +154,7 @@ class _Search:
 
 @contextmanager
 def _measuring_alone(folder: Path, remark: Progress) -> Iterator[None]:
-    """Wait until no other process or thread measures. Without locks on the disk, nothing waits."""
+    """Wait until no other process or thread measures. If the disk has no locks, do not wait."""
     lock = None
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +176,7 @@ def known_profile(
     cache_folder: Path,
     open_gpu: OpenGpu = cuda_platform,
 ) -> HardwareProfile | None:
-    """Return the kept profile as machine_profile would, for this number of threads; or None."""
+    """Return the kept profile as machine_profile would, but never measure; None if it lacks this thread count."""
     if not any((data_folder / FOLDER).glob("*.json")):
         return None
     use_kernel_cache(cache_folder)
@@ -191,7 +189,7 @@ def known_profile(
 
 
 def _this_machine() -> tuple[Machine, int]:
-    """Return the machine and its free memory in bytes."""
+    """Return the description of this machine, and its free RAM in bytes."""
     from hetero_ee_profiles.host.host import this_host
     from hetero_ee_profiles.host.memory import memory_info
     from hetero_ee_profiles.machine import this_machine
@@ -205,10 +203,10 @@ def _counts(profile: HardwareProfile) -> set[int]:
 
 
 def with_free_memory(profile: HardwareProfile, platform: GpuPlatform | None, problem: str = "") -> HardwareProfile:
-    """Return a kept profile with what is free on the GPU now, or without a GPU that can no longer be used.
+    """Return a kept profile with the VRAM that is free now, or without the GPU if it can no longer be used.
 
     Args:
-        problem: why platform is None.
+        platform: the GPU; None if it can't be used, for the reason `problem`.
     """
     if profile.gpu is None:
         return profile
@@ -227,12 +225,12 @@ def _with_free_ram(profile: HardwareProfile, free_bytes: int) -> HardwareProfile
 
 
 def versions() -> str:
-    """Return the versions of Python, the engine and its compilers, in one line."""
+    """Return the versions of Python, the engine and its compilers as one line of text."""
     return ", ".join([f"python {platform.python_version()}", *filter(None, map(_with_version, MEASURED_WITH))])
 
 
 def _with_version(name: str) -> str:
-    """Return name and version, or nothing if the package is not installed, as Triton may be."""
+    """Return a package's name and version, or "" if it is not installed, as Triton may be."""
     try:
         return f"{name} {version(name)}"
     except PackageNotFoundError:
@@ -240,7 +238,7 @@ def _with_version(name: str) -> str:
 
 
 def _opened(open_gpu: OpenGpu, model: str | None) -> tuple[GpuPlatform | None, str]:
-    """Return the GPU, or why there isn't one: empty if that is no surprise."""
+    """Return the GPU, or None and the reason, which is "" if the machine simply has no GPU."""
     try:
         return open_gpu(model), ""
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Measures this machine for one model and returns a HardwareProfile."""
+"""Measures this machine for one model."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ ASSUMED_DISK_BYTES_PER_S = 1e9  # if there is no file to read
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The machine to measure."""
+    """The machine to measure, and the means to do so."""
 
     machine: Machine
     free_bytes: int  # of RAM
@@ -41,7 +41,7 @@ class Subject:
 
 
 def profiling_stage(preset: Preset) -> str:
-    """Return the name of the measurement for progress reports."""
+    """Return the name of the measurement that progress reports show."""
     return f"Measuring this machine for {preset.duration}, to plan for it and say what to expect"
 
 
@@ -55,16 +55,15 @@ def measure_profile(
     remedy: str = "",
     progress: Progress | None = None,
 ) -> HardwareProfile:
-    """Time the CPU at the model's shapes for each thread count, the disk, the GPU and the link.
+    """Measure the CPU at the model's shapes with each thread count, the disk, the GPU and the link.
 
-    For sparse FFNs the products with rows of neurons are timed too. A GPU that fails is left out, with a warning in the
-    profile.
+    For sparse FFNs, products with rows of neurons are timed too. If the GPU fails, the profile has a warning instead.
 
     Args:
-        remedy: advice for the reader, in warnings about a disturbed measurement.
+        remedy: advice that ends warnings about a disturbed measurement.
 
     Raises:
-        OSError: if the disk or the system refuses.
+        OSError: if the disk or the operating system refuses.
     """
     sparse, spec = spec if spec.neuron_major else None, replace(spec, neuron_major=False)
     clock, gpu, free_bytes = subject.clock, subject.gpu, subject.free_bytes

@@ -1,8 +1,7 @@
 """Times real passes of the CPU executor, split into products, attention and the rest.
 
-Everything is timed in place, with the CPU's caches as they are there: other parts' bytes come in between, and keys and
-values are as far apart as in the executor. A part's sample is its mean over one pass. So a disturbance affects only
-the pass it hits, and waits that only some layers have are included.
+Every part is timed within a pass, so that the CPU's caches hold what they hold in real use. A part's sample is its mean
+over one pass. So a disturbance affects only the pass that it hits, and delays of single layers are included.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ N_LONG_HEADS = 2  # products of the lm_head with a chunk: as slow as several lay
 LONG_PASS_S = 0.05  # longer passes need no timing without stopwatches, whose cost is negligible there
 FILL_TOKENS = 256  # keys and values written at a time, before the passes
 CLOCK_READS = 50  # consecutive, of which the quickest is the cost of reading the clock
-N_OTHERS = 5  # stopwatches in a layer besides those of products
+N_OTHERS = 5  # stopwatches in a layer in addition to those of products
 MAX_WATCH_S = 1e-6  # highest cost of a stopwatch: more is noise
 SMALLEST_S = 1e-8  # lower bound, against noise
 TOKEN_ID = 1
@@ -42,10 +41,10 @@ Shape = tuple[str, int, int]  # layout, n_rows, n_columns
 
 @dataclass(frozen=True, slots=True)
 class PassSamples:
-    """Seconds of passes of m tokens at the end of a cache of context_tokens, through n_layers layers and the lm_head.
+    """Seconds of passes of m tokens that end at position context_tokens, through n_layers layers and the lm_head.
 
-    Whole passes are timed without stopwatches and with every token's logits. Long passes are timed with stopwatches,
-    and those of more than MAX_DECODE_TOKENS tokens with only the last token's logits.
+    Short passes are also timed as a whole, without stopwatches. Passes of more than MAX_DECODE_TOKENS tokens compute
+    only the last token's logits.
     """
 
     m: int
@@ -63,7 +62,7 @@ class PassSamples:
 
     @property
     def besides_attention_s(self) -> float:
-        """Seconds of one layer without attention."""
+        """Median seconds of one layer without attention."""
         products_s = sum(count * median(self.products[shape]) for shape, count in self.per_layer.items())
         return products_s + median(self.layer_s)
 
@@ -80,9 +79,9 @@ def probe_pass(
     clock: Clock,
     n_layers: int | None = None,
 ) -> PassSamples:
-    """Time passes through the first n_layers, None for all, and leave the cache as it was.
+    """Time passes through the first n_layers (None: all), and leave the cache as it was.
 
-    For decode batches and short passes, those with stopwatches and those without alternate.
+    Short passes of few tokens alternate with and without stopwatches.
 
     Raises:
         ValueError: if the cache can't hold context_tokens.
@@ -111,7 +110,7 @@ def probe_pass(
 
 
 def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, n_layers: int | None = None) -> float:
-    """Return the seconds of one pass with every token's logits. As the first of its kind it is slower than others."""
+    """Return the seconds of one pass with every token's logits. There is no warm-up, so it may be slow."""
     watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
     sequence = cache.open_new()
     try:
@@ -123,7 +122,7 @@ def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A pass of m tokens after `before` others of the sequence, through the first n_layers layers and the lm_head."""
+    """A pass of m tokens after `before` tokens of context, through the first n_layers layers and the lm_head."""
 
     sequence: int
     before: int
@@ -134,7 +133,7 @@ class _Turn:
 
     @torch.inference_mode()
     def run(self, runner: CpuExecutor) -> float:
-        """Run the pass, truncate the cache again and return the seconds."""
+        """Run the pass, roll the cache back and return the seconds."""
         start_s = self.clock()
         batch = Batch.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
         hidden = runner.run(batch, None, range(self.n_layers))
@@ -145,7 +144,7 @@ class _Turn:
 
 
 class _StopWatch:
-    """Times intervals, less the cost of reading the clock."""
+    """Measures intervals in seconds, less the time of reading the clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.now_s = clock
@@ -160,16 +159,16 @@ class _StopWatch:
         self.seconds.append(self.now_s() - self._start_s - self._cost_s)
 
     def taken(self) -> list[float]:
-        """Return the intervals since the last call."""
+        """Return the intervals measured since the last call."""
         found, self.seconds = self.seconds, []
         return found
 
 
 class _WatchedOps(CpuOps):
-    """The operations of the CPU with stopwatches.
+    """The CPU's operations, timed by stopwatches.
 
     Attributes:
-        products: the matrices multiplied with, in order.
+        products: the matrices of the products so far, in order.
     """
 
     def __init__(self, ops: CpuOps, clock: Clock) -> None:
@@ -213,12 +212,9 @@ class _WatchedOps(CpuOps):
 
 
 class _WatchedExecutor(CpuExecutor):
-    """An executor with stopwatches, which shares weights, cache and threads with another one.
+    """An executor whose parts are timed. It shares weights, cache and threads with another executor.
 
-    The caller calls end_pass after each pass.
-
-    Args:
-        n_layers: of each pass, None for all.
+    The caller must call end_pass after each pass. Passes run through n_layers layers (None: all).
     """
 
     _ops: _WatchedOps
@@ -230,7 +226,6 @@ class _WatchedExecutor(CpuExecutor):
         self.forget()
 
     def forget(self) -> None:
-        """Discard all samples."""
         ops = self._ops
         for watch in (ops.attending, ops.multiplying, ops.placing, ops.others, self._walking):
             watch.seconds.clear()
@@ -244,7 +239,7 @@ class _WatchedExecutor(CpuExecutor):
         self._outside_s: list[float] = []
 
     def fill_context(self, sequence: int, n_tokens: int) -> None:
-        """Write keys and values of n_tokens tokens, as memory that was never written is faster to read."""
+        """Write random keys and values of n_tokens tokens, since memory that was never written is faster to read."""
         starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
         qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
         (cache,) = self.cache.parts
@@ -262,7 +257,7 @@ class _WatchedExecutor(CpuExecutor):
             return super().forward(hidden, batch, blocks)
 
     def end_pass(self, pass_s: float) -> None:
-        """Collect the samples of a pass, which took pass_s including stopwatches. The last product is the lm_head's."""
+        """Store the samples of a pass that took pass_s with stopwatches. Its last product is the lm_head's."""
         ops, n_layers = self._ops, self.n_layers
         *products_s, head_s = ops.multiplying.taken()
         attention_s, others_s = ops.attending.taken(), sum(ops.others.taken())
@@ -282,7 +277,7 @@ class _WatchedExecutor(CpuExecutor):
         self._outside_s.append(pass_s - layers_s - head_s)
 
     def head_seconds(self, m: int) -> list[float]:
-        """Time the lm_head's product of m tokens."""
+        """Return the seconds of the lm_head's product of m tokens, measured N_LONG_HEADS times."""
         for _ in range(N_LONG_HEADS):
             self.lm_head(torch.ones(m, self.spec.hidden_size))
         self._ops.products.clear()
@@ -296,12 +291,12 @@ class _WatchedExecutor(CpuExecutor):
         plain_s: Sequence[float],
         heads_s: Sequence[float] | None,
     ) -> PassSamples:
-        """Return the samples, less the cost of stopwatches.
+        """Return all samples, less the time that stopwatches cost.
 
         Args:
             watched_s: seconds of passes with stopwatches.
-            plain_s: seconds of passes without; the same as watched_s if there are none.
-            heads_s: of the lm_head; None for its seconds in the passes.
+            plain_s: seconds of passes without stopwatches; watched_s if there are none.
+            heads_s: seconds of the lm_head; None to use those measured in the passes.
         """
         n_watches = N_OTHERS + sum(self._per_layer.values())
         watches_s = (median(watched_s) - median(plain_s)) / self.n_layers

@@ -1,9 +1,9 @@
-"""Presets: what is measured of a machine, how often, and what is given up if the seconds are too few.
+"""Presets: what is measured, how often, and what is dropped if time is short.
 
-Chunks of a prompt (more than MAX_DECODE_TOKENS tokens) get at most CHUNKS_SHARE of the seconds. If LEAST_PASSES of each
-do not fit, the chunks get shorter, down to LEAST_TOKENS; then the points after a context are dropped. The remaining
-seconds are divided equally among the points, decode batches first. A point gives up passes beyond USUAL_PASSES, then
-those beyond LEAST_PASSES. The rest is measured however long it takes.
+Chunks of a prompt (more than MAX_DECODE_TOKENS tokens) get at most CHUNKS_SHARE of the time. If LEAST_PASSES of each do
+not fit, the chunks become shorter, down to LEAST_TOKENS; then chunks after a context are dropped. The remaining time is
+divided equally among the points, decode batches first. A point drops passes beyond USUAL_PASSES, then those beyond
+LEAST_PASSES. The rest is always measured, however long it takes.
 """
 
 import math
@@ -27,7 +27,7 @@ Point = tuple[int, int]  # tokens of a pass, and context including them
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Amount of measuring."""
+    """Amount of measuring: sizes, repetitions and time limits."""
 
     tokens: tuple[int, ...]  # m of products
     attention: tuple[Point, ...]
@@ -75,16 +75,16 @@ FULL = Preset(
 
 @dataclass(frozen=True, slots=True)
 class PassSampling:
-    """Repetitions of the passes of one point."""
+    """Limits for repeating the passes of one point."""
 
     sample_s: float  # in total, for at least USUAL_PASSES
     limit_s: float = math.inf  # for everything at the point; beyond that, only LEAST_PASSES
 
     def goes_on(self, n_passes: int, spent_s: float, before_s: float = 0.0) -> bool:
-        """Check whether another pass is timed after n_passes, which took spent_s in total.
+        """Return whether another pass should be timed after n_passes that took spent_s seconds in total.
 
         Args:
-            before_s: spent before the first pass.
+            before_s: seconds spent at this point before the first timed pass.
         """
         if n_passes < LEAST_PASSES:
             return True
@@ -94,10 +94,10 @@ class PassSampling:
 
 
 def product_shapes(spec: ModelSpec) -> list[ProductShape]:
-    """Return the products of a pass, each once, in order.
+    """Return the shapes of a pass's products, without duplicates, in order.
 
-    A profile times 4 bits for the layers and 8 bits for the head and derives the rest. So one profile serves a model
-    whatever bits its matrices have.
+    Layers are timed with 4 bits and the head with 8 bits, from which other widths are derived. So one profile serves a
+    model however it is quantized.
     """
     parts = model_parts(spec.in_plain_int4, KV_TYPE)
     counts = Counter(product for part in parts for product in part.cost.products)
@@ -105,20 +105,20 @@ def product_shapes(spec: ModelSpec) -> list[ProductShape]:
 
 
 def attention_points(preset: Preset) -> list[Point]:
-    """Return where attention is timed: the preset's points, and the shortest context of each number of tokens."""
+    """Return the points at which attention is timed: the preset's, and all `tokens` at their shortest context."""
     return sorted({*preset.attention, *((m, max(m, BASE_TOKENS)) for m in preset.tokens)})
 
 
 def affordable_points(
     points: Sequence[Point], pass_s: Callable[[int, int], float], left_s: float
 ) -> tuple[list[Point], float]:
-    """Shorten chunks until their fewest passes fit.
+    """Shorten or drop chunks until the least number of passes of each fits the time that is left.
 
     Args:
         pass_s: predicts the seconds of a chunk's pass at a point.
 
     Returns:
-        The points, and the seconds that the fewest passes of chunks need.
+        The points, and the seconds that the least passes of chunks need.
     """
     n_tokens = max((m for m, _ in points), default=0)
 
@@ -135,6 +135,6 @@ def affordable_points(
 
 
 def _cut(point: Point, n_tokens: int) -> Point:
-    """Shorten the chunk to at most n_tokens, keeping its start-of-sequence flag."""
+    """Shorten a chunk to at most n_tokens. One without earlier context (m == context_tokens) stays so."""
     m, context_tokens = point
     return (n_tokens, n_tokens if context_tokens == m else context_tokens) if m > n_tokens else point

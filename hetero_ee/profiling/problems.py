@@ -1,4 +1,4 @@
-"""Why a measurement failed, in words for a terminal."""
+"""Words for the user when a measurement fails."""
 
 MAX_REASON_CHARACTERS = 200  # of a driver's message
 REFRESH = "`hetero-ee profile --refresh MODEL` measures again"

@@ -1,6 +1,6 @@
-"""HardwareProfile of the Python interface: the record of hetero_ee_profiles, with three ways to get one.
+"""HardwareProfile of the Python interface: the record of hetero_ee_profiles with three ways to get one.
 
-It is a class of its own because measuring needs the engine, which hetero_ee_profiles cannot import.
+It is a separate class because measuring needs the engine, which hetero_ee_profiles cannot import.
 """
 
 from dataclasses import fields
@@ -18,7 +18,7 @@ from hetero_ee_profiles.reference import reference_profile
 
 
 class HardwareProfile(hardware.HardwareProfile):
-    """Speeds of a machine: measured here, read from a file, or shipped."""
+    """Speeds of a machine: measured on this one, read from a file, or shipped with the package."""
 
     __slots__ = ()
 
@@ -33,17 +33,17 @@ class HardwareProfile(hardware.HardwareProfile):
         offline: bool = False,
         progress: Progress | None = None,
     ) -> Self:
-        """Return this machine's profile at the model's shapes, kept or measured now. Sets torch to one thread.
+        """Return this machine's profile at the model's shapes, kept or measured now. Limits torch to one thread.
 
         Args:
-            model: as in Engine.from_pretrained. Only the configuration of an id is downloaded.
+            model: as in Engine.from_pretrained. For an id, only the configuration is downloaded.
             quick: measure for about 5 seconds instead of up to 3 minutes.
             refresh: measure again even if a profile is kept.
-            threads: a count to measure in addition to all cores; 0 for none.
-            progress: called with (stage, done, total); with a total of 0 the stage is a remark.
+            threads: a thread count to measure in addition to all cores; 0 for none.
+            progress: called with (stage, done, total). If total is 0, `stage` is a remark for the user instead.
 
         Raises:
-            UsageError, ModelError, StoreError, DiskFullError.
+            UsageError, ModelError, StoreError, DiskFullError: if an argument, the model or the disk can't be used.
         """
         for name, value in (("quick", quick), ("refresh", refresh), ("offline", offline)):
             if not isinstance(value, bool):
@@ -63,14 +63,14 @@ class HardwareProfile(hardware.HardwareProfile):
 
     @classmethod
     def load(cls, file: str | Path) -> Self:
-        """Read a profile from a JSON file, as `hetero-ee profile --json` prints it. Raises: UsageError."""
+        """Read a profile from a JSON file, as printed by `hetero-ee profile --json`. Raises: UsageError."""
         if not isinstance(file, str | Path) or not str(file):
             raise UsageError(f"the profile {shown(file)} is not a file; give the path of one.")
         return cls._of(hardware_from(Path(file)))
 
     @classmethod
     def shipped(cls, name: str) -> Self:
-        """Return the profile derived from the data sheets of that machine. Raises: UsageError: lists the names."""
+        """Return the shipped profile of this name, derived from data sheets. Raises: UsageError: lists the names."""
         return cls._of(reference_profile(name))
 
     @classmethod

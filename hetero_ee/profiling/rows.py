@@ -1,4 +1,4 @@
-"""Times a sparse FFN's up and down on the CPU and on a GPU, with random rows from memory and random active neurons."""
+"""Times a sparse FFN's up and down matrices on CPU and GPU, with random rows and random active neurons."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +31,7 @@ TOKENS = (1, 8, 32)  # rows are read once for up to eight tokens
 
 
 def cpu_rows(spec: ModelSpec, n_threads: int, preset: Preset, origin: Origin, clock: Clock) -> tuple[RowsTime, ...]:
-    """Time the CPU's kernel. The weights of several layers are used alternately, and compiling is not timed."""
+    """Time the CPU's sparse FFN, alternating between several layers' weights. Compiling is not counted."""
     pool = ThreadPool(n_threads)
     multiply = SparseFfn(pool)
     layers = [{name: _cpu_matrix(rows) for name, rows in layer.items()} for layer in _layers(spec, preset.cycle_bytes)]
@@ -55,7 +55,7 @@ def cpu_rows(spec: ModelSpec, n_threads: int, preset: Preset, origin: Origin, cl
 def gpu_rows(
     spec: ModelSpec, platform: GpuPlatform, registry: Registry, preset: Preset, origin: Origin
 ) -> tuple[RowsTime, ...]:
-    """Time the GPU's kernels. Raises whatever drivers and compilers raise."""
+    """Time the GPU's sparse FFN. Errors of drivers and compilers are passed on."""
     operation = registry.choose("sparse_ffn", platform.kind)
     multiply = gpu_operations(registry, platform.kind).sparse_ffn
     n_bytes = min(max(preset.cycle_bytes, L2_TURNS * platform.l2_bytes), platform.free_bytes() // FREE_SHARE)
@@ -74,7 +74,7 @@ def gpu_rows(
 
 
 def _times(spec: ModelSpec, origin: Origin, seconds: Callable[[Any, Any], Sequence[float]]) -> tuple[RowsTime, ...]:
-    """Return the times of all TOKENS and SHARES; seconds(x, active) samples one FFN with x (m, K), active (m, N)."""
+    """Return the times for all TOKENS and SHARES, from seconds(x (m, K), active (m, N)), which samples one FFN."""
     rows, draw, found = NeuronRows.of(_ffn(spec)), np.random.default_rng(0), []
     assert rows is not None, "only sparse FFNs have rows"
     for m in TOKENS:
@@ -87,7 +87,7 @@ def _times(spec: ModelSpec, origin: Origin, seconds: Callable[[Any, Any], Sequen
 
 
 def _layers(spec: ModelSpec, n_bytes: int) -> list[dict[str, RowWeight]]:
-    """Make the rows of as many layers as fit into n_bytes, at least one."""
+    """Make random rows for as many layers as fit into n_bytes, at least one."""
     block = _ffn(spec)
     first = _random(block)
     n_layers = n_bytes // sum(rows.n_bytes for rows in first.values())

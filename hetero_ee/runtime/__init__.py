@@ -1,1 +1,1 @@
-"""Running the decoder: executors, devices and what a GPU runs."""
+"""Runs the decoder: executors, devices and GPU segments."""

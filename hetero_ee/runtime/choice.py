@@ -1,4 +1,4 @@
-"""The likeliest token of logits with its position's noise, and its confidence: how heads on a CPU draft."""
+"""Chooses drafts from logits on the CPU: the likeliest token after adding noise, and its confidence."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
 
 
 def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
-    """Return standard Gumbel noise (n_tokens,), float64, a function of (seed, sequence, position)."""
+    """Return standard Gumbel noise (n_tokens,), float64, that depends only on seed, sequence and position."""
     key, counter = (np.array(words, np.uint64) for words in ((seed, 0), (0, 0, sequence, position)))
     bits = np.random.Philox(key=key, counter=counter).random_raw(n_tokens)
     bits >>= 12
@@ -23,24 +23,23 @@ def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tens
 
 
 def all_finite(logits: Tensor) -> bool:
-    """Return whether every logit is finite. A finite sum shows that in an eighth of the time of checking each."""
+    """Return whether every logit is finite. Checking their sum first needs an eighth of the time."""
     return math.isfinite(logits.sum().item()) or bool(torch.isfinite(logits).all())
 
 
 def tempered(scores: Tensor, temperature: float) -> Tensor:
-    """Return scores / temperature, float64, shifted so that the best is 0: the smallest temperature can't make it
-    infinite."""
+    """Return scores / temperature, float64, shifted so that the greatest is 0 however low the temperature is."""
     values = scores.numpy(force=True)
     return torch.from_numpy(values.astype(np.float64)).sub_(float(values.max())).div_(temperature)
 
 
 def confidence_of(logits: Tensor, place: int, judge: Judge | None) -> float:
-    """Return the confidence in the choice of logits[place]: the judge's or, without one, the softmax."""
+    """Return the confidence in the token with logits[place]: the judge's estimate or, without one, its probability."""
     return float(torch.softmax(logits, 0)[place]) if judge is None else judge.of_row(logits)
 
 
 def drafted(logits: Tensor, noise: DraftNoise, judge: Judge | None, token_ids: Tensor | None = None) -> Drafted:
-    """Return the draft from logits (n,) on the CPU. token_ids: int64 (n,), their tokens; None for all, from 0 on."""
+    """Draft a token from logits (n,) on the CPU. token_ids: int64 (n,), the logits' tokens; None for 0 .. n - 1."""
     if not all_finite(logits):
         return Drafted(NO_TOKEN, math.nan)
     scores = logits

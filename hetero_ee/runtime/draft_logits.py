@@ -1,4 +1,4 @@
-"""From hidden states to the logits that drafts are chosen from, on any device: final norm, exit map, head."""
+"""Computes the logits that drafts are chosen from, on any device: final norm, exit map and head."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from hetero_ee.weights.weight import Weight
 
 
 class DraftLogits:
-    """A DraftEnd with its weights on a device.
+    """The final norm, exit map and head of a DraftEnd, with weights on a device.
 
     Args:
         norm: the model's final norm; None if it has none, or if the states have passed it.
-        head: the model's; None if the end has rows of its own.
+        head: the model's head; None if `end` has a vocabulary of its own.
     """
 
     def __init__(self, ops: Ops, end: DraftEnd, norm: Norm | None, head: Matrix | None, logits: LogitsSpec) -> None:
@@ -28,15 +28,15 @@ class DraftLogits:
             self._map_bias = ops.vector(end.state_map.bias)
 
     def all(self, ops: Ops, x: Array) -> Array:
-        """Return the logits (m, n) after states x (m, hidden)."""
+        """Return the logits (m, n) of all n tokens after states x (m, hidden)."""
         return self._logits.finish(ops, ops.linear(self._mapped(ops, x), self._head, LOGITS))
 
     def some(self, ops: Ops, x: Array, token_ids: Any) -> Array:
-        """Return the logits (m, k) of the tokens `token_ids` (m, k). Only for ends that use the model's own head."""
+        """Return the logits (m, k) of the tokens `token_ids` (m, k), for ends without a vocabulary of their own."""
         return self._logits.finish(ops, ops.sliced_head(self._mapped(ops, x), self._head, token_ids))
 
     def _mapped(self, ops: Ops, x: Array) -> Array:
-        """Return what the head multiplies."""
+        """Return the head's input (m, hidden): the states after final norm and exit map."""
         if self._norm is not None:
             x = ops.add_norm(x, None, self._norm)
         if not self._map:

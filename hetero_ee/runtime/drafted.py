@@ -1,4 +1,4 @@
-"""Requests of drafting to a head: a token and its confidence instead of a vocabulary of logits."""
+"""Descriptions of how a head drafts tokens, and its results: a token and its confidence instead of all logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ LEAST_TEMPERATURE = 1e-5  # below it fp32 can't represent the noise added to the
 
 @dataclass(frozen=True, slots=True)
 class DraftNoise:
-    """How the token at one position is chosen: with the noise that verification uses there.
+    """Parameters of the noise with which a token is sampled, the same in drafting and in verification.
 
-    Filters (top-k, top-p, min-p) are left out. That changes the token only if verification would not have kept the
-    noisy best, at
-    most 1 - top_p of the time.
+    Filters (top-k, top-p, min-p) are not applied to drafts. At most a share of 1 - top_p of the drafts differs for that
+    reason.
     """
 
     temperature: float  # 0 is greedy
@@ -30,19 +29,19 @@ class DraftNoise:
 
 
 class Drafted(NamedTuple):
-    """A token that a head drafts."""
-
     token_id: int  # NO_TOKEN where the logits are not finite
     confidence: float  # NaN where it can't be judged
 
 
 class Judge(Protocol):
-    """Estimates from the logits of the likeliest tokens whether the best one is right."""
+    """Estimates from the largest logits how likely the best token is right."""
 
     @property
     def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The network for GPUs: fp32 (h, 3k), (h,), (h,), (1,); inputs are k logits, their softmax and its change; ReLU
-        and sigmoid."""
+        """The judge's network for GPUs: fp32 (h, 3k), (h,), (h,), (1,), with ReLU and sigmoid.
+
+        Its inputs are the k largest logits, their softmax and the change of that softmax.
+        """
         ...
 
     def of_row(self, logits: Tensor) -> float:
@@ -52,7 +51,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateMap:
-    """Normed states x -> x + x W^T + bias, W = up down, or up alone."""
+    """An exit map of normed states, x + x W^T + bias, where W is `up down`, or `up` if `down` is None."""
 
     up: Weight  # (hidden, rank)
     down: Weight | None  # (rank, hidden)
@@ -61,7 +60,7 @@ class StateMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
-    """The rows of a head that drafts choose from."""
+    """A subset of a head's rows, to which drafts are limited."""
 
     rows: Weight  # (k, hidden)
     token_ids: Tensor  # int64 (k,), ascending
@@ -69,8 +68,10 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftEnd:
-    """From hidden states to drafts: final norm, map, head, judge. Make it once: executors keep derived data by its
-    identity."""
+    """The steps from hidden states to drafts: final norm, map, head and judge.
+
+    Reuse one object: executors cache prepared weights by its identity.
+    """
 
     is_normed: bool = False  # the states have passed the final norm, or need none
     state_map: StateMap | None = None
@@ -79,8 +80,11 @@ class DraftEnd:
 
 
 def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
-    """Return int32 (m, 5) on the CPU for the GPU's kernels: seed, low word first, sequence, position, and the bits of 1
-    / temperature, or 0 if it is 0 or so small that the noise no longer counts."""
+    """Pack noise parameters into int32 (m, 5) for the GPU's kernels.
+
+    A row has the seed (low word first), the sequence, the position, and the bits of fp32 1 / temperature; 0 if the
+    temperature is below LEAST_TEMPERATURE.
+    """
     words = np.empty((len(noise), 5), np.int32)
     for row, one in zip(words, noise, strict=True):
         inverse = 0.0 if one.temperature < LEAST_TEMPERATURE else 1 / one.temperature
@@ -91,13 +95,13 @@ def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
 
 
 def drafted_of(rows: Tensor) -> list[Drafted]:
-    """Return drafts from int32 (m, 2) on the CPU, ids and the bits of confidences, as transferred."""
+    """Unpack drafts from int32 (m, 2) on the CPU: ids, and the bits of fp32 confidences."""
     confidences = rows[:, 1].contiguous().view(torch.float32)
     return [Drafted(int(i), float(c)) for i, c in zip(rows[:, 0].tolist(), confidences.tolist(), strict=True)]
 
 
 def drafted_rows(drafted: Sequence[Drafted]) -> Tensor:
-    """Return drafts as int32 (m, 2), the inverse of drafted_of."""
+    """Pack drafts into int32 (m, 2), the inverse of drafted_of."""
     rows = torch.empty(len(drafted), 2, dtype=torch.int32)
     for row, one in zip(rows, drafted, strict=True):
         row[0] = one.token_id

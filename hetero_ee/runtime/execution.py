@@ -1,4 +1,4 @@
-"""Makes a plan ready to run: memory claimed before anything is loaded, an executor for each device."""
+"""Makes a plan ready to run: claims its memory before loading anything, then makes an executor for each device."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ from hetero_ee.runtime.streaming.weight_streams import WeightStreams, streamed_b
 from hetero_ee.weights.model_weights import ModelWeights
 
 TOKEN_ID = 0  # of warm-up passes
-Layers = tuple[int, ...]  # those whose keys and values are on a device
+Layers = tuple[int, ...]  # layers whose keys and values are on a device
 
 
 def open_plan(
@@ -35,7 +35,11 @@ def open_plan(
     make_cpu: Callable[[Layers], HostExecutor],
     make_gpu: Callable[[Layers], BlockExecutor] | None = None,
 ) -> PlannedExecutor:
-    """Return an executor of the plan on this machine, to be closed. make_gpu: None for make_cpu, for an emulated GPU.
+    """Return an executor of the plan on this machine, to be closed by the caller.
+
+    Args:
+        make_cpu, make_gpu: make a device's executor with the KV cache of these layers. Without make_gpu, as for an
+            emulated GPU, make_cpu is used for both.
 
     Raises:
         UsageError: if the plan is for another model.
@@ -94,7 +98,7 @@ def _streams(
 
 
 def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation]:
-    """Claim every byte of the plan; `opened` releases it."""
+    """Claim the memory of each term of the plan. If opening fails, `opened` frees it."""
     devices: dict[str, Device] = {CPU: machine.cpu} | ({GPU: machine.gpu} if machine.gpu is not None else {})
     claims = []
     for term in plan.memory:
@@ -105,15 +109,13 @@ def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation
 
 
 def warmed_up(executor: PlannedExecutor) -> PlannedExecutor:
-    """Return the executor after a warm-up: a whole prompt chunk through all blocks, and every verification size of the
-    plan.
+    """Run a whole prompt chunk and verifications of every size, then return the executor.
 
-    Missing memory for a long prompt then shows at once, and kernels are compiled and graphs recorded. Nothing stays in
-    the cache. A
-    plan without a GPU skips this: the CPU's memory does not refuse a pass, and opening would take as long as a prompt.
+    So missing memory for a long prompt is noticed at once, kernels are compiled and graphs recorded. The cache is empty
+    afterwards. Plans without a GPU are not warmed up, since that would take as long as a prompt.
 
     Raises:
-        DeviceMemoryError: if memory runs out. The executor is then closed, as after any error of the passes.
+        DeviceMemoryError: if memory runs out. After any error the executor is closed.
     """
     if not executor.plan.n_bytes(GPU):
         return executor
@@ -139,13 +141,12 @@ def _pass_largest(executor: PlannedExecutor) -> None:
 
 
 def _longest_verification(plan: Plan) -> int:
-    """Return the tokens of the longest verification. Stop rules limit draft sequences, see speculation/opening.py."""
+    """Return the maximum tokens of a verification. Draft sequences may exceed the plan's draft length."""
     return min(max(plan.draft_length, BEST_OF_DRAFTS if plan.drafts == SEQUENCE else 1), MAX_DECODE_TOKENS)
 
 
 def _pass_step(executor: PlannedExecutor, batch: Batch) -> None:
-    """Run one draft and verification: to the plan's exit layer, if it has one, and on from there. With the rows of a
-    verification also up to the exit layer, since that many sequences may draft at once."""
+    """Run a draft and a verification of the batch: to the plan's exit layer and, with as many rows, from there on."""
     every, exit_layer = range(executor.spec.n_layers), executor.plan.exit_layer or 0
     hidden = None
     for layers in (every[:exit_layer], every[exit_layer:]):

@@ -1,4 +1,4 @@
-"""The cache of compiled CPU kernels: a folder that only its owner may write to, whose files are checked."""
+"""The cache of compiled CPU kernels: a folder that only its owner may write to, with verified files."""
 
 import hashlib
 import os
@@ -15,9 +15,9 @@ FILLED_FILE = "filled"
 
 
 def kernel_cache_folder(cache: Path) -> Path:
-    """Return the folder for this state of the kernels' sources, so that an edit never meets older compiled code.
+    """Return the cache folder for the current sources of the kernels, so that edited sources are compiled again.
 
-    Its files are also keyed by the compilers' versions, CPU name and features, but not by imported modules.
+    Its files also depend on the compilers' versions and on the CPU's name and features, but not on imported modules.
     """
     spec = find_spec("hetero_ee_cpu_ops")
     assert spec is not None and spec.origin is not None
@@ -29,15 +29,15 @@ def kernel_cache_folder(cache: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class KernelCache:
-    """A folder of compiled kernels. It is filled once everything that a first token needs has been compiled."""
+    """A folder of compiled kernels. It is "filled" once it has everything that a first token needs."""
 
     folder: Path
     is_trusted: bool = True  # False: nothing is read or written there, and each process compiles for itself
-    is_writable: bool = True  # False: what is there is read
+    is_writable: bool = True  # False: existing files are read, none are added
 
     @property
     def keeps(self) -> bool:
-        """Whether code compiled now is kept for the next start."""
+        """Whether kernels compiled by this process are saved for the next start."""
         return self.is_trusted and self.is_writable
 
     def is_filled(self) -> bool:
@@ -51,11 +51,11 @@ class KernelCache:
         return self.is_trusted and all((self.folder / name).is_file() for name in names)
 
     def set_filled(self) -> None:
-        """Mark the cache as filled.
+        """Mark the cache as filled with the files that it has now.
 
         Raises:
             DiskFullError: if the disk is full.
-            StoreError: if it can't be written otherwise.
+            StoreError: if the mark can't be written for another reason.
         """
         from hetero_ee_cpu_ops.jit.kernel_files import PRIVATE, SUFFIX
 
@@ -67,10 +67,10 @@ class KernelCache:
 
 
 def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCache:
-    """Keep compiled kernels below `cache`. Call this before the first kernel runs.
+    """Make Numba save compiled kernels below `cache`. Call this before the first kernel runs.
 
-    Damaged files are removed and compiled again. An untrusted folder is not used, and a read-only one gets no new
-    files: each process then compiles for itself. `progress` receives a sentence about it.
+    Damaged files are removed and compiled again. If the folder can't be trusted or written to, each process compiles
+    the missing kernels for itself. `progress` receives a sentence about such problems.
     """
     import numba
 
@@ -97,7 +97,7 @@ def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCac
 
 
 def _problem(folder: Path) -> str:
-    """Return why compiled code in the folder can't be trusted, or an empty string. A new folder is made private."""
+    """Return why compiled code in the folder can't be trusted, or "". A missing folder is made, private to the user."""
     from hetero_ee_cpu_ops.jit.kernel_files import why_foreign
 
     try:
@@ -118,7 +118,7 @@ def _problem(folder: Path) -> str:
 
 
 def _lets_others_rename(folder: Path) -> bool:
-    """Return whether other users may rename what is in the folder. Many systems give each user a group of their own."""
+    """Return whether other users may rename entries of the folder. This process's own group is trusted."""
     found = folder.stat()
     if os.name != "posix" or found.st_mode & stat.S_ISVTX:
         return False
@@ -126,8 +126,7 @@ def _lets_others_rename(folder: Path) -> bool:
 
 
 def _remove_damaged(folder: Path) -> int:
-    """Remove damaged files and return their number. Unfinished files of killed processes are removed too, but not
-    counted."""
+    """Remove damaged files and return their number, without unfinished files of killed processes."""
     from hetero_ee_cpu_ops.jit.kernel_files import SUFFIX, is_unfinished, read_kernel
 
     n_damaged = 0

@@ -1,4 +1,4 @@
-"""Opening of executors: for the CPU without a plan, for a plan here, and for a plan on an emulated machine."""
+"""Opens executors: for the CPU without a plan, for a plan on this machine, or for one on an emulated machine."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -42,7 +42,7 @@ class Opened:
     """A model that is ready to run."""
 
     executor: Executor  # to be closed
-    clock: Callable[[], float]  # seconds, an emulated machine's own where there is one
+    clock: Callable[[], float]  # seconds; virtual ones for an emulated machine
     plan: Plan  # as it was opened
     spans: Callable[[], list[Span]] = list  # what ran where and when so far, if that is recorded
     running: "Callable[[], PlannedExecutor] | None" = None  # what runs a plan now, None for the CPU by itself
@@ -59,7 +59,7 @@ def open_on_cpu(
     *,
     cache: KvCache | None = None,
 ) -> HostExecutor:
-    """Open the executor of these weights: the CPU kernels if they are quantized, else the reference."""
+    """Open an executor on the CPU: the CPU kernels if the weights are quantized, else the reference."""
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
@@ -87,11 +87,11 @@ def open_planned(
     find_gpu: FindGpu | None = None,
     progress: Progress | None = None,
 ) -> Opened:
-    """Open the requested plan, made now if none was given.
+    """Open the requested plan, or make one first if none was given.
 
     Args:
-        warn: Called with a sentence about each change of the request.
-        find_gpu: None for cuda_machine.usable_gpu.
+        warn: called with a sentence about each change of the request.
+        find_gpu: finds the GPU; None for cuda_machine.usable_gpu.
 
     Raises:
         UsageError: if the request can't be met.
@@ -116,7 +116,7 @@ def open_planned(
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """Opens a plan of a model, and the plans that replace it later."""
+    """Opens a plan of a model, and later the plans that replace it."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -126,14 +126,14 @@ class _Opening:
     warn: Callable[[str], None]
 
     def on_cpu(self, progress: Progress | None) -> Opened:
-        """Open the CPU by itself."""
+        """Open a plan that uses no GPU, without recording traces."""
         executor = self._host(self.plan, self.plan.threads, progress, tuple(range(self.spec.n_layers)))
         executor.prompt_chunk_tokens = self.plan.prefill_chunk_tokens
         executor.plan, executor.growth = self.plan, self._growth
         return Opened(executor, self.clock, self.plan)
 
     def traced_on_cpu(self, progress: Progress | None) -> Opened:
-        """Open this machine's CPU, as a device that records what it does."""
+        """Open a plan that uses no GPU on a machine that records what the CPU does."""
         from hetero_ee.runtime.devices.cpu import host_machine
         from hetero_ee.runtime.trace import SpanRecorder
 
@@ -146,7 +146,7 @@ class _Opening:
         return self._replanning(opened, self.clock, recorder.spans)
 
     def on_gpu(self, gpu: "Gpu", *, traces: bool) -> Opened:
-        """Open this machine's GPU and CPU, and run a warm-up pass of its largest size."""
+        """Open a plan on this machine's GPU and CPU, and warm it up with the largest passes."""
         from hetero_ee.runtime.devices.cuda_machine import cuda_machine, free_ram_bytes, gpu_executor
         from hetero_ee.runtime.execution import warmed_up
         from hetero_ee.runtime.trace import SpanRecorder
@@ -165,9 +165,9 @@ class _Opening:
         return self._replanning(opened, self.clock, spans, self._smaller, gpu.reachable_bytes)
 
     def emulated(self, profile: HardwareProfile, threads: int) -> Opened:
-        """Open the emulated machine of a profile, whose numbers this machine computes with these threads.
+        """Open a plan on the emulated machine of a profile. This machine computes its numbers with `threads` threads.
 
-        There is no warm-up as on a GPU: passes need no more memory than opening does, and would advance the time line.
+        There is no warm-up: it would need no more memory than opening does, and would advance the virtual clock.
         """
         from hetero_ee.runtime.devices.emulated import emulated_machine
         from hetero_ee.runtime.devices.timeline import Timeline
@@ -189,7 +189,7 @@ class _Opening:
         return Growth(self.replans, self.warn) if self.replans is not None and self.replans.grows else None
 
     def _host(self, made: Plan, threads: int, progress: Progress | None, layers: tuple[int, ...]) -> HostExecutor:
-        """Open the CPU with the plan's KV cache of these layers."""
+        """Open the CPU's executor with a KV cache of these layers."""
         cache = host_cache(self.spec, made.context_tokens, made.kv_type, layers)
         return open_on_cpu(self.spec, self.weights, made.context_tokens, threads, progress, cache=cache)
 
@@ -227,7 +227,7 @@ def _found_gpu(
     warn: Callable[[str], None],
     find_gpu: FindGpu | None,
 ) -> "Gpu":
-    """Return the GPU of the plan.
+    """Find the GPU that the plan uses.
 
     Raises:
         UsageError: if no GPU can run these weights.
@@ -252,5 +252,5 @@ def _found_gpu(
 
 
 def _are_quantized(weights: ModelWeights) -> bool:
-    """Return whether the kernels can multiply all matrices."""
+    """Return whether all matrices are in formats that the kernels multiply."""
     return all(isinstance(weight, TileWeight | RowWeight) for weight in weights.matrices.values())

@@ -1,4 +1,4 @@
-"""Replans: how a running plan is made again, smaller after memory ran out, or larger for a longer context."""
+"""Replaces a running plan: by a smaller one if memory runs out, or by one for a longer context."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ SAME_SPEED = 0.01  # smaller changes of the rate are not reported
 
 @dataclass(frozen=True, slots=True)
 class Replans:
-    """Makes a plan again for the same model and machine, in the mode and with the exits of the first one."""
+    """Makes further plans for the same model and machine, with the mode and exit layers of the first one."""
 
     spec: ModelSpec
     profile: HardwareProfile
@@ -31,7 +31,7 @@ class Replans:
 
     @classmethod
     def of(cls, spec: ModelSpec, request: PlanRequest, limits: Limits, first: Plan) -> Self | None:
-        """Return None if there is no profile to plan by."""
+        """Return the replans of a request, or None if it has no profile to plan with."""
         if request.profile is None:
             return None
         depths = request.statistics.depths_of(first)
@@ -41,7 +41,7 @@ class Replans:
         return cls(spec, request.profile, same, statistics, first, grows)
 
     def smaller(self, vram_budget_bytes: int, context_tokens: int) -> Plan:
-        """Return a plan within this budget of GPU memory, without the user's pins; 0 is for the CPU only.
+        """Return a plan within this VRAM budget (0 for the CPU only), without the user's pins.
 
         Raises:
             UsageError: if nothing fits.
@@ -52,14 +52,14 @@ class Replans:
         )
 
     def larger(self, running: Plan, context_tokens: int) -> Plan:
-        """Return a plan for a longer context; without the user's pins if memory ran out before."""
+        """Return a plan for a longer context. The user's pins are dropped if memory ran out before."""
         on_gpu = running.n_bytes("gpu") > 0
         if not on_gpu or running.vram_budget_bytes != self.first.vram_budget_bytes:
             return self.smaller(running.vram_budget_bytes if on_gpu else 0, context_tokens)
         return self._planned(context_tokens=context_tokens)
 
     def token_s(self, made: Plan, n_depth: int) -> float | None:
-        """Return the expected seconds per token of a plan after n_depth tokens, None if they are unknown."""
+        """Return a plan's expected seconds per token after n_depth tokens of context, None if unknown."""
         return predicted_text_s(self.spec, self.profile, made, self.statistics, 1, n_depth)
 
     def _planned(self, **changes: Any) -> Plan:
@@ -68,23 +68,23 @@ class Replans:
 
 @dataclass(slots=True)
 class Growth:
-    """Replaces plans by larger ones when a request needs more tokens than a default context holds.
+    """Replaces plans by ones for a longer context when a request exceeds a default context length.
 
-    Refused plans are not tried again.
+    Lengths for which no plan was possible are not tried again.
     """
 
     replans: Replans
-    warn: Callable[[str], None]  # told in a sentence of each growth
+    warn: Callable[[str], None]  # called with a sentence about each growth
     refused_tokens: int | None = None
     outgrown: list[int] = field(default_factory=list)  # contexts that were too short
 
     @property
     def most_tokens(self) -> int:
-        """The model's own context."""
+        """Longest context length: the model's own."""
         return self.replans.spec.max_context_tokens
 
     def larger(self, plan: Plan, n_tokens: int) -> Plan | None:
-        """Return a plan for at least n_tokens, or None if this one suffices or none can be made."""
+        """Return a plan for at least n_tokens, or None if the present one suffices or none can be made."""
         if n_tokens <= plan.context_tokens or (self.refused_tokens is not None and n_tokens >= self.refused_tokens):
             return None
         found = grown(partial(self.replans.larger, plan), plan.context_tokens, n_tokens, self.most_tokens)
@@ -93,7 +93,7 @@ class Growth:
         return found
 
     def tell(self, before: Plan, after: Plan) -> None:
-        """Report that one plan replaces the other."""
+        """Report to the user that the plan `after` replaces `before`."""
         self.outgrown.append(before.context_tokens)
         depth = before.context_tokens
         old_s, new_s = self.replans.token_s(before, depth), self.replans.token_s(after, depth)

@@ -1,4 +1,4 @@
-"""The route of a pass through a plan: segments of consecutive blocks on one device."""
+"""Divides a plan's blocks into segments of consecutive blocks on one device."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,29 +24,28 @@ class Segment:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the GPU computes it."""
         return self.place.on_gpu
 
     @property
     def is_split(self) -> bool:
-        """Whether the CPU computes some of its neurons meanwhile."""
+        """Whether CPU and GPU each compute some of its neurons."""
         return self.place.is_split
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its weights are copied over the link each time."""
+        """Whether its weights are copied to the GPU at each use."""
         return self.place.is_streamed
 
 
 class Route:
-    """Divides passes into segments by the placements of a plan.
+    """The segments through which passes run, by the placements of a plan.
 
     Args:
-        blocks: all blocks of the model; the attribute has only those of layers.
-        capturing: layers at which segments begin, see Executor.capture.
+        blocks: all blocks of the model. The attribute `blocks` has only those of layers.
+        capturing: layers at which new segments begin, see Executor.capture.
 
     Attributes:
-        overlap: layers that both devices compute at the same time when decoding, each for other tokens.
+        overlap: layers that both devices can compute at the same time, for different tokens.
     """
 
     def __init__(self, plan: Plan, blocks: Sequence[Block], capturing: Sequence[int] = ()) -> None:
@@ -60,7 +59,7 @@ class Route:
         self._known: dict[tuple[str, range], tuple[Segment, ...]] = {}
 
     def place(self, block: Block, kind: str = DECODE) -> Placement:
-        """Return the block's placement; `kind` is DECODE or PREFILL."""
+        """Return the block's placement in passes of this kind, DECODE or PREFILL."""
         return self._places[kind][block.name]
 
     def segments(self, kind: str, layers: range) -> tuple[Segment, ...]:
@@ -77,6 +76,6 @@ class Route:
         return self._known[key]
 
     def state_layers(self, on_gpu: bool) -> tuple[int, ...]:
-        """Return the layers whose state is on the GPU, or on the CPU: where their first block decodes."""
+        """Return the layers whose KV cache or other state is on this device: where their first block decodes."""
         firsts = {block.layer: block for block in reversed(self.blocks) if block.layer is not None}
         return tuple(layer for layer in sorted(firsts) if self.place(firsts[layer]).on_gpu == on_gpu)

@@ -1,4 +1,4 @@
-"""Counts what the latest call moved and used: an executor's counters since the call's start."""
+"""Counts the bytes moved and neurons used by the latest call, from an executor's running totals."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,18 +8,17 @@ from hetero_ee.runtime.executors.executor import Executor
 
 
 class TextMeter:
-    """Reads an executor's counters at each token. It does not keep the executor."""
+    """Counts bytes and neurons of a call's tokens. It keeps no reference to the executor."""
 
     def __init__(self, executor: Executor) -> None:
         self._moved_before, self._n_tokens = Counter[str](), 0
         self._neurons_before = replace(executor.neurons)
 
     def begin(self, executor: Executor, n_sequences: int) -> None:
-        """Start counting for n_sequences new sequences."""
         self._neurons_before, self._n_tokens = replace(executor.neurons), -n_sequences
 
     def count(self, executor: Executor) -> None:
-        """Count a token. Counting starts after each sequence's first token, which prefill produces."""
+        """Count one token. Counting starts after each sequence's first token, which prefill produces."""
         self._n_tokens, traffic = self._n_tokens + 1, executor.traffic
         if self._n_tokens <= 0 and traffic is not None:
             self._moved_before = Counter(traffic.n_bytes)
@@ -30,6 +29,8 @@ class TextMeter:
         return None if counted is None else TextTraffic(counted.n_bytes - self._moved_before, max(0, self._n_tokens))
 
     def neuron_shares(self, executor: Executor) -> tuple[float, float] | None:
-        """Return the average shares of FFN neurons that generated tokens used and that a predictor selected (0 without
-        one), or None for dense FFNs."""
+        """Return the average shares of FFN neurons that tokens used and that a predictor selected; None for dense FFNs.
+
+        Without a predictor the second share is 0.
+        """
         return executor.neurons.since(self._neurons_before)

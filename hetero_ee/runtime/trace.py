@@ -1,4 +1,4 @@
-"""Traces of the devices' and the link's work over time: Chrome's JSON, for chrome://tracing and Perfetto."""
+"""Writes traces of devices and link over time as Chrome's JSON, for chrome://tracing and Perfetto."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -26,22 +26,21 @@ MICROSECONDS = 1e6
 
 
 class SpanRecorder:
-    """Collects spans of devices that run by the wall clock."""
+    """Collects spans of work of real devices."""
 
     def __init__(self) -> None:
         self._found: list[Callable[[], Span]] = []
 
     def add(self, span: Span) -> None:
-        """Add a finished span."""
         self._found.append(lambda: span)
 
     def add_later(self, span: Callable[[], Span]) -> None:
-        """Add a span whose times are known once its work is finished; `span` is called when spans are requested."""
+        """Add a span that is not finished yet. `span` is called for its times when spans are requested."""
         self._found.append(span)
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Drop spans recorded inside the block."""
+        """Return a context whose spans are dropped at its end."""
         n_before = len(self._found)
         try:
             yield
@@ -49,7 +48,7 @@ class SpanRecorder:
             del self._found[n_before:]
 
     def spans(self) -> list[Span]:
-        """Return all spans by start time. The devices must have finished."""
+        """Return all spans, ordered by start time. All work must have finished."""
         return sorted((span() for span in self._found), key=lambda span: span.start_s)
 
 
@@ -76,7 +75,7 @@ def write_trace(file: Path, spans: Iterable[Span], title: str) -> None:
 
 
 def _names(title: str) -> Iterator[dict[str, Any]]:
-    """Return the events that name the process and its lanes, and order the lanes."""
+    """Yield the events that give the process and its lanes their names and order."""
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": title}}
     for thread, lane in enumerate(LANES):
         place = {"ph": "M", "pid": PROCESS, "tid": thread}

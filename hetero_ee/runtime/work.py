@@ -1,4 +1,4 @@
-"""The work of each step, as the executor composes it: what devices charge on an emulated machine and count on all."""
+"""Describes the work of each step, from which emulated machines derive times and all machines count bytes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,17 +15,17 @@ from hetero_ee.weights.weight import Weight
 
 
 class BlockWorks:
-    """Describes batches on their way through a model's blocks."""
+    """Describes the work of batches in a model's blocks."""
 
     def __init__(self, spec: ModelSpec, blocks: Iterable[Block], kv_type: str) -> None:
         self._spec = spec
         self._costs = {block.name: BlockCost.of(spec, block, kv_type) for block in blocks}
 
     def through(self, blocks: Iterable[Block], batch: Batch, *, from_disk: bool = False) -> list[Work]:
-        """Return the work of the whole batch in each of these blocks.
+        """Return the work of the batch in each of these blocks.
 
         Args:
-            from_disk: each block's weights are read from the disk in every pass.
+            from_disk: the weights are read from the disk in every pass.
         """
         m, context_tokens = len(batch), max(batch.positions) + 1
         shares = NeuronShares.of(self._spec, is_prompt=batch.is_prompt)
@@ -35,12 +35,12 @@ class BlockWorks:
         ]
 
     def split(self, block: Block, batch: Batch, n_hot: int) -> tuple[Work, Work, Work]:
-        """Return what the GPU does first of a split FFN, its part of the first n_hot neurons, and the CPU's part."""
+        """Return three works of a split FFN: the GPU's first step, its n_hot first neurons, and the CPU's neurons."""
         (work,) = self.through([block], batch)
         return work.split(n_hot, self._spec.hot_curve)
 
     def head(self, block: Block, end: DraftEnd | None = None) -> HeadCost:
-        """Return the cost of the model's head, which this block is, with what an exit or a draft head adds."""
+        """Return the cost of the head `block`, including the exit map, vocabulary and judge of a DraftEnd."""
         cost = self._costs[block.name]
         if end is None:
             return HeadCost(cost)
@@ -58,7 +58,7 @@ def _product(weight: Weight) -> Product:
 
 
 def joined_name(works: Sequence[Work]) -> str:
-    """Name several works at once, for devices that can't tell them apart."""
+    """Return one name for several works that run together."""
     if not works:
         return "other work"
     return works[0].name if len(works) == 1 else f"{works[0].name} to {works[-1].name}"

@@ -1,1 +1,1 @@
-"""GPU operations in Triton, one operation a file, on raw tensors and sizes only."""
+"""GPU operations in Triton on raw tensors, one per file."""

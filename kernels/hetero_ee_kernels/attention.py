@@ -53,7 +53,7 @@ LATEST = tl.constexpr(2**31 - 1)  # later than any position
 
 @triton.jit
 def dot_fours(x: tl.tensor, y: tl.tensor) -> Any:
-    """Return sums of 4 products, three of them fused: (A, 1, 4 n) x (1, B, 4 n) -> (A, B, n)."""
+    """Return sums of 4 products each, three of them fused: (A, 1, 4 n) x (1, B, 4 n) -> (A, B, n)."""
     x0, x1, x2, x3 = split4(tl.reshape(x, (x.shape[0], 1, x.shape[2] // 4, 4)))
     y0, y1, y2, y3 = split4(tl.reshape(y, (1, y.shape[1], y.shape[2] // 4, 4)))
     return tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, x0 * y0)))
@@ -61,7 +61,7 @@ def dot_fours(x: tl.tensor, y: tl.tensor) -> Any:
 
 @triton.jit
 def add_part(best: tl.tensor, total: tl.tensor, sums: tl.tensor, part: tl.tensor) -> Any:
-    """Add one part to the greatest score (queries,), sum of weights (queries,) and sums (queries, features)."""
+    """Combine one part with the running maximum (queries,), sum of weights (queries,) and sums (queries, features)."""
     higher = tl.maximum(best, part[0])
     base = tl.where(higher == float("-inf"), 0.0, higher)
     correction, share = tl.exp(best - base), tl.exp(part[0] - base)
@@ -209,7 +209,7 @@ def combine_kernel(
     N_PARTS: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """Combine the parts of one row and head in order of position; arguments as for attention_kernel."""
+    """Combine the parts of one row and head in order of position. Arguments: see attention_kernel."""
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else 0
@@ -241,12 +241,12 @@ def attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Any:
-    """Attend with m rows whose own keys and values have been written already; return out.
+    """Compute attention of m rows whose keys and values are in the cache already; return out.
 
     Args:
         queries: fp32 (m, features), the heads side by side from feature `first`.
         slots, positions: int32 (m,).
-        window: number of positions a row sees, its own included; None for all.
+        window: number of positions that a row sees, including its own; None for all.
         out: fp32 or fp16 (m, n_heads * head_dim).
         workspace: attention_workspace(...) for at least m rows, allocated if None. More than FEW_ROWS rows need none.
         scale: factor of the scores, 1 / sqrt(head_dim) if None.
@@ -291,7 +291,7 @@ def attention(
 
 
 def _query_group(queries: Any, pages: Pages, window: int | None, out: Any, first: int) -> int:
-    """Return the number of query heads per key head. Raises ValueError if out, first or window does not fit."""
+    """Return the number of query heads per key head. Raises: ValueError: if out, first or window does not fit."""
     head_dim = pages.head_dim
     group: int = out.shape[1] // head_dim // pages.n_kv_heads
     check("out", out, (queries.shape[0], group * pages.n_kv_heads * head_dim), torch.float32, torch.float16)
@@ -306,7 +306,7 @@ def _query_group(queries: Any, pages: Pages, window: int | None, out: Any, first
 
 
 def _sizes(group: int, head_dim: int) -> dict[str, int]:
-    """Return the kernel's sizes. Only the model's shape decides them, so the bits do not depend on the batch."""
+    """Return the kernel's block sizes. They depend only on the model's shape, so bits don't depend on the batch."""
     dim_block = max(4, triton.next_power_of_2(head_dim))
     group_block = min(QUERIES, triton.next_power_of_2(group))
     lanes = max(1, min(PAGE_TOKENS, TILE // (QUERIES * dim_block)))

@@ -1,4 +1,4 @@
-"""Checks of operands and the launch option that every operation shares."""
+"""Checks of operands, and a launch option that all operations share."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def check(name: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) 
     """Check that a tensor is contiguous and aligned to 16 bytes, as torch's own allocations are.
 
     Raises:
-        ValueError: if not, or if the shape differs, or the dtype is not among `dtypes` (by default fp32).
+        ValueError: if it isn't, or its shape differs, or its dtype is not among `dtypes` (fp32 by default).
     """
     dtypes = dtypes or (torch.float32,)
     if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:

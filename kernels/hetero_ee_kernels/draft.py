@@ -32,7 +32,7 @@ N_WARPS, ROW_WARPS = 8, 8
 
 @triton.jit
 def packed(value: tl.tensor, index: tl.tensor, inside: tl.tensor) -> Any:
-    """Return key * 2^32 - index of each value, int64."""
+    """Return key * 2^32 - index of each value (int64), by which values are compared."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     key = tl.where(tl.abs(value) < float("inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), UNSOUND_KEY)
     return tl.where(inside, key.to(tl.int64) * 4294967296 - index, LOWEST)
@@ -60,7 +60,7 @@ def pieces_kernel(
     N_WORDS: tl.constexpr,
     PIECE: tl.constexpr,
 ) -> None:
-    """Write best[row, piece] (winner and candidates, packed) and sums[row, piece] (of exp(logit - the piece's max))."""
+    """Write a piece's winner and candidates, packed, to best[row, piece] and its sum of exponentials to sums."""
     row, piece = tl.program_id(0), tl.program_id(1)
     index = piece * PIECE + tl.arange(0, PIECE)
     inside = index < n
@@ -85,7 +85,7 @@ def pieces_kernel(
 
 @triton.jit
 def weighted(features: tl.tensor, first: tl.tensor, hidden: tl.tensor, known: tl.tensor, FIRST: tl.constexpr) -> Any:
-    """Return the part of the first layer's sums that comes from the four features from FIRST on."""
+    """Return the contribution of the four features from FIRST on to the sums of the network's first layer."""
     at = first + hidden[:, None] * (3 * CANDIDATES) + FIRST + tl.arange(0, CANDIDATES)[None, :]
     return tl.sum(tl.load(at, mask=known[:, None], other=0.0) * features[None, :], 1)
 
@@ -100,7 +100,7 @@ def judged(
     HIDDEN: tl.constexpr,
     HIDDEN_BLOCK: tl.constexpr,
 ) -> Any:
-    """Evaluate the network for the largest logits."""
+    """Evaluate the network for the four largest logits and return the confidence."""
     powers = tl.exp(logits - tl.max(logits, 0))
     softmax = powers / tl.sum(powers, 0)
     hidden = tl.arange(0, HIDDEN_BLOCK)
@@ -191,7 +191,7 @@ def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: An
 
 
 def _checked(network: Any) -> int:
-    """Check the network and return its number of hidden units, 1 for None."""
+    """Check the network's tensors and return its number of hidden units; 1 if there is no network."""
     if network is None:
         return 1
     first, first_bias, second, second_bias = network

@@ -26,7 +26,7 @@ SMALLEST = 1e-30  # 127 / 1e-30 is still a finite fp32
 
 @triton.jit
 def rotated(low: tl.tensor, high: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> Any:
-    """Return the two halves of a head after the rotation."""
+    """Return the two halves of a head's rotated features."""
     return tl.fma(low, cosine, -(high * sine)), tl.fma(high, cosine, low * sine)
 
 
@@ -38,7 +38,7 @@ def rounded(x: tl.tensor) -> Any:
 
 @triton.jit
 def stored(x: tl.tensor, inverse: tl.tensor, element: tl.constexpr) -> Any:
-    """Return int8 codes of x, or x clamped to the range of fp16, or x; the store rounds to fp16. NaN stays NaN."""
+    """Return x in the form to store: int8 codes, fp32 clamped to the range of fp16, or unchanged. NaN stays NaN."""
     if element == tl.int8:
         return rounded(x * inverse).to(tl.int8)
     elif element == tl.float16:
@@ -131,11 +131,11 @@ def kv_write(
     *,
     rotary_table: Any = None,
 ) -> None:
-    """Write m rows into the pages, rotating queries in place and keys on their way if there is a rotary table.
+    """Write the keys and values of m rows into the pages. With a rotary table, queries and keys are rotated first.
 
     Args:
-        x: fp32 (m, features). With a rotary table, the heads before first_key are queries.
-        slots, positions: int32 (m,); the table must already name their pages.
+        x: fp32 (m, features). With a rotary table, the heads before first_key are queries, which are rotated in place.
+        slots, positions: int32 (m,). The page table must have pages for these positions.
         rotary_table: rope_table(...), fp32 (positions, 2, pairs), or None.
 
     Raises:

@@ -1,4 +1,4 @@
-"""out[m, N] = 2^e rows[n] . x + bias[n] if a neuron's score is above 0 or its token may not skip any, else 0.
+"""Masked product: out[m, N] = 2^e rows[n] . x + bias[n] if neuron n's score is > 0 or its token may not skip, else 0.
 
 rows: int4 rows (row_matrix.py), N neurons, K columns: the first matrix of an FFN, of which a predictor's scores select
 the rows to read. The product is h of sparse_ffn.py before its activation, bit for bit as on the CPU: a token's outputs
@@ -31,7 +31,7 @@ def choose_kernel(
     n_used_ptr: tl.tensor,
     N: tl.constexpr,
 ) -> None:
-    """For one token and block, list the neurons to be computed, in order, with their count; write zeros to out."""
+    """List the neurons of one block that one token needs, in order, with their count; write zeros to out."""
     token = tl.program_id(0).to(tl.int64)
     place = token * ((N + BLOCK - 1) // BLOCK) + tl.program_id(1)
     neuron = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def choose_kernel(
 def masked_linear(
     x: Any, scores: Any, rows: RowMatrix, out: Any = None, *, bias: Any = None, may_skip: Any = None, n_used: Any = None
 ) -> Any:
-    """Multiply the wanted rows and return out.
+    """Multiply x by the rows of wanted neurons and return out, which is 0 for the others.
 
     Args:
         x: fp32 (m, K).
@@ -58,7 +58,7 @@ def masked_linear(
         out: fp32 (m, N), allocated if None; may be `scores`.
         bias: fp32 (N,).
         may_skip: int32 (m,), 0 for tokens that need all neurons; None if all tokens do.
-        n_used: int64 (1,), to which the number of computed neurons of tokens that may skip is added.
+        n_used: int64 (1,), a counter to which the number of neurons computed for tokens that may skip is added.
 
     Raises:
         ValueError: if an operand does not fit.

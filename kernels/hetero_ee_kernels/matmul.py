@@ -1,4 +1,4 @@
-"""y[m, N] = 2^e x[m, K] W^T for any m, W in int4 or int8 tiles (docs/FORMAT.md), x quantized to int8 (quantize.py).
+"""Matrix product y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x as int8 (quantize.py).
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32 and Q quads of 4 groups, m rows of activations, here
 called tokens. Arithmetic and order: tile_group.py, whose integer sums are those of the CPU's matmul. Source: derived.
@@ -42,7 +42,7 @@ def added(
     x_scale: tl.tensor,
     KIND: tl.constexpr,
 ) -> Any:
-    """Add a group's share to the totals of 4 rows."""
+    """Add a group's products to the totals of 4 rows."""
     return (
         tl.fma(number_of(sums[0], zeros[0], x_sum, KIND), scales[0] * x_scale, totals[0]),
         tl.fma(number_of(sums[1], zeros[1], x_sum, KIND), scales[1] * x_scale, totals[1]),
@@ -53,7 +53,7 @@ def added(
 
 @triton.jit
 def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.constexpr) -> Any:
-    """Return a group's sum as fp32 minus the zero point's share; x_sum: -16 times the sum of the activations."""
+    """Convert a group's integer sum to fp32 and add zero * x_sum, where x_sum is -16 times the activations' sum."""
     return tl.fma(zero, x_sum, to_float(total)) if KIND == 3 else to_float(total)
 
 
@@ -61,7 +61,7 @@ def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.cons
 def zero_points(
     at: tl.tensor, mask: tl.tensor, b: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr, ISA: tl.constexpr
 ) -> Any:
-    """Return the zero points of 4 rows, and -16 times the activations' sums of tokens 2 j and 2 j + 1; b: see mma."""
+    """Return 4 rows' zero points, and -16 times the activations' sums of tokens 2 j and 2 j + 1. b: see mma."""
     if KIND == 3:
         zeros = split4(tl.load(at, mask=mask, other=0.0 if MASKED else None).to(tl.float32))
         ones = tl.full((1, 1, b[0].shape[2]), 0x01010101, tl.int32)
@@ -195,7 +195,7 @@ def matmul_kernel(
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
-    """Return x times the transposed weight.
+    """Return x times the transposed weight, fp32 (m, n_rows).
 
     Args:
         x: fp32 or fp16 (m, K), contiguous.

@@ -1,4 +1,4 @@
-"""Gumbel noise by (seed, sequence, position, token).
+"""Gumbel noise as a function of (seed, sequence, position, token).
 
 Philox4x64-10 (Salmon et al., SC'11) as in NumPy: its i-th raw integer is word i % 4 of the block with the counter
 (1 + i / 4, 0, sequence, position) and the key (seed, 0). The integers equal NumPy's; the logarithms are fp32, since
@@ -16,7 +16,7 @@ TO_UNIT = tl.constexpr(2.0**-52)
 
 @triton.jit
 def philox(token: tl.tensor, seed: tl.tensor, sequence: tl.tensor, position: tl.tensor) -> Any:
-    """Return the raw integer of each token; all uint64."""
+    """Return Philox's raw integer (uint64) for each token."""
     a, b, c, d = (token >> 2) + 1, token * 0, token * 0 + sequence, token * 0 + position
     key, key_high = seed, seed * 0
     for _ in tl.static_range(10):
@@ -30,7 +30,7 @@ def philox(token: tl.tensor, seed: tl.tensor, sequence: tl.tensor, position: tl.
 
 @triton.jit
 def gumbel(bits: tl.tensor) -> Any:
-    """Return -log(-log(u)), u = (bits / 2^12 + 1/2) / 2^52, fp32; above 1/2 from 1 - u, which fp32 represents well."""
+    """Return -log(-log(u)), fp32, u = (bits / 2^12 + 1/2) / 2^52; computed from 1 - u above 1/2, for precision."""
     high = bits >> 12
     u = (high.to(tl.float32) + 0.5) * TO_UNIT
     rest = (((high ^ 0xFFFFFFFFFFFFF).to(tl.float32)) + 0.5) * TO_UNIT
@@ -42,7 +42,7 @@ def gumbel(bits: tl.tensor) -> Any:
 
 @triton.jit
 def row_noise(noise_ptr: tl.tensor, token: tl.tensor) -> Any:
-    """Return the noise of these tokens (int32) for the row's words."""
+    """Return the Gumbel noise of these tokens (int32), with the row's noise words as parameters."""
     low = tl.load(noise_ptr).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(noise_ptr + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     sequence, position = tl.load(noise_ptr + 2).to(tl.uint64), tl.load(noise_ptr + 3).to(tl.uint64)

@@ -21,7 +21,7 @@ MAX_FEATURES = 65536
 
 @triton.jit
 def norm_row(x: tl.tensor, inside: tl.tensor, eps: tl.tensor, N: tl.constexpr, CENTERED: tl.constexpr) -> Any:
-    """Divide x by its root mean square, or standardize it if CENTERED; x must be 0 in lanes outside."""
+    """Divide x by its root mean square, or standardize it if CENTERED. Lanes outside the row must be 0 in x."""
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, 0) / N, 0.0)
     return x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)
@@ -88,7 +88,7 @@ def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = No
 
 
 def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """Apply LayerNorm as rms_norm applies RMSNorm, with bias: fp32 (n,) or None."""
+    """Apply LayerNorm and return out. bias: fp32 (n,) or None; for the rest, see rms_norm."""
     return _launch(x, scale, bias, eps, True, out, delta)
 
 
@@ -96,7 +96,7 @@ def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> 
     """Apply RMSNorm in place to n_heads heads of len(scale) features, from feature `first` of x (m, features).
 
     Raises:
-        ValueError: if x does not hold them, or a dtype or layout does not fit.
+        ValueError: if x has too few features, or a dtype or layout does not fit.
     """
     n = scale.numel()
     check("x", x, (x.shape[0], x.shape[-1]))
@@ -126,5 +126,5 @@ def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any,
 
 
 def _n_warps(block: int) -> int:
-    """Return the warps for about 16 features per thread."""
+    """Return the number of warps that gives each thread about 16 features."""
     return min(16, max(1, block // 512))

@@ -21,7 +21,7 @@ KINDS = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """The tensors of a paged KV cache; scales only for int8. Raises ValueError if a shape, dtype or layout is wrong."""
+    """The tensors of a paged KV cache; scales only for int8. Raises: ValueError: if a shape or dtype is wrong."""
 
     codes: Any
     scales: Any
@@ -54,12 +54,12 @@ class Pages:
 
     @property
     def n_parts(self) -> int:
-        """Number of attention's parts for the longest sequence that the table can hold."""
+        """Number of parts into which attention divides the longest sequence that the table allows."""
         return -(-self.pages_per_slot * PAGE_TOKENS // PART_TOKENS)
 
 
 def new_pages(shape: tuple[int, int, int], kind: str, n_pages: int, table_shape: tuple[int, int], device: Any) -> Pages:
-    """Allocate an empty pool. shape: (n_layers, n_kv_heads, head_dim); table_shape: (n_slots, pages_per_slot)."""
+    """Allocate a pool of pages. shape: (n_layers, n_kv_heads, head_dim); table_shape: (n_slots, pages_per_slot)."""
     n_layers, n_kv_heads, head_dim = shape
     codes_shape = (n_pages, n_layers, 2, n_kv_heads, PAGE_TOKENS, head_dim)
     codes = torch.zeros(codes_shape, dtype=KINDS[kind], device=device)
@@ -68,18 +68,18 @@ def new_pages(shape: tuple[int, int, int], kind: str, n_pages: int, table_shape:
 
 
 def attention_workspace(pages: Pages, max_rows: int, n_heads: int) -> Any:
-    """Allocate the fp32 workspace of attention for up to max_rows rows. All layers share it, one at a time."""
+    """Allocate the fp32 workspace of attention for up to max_rows rows, which all layers can share."""
     n_entries = min(max_rows, FEW_ROWS) * n_heads * pages.n_parts
     return torch.empty(workspace_size(n_entries, pages.head_dim), device=pages.codes.device)
 
 
 def workspace_size(n_entries: int, head_dim: int) -> int:
-    """Return the numbers needed: per entry (row, head, part) a maximum and a sum, padded to 16 bytes, then the sums."""
+    """Return the size in fp32 numbers: a maximum and a sum per (row, head, part), padded, then weighted sums."""
     return -(-2 * n_entries // 4) * 4 + n_entries * head_dim
 
 
 def check_rows(x: Any, pages: Pages, slots: Any, positions: Any, layer: int) -> None:
-    """Check x, fp32 (m, features), slots and positions, int32 (m,), and the layer. Raises: ValueError."""
+    """Check x, fp32 (m, features), slots and positions, int32 (m,), and the layer, or raise ValueError."""
     m = x.shape[0]
     check("x", x, (m, x.shape[-1]))
     check("slots", slots, (m,), torch.int32)

@@ -56,7 +56,7 @@ def quantize_kernel(
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """Return codes and scales of x, contiguous fp32 or fp16 (m, K). Raises ValueError for anything else."""
+    """Quantize contiguous fp32 or fp16 x (m, K); return codes and scales. Raises: ValueError: for any other x."""
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.float16) or not x.is_contiguous() or not x.shape[1]:
         raise ValueError(f"Activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
     m, n_columns = x.shape

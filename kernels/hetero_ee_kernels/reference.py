@@ -1,6 +1,6 @@
-"""The kernels' operations in plain torch, on the same tensors: the reference that tests check, and the fallback.
+"""The kernels' operations in plain torch on the same tensors, as the reference for tests and as the fallback.
 
-Arguments and results are those of the kernels, which are described in the kernels' files; nothing is checked here.
+Arguments and results are those of the kernels and are described in their files; nothing is checked.
 """
 
 from math import sqrt
@@ -20,7 +20,7 @@ SMALLEST = 1e-30  # a group of activations, or a head, with all magnitudes below
 
 
 def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
-    """Return W with its padding, or only some blocks of 16 rows: fp32 (N padded to 16, K padded to 32).
+    """Return the padded weight matrix, fp32 (N padded to 16, K padded to 32), or only some blocks of 16 rows.
 
     Each value is (scale x 2^exponent) x (entry - zero point).
     """
@@ -59,7 +59,7 @@ def embed(
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """Return codes int8 (m, Q, 4, 4, 8) and scales fp32 (m / 2, Q, 2, 4), which are 0 for a row that an odd m lacks."""
+    """Return codes int8 (m, Q, 4, 4, 8) and scales fp32 (m / 2, Q, 2, 4). The row missing from an odd m is 0."""
     codes, scales = _quantized(x)
     parts = codes.view(len(x), codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
     pairs = F.pad(scales, (0, 0, 0, len(x) % 2)).view(-(-len(x) // 2), 2, -1, 4)
@@ -67,14 +67,14 @@ def quantize(x: Any) -> tuple[Any, Any]:
 
 
 def _quantized(x: Any) -> tuple[Any, Any]:
-    """Return codes (m, groups, 32) in the order of columns, padded to 1,024 columns, and scales (m, groups)."""
+    """Return codes (m, groups, 32) in natural column order, padded to 1,024 columns, and scales (m, groups)."""
     x = F.pad(x.float(), (0, -x.shape[1] % 1024))
     codes, scales = _int8(x.view(len(x), x.shape[1] // 32, 32))
     return codes.nan_to_num(0.0).to(torch.int8), scales
 
 
 def _int8(x: Any) -> tuple[Any, Any]:
-    """Quantize x (..., n): return rounded codes (..., n), still fp32, and scales (...)."""
+    """Quantize x (..., n): return rounded codes (..., n), as fp32, and scales (...)."""
     largest = x.abs().amax(-1)
     is_zero = largest < SMALLEST
     top = torch.full_like(largest, 127.0)  # torch would multiply by a rounded inverse if one operand were a number
@@ -83,7 +83,7 @@ def _int8(x: Any) -> tuple[Any, Any]:
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
-    """Multiply the quantized activations in float64. Returns out, fp32 (m, n_rows)."""
+    """Multiply the quantized activations by the weights in float64; return out, fp32 (m, n_rows)."""
     codes, scales = _quantized(x)
     x = (codes.double() * scales.double()[..., None]).flatten(1)[:, : 32 * weight.n_groups]
     product = (x @ dequantize(weight).double().T)[:, : weight.n_rows].float()
@@ -91,7 +91,7 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
 
 
 def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
-    """Return columns `ids` of the whole product, fp32 (m, c), NaN for an unknown id."""
+    """Return the columns `ids` of the whole product, fp32 (m, c); NaN for ids that don't exist."""
     logits = matmul(x, weight)
     ids = ids.expand(len(logits), ids.shape[-1])
     known = (ids >= 0) & (ids < logits.shape[1])
@@ -100,7 +100,7 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
 
 
 def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """Normalize row by row, because torch's sums round differently for other batch shapes."""
+    """Apply RMSNorm row by row, because torch's sums round differently for other batch shapes."""
     out = torch.empty_like(x) if out is None else out
     if delta is not None:
         x += delta
@@ -126,7 +126,7 @@ def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> 
 
 
 def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0) -> Any:
-    """Activate row by row, on aligned clones, so that the bits depend only on the row."""
+    """Apply the activation row by row, on aligned clones, so that the bits depend only on the row."""
     n_outputs = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(len(x), n_outputs) if out is None else out
     for row, target in zip(x, out, strict=True):
@@ -206,7 +206,7 @@ def attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Any:
-    """Compute one row with its whole softmax at a time. The workspace is not used."""
+    """Compute attention row by row, each with its whole softmax. The workspace is not used."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     scale = 1 / sqrt(head_dim) if scale is None else scale
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
@@ -220,7 +220,7 @@ def attention(
 
 
 def read(pages: Pages, slot: int, layer: int, first: int, end: int) -> tuple[Any, Any]:
-    """Return keys and values of positions first..end-1, fp32 (n_kv_heads, end - first, head_dim)."""
+    """Return a sequence's keys and values at positions first..end-1, fp32 (n_kv_heads, end - first, head_dim)."""
     positions = torch.arange(first, end, device=pages.codes.device)
     page = pages.table[slot, positions // PAGE_TOKENS].long()
     codes = pages.codes[page, layer, :, :, positions % PAGE_TOKENS].float()  # (positions, 2, heads, features)
@@ -231,7 +231,7 @@ def read(pages: Pages, slot: int, layer: int, first: int, end: int) -> tuple[Any
 
 
 def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: Any = None) -> Any:
-    """Draft row by row, with float64 noise from NumPy."""
+    """Draft a token for each row, with float64 noise from NumPy."""
     out = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device) if out is None else out
     for row, words, target in zip(logits, noise.cpu().numpy(), out, strict=True):
         target[0], target[1:] = -1, torch.tensor([torch.nan]).view(torch.int32)
@@ -244,7 +244,7 @@ def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: An
 
 
 def _scores(row: Any, words: Any, ids: Any) -> Any:
-    """Return float64 (n,) on the CPU, whose first greatest value is the draft."""
+    """Return logits with noise, float64 (n,) on the CPU. The first of the greatest is the draft."""
     scores, inverse = row.double().cpu().numpy(), float(words[4:].view(np.float32)[0])
     if not inverse:
         return scores
@@ -258,7 +258,7 @@ def _scores(row: Any, words: Any, ids: Any) -> Any:
 
 
 def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: Any) -> Any:
-    """Evaluate the network for the four largest of logits (n,)."""
+    """Evaluate the network for the four largest of the logits (n,), and return the confidence."""
     largest = torch.topk(logits, 4).values
     softmax = torch.softmax(largest, 0)
     inner = torch.relu(torch.mv(first, torch.cat([largest, softmax, softmax])) + first_bias)
@@ -268,7 +268,7 @@ def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: A
 def masked_linear(
     x: Any, scores: Any, rows: RowMatrix, out: Any = None, *, bias: Any = None, may_skip: Any = None, n_used: Any = None
 ) -> Any:
-    """Compute row by row, reading only the neurons that the row needs."""
+    """Compute the product row by row, reading only the neurons that the row needs."""
     out = x.new_empty(len(x), rows.n_rows) if out is None else out
     for row, target in enumerate(out):
         skips = may_skip is not None and bool(may_skip[row])
@@ -292,7 +292,7 @@ def sparse_ffn(
     may_skip: Any = None,
     n_used: Any = None,
 ) -> Any:
-    """Compute row by row, reading only active neurons. Rounds where the kernel does, and sums in float64."""
+    """Compute the FFN row by row, reading only active neurons. It sums in float64 and rounds where the kernel does."""
     out = active.new_empty(len(active), down.n_columns) if out is None else out
     for row in range(len(active)):
         h, neurons = _needed(row, x, active, up, least, may_skip, n_used)
@@ -312,7 +312,7 @@ def first_sections(
     may_skip: Any = None,
     n_used: Any = None,
 ) -> Any:
-    """Return the sections' sums without down's factor, otherwise as sparse_ffn."""
+    """Return the sums of the first sections without down's factor; for the rest, see sparse_ffn."""
     size, width = 128 * n_section_blocks, UNIT_COLUMNS * down.n_units
     out = active.new_empty(down.n_rows // size, len(active), width) if out is None else out
     out.zero_()
@@ -325,7 +325,7 @@ def first_sections(
 
 
 def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any:
-    """Add the sections in the kernel's order."""
+    """Add the sections in the same order as the kernel."""
     total = torch.zeros_like(out) if rest is None else rest
     for section in range(len(sums) - 1, -1, -1):
         total = total + sums[section, :, : down.n_columns]
@@ -335,7 +335,7 @@ def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any
 def _needed(
     row: int, x: Any, active: Any, up: RowMatrix | None, least: Any, may_skip: Any, n_used: Any
 ) -> tuple[Any, Any]:
-    """Return h of a token's active neurons and their numbers; n_used counts them if the token may skip."""
+    """Return a token's h of active neurons, and their numbers. n_used counts them if the token may skip."""
     token, skips = active[row], may_skip is not None and bool(may_skip[row])
     is_active = token != 0
     if least is not None and skips:
@@ -350,14 +350,14 @@ def _needed(
 
 
 def _row_products(x: Any, up: RowMatrix, rows: Any) -> Any:
-    """Multiply x (1, K), quantized, by these rows without their exponent; float64."""
+    """Multiply x (1, K), after quantizing it, by these rows without their exponent; return float64."""
     codes, scales = (part[0, : 2 * up.n_units] for part in _quantized(x))
     sums = (_row_entries(up, rows) * codes.int()).sum(-1)
     return (sums.double() * up.scales[rows].double() * scales.double()).sum(-1)
 
 
 def _neurons_sum(h: Any, down: RowMatrix, rows: Any) -> Any:
-    """Return the sum of h times these rows without their exponent, float64 (K,), with weights rounded per block."""
+    """Return the sum of h times these rows without their exponent, float64 (K,). Weights are rounded per block."""
     n_blocks, block = -(-down.n_rows // NEURON_BLOCK), rows // NEURON_BLOCK
     values = h[:, None] * down.scales[rows].float()
     where = block[:, None].expand(values.shape)
@@ -371,7 +371,7 @@ def _neurons_sum(h: Any, down: RowMatrix, rows: Any) -> Any:
 
 
 def _row_entries(weight: RowMatrix, rows: Any) -> Any:
-    """Return the entries of these rows, int32 (rows, groups, 32)."""
+    """Return the codebook entries of these rows, int32 (rows, groups, 32)."""
     units = weight.codes[rows].view(len(rows), -1, 32)
     codes = torch.stack([units & 15, units >> 4], dim=2).view(len(rows), 2 * weight.n_units, 32)
     return torch.tensor(weight.codebook, dtype=torch.int32, device=codes.device)[codes.int()]

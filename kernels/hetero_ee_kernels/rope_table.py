@@ -1,4 +1,4 @@
-"""Cosines and sines by position for rotary position embedding."""
+"""The table of cosines and sines by position for rotary position embedding."""
 
 from collections.abc import Sequence
 from typing import Any

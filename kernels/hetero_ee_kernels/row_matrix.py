@@ -1,4 +1,4 @@
-"""A matrix in int4 rows on the GPU, checked once, ready for the kernels (docs/FORMAT.md)."""
+"""A GPU matrix in int4 rows (docs/FORMAT.md), checked once and ready for the kernels."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LARGEST_ENTRY = 32  # of a codebook, so that a block's sums are exact in fp32
 
 
 class RowMatrix:
-    """An int4 matrix stored row by row. Keeps the tensors without copying or changing them.
+    """An int4 matrix stored row by row. It neither copies nor changes the tensors.
 
     Args:
         codes: uint8 (N, 32 * units).

@@ -1,8 +1,8 @@
-"""Products of a token's x with the rows of listed neurons only: 2^e rows[n] . x, steps 1 and 2 of the CPU's
-sparse_ffn.py.
+"""Products of a token's x with the rows of listed neurons: 2^e rows[n] . x.
 
-A list belongs to one token and BLOCK neurons. Every token has its own programs, which read its own neurons. Programs of
-the same block are adjacent, so that rows that several tokens need come from the L2 cache.
+These are steps 1 and 2 of the CPU's sparse_ffn.py. A list belongs to one token and BLOCK neurons. Every token has its
+own programs, which read its own neurons. Programs of the same block are adjacent, so that rows that several tokens need
+come from the L2 cache.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ NEURONS, UNROLLED = 16, 4  # neurons per program; units whose rows are loaded at
 def listed(
     is_listed: tl.tensor, neuron: tl.tensor, list_number: tl.tensor, neurons_ptr: tl.tensor, counts_ptr: tl.tensor
 ) -> Any:
-    """Write a list's neurons and their number; return where the neurons were written, and that number."""
+    """Write a list of neurons and its length to memory; return the neurons' places in the list, and the length."""
     ones = is_listed.to(tl.int32)
     at = list_number * BLOCK + tl.cumsum(ones, 0) - 1
     tl.store(neurons_ptr + at, neuron, mask=is_listed)
@@ -37,7 +37,7 @@ def listed(
 
 @triton.jit
 def scales_of(at: tl.tensor) -> Any:
-    """Return the scales of a unit's two groups from the word that holds both."""
+    """Load the word that holds the scales of a unit's two groups, and return both in fp32."""
     pair = tl.load(at)
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -66,7 +66,7 @@ def products_kernel(
     UNROLLED: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """Multiply NEURONS of a list's neurons by the token's x.
+    """Multiply the rows of NEURONS listed neurons by their token's x.
 
     Args:
         words_ptr, scales_ptr, table_ptr, factor: RowMatrix.words, scale_pairs, table and factor.
@@ -110,7 +110,7 @@ def products_kernel(
 
 
 def empty_lists(values: Any) -> tuple[Any, Any]:
-    """Allocate lists for values (m, N): neuron numbers (m, blocks, 128), and how many each list has; both int32."""
+    """Allocate lists for values (m, N): int32 neuron numbers (m, blocks, 128), and int32 lengths of the lists."""
     m, n_neurons = values.shape
     n_blocks = -(-n_neurons // BLOCK.value)
     neurons = torch.empty((m, n_blocks, BLOCK.value), dtype=torch.int32, device=values.device)
@@ -120,7 +120,7 @@ def empty_lists(values: Any) -> tuple[Any, Any]:
 def multiply(
     x: Any, rows: RowMatrix, neurons: Any, counts: Any, *, hidden: Any = None, bias: Any = None, out: Any = None
 ) -> None:
-    """Multiply the listed neurons' rows by x (m, K); the other arguments are those of products_kernel."""
+    """Multiply the listed neurons' rows by x (m, K). For other arguments, see products_kernel."""
     m, n_blocks = counts.shape
     codes, code_scales = quantize(x)
     products_kernel[(m, n_blocks, BLOCK.value // NEURONS)](

@@ -32,9 +32,9 @@ def add_quad(
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
-    """Add a quad's share for each slot and candidate to total (8, 4); the same steps as add_quads of matmul.py.
+    """Add a quad's products to total (8, 4), for each slot and candidate, by the steps of add_quads in matmul.py.
 
-    All other tensors are (8, 4, 4), with the quad's groups in the last axis; groups that are not inside add 0.
+    All other tensors are (8, 4, 4), with the quad's groups in the last axis. Groups outside `inside` add 0.
     """
     sums = tl.full(inside.shape, MAGIC_BITS, tl.int32)
     for j in tl.static_range(4):
@@ -65,7 +65,7 @@ def sliced_kernel(
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """Compute 4 candidates of one row; arguments as for matmul_kernel, ids int64 with ids_stride 0 if shared."""
+    """Compute 4 candidates of one row. ids: int64, with ids_stride 0 if shared; other arguments: see matmul_kernel."""
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.program_id(1) * 4 + tl.arange(0, 4)
     wanted = (candidate < n_candidates)[None, :]
@@ -100,7 +100,7 @@ def sliced_kernel(
 
 
 def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
-    """Return out, which equals matmul(x, weight) in the candidates' columns, bit for bit.
+    """Compute the logits of candidates, with the same bits as in matmul(x, weight), and return out.
 
     Args:
         x: fp32 or fp16 (m, K).

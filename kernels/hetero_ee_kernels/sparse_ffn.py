@@ -1,4 +1,4 @@
-"""y[m, K] = 2^d sum over neurons n of h[m, n] down[n], h = active x (2^u up[n] . x), without reading inactive neurons.
+"""Sparse FFN that skips inactive neurons: y[m, K] = 2^d sum over n of h[m, n] down[n], h = active x (2^u up[n] . x).
 
 up and down: int4 rows (row_matrix.py), N neurons, K columns. active: fp32 (m, N), each neuron's activated gate, 0 if it
 is skipped. Arithmetic, order and therefore all bits are those of the CPU's sparse_ffn.py, whose docstring defines them:
@@ -40,7 +40,7 @@ def list_kernel(
     n_used_ptr: tl.tensor,
     N: tl.constexpr,
 ) -> None:
-    """For one token and block, list the active neurons in order, their activations and their number."""
+    """List the active neurons of one block for one token, in order, with their activations and their number."""
     n_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
     token = tl.program_id(0).to(tl.int64)
     list_number = token * n_blocks + tl.program_id(1)
@@ -59,7 +59,7 @@ def list_kernel(
 
 @triton.jit
 def weighed(totals: tl.tensor, entries: tl.tensor, weights: tl.tensor) -> Any:
-    """Add 4 columns' signed bytes times the weights to their integer totals."""
+    """Multiply 4 columns' signed bytes by the weights and add the products to the integer totals."""
     return (
         totals[0] + ((entries << 24) >> 24) * weights,
         totals[1] + ((entries << 16) >> 24) * weights,
@@ -70,7 +70,7 @@ def weighed(totals: tl.tensor, entries: tl.tensor, weights: tl.tensor) -> Any:
 
 @triton.jit
 def added_up(sums: tl.tensor, totals: tl.tensor, factor: tl.tensor) -> Any:
-    """Add a block's totals over all its rows, times the factor (units,), to the sums of 4 columns."""
+    """Sum a block's totals over its rows, multiply by the factor (units,) and add them to the sums of 4 columns."""
     factor = tl.broadcast_to(factor[:, None], sums[0].shape)
     return (
         tl.fma(tl.sum(totals[0], 0).to(tl.float32), factor, sums[0]),
@@ -82,13 +82,13 @@ def added_up(sums: tl.tensor, totals: tl.tensor, factor: tl.tensor) -> Any:
 
 @triton.jit
 def magnitude(x: tl.tensor) -> Any:
-    """Return the bits of |x|, which are ordered as the numbers are, with Inf and NaN greatest."""
+    """Return the bits of |x|, which have the order of the numbers, with Inf and NaN greatest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def steps_of(largest: tl.tensor) -> Any:
-    """Return 127 / M and M / 127 of groups whose largest magnitudes have these bits."""
+    """Return 127 / M and M / 127, where M is the largest magnitude of each group; `largest` are bits of magnitudes."""
     largest = tl.max(largest, 0).to(tl.float32, bitcast=True)
     tiny = largest < SMALLEST
     top = tl.full(largest.shape, 127.0, tl.float32)
@@ -188,7 +188,7 @@ def fold_kernel(
     n_sections: tl.tensor,
     FOLDED: tl.constexpr,
 ) -> None:
-    """Add a token's sections from the last to the first, starting from the sum of later sections in rest, if given."""
+    """Add a token's sections from the last to the first. If `rest` is given, the sum starts with it."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * FOLDED + tl.arange(0, FOLDED)
     inside = column < n_columns
@@ -289,13 +289,12 @@ def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any
 
 
 def n_blocks_per_section(n_neurons: int) -> int:
-    """Return the number of 128-neuron blocks per section."""
     n_blocks = -(-n_neurons // BLOCK.value)
     return -(-n_blocks // MAX_SECTIONS)
 
 
 def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, Any, Any]:
-    """List active neurons: numbers (m, blocks, 128) int32, their activations, and each block's count."""
+    """Return lists of active neurons: int32 numbers (m, blocks, 128), their activations, and each block's count."""
     neurons, counts = empty_lists(active)
     hidden = torch.empty_like(neurons, dtype=torch.float32)
     list_kernel[counts.shape](
@@ -305,7 +304,7 @@ def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, A
 
 
 def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size: int, out: Any = None) -> Any:
-    """Return the sums of sections of `size` blocks, fp32 (sections, m, Kp)."""
+    """Return the sums of sections of `size` blocks each, fp32 (sections, m, Kp)."""
     m, n_blocks = counts.shape
     n_sections = -(-n_blocks // size)
     shape = n_sections, m, UNIT_COLUMNS * down.n_units
@@ -336,7 +335,7 @@ def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size:
 def check_operands(
     x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, out: Any, least: Any, may_skip: Any, n_used: Any
 ) -> None:
-    """Check the operands' shapes and dtypes. Raises ValueError for the first one that does not fit."""
+    """Check the operands' shapes and dtypes. Raises: ValueError: names the first operand that does not fit."""
     if up is not None and (up.n_rows, up.n_columns) != (down.n_rows, down.n_columns):
         raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
     m = len(active)

@@ -52,7 +52,7 @@ TURING_MMA_PTX = tl.constexpr("""{
 
 @triton.jit
 def split4(x: tl.tensor) -> Any:
-    """Split (..., 4) into four tensors of (...)."""
+    """Split a tensor (..., 4) along its last axis into four tensors (...)."""
     even, odd = tl.split(tl.reshape(x, x.shape[:-1] + [2, 2]))  # noqa: RUF005 (Triton knows no starred lists)
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -61,7 +61,7 @@ def split4(x: tl.tensor) -> Any:
 
 @triton.jit
 def join4(x: tl.tensor) -> Any:
-    """Join four tensors of (...) to (..., 4)."""
+    """Join four tensors (...) along a new last axis to one of (..., 4)."""
     joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
     return tl.reshape(joined, x[0].shape + [4])  # noqa: RUF005
 
@@ -70,9 +70,10 @@ def join4(x: tl.tensor) -> Any:
 def mma(a: tl.tensor, b: tl.tensor, ISA: tl.constexpr) -> Any:
     """Return magic + (16 rows x 32 columns of signed bytes) x 8 tokens, by a warp's tensor cores or plain arithmetic.
 
-    a and b are 4 and 2 words of each lane 4 r + j, as fragments of the PTX ISA: of rows r and r + 8 columns 4 j ..
-    4 j + 3, then of both 16 columns further on; of token r the same. Results: row r with tokens 2 j and 2 j + 1, then
-    row r + 8. Threads are the last axis. On AMD cards all lanes of a row hold one token and get its sum.
+    a and b are the operands of lane 4 r + j, as fragments of the PTX ISA. a has 4 words: columns 4 j .. 4 j + 3 of rows
+    r and r + 8, then columns 16 further on of both rows. b has 2 words: the same columns of token r. The results are
+    row r with tokens 2 j and 2 j + 1, then row r + 8. Threads are the last axis. On AMD cards all lanes of a row hold
+    one token and get its sum.
     """
     if ISA >= 2:
         return tl.inline_asm_elementwise(
@@ -91,7 +92,7 @@ def mma(a: tl.tensor, b: tl.tensor, ISA: tl.constexpr) -> Any:
 
 @triton.jit
 def lane_sums(low: tl.tensor, high: tl.tensor, x_low: tl.tensor, x_high: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Return two of mma's results by plain arithmetic: low, high (R, 1, T), x_low, x_high (1, M, T)."""
+    """Compute two of mma's results by plain arithmetic. low, high: (R, 1, T); x_low, x_high: (1, M, T)."""
     R: tl.constexpr = low.shape[0]
     M: tl.constexpr = x_low.shape[1]
     T: tl.constexpr = low.shape[2]
@@ -110,7 +111,7 @@ def lane_sums(low: tl.tensor, high: tl.tensor, x_low: tl.tensor, x_high: tl.tens
 
 @triton.jit
 def dot4(words: tl.tensor, x: tl.tensor, total: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Return total + the sum of 4 products of signed bytes."""
+    """Multiply 4 signed bytes by 4 others, and return total + the sum of the products."""
     if ISA >= 2:
         return tl.inline_asm_elementwise(DOT4_PTX, "=r,r,r,r", [words, x, total], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -121,7 +122,7 @@ def dot4(words: tl.tensor, x: tl.tensor, total: tl.tensor, ISA: tl.constexpr) ->
 
 @triton.jit
 def and_xor(words: tl.tensor, MASK: tl.constexpr, FLIP: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """Return (words & MASK) ^ FLIP in one instruction; the assembler alone would use two."""
+    """Return (words & MASK) ^ FLIP in one instruction, where the assembler by itself would use two."""
     if ISA >= 2:
         return tl.inline_asm_elementwise(
             AND_XOR_PTX, "=r,r,r,r", [words, MASK, FLIP], dtype=tl.int32, is_pure=True, pack=1
@@ -132,7 +133,7 @@ def and_xor(words: tl.tensor, MASK: tl.constexpr, FLIP: tl.constexpr, ISA: tl.co
 
 @triton.jit
 def linear_entries(words: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Unpack 8 codes to signed bytes 16 (code - 8): those of the low nibbles, those of the high ones."""
+    """Unpack 8 codes to signed bytes 16 (code - 8): first those of the low nibbles, then those of the high ones."""
     NIBBLES: tl.constexpr = -0x0F0F0F10  # 0xF0F0F0F0
     SIGNS: tl.constexpr = -0x7F7F7F80  # 0x80808080
     return and_xor(words << 4, NIBBLES, SIGNS, ISA), and_xor(words, NIBBLES, SIGNS, ISA)
@@ -140,10 +141,10 @@ def linear_entries(words: tl.tensor, ISA: tl.constexpr) -> Any:
 
 @triton.jit
 def codebook_entries(words: tl.tensor, table: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Unpack 8 codes to table[code] in signed bytes: low nibbles, high nibbles. table: 16 entries in 4 words.
+    """Unpack 8 codes to table[code] in signed bytes: low nibbles, then high nibbles.
 
-    A byte permutation selects 4 of 8 bytes by three bits of four adjacent nibbles: once from each half of the table,
-    and once more to select between the two by the fourth bit.
+    `table` holds 16 entries in 4 words. A byte permutation selects 4 of 8 bytes by three bits of four adjacent nibbles:
+    once from each half of the table, and once more to choose between the two by the fourth bit.
     """
     if ISA >= 2:
         return tl.inline_asm_elementwise(
@@ -192,10 +193,10 @@ def gcn_permute(upper: tl.tensor, lower: tl.tensor, selector: tl.tensor) -> Any:
 
 @triton.jit
 def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> Any:
-    """Return the codebook's 4 words for every thread, in the shape of `zeros`.
+    """Load the codebook's 4 words into every thread, in the shape of `zeros`.
 
-    zeros: 0, which the compiler must not know. It would keep values that all threads share in uniform registers, and
-    copy them at every use.
+    `zeros` is 0, which the compiler must not know. It would keep values that all threads share in uniform registers,
+    and copy them at every use.
     """
     if KIND == 1:
         at = table_ptr + zeros
@@ -206,7 +207,7 @@ def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> An
 
 @triton.jit
 def entries(at: tl.tensor, mask: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """Return signed bytes of a tile's row: 4 columns from 4 j, and 4 that are 16 further on; at: the word of line j."""
+    """Unpack the word of line j (at address `at`): return 4 columns from 4 j and 4 that are 16 further on, as bytes."""
     words = tl.load(at, mask=mask)
     if KIND == 0 or KIND == 3:
         return linear_entries(words, ISA)
@@ -218,13 +219,13 @@ def entries(at: tl.tensor, mask: tl.tensor, table: tl.tensor, KIND: tl.constexpr
 
 @triton.jit
 def to_float(sums: tl.tensor) -> Any:
-    """Convert integers that were summed from MAGIC_BITS to fp32, exactly."""
+    """Convert integers whose sums started at MAGIC_BITS to fp32, exactly."""
     return sums.to(tl.float32, bitcast=True) - MAGIC
 
 
 @triton.jit
 def sum_slots(x: tl.tensor) -> Any:
-    """Sum (A, B, 8) to (A, B), adjacent slots first."""
+    """Sum a tensor (A, B, 8) over its last axis, adjacent pairs first, to (A, B)."""
     for _ in tl.static_range(3):
         first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
         x = first + second

@@ -1,4 +1,4 @@
-"""A matrix in tiles on the GPU, checked once and ready for the kernels (docs/FORMAT.md)."""
+"""A GPU matrix in tiles (docs/FORMAT.md), checked once and ready for the kernels."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LINEAR_CODEBOOK = tuple(range(-8, 8))
 
 
 class TileMatrix:
-    """A matrix in tiles. Keeps the tensors without copying or changing them.
+    """A matrix in tiles. It neither copies nor changes the tensors.
 
     Args:
         tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without.
@@ -54,7 +54,7 @@ class TileMatrix:
 
 
 def check_rows(x: Any, weight: TileMatrix) -> None:
-    """Check that x is contiguous fp32 or fp16 (m, K) on the weight's device, with K in its groups, or ValueError."""
+    """Check that x is contiguous fp32 or fp16 (m, K) on the weight's device. Raises: ValueError: if it isn't."""
     fits = x.dim() == 2 and x.dtype in (torch.float32, torch.float16)
     fits = fits and x.is_contiguous() and x.device == weight.tiles.device
     if not fits or -(-x.shape[1] // GROUP) != weight.n_groups:
@@ -71,7 +71,7 @@ def check_no_zeros(weight: TileMatrix) -> None:
 
 
 def output(out: Any, shape: tuple[int, ...], device: Any) -> Any:
-    """Return `out` after checking that it is contiguous fp32 of that shape, or new memory if it is None."""
+    """Check that `out` is contiguous fp32 of this shape, or allocate it if it is None; return it."""
     if out is None:
         return torch.empty(shape, dtype=torch.float32, device=device)
     if tuple(out.shape) != shape or out.dtype != torch.float32 or not out.is_contiguous() or out.device != device:
@@ -80,7 +80,7 @@ def output(out: Any, shape: tuple[int, ...], device: Any) -> Any:
 
 
 def instructions(tensor: Any) -> int:
-    """Return the ISA constant for kernels on this tensor; the interpreter supports only PLAIN."""
+    """Return the ISA constant for kernels on this tensor; PLAIN for Triton's interpreter."""
     if not tensor.is_cuda:
         return PLAIN
     if torch.version.hip is not None:

@@ -1,1 +1,1 @@
-"""Facts about a machine: reported by its system, measured, or derived from data sheets."""
+"""Facts about a machine: reported by its operating system, measured, or derived from data sheets."""

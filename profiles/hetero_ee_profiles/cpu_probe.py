@@ -1,4 +1,4 @@
-"""Time reading memory: no kernel that reads weights can be faster."""
+"""Measures how fast the CPU reads memory, the upper limit for every kernel that reads weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ READ_BYTES = 2**28  # at least this much, to exceed any cache
 
 
 def probe_read_bytes_per_s(pool: ThreadPool, buffers: Sequence[Any], repeats: int, clock: Clock) -> list[float]:
-    """Measure memory read bandwidth with the pool's threads; buffers: contiguous arrays, READ_BYTES or more in all."""
+    """Measure the memory read rate of the pool's threads. buffers: contiguous arrays of READ_BYTES or more in total."""
     read, n_bytes = Read(pool), sum(buffer.nbytes for buffer in buffers)
 
     def read_all() -> None:

@@ -1,4 +1,4 @@
-"""Time reading a file from the disk, after asking the system to drop it from its cache."""
+"""Measures how fast a file is read from the disk, after asking the system to drop it from its cache."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ MAX_S = 1.0
 
 
 def probe_disk_bytes_per_s(file: Path, clock: Callable[[], float]) -> list[float]:
-    """Return the rates of successive reads; a file that stays cached gives memory's rates. Raises OSError."""
+    """Return the rates of successive reads, which are RAM's if the file stays cached. Raises: OSError: if it fails."""
     rates: list[float] = []
     with open_regular(file, buffering=0) as source:
         if hasattr(os, "posix_fadvise"):

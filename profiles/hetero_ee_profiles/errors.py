@@ -1,14 +1,14 @@
-"""The roots of the family of errors: hetero_ee.errors has the others, and this package raises these two itself."""
+"""The base classes of all errors that the project raises deliberately. hetero_ee.errors has the others."""
 
 from collections.abc import Callable
 
 
 class HeteroError(Exception):
-    """Base of the family; catching it catches every deliberate refusal.
+    """Base class of all deliberate errors.
 
     Args:
-        parts: The message in pieces. Pieces are text, and options that the message names: `str` of an option is its
-            Python keyword, and `spelled` lets a caller show the name its own users know.
+        parts: pieces of the message: text, and options that it names. `str` of an option is its Python keyword;
+            `spelled` shows other names, such as those of the command line.
     """
 
     def __init__(self, *parts: object) -> None:
@@ -18,9 +18,9 @@ class HeteroError(Exception):
         return "".join(map(str, self.args))
 
     def spelled(self, spell: Callable[[object], str]) -> str:
-        """Return the message with every option in it named by `spell`."""
+        """Return the message with each option named by spell(option)."""
         return "".join(part if isinstance(part, str) else spell(part) for part in self.args)
 
 
 class UsageError(HeteroError, ValueError):
-    """A value the caller chose can't be used: sampling settings, prompt, context size, a flag."""
+    """A value chosen by the caller can't be used: sampling settings, prompt, context size, a flag."""

@@ -1,4 +1,4 @@
-"""HardwareProfile: how long a machine's operations take, either measured or derived from data sheets."""
+"""HardwareProfile: how long a machine's operations take, measured or derived from data sheets."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MEASURED, DERIVED = "measured", "derived"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine a profile is valid for; with another processor, GPU, driver or version it is not valid."""
+    """The machine that a profile is valid for. A new processor, GPU, driver or software version makes it invalid."""
 
     cpu_model: str
     n_cores: int
@@ -29,7 +29,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MatmulTime:
-    """Seconds of y[m, n_rows] = x[m, n_columns] W^T."""
+    """Seconds of one matrix product y[m, n_rows] = x[m, n_columns] W^T."""
 
     layout: str  # of W: "int4" or "int8"
     n_rows: int
@@ -44,7 +44,7 @@ class MatmulTime:
 
 @dataclass(frozen=True, slots=True)
 class RowsTime:
-    """Seconds of a sparse FFN's up and down together, for m tokens that each have random active neurons."""
+    """Seconds of a sparse FFN's up and down products for m tokens, each with random active neurons."""
 
     n_rows: int  # of both: two per neuron with a gate, else one
     n_columns: int
@@ -60,7 +60,7 @@ class RowsTime:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTime:
-    """Seconds of one layer's attention of m tokens over a cache of context_tokens, which include them."""
+    """Seconds of one layer's attention for m tokens. context_tokens includes these tokens."""
 
     n_heads: int
     n_kv_heads: int
@@ -79,7 +79,7 @@ class AttentionTime:
 
 @dataclass(frozen=True, slots=True)
 class OverheadTime:
-    """Seconds of what is neither matmul nor attention for m tokens: of one layer, or of a pass outside the layers."""
+    """Seconds of everything but matmul and attention for m tokens, per layer and per pass outside the layers."""
 
     hidden_size: int
     ffn_size: int
@@ -93,7 +93,7 @@ class OverheadTime:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Times of one device."""
+    """Measured times of one device, from which those of other sizes are estimated."""
 
     threads: int  # of the CPU, 0 for a GPU
     free_bytes: int  # available memory
@@ -117,17 +117,17 @@ class DeviceTimes:
 
     @property
     def kv_type(self) -> str:
-        """Type of the keys and values that attention was measured with."""
+        """Type of keys and values for which attention was measured."""
         return self.attentions[0].kv_type
 
     def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int, share: float = 1.0) -> float:
-        """Return the seconds of a product.
+        """Estimate the seconds of a matrix product.
 
-        Scales the time beyond a call from the measured shape of this layout that is nearest in size. Time is linear in
-        m between two measured m and beyond the last. int4 with zero points needs as long as int4 per byte.
+        The time of the most similar measured shape is scaled by size, except for the constant time of a call, and
+        interpolated linearly in m. int4 with zero points needs the same time per byte as int4.
 
         Args:
-            share: the part of the matrix that is multiplied; 0 needs no time.
+            share: share of the matrix that is multiplied; 0 needs no time.
 
         Raises:
             KeyError: if the layout was not measured.
@@ -146,10 +146,10 @@ class DeviceTimes:
         return self._scaled(interpolated(points, m), share * size / (shape[0] * shape[1]))
 
     def rows_s(self, n_rows: int, n_columns: int, m: int, active_share: float) -> float:
-        """Return the seconds of a sparse FFN's up and down (n_rows together) for m tokens.
+        """Estimate the seconds of a sparse FFN's up and down products (n_rows in total) for m tokens.
 
-        Linear between the measured shares and numbers of tokens, proportional to the size. Without measurements, the
-        time of int4 tiles for the share of the rows that any of the m tokens needs.
+        Measured times are interpolated linearly in share and tokens, and scaled by size. Without them, it is the time
+        of int4 tiles for the share of rows that any of the m tokens needs.
 
         Args:
             active_share: share of the neurons that each token needs.
@@ -177,11 +177,11 @@ class DeviceTimes:
         few: bool,
         kept_share: float = 1.0,
     ) -> float:
-        """Return the seconds of one layer's attention, linear between the measured contexts and numbers of tokens.
+        """Estimate the seconds of one layer's attention, linearly between measured contexts and numbers of tokens.
 
-        For heads that were not measured, the time beyond a call is scaled. In a decode batch, one token's time is
-        proportional to the keys and values, which a batch reads once, and the time of further tokens to the queries; in
-        other batches all is proportional to the queries.
+        For heads of other sizes, the time is scaled, except for the constant time of a call. A decode batch reads keys
+        and values once, so one token's time scales with their size, and that of further tokens with the queries.
+        Prompts scale with the queries only.
 
         Args:
             few: whether m is the size of a decode batch.
@@ -199,16 +199,16 @@ class DeviceTimes:
         return self._scaled(one_s, share * kept_share) + (seconds - one_s) * queries_share
 
     def _scaled(self, seconds: float, share: float) -> float:
-        """Scale a time to another size. At most half of it counts as the call's, so that noise makes nothing free."""
+        """Scale a time to another size, except for the constant time of a call, which counts as at most half of it."""
         call_s = min(self.call.value, seconds / 2)
         return call_s + (seconds - call_s) * share
 
     def layer_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
-        """Return the seconds of one layer's norms, rotations, activations and bookkeeping."""
+        """Estimate the seconds of one layer's norms, rotations, activations and bookkeeping for m tokens."""
         return interpolated([(row.m, row.layer.value) for row in self._overheads(hidden_size, ffn_size)], m)
 
     def pass_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
-        """Return the seconds of a pass outside the layers and the head: embedding, final norm, choosing a token."""
+        """Estimate the seconds of embedding, final norm, choosing a token and bookkeeping in a pass of m tokens."""
         return interpolated([(row.m, row.whole_pass.value) for row in self._overheads(hidden_size, ffn_size)], m)
 
     def _overheads(self, hidden_size: int, ffn_size: int) -> list[OverheadTime]:
@@ -220,7 +220,7 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Rates and delays between CPU and GPU; rates are those of pinned memory unless named pageable."""
+    """Rates and delays between CPU and GPU. Rates are for pinned memory unless named pageable."""
 
     to_gpu_bytes_per_s: Measurement
     beside_cpu_bytes_per_s: Measurement  # to the GPU while the CPU reads weights at full speed
@@ -236,7 +236,7 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """Times of all devices of one machine."""
+    """Times of all devices of one machine, and of the link between them."""
 
     version: int
     name: str
@@ -265,26 +265,29 @@ class HardwareProfile:
 
     @staticmethod
     def check_version(version: int) -> None:
-        """Raise ValueError for a version that this engine does not read."""
+        """Raise ValueError if this engine does not read profiles of this version."""
         if version != PROFILE_VERSION:
             raise ValueError(f"it has profile version {version}, this engine reads version {PROFILE_VERSION}")
 
     def cpu_with(self, threads: int) -> DeviceTimes:
-        """Return the times of the measured thread count nearest to `threads`; 0 means the largest."""
+        """Return the CPU's times for the measured thread count nearest to `threads`; 0 means the largest."""
         return min(self.cpu, key=lambda times: abs(times.threads - threads)) if threads else self.cpu[-1]
 
 
 def needed_share(active_share: float, m: int) -> float:
-    """Return the share of neurons that any of m tokens needs if each needs active_share, chosen independently.
+    """Return the share of neurons that at least one of m tokens needs, if each needs active_share at random.
 
-    This is an upper bound: consecutive tokens need the same neurons more often than by chance.
+    This is an upper bound, since consecutive tokens tend to need the same neurons.
     """
     return float(1 - (1 - active_share) ** m)
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Interpolate linearly. Beyond the last point continues its slope, but not below the last two values; before the
-    first, returns its value. A single point is taken as proportional beyond it."""
+    """Interpolate linearly between points (x, y).
+
+    The last slope continues beyond the last point, but never below the last two values. Before the first point, its
+    value is returned. A single point is extended in proportion to x.
+    """
     ordered = sorted(points)
     if at <= ordered[0][0]:
         return ordered[0][1]
@@ -296,10 +299,10 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def _at_context(rows: Sequence[AttentionTime], context_tokens: int) -> list[tuple[float, float]]:
-    """Return (m, seconds) at this context for each measured m.
+    """Return (m, seconds) at this context length for each measured m.
 
-    An m that was measured at only one context grows with it as the m measured at several contexts do, interpolated:
-    tokens of a sequence share what they read, so time is proportional neither to m nor to the context.
+    If an m was measured at one context only, its growth with the context is interpolated from other m. Time is
+    proportional neither to m nor to the context, because tokens of a sequence share what they read.
     """
     points: dict[int, list[tuple[float, float]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""This machine as a profile describes it: what must stay the same for its measurements to be valid."""
+"""Describes this machine with all that must stay the same for measurements to be valid."""
 
 from hetero_ee_profiles.gpu.inventory import gpu_inventory
 from hetero_ee_profiles.hardware import Machine
@@ -9,7 +9,7 @@ from hetero_ee_profiles.host.memory import memory_info
 
 
 def this_machine(host: Host, versions: str) -> Machine:
-    """Describe this machine, with its largest GPU. versions: those of the engine and of what compiles its kernels."""
+    """Describe this machine, with its largest GPU. `versions` are those of the engine and of its compilers."""
     cpu = cpu_info(host)
     gpus = sorted(gpu_inventory(host).gpus, key=lambda gpu: gpu.total_bytes or 0)
     gpu = gpus[-1] if gpus else None

@@ -1,4 +1,4 @@
-"""One measured quantity with its spread and origin."""
+"""Measurement: one measured quantity with its spread and origin."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a measurement comes from."""
+    """The program, date and software versions that a measurement comes from."""
 
     command: str  # that measured or derived it
     date: str  # ISO
@@ -17,10 +17,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Median and quantiles of samples, all above 0. For a derived quantity the quantiles equal the value.
+    """Median and quantiles of positive samples. For a derived quantity they all equal the value.
 
     Raises:
-        ValueError: if they are out of order.
+        ValueError: if they don't ascend from p20 to p80.
     """
 
     value: float
@@ -39,12 +39,12 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Width from p20 to p80 as a share of the value."""
+        """Distance from p20 to p80, relative to the value."""
         return (self.p80 - self.p20) / self.value
 
 
 def measured(samples: Sequence[float], unit: str, origin: Origin) -> Measurement:
-    """Return the measurement of one or more samples."""
+    """Return the median and quantiles of one or more samples."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     return Measurement(
@@ -58,5 +58,5 @@ def measured(samples: Sequence[float], unit: str, origin: Origin) -> Measurement
 
 
 def derived(value: float, unit: str, origin: Origin) -> Measurement:
-    """Return a measurement of a quantity that was computed, not measured."""
+    """Return a measurement without samples, for a quantity that was computed."""
     return Measurement(value, unit, value, value, 0, origin)

@@ -1,4 +1,4 @@
-"""Open a file for reading and make sure that what was opened is a regular file."""
+"""Opens files for reading and makes sure that they are regular files."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ KINDS = {
 
 
 def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (stat.S_IFREG,)) -> BufferedReader:
-    """Open `file` for reading bytes, following links. Never blocks, as opening a pipe without a writer would.
+    """Open `file` for reading bytes, following links. Never blocks, even if it is a pipe without a writer.
 
     Raises:
         OSError: if it cannot be opened or is not of one of `kinds`.
@@ -33,5 +33,5 @@ def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (s
 
 
 def kind_of(mode: int) -> str:
-    """Return what kind of file has this mode, in words."""
+    """Return a phrase for the kind of file with this st_mode, such as "a folder"."""
     return KINDS.get(stat.S_IFMT(mode), "of an unknown kind")

@@ -1,4 +1,4 @@
-"""Shapes that the probes measure, and the samples they return."""
+"""Shapes that probes measure, and samples that they return."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """One product of a pass: y[m, n_rows] = x[m, n_columns] W^T."""
+    """Shape of a matrix product in a pass: y[m, n_rows] = x[m, n_columns] W^T."""
 
     layout: str  # "int4" or "int8"
     n_rows: int
@@ -28,13 +28,13 @@ class ProductShape:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of one such matrix, including scales."""
+        """Bytes of one matrix of this shape, including scales."""
         return self.grid[0] * self.grid[1] * (self.tile_bytes + 2 * TILE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class ProductSamples:
-    """Seconds of one product."""
+    """Measured seconds of one matrix product with m rows."""
 
     shape: ProductShape
     m: int
@@ -44,7 +44,7 @@ class ProductSamples:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSamples:
-    """Seconds of one layer's attention."""
+    """Measured seconds of one layer's attention for m tokens."""
 
     m: int
     context_tokens: int

@@ -1,10 +1,9 @@
-"""Frozen dataclasses as JSON files.
+"""Reads and writes frozen dataclasses as JSON files.
 
-Reading trusts nothing: every field has to be present, of its type, and known. msgspec converts the values; the values
-that a dataclass itself refuses are refused by its `__post_init__`, with a ValueError. A dataclass with a static method
-`check_version` gets its `version` checked before everything else, since other versions may have other fields. Fields
-named in `ADDED_FIELDS` may be missing, because older files lack them. Fields named in `REMOVED_FIELDS` may be present,
-because older files have them, if they have one of the values listed there.
+Reading is strict: every field must be present, known and of its type. msgspec converts the values, and a dataclass
+checks them in `__post_init__`, which raises ValueError. A static method `check_version` is called with the `version`
+first, since other versions may have other fields. Fields in `ADDED_FIELDS` may be missing, because older files lack
+them. Fields in `REMOVED_FIELDS` may be present, because older files have them, with one of the values listed there.
 """
 
 import dataclasses
@@ -27,17 +26,17 @@ T = TypeVar("T")
 
 
 def to_json(record: Any) -> str:
-    """Return the record as an indented JSON document. Raises: ValueError: for NaN and infinity."""
+    """Return the record as indented JSON. Raises: ValueError: if a number is NaN or infinite."""
     return json_text(dataclasses.asdict(record))
 
 
 def json_text(body: Any) -> str:
-    """Return an indented JSON document. Raises: ValueError: for NaN and infinity."""
+    """Return a JSON value as indented text. Raises: ValueError: if a number is NaN or infinite."""
     return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """Return the record of type `kind` in `text`. Raises: ValueError: in one line that names the field."""
+    """Parse JSON text as a record of type `kind`. Raises: ValueError: one line that names the field."""
     try:
         return from_values(kind, json.loads(text, **STRICT))
     except RecursionError as error:
@@ -45,7 +44,7 @@ def from_json(kind: type[T], text: str) -> T:
 
 
 def from_values(kind: type[T], body: Any) -> T:
-    """Return the record of type `kind` that the parsed JSON `body` describes. Raises: ValueError: as in from_json."""
+    """Convert parsed JSON to a record of type `kind`. Raises: ValueError: one line that names the field."""
     check_version = getattr(kind, "check_version", None)
     if check_version and isinstance(body, dict) and type(body.get("version")) is int:
         check_version(body["version"])
@@ -58,7 +57,7 @@ def from_values(kind: type[T], body: Any) -> T:
 
 
 def read_record(kind: type[T], file: Path) -> T:
-    """Return the record that `file` holds. Raises: OSError, ValueError."""
+    """Read a record of type `kind` from `file`. Raises: OSError, ValueError: if it can't be read or is not valid."""
     with open_regular(file) as opened:
         data = opened.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
@@ -67,13 +66,13 @@ def read_record(kind: type[T], file: Path) -> T:
 
 
 def write_record(record: Any, file: Path) -> None:
-    """Write the record's JSON to `file`, completely or not at all. Raises: OSError."""
+    """Write the record as JSON to `file`, completely or not at all. Raises: OSError: if that fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(to_json(record), file)
 
 
 def write_whole(text: str, file: Path) -> None:
-    """Write the text to `file`, completely or not at all. Raises: OSError."""
+    """Write the text to `file`, completely or not at all. Raises: OSError: if that fails."""
     unfinished = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:
         with unfinished.open("x", encoding="utf-8") as output:
@@ -87,14 +86,14 @@ def write_whole(text: str, file: Path) -> None:
 
 
 def _text(kind: type[Any], value: Any) -> Any:
-    """Return text of a class that checks it. Raises: ValueError: by that class. TypeError: if it is not text."""
+    """Convert a string to a class such as Placement. Raises: ValueError, TypeError: if it doesn't fit."""
     if not isinstance(value, str):
         raise TypeError(f"expected a string, got {value!r:.{MAX_SHOWN}}")
     return kind(value)
 
 
 def _problem(message: str) -> str:
-    """Reword msgspec's message, so that the field comes first."""
+    """Reword msgspec's message so that the field comes first."""
     what, _, place = message.partition(" - at `$")
     path = place.removesuffix("`").removeprefix(".")
     if what.startswith(MISSING):
@@ -103,7 +102,7 @@ def _problem(message: str) -> str:
 
 
 def _check_fields(value: Any, body: Any, path: str) -> None:
-    """Check that the JSON has every field of the converted `value`, and no others, which msgspec ignores."""
+    """Check that the JSON has every field of the converted `value` and no unknown ones, which msgspec allows."""
     if isinstance(value, tuple):
         for i, (each, entry) in enumerate(zip(value, body, strict=True)):
             _check_fields(each, entry, f"{path}[{i}]")
@@ -125,7 +124,7 @@ def _inside(path: str, name: str) -> str:
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object's dict. Raises: ValueError: if it has a field twice."""
+    """Make a dict from a JSON object. Raises: ValueError: if a field occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a field occurs twice")
@@ -140,7 +139,7 @@ def finite_number(text: str) -> float:
 
 
 def refuse_constant(name: str) -> float:
-    """Refuse NaN and Infinity, which Python's JSON would read. Raises: ValueError."""
+    """Raise ValueError for NaN and Infinity, which Python's JSON would otherwise accept."""
     raise ValueError(f"{name} is not a number")
 
 

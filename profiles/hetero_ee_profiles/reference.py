@@ -1,11 +1,11 @@
-"""Profiles of machines to plan for, derived from data sheets by one rule. Nothing here is measured.
+"""Profiles of machines that are not at hand, derived from data sheets by one rule. Nothing is measured.
 
 Rule: a product needs the time of a call plus the longer of reading its weights and computing. Memory, link and disk
-reach a share of what the data sheet states. A CPU computes at a share of the operations per cycle and 64 bytes of
-vector width that this repository's CPU kernels reach, times its cores, clock and vector width; a GPU at a share of its
-fp32 rate that grows with the number of rows. Each constant below names its source; `python
-scripts/compare_published.py` compares the results with published speeds. CPU and copies share the RAM: while the CPU
-reads weights, copies get the rest of the rated bandwidth.
+reach a share of what the data sheet states. A CPU reaches the operations per cycle and 64 bytes of vector width that
+this repository's CPU kernels reach, times its cores, clock and vector width; a GPU reaches a share of its fp32 rate
+that grows with the number of rows. Each constant below names its source; `python scripts/compare_published.py` compares
+the results with published speeds. CPU and copies share the RAM: while the CPU reads weights, copies get the rest of the
+rated bandwidth.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ LAYOUT_BYTES = {"int4": 4.5 / 8, "int8": 8.5 / 8}  # per weight, including scale
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """One machine's data sheet, in decimal units: GB/s, GHz, TFLOPS; memory in GiB."""
+    """A machine's data sheet in decimal units: GB/s, GHz, TFLOPS; memory in GiB."""
 
     name: str
     cpu_model: str
@@ -120,12 +120,12 @@ DATA_SHEETS = (
 
 
 def reference_names() -> list[str]:
-    """Return the names that `--hardware` accepts in addition to files."""
+    """Return the names of shipped profiles, which `--hardware` accepts in addition to files."""
     return sorted(sheet.name for sheet in DATA_SHEETS)
 
 
 def reference_profile(name: str) -> HardwareProfile:
-    """Return the reference profile of that name. Raises UsageError."""
+    """Return the shipped profile called `name`. Raises: UsageError: if there isn't one."""
     found = next((sheet for sheet in DATA_SHEETS if sheet.name == name), None)
     if found is None:
         known = ", ".join(reference_names())
@@ -134,7 +134,7 @@ def reference_profile(name: str) -> HardwareProfile:
 
 
 def derived_profile(sheet: DataSheet, date: str) -> HardwareProfile:
-    """Derive a profile from a data sheet; date: ISO date of the derivation."""
+    """Derive a profile from a data sheet. `date` is the ISO date of the derivation."""
     origin = Origin(COMMAND, date, VERSIONS)
     return HardwareProfile(
         version=PROFILE_VERSION,
@@ -191,7 +191,7 @@ def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """Speed of a device: operations by rows of a pass, and overheads."""
+    """Speed of a device: operations per second by number of rows, and overheads."""
 
     share: float  # of the rated bytes per second, which products and attention reach
     operations_per_s: dict[int, float]
@@ -201,18 +201,18 @@ class _Speed:
     pass_s: float
 
     def product_s(self, n_weights: int, weight_bytes: float, m: int, read_bytes_per_s: float) -> float:
-        """Return the seconds of a product with m tokens."""
+        """Return the seconds of a product with m rows and this many weights."""
         read_s = n_weights * weight_bytes / read_bytes_per_s
         return self.call_s + max(read_s, 2 * n_weights * m / self.operations_per_s[m])
 
 
 def _times(origin: Origin, threads: int, free_bytes: int, rated: Measurement, speed: _Speed) -> DeviceTimes:
-    """Derive a device's times. One shape is enough, as time beyond a call is proportional to weights.
+    """Derive a device's times. One shape suffices, since time is proportional to weights apart from a call's.
 
-    Overhead grows by 5 % per token.
+    Overheads grow by 5 % per token.
 
     Args:
-        rated: Bytes per second.
+        rated: memory bandwidth of the data sheet, bytes per second.
     """
 
     def seconds(value: float) -> Measurement:

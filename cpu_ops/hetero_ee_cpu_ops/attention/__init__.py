@@ -1,1 +1,1 @@
-"""Attention over KV caches, what writes them, and rotary positions."""
+"""Attention over KV caches, writing to KV caches, and rotary positions."""

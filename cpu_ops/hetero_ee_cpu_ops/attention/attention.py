@@ -73,7 +73,7 @@ N_ARGUMENTS, ARGUMENT_BYTES = 13, 104
 
 @inner
 def _run_end(table: int, row: int, n_rows: int) -> int:
-    """Return the end of the run of rows, starting at `row`, that belong to one sequence."""
+    """Return the end of the consecutive rows, starting at `row`, that belong to the same sequence."""
     line = table + 8 * COLUMNS * row
     end = row + 1
     while end < n_rows and word(table + 8 * COLUMNS * end, KEYS) == word(line, KEYS):
@@ -83,14 +83,14 @@ def _run_end(table: int, row: int, n_rows: int) -> int:
 
 @inner
 def _even(n_queries: int, most: int) -> int:
-    """Return the queries per item of a sequence: the fewest items of at most `most`, about equal, in whole tiles."""
+    """Return the queries per item of a sequence: whole tiles, at most `most`, that make items about equal."""
     n_parts = -(-n_queries // most)
     return -(-n_queries // (TILE_QUERIES * n_parts)) * TILE_QUERIES
 
 
 @inner
 def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
-    """Count the parts (items per key head) of all sequences."""
+    """Return the number of work items per key head, over all sequences."""
     n_parts, row = 0, 0
     while row < n_rows:
         end = _run_end(table, row, n_rows)
@@ -102,7 +102,7 @@ def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
 
 @inner
 def _part(arguments: int, number: int) -> Any:
-    """Return the first query and the end of part `number`. Queries are counted over rows and a row's query heads."""
+    """Return the range of queries (first, end) of a key head's work item `number`, counted row by row."""
     table, n_rows, group = word(arguments, TABLE), word(arguments, N_ROWS), word(arguments, GROUP)
     row = 0
     while True:
@@ -118,7 +118,7 @@ def _part(arguments: int, number: int) -> Any:
 
 @inner
 def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: int) -> Any:
-    """Copy queries first..end-1 into the frame, padded to tiles of `height`; return the range of positions they see."""
+    """Copy queries first..end-1 to the frame, padded to tiles of `height`; return the range of positions seen."""
     n_features, group = word(arguments, HEAD_DIM), word(arguments, GROUP)
     padded, window, low, high = -(-n_features // 16) * 16, word(arguments, WINDOW), 1 << 62, 0
     for number in range(-(-(end - first) // height) * height):
@@ -135,7 +135,7 @@ def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: 
 
 @inner
 def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: int, element: Any) -> None:
-    """Compute one key head for queries first..end-1 of one sequence, in tiles of len(rows) queries."""
+    """Compute attention of queries first..end-1 of one sequence and key head, in tiles of len(rows) queries."""
     n_kv_heads, group, head_dim = word(arguments, N_KV_HEADS), word(arguments, GROUP), word(arguments, HEAD_DIM)
     padded, n_queries = -(-head_dim // 16) * 16, end - first
     factor, cap = read_float(arguments + 8 * FACTOR), read_float(arguments + 8 * CAP)
@@ -167,7 +167,7 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
 
 @inner
 def _item(tiles: Any, arguments: int, index: int, element: Any) -> None:
-    """Compute item `index` with the lowest tile that holds its queries; 5 queries use 4 + 1."""
+    """Compute work item `index` with the smallest tiles that suit its number of queries; 5 queries use 4 + 1."""
     n_kv_heads = word(arguments, N_KV_HEADS)
     head = index % n_kv_heads
     first, end = _part(arguments, index // n_kv_heads)
@@ -184,7 +184,7 @@ def _item(tiles: Any, arguments: int, index: int, element: Any) -> None:
 def _chunk(kind: str) -> Chunk:
     """Compile the chunk function for one kind of cache, with tiles of up to 2, 4 and 8 queries.
 
-    Without AVX-512 the tiles are smaller: sixteen vectors would need 32 AVX2 registers, and there are 16.
+    Without AVX-512 the tiles are smaller, because AVX2 has only 16 registers, of half the width.
     """
     element = ELEMENTS[kind]
     wide = target_has(cpu_target.target_context, "avx512f")
@@ -206,7 +206,7 @@ def _enter(
     function: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int, n_kv_heads: int,
     head_dim: int, window: int, n_threads: int, scale: float, cap: float,
 ) -> int:  # fmt: skip
-    """Check the shapes, then compute or prepare a shared computation; returns as activate.py's _enter."""
+    """Check the shapes, then compute everything or prepare the work for several threads. Returns: as in activate.py."""
     m, n_features = out.shape
     group = n_features // (n_kv_heads * head_dim)
     if table.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
@@ -248,7 +248,7 @@ def _enter(
 
 
 class Attention:
-    """Attention of one model. Safe to share between threads.
+    """Attention operation for models of one shape. Threads may share it.
 
     Args:
         kind: how the cache is stored, a key of kv_table.DTYPES.
@@ -256,8 +256,8 @@ class Attention:
         cap: limit of the scores, 0 for none.
 
     Raises:
-        ValueError: if n_kv_heads does not divide n_heads, there are more than 128 query heads per key head, head_dim
-            is above 1024, or the kind is unknown.
+        ValueError: if n_kv_heads does not divide n_heads, there are more than 128 query heads per key head, head_dim is
+            above 1024, or the kind is unknown.
     """
 
     def __init__(
@@ -285,12 +285,12 @@ class Attention:
     def attend(
         self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
     ) -> Any:
-        """Attend with m rows whose own keys and values have been written already.
+        """Compute attention of m rows whose keys and values are in the cache already.
 
         Args:
             queries: fp32 (m, features), the heads side by side from feature `first`.
             table: kv_table(...) of the m rows.
-            window: number of positions a row sees, its own included; None for all.
+            window: number of positions that a row sees, including its own; None for all.
             out: fp32 (m, n_heads * head_dim), allocated if None.
 
         Returns:

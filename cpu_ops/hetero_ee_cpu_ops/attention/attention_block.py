@@ -70,7 +70,7 @@ ONE, FOUR = (0,), (0,) * 4
 
 @inner
 def begin_query(frame: int, number: int, query: int, head_dim: int, padded: int, first: int, end: int) -> None:
-    """Write query `number` into the frame. `query` is the address of its features; 0 writes zeros that fill a tile."""
+    """Write query `number` into the frame. `query` is the address of its features, or 0 for padding with zeros."""
     at, total = frame + QUERIES + 4 * number * padded, frame + SUMS + 4 * number * padded
     for i in range(0, padded, 16):
         features = load_lanes(query + 4 * i, 0, min(16, head_dim - i), F32) if query else spread(F32)
@@ -133,7 +133,7 @@ def _products(
 
 @inner
 def _sees(frame: int, number: int, n: int, start: int, end: int) -> bool:
-    """Return whether any of the n queries from `number` sees any of positions start..end-1."""
+    """Return whether any of the n queries from `number` on sees any of the positions start..end-1."""
     for other in range(number, number + n):
         at = frame + RANGES + 16 * other
         if word(at, 0) < end and word(at, 1) > start:
@@ -146,7 +146,7 @@ def _piece_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, padded: int, start: int, piece: int, keys: int, stride: int,
     ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Compute all queries' scores with one piece, which begins `piece` positions into the block."""
+    """Compute all queries' scores with one piece of keys, at positions `piece` .. `piece` + 15 of the block."""
     number = 0
     while number < n_queries:
         queries, scores = frame + QUERIES + 4 * number * padded, frame + SCORES + 4 * (BLOCK * number + piece)
@@ -167,7 +167,7 @@ def block_scores(
 ) -> None:  # fmt: skip
     """Compute all queries' scores with positions start + low .. start + high - 1.
 
-    `keys` is the address of position `start`; from `ahead` as many bytes are prefetched as there are keys.
+    `keys` is the address of position `start`. As many bytes as the keys have are prefetched from `ahead`.
     """
     row_bytes = head_dim * element_bytes(element)
     for piece in range(low & -PIECE, high, PIECE):
@@ -183,13 +183,13 @@ def block_scores(
 
 @inner
 def _correct(before: Any, highest: Any) -> Any:
-    """Return the factor that corrects earlier blocks' sums; exactly 1 if the maximum did not change."""
+    """Return the factor that corrects the sums of earlier blocks; exactly 1 if the maximum did not change."""
     return np.float32(1) if before == highest else first_lane(exponential(spread(np.float32(before - highest))))
 
 
 @inner
 def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
-    """Do what _softmax does for a whole block, in registers."""
+    """Compute the weights of a query that sees a whole block, in registers; otherwise like _softmax."""
     a, b = multiply(load16(scores, F32), spread(factor)), multiply(load16(scores + 64, F32), spread(factor))
     c, d = multiply(load16(scores + 128, F32), spread(factor)), multiply(load16(scores + 192, F32), spread(factor))
     if key_scales:
@@ -220,10 +220,10 @@ def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int,
 
 @inner
 def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
-    """Turn the scores of lanes first..end-1 of a block into weights; return the factor for earlier blocks' sums.
+    """Turn the scores in lanes first..end-1 of a block into weights; return the factor for earlier blocks' sums.
 
-    `state` is the address of the running maximum and sum. Scales are addresses for the block's first lane, or 0. Lanes
-    outside the range are not used.
+    `state` is the address of the running maximum and sum. Scales are addresses for the block's first lane, or 0 if the
+    cache has none. Other lanes are not used.
     """
     best = spread(MINUS_INFINITY)
     for lane in range(first & ~15, end, 16):
@@ -253,7 +253,7 @@ def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, va
 
 @inner
 def _cap(scores: int, first: int, end: int, factor: Any, cap: Any, key_scales: int) -> None:
-    """Apply the scores' factors and cap them to +-cap, in lanes first..end-1 of a block."""
+    """Multiply the scores in lanes first..end-1 of a block by their factors and limit them to +-cap."""
     for lane in range(first & ~15, end, 16):
         low, high, at = max(first - lane, 0), min(end - lane, 16), scores + 4 * lane
         score = multiply(load16(at, F32), spread(factor))
@@ -296,7 +296,7 @@ def _weigh_part(
     cells: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, padded: int, ahead: int,
     stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Add n weighted positions to len(rows) sums, for 16 len(cells) / len(rows) features."""
+    """Add n weighted positions to 16 len(cells) / len(rows) features of len(rows) sums."""
     n_bytes = len(cells) // len(rows) * 16 * element_bytes(stored)
     totals = load_tile(cells, rows, sums, 4 * padded)
     for position in range(n):
@@ -312,7 +312,7 @@ def _weigh(
     tile: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, width: int, padded: int,
     ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Add n weighted positions to len(rows) sums, for `width` features."""
+    """Add n weighted positions to `width` features of len(rows) sums."""
     i, step = 0, 16 * (len(tile) // len(rows))
     while i + step <= width:
         at, then = values + i * element_bytes(element), ahead + BLOCK * i * element_bytes(stored) if ahead else 0
@@ -329,7 +329,7 @@ def _weigh_alone(
     frame: int, number: int, first: int, end: int, values: int, stride: int, sums: int, width: int, padded: int,
     element: Any,
 ) -> None:  # fmt: skip
-    """Add the weighted positions first..end-1 of the block to the sums of one query."""
+    """Add the weighted positions first..end-1 of the block to one query's sums."""
     if first < end:
         weights, at = frame + SCORES + 4 * (BLOCK * number + first), values + first * stride
         _weigh(
@@ -342,9 +342,9 @@ def _weigh_tile(
     tile: Any, rows: Any, frame: int, number: int, start: int, values: int, stride: int, sums: int, width: int,
     padded: int, ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Add the block's values to the sums of len(rows) queries, each in order of the positions that it sees.
+    """Add the block's weighted values to the sums of len(rows) queries, in order of position.
 
-    Positions that all of them see are added together; those before and after, query by query.
+    Positions that all of these queries see are added together, the others query by query.
     """
     common_first, common_end = 0, BLOCK
     for other in range(number, number + len(rows)):
@@ -370,7 +370,7 @@ def _weigh_all(
     tile: Any, rows: Any, frame: int, n_queries: int, start: int, values: int, stride: int, sums: int, width: int,
     padded: int, ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Add the block's values for all queries. `values` and `sums` start at the features in question."""
+    """Add the block's weighted values to all queries' sums. `values` and `sums` are addresses of the first feature."""
     number = 0
     while number < n_queries:
         if n_queries - number == 1:

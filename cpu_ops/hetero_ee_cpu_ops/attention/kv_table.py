@@ -1,4 +1,4 @@
-"""The int64 table of addresses that tells kv_write and attention where each row's keys and values are.
+"""The int64 table that gives kv_write and attention the addresses of each row's keys and values.
 
 Columns of a row: KEYS, VALUES, KEY_SCALES, VALUE_SCALES (addresses of layer 0; scales 0 if there are none), CAPACITY
 (slots) and POSITION (the row's own). Keys and values of one sequence are (n_layers, n_kv_heads, capacity, head_dim),

@@ -34,7 +34,7 @@ SMALLEST = np.float32(1e-30)  # 127 / 1e-30 is still a finite fp32
 
 @inner
 def _head(source: int, target: int, scale_at: int, n: int, element: Any) -> None:
-    """Store one head of n features. `scale_at` is the address for its scale, or 0 if the cache has none."""
+    """Store one head of n features. `scale_at` is the address of its scale, or 0 if the cache has no scales."""
     inverse = spread(np.float32(1))
     if scale_at:
         greatest = spread(F32)
@@ -56,7 +56,7 @@ def _head(source: int, target: int, scale_at: int, n: int, element: Any) -> None
 def _write(
     x: Any, table: Any, layer: int, n_kv_heads: int, head_dim: int, first_key: int, first_value: int, element: Any
 ) -> int:
-    """Return 1, with nothing written, if a shape is wrong; else 0."""
+    """Write one layer's keys and values. Return 0, or 1 without writing anything if a shape is wrong."""
     m, total = x.shape
     last = total - n_kv_heads * head_dim
     if table.shape != (m, COLUMNS) or not 0 <= first_key <= last or not 0 <= first_value <= last:
@@ -96,7 +96,7 @@ FUNCTIONS = {"fp32": _write_fp32, "fp16": _write_fp16, "int8": _write_int8}
 
 
 class KvWrite:
-    """Writes one model's KV cache layer by layer. `kind` is how it is stored, a key of kv_table.DTYPES."""
+    """Writes a model's KV cache, one layer per call. `kind` is how it is stored, a key of kv_table.DTYPES."""
 
     def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int, kind: str) -> None:
         if kind not in DTYPES:

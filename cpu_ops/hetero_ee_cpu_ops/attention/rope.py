@@ -29,7 +29,7 @@ MAX_POSITIONS = 2**24
     types.int64(array_out(types.float32, 2), array_in(types.int64, 1), array_in(types.float32, 3), *[types.int64] * 3)
 )
 def _rotate(x: Any, positions: Any, table: Any, first: int, n_heads: int, head_dim: int) -> int:
-    """Return 1 if a shape is wrong, 2 if a position is not in the table (nothing is written in both cases), else 0."""
+    """Rotate in place. Return 0, or without rotating 1 if a shape is wrong, 2 if the table lacks a position."""
     m, total = x.shape
     half = table.shape[2]
     if positions.size != m or first < 0 or n_heads < 0 or 2 * half > head_dim or first + n_heads * head_dim > total:
@@ -62,7 +62,7 @@ def _rotate(x: Any, positions: Any, table: Any, first: int, n_heads: int, head_d
 
 
 class Rope:
-    """One model's rotary embedding. Safe to share between threads.
+    """Rotary embedding operation for one set of frequencies. Threads may share it.
 
     Args:
         inverse_frequencies: radians per position of each pair.
@@ -96,7 +96,7 @@ class Rope:
             )
 
     def _grow(self, n_positions: int) -> None:
-        """Extend the table to positions below n_positions; a table that another thread uses stays unchanged."""
+        """Extend the table of cosines and sines to n_positions. A table in use by another thread stays unchanged."""
         if n_positions > MAX_POSITIONS:
             raise ValueError(f"Position {n_positions - 1} exceeds {MAX_POSITIONS - 1}, the last with exact angles.")
         with self._growing:

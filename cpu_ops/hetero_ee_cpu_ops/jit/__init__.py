@@ -1,1 +1,1 @@
-"""Compiling, keeping and starting Numba kernels, and the threads they run on."""
+"""Compiling, caching and running Numba kernels, and the threads that they run on."""

@@ -16,7 +16,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """Load the int64 at `address`. Everything written before the matching store_release is visible afterwards."""
+    """Load the int64 at `address`. Later loads see everything written before the matching store_release."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", 8)
@@ -26,7 +26,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typing: Any, address: Any, value: Any) -> Any:
-    """Store `value` at `address`, after everything written before."""
+    """Store `value` at `address`, not before all earlier stores of this thread are visible."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", 8)
@@ -47,7 +47,7 @@ def add(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Store `value` if the int64 at `address` equals `expected`; return whether it did (compare and swap)."""
+    """Store `value` if the int64 at `address` equals `expected`; return whether it did (compare-and-swap)."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pair = builder.cmpxchg(_pointer(builder, arguments[0]), arguments[1], arguments[2], "acq_rel", "acquire")
@@ -71,7 +71,7 @@ def pause(typing: Any) -> Any:
 
 @intrinsic
 def call_chunk(typing: Any, function: Any, arguments_address: Any, index: Any) -> Any:
-    """Call the compiled void(intp, intp) at address `function`."""
+    """Call the compiled function void(intp, intp) at address `function`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64, I64])

@@ -1,6 +1,6 @@
-"""An error message for a process that dies of SIGBUS: a mapped file was cut short, or its disk failed, during a read.
+"""Prints an error message when SIGBUS ends the process: a mapped file was truncated, or its disk failed.
 
-The system would end the process silently. Python's own signal handlers cannot help: they run after the faulting
+Without it the process would end silently. Python's own signal handlers cannot help: they run after the faulting
 instruction, which then faults again. A compiled handler can write the message and exit.
 """
 

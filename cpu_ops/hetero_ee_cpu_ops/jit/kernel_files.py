@@ -37,7 +37,7 @@ COMPILED_WITH = f"python {platform.python_version()}, numba {numba.__version__},
 
 
 class KernelFiles(_Cache):
-    """The cache files of one function, in the folder numba.config.CACHE_DIR; if that is empty, nothing is cached."""
+    """The cache files of one function in the folder numba.config.CACHE_DIR. If that is empty, nothing is cached."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._py_func = function  # as Numba's index key expects it
@@ -47,12 +47,12 @@ class KernelFiles(_Cache):
         return str(numba.config.CACHE_DIR)
 
     def enable(self) -> None:
-        """Do nothing: the folder decides whether code is cached."""
+        """Do nothing: caching depends only on whether a folder is set."""
 
     disable = flush = enable
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """Return the compiled code, or None if no intact file exists."""
+        """Return the cached code for this signature, None if no intact file exists."""
         if not self.cache_path:
             return None
         target_context.refresh()
@@ -62,7 +62,7 @@ class KernelFiles(_Cache):
         return CompileResult._rebuild(target_context, *pickle.loads(payload))  # noqa: S301  # digest checked above
 
     def save_overload(self, signature: Any, code: Any) -> None:
-        """Cache the code. If the disk cannot hold it, the next process compiles again."""
+        """Cache compiled code. If the disk cannot hold it, the next process compiles again."""
         if self.cache_path:
             with suppress(OSError):
                 write_kernel(self._file(signature, code.codegen), dumps(code._reduce()))
@@ -74,9 +74,9 @@ class KernelFiles(_Cache):
 
 
 def compiled(function: Callable[..., Any] | None = None, *, signature: Any = None, nogil: bool = False) -> Any:
-    """Compile `function` at the first call with each signature, or now for `signature` only; cache the code on disk.
+    """Decorate a function that Numba compiles and caches: at the first call, or now if `signature` is given.
 
-    Usable as a decorator with or without arguments. `nogil` releases the GIL during calls.
+    Arguments of the decorator are optional. `nogil` releases the GIL during calls.
     """
     if function is None:
         return lambda decorated: compiled(decorated, signature=signature, nogil=nogil)
@@ -96,14 +96,14 @@ class Inner(CPUDispatcher):
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """Compile for calls from compiled functions only, and cache: a quarter less to compile, and the same code."""
+    """Decorate a function that only compiled functions call, which saves a quarter of the compile time."""
     dispatcher = Inner(function, targetoptions={"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True})
     dispatcher._cache = KernelFiles(function)
     return dispatcher
 
 
 def compiled_chunk(function: Callable[[int, int], None]) -> Any:
-    """Compile `function` now to a C function void(intp, intp) with an address, and cache it (Numba's `cfunc`)."""
+    """Compile `function` now to a C function void(intp, intp) with an address (Numba's `cfunc`), and cache it."""
     callback: Any = CFunc(function, normalize_signature(types.void(types.intp, types.intp)), locals={}, options={})
     callback._cache = KernelFiles(function)
     callback.compile()
@@ -111,17 +111,19 @@ def compiled_chunk(function: Callable[[int, int], None]) -> Any:
 
 
 def why_foreign(found: os.stat_result) -> str:
-    """Return why others may have written a file or folder, or an empty string."""
+    """Return why other users may have written a file or folder, or "" if they can't have."""
     if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
         return "it is another user's"
     return "other users may write to it" if os.name == "posix" and found.st_mode & WRITABLE_BY_OTHERS else ""
 
 
 def read_own(file: Path) -> bytes:
-    """Return the content of a regular file that only this user can have written, even if its folder was exchanged.
+    """Return the content of a regular file that only this user can have written.
+
+    The opened file itself is checked, in case its folder was replaced meanwhile.
 
     Raises:
-        OSError: if it is not such a file. A pipe does not block, and a link is not followed.
+        OSError: if it is another kind of file, such as a link or a pipe, or foreign.
     """
     with open(os.open(file, OPENING), "rb") as opened:  # noqa: PTH123 - by its descriptor
         found = os.fstat(opened.fileno())
@@ -131,7 +133,7 @@ def read_own(file: Path) -> bytes:
 
 
 def read_kernel(file: Path) -> bytes | None:
-    """Return the payload that write_kernel wrote; None if the file is missing, damaged or of another kernel."""
+    """Return the code in a file of write_kernel; None if it is missing, damaged or for another kernel."""
     try:
         content = read_own(file)
     except OSError:
@@ -141,7 +143,7 @@ def read_kernel(file: Path) -> bytes | None:
 
 
 def write_kernel(file: Path, payload: bytes) -> None:
-    """Write a kernel file atomically, also against concurrent writers. Damage from a power cut is detected on reading.
+    """Write a kernel file atomically, also against concurrent writers. read_kernel detects damage by a power cut.
 
     Raises:
         OSError: if the file cannot be written.
@@ -157,7 +159,7 @@ def write_kernel(file: Path, payload: bytes) -> None:
 
 
 def is_unfinished(file: Path) -> bool:
-    """Return whether the file was left unfinished by a dead process; a younger file may still be being written."""
+    """Return whether a dead process left the file unfinished. A recent file may still be being written."""
     try:
         return file.suffix == UNFINISHED and time.time() - file.stat().st_mtime > UNFINISHED_S
     except OSError:  # finished in the meantime

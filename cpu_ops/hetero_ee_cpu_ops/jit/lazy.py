@@ -17,18 +17,20 @@ NO_ARGUMENTS = np.zeros(0, np.int64)  # makes an entry compute small work itself
 
 
 def array_in(element: Any, dimensions: int) -> Any:
-    """Return the type of a read-only argument: C-contiguous, aligned, writable or not."""
+    """Return the Numba type of an array argument that is only read: C-contiguous and aligned."""
     return types.Array(element, dimensions, "C", readonly=True)
 
 
 def array_out(element: Any, dimensions: int) -> Any:
-    """Return the type of an argument that is written: C-contiguous, aligned."""
+    """Return the Numba type of an array argument that is written: C-contiguous and aligned."""
     return types.Array(element, dimensions, "C")
 
 
 class Entry:
-    """A compiled function that Python calls. It keeps the GIL unless `nogil`: releasing it for a few microseconds of
-    work lets another Python thread hold it for milliseconds."""
+    """A compiled function that Python calls.
+
+    It keeps the GIL unless `nogil` is set, because another Python thread could otherwise take it for milliseconds.
+    """
 
     __slots__ = ("_compiled", "_compiling", "_function", "_nogil", "_signature")
 
@@ -38,7 +40,7 @@ class Entry:
         self._compiling = Lock()
 
     def __call__(self, *arguments: Any) -> int:
-        """Call the function. Raises ValueError if an array's dtype, dimensions or layout differ from the signature."""
+        """Call the function. Raises: ValueError: if an array's dtype, dimensions or layout is not the signature's."""
         if self._compiled is None:
             with self._compiling:
                 self._compiled = self._compiled or compiled(
@@ -52,7 +54,7 @@ class Entry:
 
 
 class Chunk:
-    """A compiled void(address of int64 arguments, chunk index), for ThreadPool.run or atomics.call_chunk."""
+    """A function (address of int64 arguments, chunk index), compiled at first use, for ThreadPool.run."""
 
     __slots__ = ("_address", "_compiled", "_compiling", "_function")
 

@@ -28,7 +28,7 @@ SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model's gap between
 
 @inner
 def _claim_and_run(shared: int) -> bool:
-    """Run one chunk if one is left; return whether it did."""
+    """Run the next chunk if one is left; return whether it did."""
     ticket = load_acquire(shared + TICKET)
     index = ticket & MASK
     if index >= (ticket >> COUNT_BITS) & MASK or not replace(shared + TICKET, ticket, ticket + 1):
@@ -40,7 +40,7 @@ def _claim_and_run(shared: int) -> bool:
 
 @compiled(nogil=True)
 def _work(shared: int) -> None:
-    """Run chunks until none has appeared for SPINS pauses."""
+    """Run chunks until none has been available for SPINS pauses."""
     spins = 0
     while spins < SPINS and load_acquire(shared + STOP) == 0:
         if _claim_and_run(shared):
@@ -52,7 +52,7 @@ def _work(shared: int) -> None:
 
 @compiled(nogil=True)
 def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
-    """Publish an operation, work on it, and return when every chunk is done. shared = 0 computes without workers."""
+    """Publish an operation, take part in it, and return when all chunks are done. Work alone if shared is 0."""
     if shared == 0 or n_chunks == 1:
         for index in range(n_chunks):
             call_chunk(function, arguments, index)
@@ -70,7 +70,7 @@ def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
 
 
 class ThreadPool:
-    """n_threads threads, including the caller's. Several threads may call `run`; close() ends the workers."""
+    """A pool of n_threads threads, including the caller's. Several threads may call `run`; close() ends the workers."""
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
@@ -88,7 +88,7 @@ class ThreadPool:
     def run(self, function: int, arguments: Any, n_chunks: int) -> None:
         """Call function(address of arguments, i) for every i < n_chunks; return when all are done.
 
-        A call during another thread's call computes in its own thread.
+        If another thread is using the pool, the calling thread computes everything itself.
 
         Args:
             function: address of a compiled void(intp, intp) that may run in any thread.
@@ -102,7 +102,7 @@ class ThreadPool:
             self.leave(shared)
 
     def enter(self) -> int:
-        """Return the address for `lead`, or 0 if the caller must compute alone. Pair with leave()."""
+        """Reserve the pool and return the address for `lead`; 0 if the caller must work alone. Pair with leave()."""
         if self.n_threads == 1 or not self._lock.acquire(blocking=False):
             return 0
         if not self._threads or self._asleep:
@@ -114,7 +114,7 @@ class ThreadPool:
             self._lock.release()
 
     def close(self) -> None:
-        """End the workers. The pool still works, with the caller's thread only."""
+        """End the workers. Later calls of `run` use only the calling thread."""
         with self._lock:
             self._stopping = True
             self._memory[(self._shared - self._memory.ctypes.data + STOP) // 8] = 1
@@ -125,7 +125,7 @@ class ThreadPool:
             self._threads, self.n_threads = [], 1
 
     def _wake_workers(self) -> None:
-        """Start the workers at first use; wake the sleeping ones later."""
+        """Start the workers at first use; later wake those that sleep."""
         if os.getpid() != self._process:  # a forked child has no workers
             self.n_threads = 1
             return

@@ -1,1 +1,1 @@
-"""Products and FFNs that leave out neurons."""
+"""Products and FFNs that skip inactive neurons."""

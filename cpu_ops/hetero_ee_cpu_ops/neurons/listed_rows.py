@@ -1,7 +1,7 @@
-"""Multiply listed rows of an int4 matrix, 16 at a time, by the activations of up to 8 tokens.
+"""Multiplies listed rows of an int4 matrix, 16 at a time, by the activations of up to 8 tokens.
 
-The rows may be anywhere in the matrix; those that come next are prefetched meanwhile. sparse_section.py and
-masked_linear.py share this, and the beginning of their argument arrays and of their chunks' frames.
+The rows may be anywhere in the matrix; the next ones are prefetched meanwhile. sparse_section.py and masked_linear.py
+share these functions, and the beginning of their argument arrays and of their chunks' frames.
 """
 
 from functools import cache
@@ -50,19 +50,19 @@ OTHERS = 24  # first index of arguments that only one operation has
 
 
 def workspace_bytes(n_units: int, n_tokens: int) -> int:
-    """Return the bytes that place_codes lays out for the activations of a pass."""
+    """Return the bytes that the quantized activations of a pass need, as laid out by place_codes."""
     return 2 * n_units * n_tokens * BYTES_PER_GROUP
 
 
 @cache
 def offset_bytes() -> int:
-    """Return the bytes of a group's offset as add_unit reads it."""
+    """Return the size of a group's offset in the form that add_unit reads."""
     return 8 if adds_in_16_bits(cpu_target.target_context) else 4
 
 
 @inner
 def place_codes(arguments: Any, workspace: int, n_tokens: int) -> None:
-    """Write the addresses at which a pass's activations will be quantized; n_tokens: those of the largest pass."""
+    """Write to `arguments` where quantized activations will be in the workspace, for passes of up to n_tokens."""
     n_groups = 2 * arguments[N_UNITS] * n_tokens
     arguments[N_COLUMNS] = UNIT_COLUMNS * arguments[N_UNITS]
     arguments[CODES] = workspace
@@ -91,13 +91,13 @@ QUANTIZE = Chunk(_quantize)
 
 @inner
 def load_prefix(address: int, count: int) -> Any:
-    """Load 16 fp32, of which only the first `count` are read; the others are zeros."""
+    """Load 16 fp32 lanes. Only the first `count` are read from memory; the others are 0."""
     return load16(address, F32) if count >= 16 else load_lanes(address, 0, count, F32)
 
 
 @inner
 def begin_list(frame: int, rows: int, count: int) -> None:
-    """Start a list whose rows have not been prefetched yet."""
+    """Store a new list of `count` row numbers at address `rows` in the frame, with nothing prefetched yet."""
     write_integer(rows, frame + ROWS)
     write_integer(count, frame + N_ROWS)
     for at in (CURSOR, CURSOR + 8, N_BEGUN, LIMIT):
@@ -106,9 +106,9 @@ def begin_list(frame: int, rows: int, count: int) -> None:
 
 @inner
 def prefetch_rows(arguments: int, frame: int, n_pieces: int) -> None:
-    """Prefetch n_pieces of the rows that come next, of the first matrix and then of the second, row by row.
+    """Prefetch n_pieces of the next listed rows, first of the first matrix, then of the second.
 
-    Sequential addresses let the hardware prefetcher help.
+    Rows are prefetched one after the other, since sequential addresses help the hardware prefetcher.
     """
     at, end = word(frame + CURSOR, 0), word(frame + CURSOR, 1)
     n_units, n_listed = word(arguments, N_UNITS), word(frame + N_ROWS, 0)
@@ -134,7 +134,7 @@ def prefetch_rows(arguments: int, frame: int, n_pieces: int) -> None:
 
 @inner
 def prefetch_first_tile(arguments: int, frame: int) -> None:
-    """Prefetch the first 16 rows, before any is needed."""
+    """Prefetch the first 16 rows of a list."""
     n_units = word(arguments, N_UNITS)
     write_integer(min(word(frame + N_ROWS, 0), TILE), frame + LIMIT)
     prefetch_rows(arguments, frame, TILE * ((n_units * UNIT_BYTES + PIECE - 1) // PIECE))
@@ -142,7 +142,7 @@ def prefetch_first_tile(arguments: int, frame: int) -> None:
 
 @inner
 def select_rows(arguments: int, frame: int, at: int, n_listed: int) -> None:
-    """Select the 16 rows from the list's index `at` for multiply_rows; n_listed bounds the rows to prefetch."""
+    """Select 16 listed rows from index `at` on for multiply_rows. Rows up to n_listed may be prefetched meanwhile."""
     n_units, rows = word(arguments, N_UNITS), word(frame + ROWS, 0)
     codes, scales = word(arguments, FIRST + ROW_CODES), word(arguments, FIRST + SCALE_BITS)
     for row in range(TILE):
@@ -154,7 +154,7 @@ def select_rows(arguments: int, frame: int, at: int, n_listed: int) -> None:
 
 @inner
 def inputs(arguments: int, token: int, unit: int) -> Any:
-    """Return the addresses of a token's codes, scales and offsets in a unit, and the number of tokens side by side."""
+    """Return the addresses of a token's codes, scales and offsets in a unit, and the tokens stored side by side."""
     top = token & -ROW_BLOCK
     r = min(ROW_BLOCK, word(arguments, N_TOKENS) - top)
     number = 2 * (top * word(arguments, N_UNITS) + r * unit) + token - top
@@ -164,7 +164,7 @@ def inputs(arguments: int, token: int, unit: int) -> Any:
 
 @inner
 def multiply_rows(tokens: Any, arguments: int, frame: int, first: int) -> Any:
-    """Multiply the 16 selected rows by len(tokens) tokens from `first` on; return the products without 2^exponent."""
+    """Multiply the 16 selected rows by len(tokens) tokens from `first` on. The products lack the factor 2^exponent."""
     n_units, table = word(arguments, N_UNITS), word(arguments, FIRST + TABLE)
     offset_bytes = word(arguments, OFFSET_BYTES)
     x, scale, offset, r = inputs(arguments, first, 0)

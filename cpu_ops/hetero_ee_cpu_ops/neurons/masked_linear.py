@@ -1,4 +1,4 @@
-"""out[t, n] = 2^e first[n] . x[t] + bias[n] if scores[t, n] > 0 or token t may not skip, else 0 without reading row n.
+"""Masked product: out[t, n] = 2^e first[n] . x[t] + bias[n] if scores[t, n] > 0 or token t may not skip, else 0.
 
 first: int4 rows (rows.py), N neurons, K columns. The row products are those of steps 1 and 2 of sparse_ffn.py: a
 token's bits do not depend on m, the other tokens, the threads or the other neurons. 2^e and then the bias are rounded
@@ -58,11 +58,11 @@ MATRIX = array_in(types.float32, 2)
 def _compute(
     x: Any, scores: Any, bias: Any, may_skip: Any, out: Any, words: Any, workspace: Any, numbers: tuple[int, ...]
 ) -> int:
-    """Compute pass after pass. Returns 1 if a shape is wrong, else 0.
+    """Compute the outputs, pass after pass. Return 0, or 1 if a shape is wrong.
 
     Args:
         words: RowMatrix.words.
-        workspace: int64; the argument array, a word per token, a word per neuron of whole tiles, the codes of a pass.
+        workspace: int64: the argument array, a word per token, a word per neuron of whole tiles, the codes of a pass.
         numbers: tokens per pass, bytes per offset, threads, shared memory of the pool, two chunk functions' addresses.
     """
     m, n_neurons, n_units, address = out.shape[0], out.shape[1], words[5], workspace.ctypes.data
@@ -100,14 +100,14 @@ def _compute(
 
 
 class MaskedLinear:
-    """The operation with its compiled functions, compiled at first use. Safe to call from several threads."""
+    """The masked product, whose functions are compiled at first use. Threads may share it."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._functions: Any = None
 
     def __call__(self, x: Any, scores: Any, rows: RowMatrix, bias: Any = None, may_skip: Any = None) -> Any:
-        """Return out, fp32 (m, N).
+        """Compute the wanted outputs of x, fp32 (m, N), with 0 for the others.
 
         Args:
             x: fp32 (m, K); scores: fp32 (m, N), or None without may_skip; bias: fp32 (N,) or None. All contiguous.

@@ -1,7 +1,7 @@
-"""One thread's share of masked_linear.py: list the wanted neurons of a range, then multiply them 16 at a time.
+"""One thread's share of masked_linear.py: lists the wanted neurons of a range, then multiplies them 16 at a time.
 
-Few tokens are multiplied as the rows are unpacked. For many tokens, strips of 16 rows are unpacked once into a frame
-that fits the L1 cache, and multiplied by 8 tokens after another.
+For few tokens, rows are multiplied as they are unpacked. For many tokens, parts of 16 rows ("strips") are unpacked once
+into a frame that fits the L1 cache, and multiplied by 8 tokens at a time.
 """
 
 from typing import Any
@@ -78,10 +78,10 @@ def _store(value: Any, address: int, count: int) -> None:
 
 @inner
 def _list(arguments: int, first: int, end: int, rows: int) -> int:
-    """List the neurons of first .. end - 1 that any token wants, repeating the last to fill whole tiles.
+    """List the neurons of first .. end - 1 that any token wants, repeating the last one to fill a tile of 16.
 
     Returns:
-        the number of neurons, without the repetitions
+        The number of neurons, not counting the repetitions.
     """
     n_neurons, n_tokens, count = word(arguments, N_NEURONS), word(arguments, N_TOKENS), 0
     scores = word(arguments, SCORES) + 4 * n_neurons * word(arguments, FIRST_TOKEN)
@@ -104,7 +104,7 @@ def _list(arguments: int, first: int, end: int, rows: int) -> int:
 
 @inner
 def _clear(arguments: int, first: int, end: int) -> None:
-    """Write zeros for every token and neurons first .. end - 1."""
+    """Set the outputs of neurons first .. end - 1 to 0 for every token."""
     n_neurons = word(arguments, N_NEURONS)
     out = word(arguments, OUTPUT) + 4 * n_neurons * word(arguments, FIRST_TOKEN)
     for token in range(word(arguments, N_TOKENS)):
@@ -114,7 +114,7 @@ def _clear(arguments: int, first: int, end: int) -> None:
 
 @inner
 def _add_strip(arguments: int, frame: int, token: int, start: int, n: int) -> None:
-    """Add n unpacked units, the first of them `start`, to the sums of 8 tokens from `token` on."""
+    """Add the products with n unpacked units, from unit `start` on, to the sums of 8 tokens from `token` on."""
     x, scale, offset, r = inputs(arguments, token, start)
     sums, offset_bytes = frame + SUMS + 64 * token, word(arguments, OFFSET_BYTES)
     totals = load_tile(EIGHT, EIGHT, sums, 64) if start else zeros(EIGHT)
@@ -129,7 +129,7 @@ def _add_strip(arguments: int, frame: int, token: int, start: int, n: int) -> No
 
 @inner
 def _unpacked_products(arguments: int, frame: int, n_tokens: int) -> None:
-    """Compute the products of the first n_tokens, a multiple of 8, strip by strip."""
+    """Multiply the 16 selected rows by the first n_tokens tokens, a multiple of 8, strip by strip."""
     n_units, table = word(arguments, N_UNITS), word(arguments, FIRST + TABLE)
     for start in range(0, n_units, STRIP_UNITS):
         n = min(STRIP_UNITS, n_units - start)
@@ -147,7 +147,7 @@ def _unpacked_products(arguments: int, frame: int, n_tokens: int) -> None:
 
 @inner
 def _products(arguments: int, frame: int) -> None:
-    """Multiply the 16 selected rows by all tokens, into SUMS."""
+    """Multiply the 16 selected rows by all tokens of the pass; store the sums in the frame at SUMS."""
     n_tokens, token, factor = word(arguments, N_TOKENS), 0, read_float(arguments + 8 * (FIRST + FACTOR))
     sums = frame + SUMS
     if n_tokens >= MANY:
@@ -168,7 +168,7 @@ def _products(arguments: int, frame: int) -> None:
 
 @inner
 def _scatter(arguments: int, frame: int, rows: int, count: int) -> None:
-    """Write the sums of `count` listed neurons, at most 16, to the outputs of the tokens that want them."""
+    """Copy the sums of `count` listed neurons, at most 16, to the outputs of the tokens that want them."""
     n_neurons, first, neuron = word(arguments, N_NEURONS), word(arguments, FIRST_TOKEN), word(rows, 0)
     bias, adjacent = word(arguments, BIAS), word(rows, count - 1) - neuron == count - 1
     for token in range(word(arguments, N_TOKENS)):
@@ -190,7 +190,7 @@ def _scatter(arguments: int, frame: int, rows: int, count: int) -> None:
 
 
 def _neurons(arguments: int, index: int) -> None:
-    """Compute NEURONS_PER_CHUNK neurons for every token of the pass."""
+    """Compute a chunk of NEURONS_PER_CHUNK neurons for every token of the pass."""
     frame = scratch(FRAME_BYTES)
     first = index * word(arguments, NEURONS_PER_CHUNK)
     end = min(first + word(arguments, NEURONS_PER_CHUNK), word(arguments, N_NEURONS))

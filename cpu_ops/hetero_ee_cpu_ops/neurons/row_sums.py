@@ -46,7 +46,6 @@ I8X64 = ir.VectorType(I8, 64)
 
 
 def _dot_256(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """Return 8 sums."""
     if target_has(context, "avxvnni"):
         return call(builder, "llvm.x86.avx512.vpdpbusd.256", total.type, [total, a, b])
     pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [a, b])
@@ -55,7 +54,6 @@ def _dot_256(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
 
 
 def _dot_neon(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """Return 4 sums."""
     return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, a, b])
 
 
@@ -70,7 +68,7 @@ def _dot_portable(builder: Any, a: Any, b: Any, total: Any) -> Any:
 
 
 def _dot(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """Return total plus 16 int32 sums of four products each, of 64 bytes; on x86 `a` is unsigned."""
+    """Return total plus 16 int32 sums of four byte products each, from 64 bytes. On x86 `a` is unsigned."""
     if target_has(context, "avx512vnni"):
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [total, a, b])
     dot, n = (_dot_256, 2) if target_has(context, "avx2") else (_dot_neon, 4)
@@ -82,7 +80,7 @@ def _dot(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
 
 @intrinsic
 def has_many_registers(typing: Any) -> Any:
-    """Return whether registers can hold two units' sums of a token, or one unit's of four tokens, and a quad."""
+    """Return whether a quad fits in registers along with two units' sums of a token, or one unit's of four."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(ir.IntType(1), int(target_has(cpu_target.target_context, "avx512f")))
@@ -91,7 +89,7 @@ def has_many_registers(typing: Any) -> Any:
 
 
 def _quad(context: Any, builder: Any, lines: Any, here: Any, table: Any) -> list[Any]:
-    """Load four rows' entries in a unit, interleaved so that a column's four are adjacent; 16 columns per vector."""
+    """Load four rows' entries in a unit, 16 columns per vector, so that a column's four entries are adjacent."""
     kind, words = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
     rows = [load(builder, builder.add(load(builder, lines, I64, 8 * row), here), kind) for row in range(4)]
     pairs = [[builder.bitcast(half, words) for half in zipped(builder, *rows[at : at + 2])] for at in (0, 2)]
@@ -138,9 +136,9 @@ def add_quad(typing: Any, sums: Any, tokens: Any, lines: Any, here: Any, table: 
 
 @intrinsic
 def finish_sums(typing: Any, sums: Any, tokens: Any, offsets: Any, factors: Any, out: Any, stride: Any) -> Any:
-    """Add (sum + offset) x factor to the fp32 at `out`, where the next token's are `stride` bytes further on.
+    """Add (sum + offset) x factor to the fp32 sums at `out`, `stride` bytes apart from token to token.
 
-    offsets, factors: int32 and fp32 for each of the units' groups; the next token's are 64 bytes further on.
+    offsets, factors: int32 and fp32 for each of the units' groups, 64 bytes apart from token to token.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -163,7 +161,7 @@ def finish_sums(typing: Any, sums: Any, tokens: Any, offsets: Any, factors: Any,
 
 @intrinsic
 def add_sums(typing: Any, totals: Any, address: Any) -> Any:
-    """Add the four fp32 vectors at `address` to a unit's four."""
+    """Add the four fp32 vectors at `address` to the four vectors of a unit's sums."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values = enumerate(cgutils.unpack_tuple(builder, arguments[0]))
@@ -175,7 +173,7 @@ def add_sums(typing: Any, totals: Any, address: Any) -> Any:
 
 @intrinsic
 def in_order(typing: Any, sums: Any) -> Any:
-    """Return a unit's four vectors with their columns in natural order."""
+    """Return a unit's four vectors of sums with the columns in natural order."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, results = cgutils.unpack_tuple(builder, arguments[0]), []
@@ -202,7 +200,7 @@ step_size = operation(
 
 
 def _products(context: Any, builder: Any, scales: Any, hidden: Any) -> list[Lanes]:
-    """Multiply four rows' 16 fp32 scales, 64 bytes per row, by the rows' fp32 at `hidden`."""
+    """Multiply 16 scales (fp32, 64 bytes) of each of four rows by the row's fp32 value at `hidden`."""
     found = []
     for row in range(4):
         h = splat(builder, F32X16, load(builder, hidden, F32, 4 * row))
@@ -247,7 +245,7 @@ def weigh_quad(typing: Any, total: Any, steps: Any, scales: Any, hidden: Any, ou
 
 @intrinsic
 def store_offsets(typing: Any, total: Any, address: Any) -> Any:
-    """Store what cancels the entries' bias in the sums: minus the bias times the sum of the weights, or 0."""
+    """Store the offset that removes the entries' bias from the sums: -bias times the sum of the weights, or 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         up = byte_bias(context) if target_has(context, "avx2") else 0

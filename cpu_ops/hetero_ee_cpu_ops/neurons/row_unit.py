@@ -1,7 +1,7 @@
-"""Dot products of 16 rows (rows.py) with activations, one unit of 64 columns: the innermost step of a sparse up.
+"""Dot products of 16 rows (rows.py) with activations in one unit of 64 columns: the inner step of a sparse up.
 
 The rows are apart in memory. Their words of four columns are transposed in registers so that a lane is a row, as in a
-tile: arithmetic, order and bits of the sums are those of tile_group.py. What is unpacked serves several tokens.
+tile: arithmetic, order and bits of the sums are those of tile_group.py. Unpacked rows serve several tokens.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
 
 
 def zipped(builder: Any, first: Any, second: Any) -> list[Any]:
-    """Interleave the lower and the upper halves of each 16 bytes: what x86 and Arm have instructions for."""
+    """Interleave the lower and the upper halves of each 16 bytes, as x86 and Arm instructions do."""
     count, half = first.type.count, 64 // first.type.element.width
     halves = []
     for begin in (0, half):
@@ -51,7 +51,7 @@ def zipped(builder: Any, first: Any, second: Any) -> list[Any]:
 
 
 def _transposed(context: Any, builder: Any, rows: list[Any]) -> list[list[Any]]:
-    """Transpose 16 rows of 8 words to 8 vectors with a lane per row; if registers hold 8 rows, to 8 for each half."""
+    """Transpose 16 rows of 8 words to 8 vectors with a lane per row; to 2 x 8 if registers hold only 8 rows."""
     if has_wide_registers(context):
         pairs = [[joined(builder, [rows[at + n], rows[at + n + 4]]) for at in (0, 8)] for n in range(4)]
         return [_transposed_pairs(builder, pairs)]
@@ -72,7 +72,7 @@ def _transposed_pairs(builder: Any, pairs: list[list[Any]]) -> list[Any]:
 
 
 def _operands(emitter: Emitter, words: list[Any], table: Any, half: int) -> Iterator[tuple[list[Any], int]]:
-    """Yield a group's entries, from the low or high nibbles, four columns at a time, with the first column's index."""
+    """Yield a group's entries, from low or high nibbles, four columns at a time, with the first column's index."""
     bytes_type = ir.VectorType(I8, emitter.lanes)
     entries = load(emitter.builder, table, bytes_type, 64 if emitter.signed else 0)
     for number in COLUMN_ORDER:
@@ -85,7 +85,7 @@ def _emitter(context: Any, builder: Any) -> Emitter:
 
 
 def _unit_operands(emitter: Emitter, lines: Any, here: Any, table: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
-    """Yield the operands of the first group and of the second; if registers hold 8 rows, then those of the others."""
+    """Yield the operands of both groups of a unit; for the second 8 rows too if registers hold only 8."""
     builder = emitter.builder
     rows = [load(builder, builder.add(load(builder, lines, I64, 8 * row), here), I32X8) for row in range(16)]
     for words in _transposed(emitter.context, builder, rows):
@@ -94,7 +94,7 @@ def _unit_operands(emitter: Emitter, lines: Any, here: Any, table: Any) -> Itera
 
 
 def _stored_operands(emitter: Emitter, address: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
-    """Yield the operands of _unit_operands from the address where unpack_unit stored them."""
+    """Yield what _unit_operands yields, read from where unpack_unit stored it."""
 
     def operands(first: int) -> Iterator[tuple[list[Any], int]]:
         for at, number in enumerate(COLUMN_ORDER):
@@ -108,7 +108,7 @@ def _stored_operands(emitter: Emitter, address: Any) -> Iterator[Iterator[tuple[
 def _added(
     emitter: Emitter, totals: list[Any], each_operands: Any, scales: Any, inputs: list[Any], r: Any
 ) -> list[Any]:
-    """Add the share of the two groups to the totals."""
+    """Add the dot products of a unit's two groups to the totals."""
     context, builder, tokens = emitter.context, emitter.builder, list(range(len(totals)))
     steps = [builder.mul(r, ir.Constant(I64, n)) for n in (32, 4, 8 if emitter.kind == NARROW else 4)]
     at = [inputs, [builder.add(*pair) for pair in zip(inputs, steps, strict=True)]]
@@ -134,7 +134,7 @@ def _added(
 def add_unit(
     typing: Any, totals: Any, lines: Any, here: Any, table: Any, scales: Any, x: Any, scale: Any, offset: Any, r: Any
 ) -> Any:
-    """Add two groups' share of 16 rows to totals[t] (f32x16) for every token t, as add_group does.
+    """Add the products of two groups of 16 rows to totals[t] (f32x16) for every token t, as add_group does.
 
     Args:
         lines: address of the rows' addresses.
@@ -156,7 +156,7 @@ def add_unit(
 
 @intrinsic
 def unpack_unit(typing: Any, lines: Any, here: Any, table: Any, out: Any) -> Any:
-    """Unpack a unit of 16 rows to `out` (UNPACKED_UNIT_BYTES bytes), for add_unpacked_unit. Arguments: see add_unit."""
+    """Unpack a unit of 16 rows to `out` (UNPACKED_UNIT_BYTES bytes), for add_unpacked_unit. See add_unit."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lines_, here_, table_, out_ = arguments
@@ -187,7 +187,7 @@ def add_unpacked_unit(
 
 @intrinsic
 def unpack_scales(typing: Any, lines: Any, here: Any, n_units: Any, out: Any) -> Any:
-    """Convert 16 rows' scales of up to 8 units to fp32 at `out`: group by group, 16 rows each. Reads no other scales.
+    """Convert 16 rows' scales of up to 8 units to fp32 at `out`, group by group. No other scales are read.
 
     `lines` is the address of the addresses of the rows' scales, `here` the byte offset of the first unit in them.
     """
@@ -215,7 +215,7 @@ def unpack_scales(typing: Any, lines: Any, here: Any, n_units: Any, out: Any) ->
 
 @intrinsic
 def gate_rows(typing: Any, totals: Any, factor: Any, address: Any, stride: Any) -> Any:
-    """Multiply 16 gates, token t's at address + t * stride, by totals[t] x factor, in place; gates of 0 become 0."""
+    """Multiply 16 gates per token, at address + t * stride, by totals[t] x factor, in place. Gates of 0 become 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         totals_, factor_, at, stride_ = arguments

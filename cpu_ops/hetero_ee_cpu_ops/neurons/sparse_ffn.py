@@ -1,4 +1,4 @@
-"""y[m, K] = 2^d sum over neurons n of h[m, n] down[n], h = active x (2^u up[n] . x), without reading inactive neurons.
+"""Sparse FFN that skips inactive neurons: y[m, K] = 2^d sum over n of h[m, n] down[n], h = active x (2^u up[n] . x).
 
 up and down: int4 rows (rows.py), N neurons, K columns. active: fp32 (m, N), each neuron's activated gate, 0 if it is
 skipped. A neuron's rows are read if it is active for any of the m tokens; it adds an exact zero to the others. For one
@@ -74,13 +74,12 @@ MIN_SHARED_BYTES = 2**18  # rows times tokens, 7 us of one thread; below, sharin
 
 
 def n_blocks_per_section(n_neurons: int) -> int:
-    """Return the number of 128-neuron blocks per section."""
     n_blocks = -(-n_neurons // BLOCK)
     return -(-n_blocks // MAX_SECTIONS)
 
 
 def _fold(arguments: int, index: int) -> None:
-    """Add the sections' sums of FOLD_UNITS units of one token, from the last to the first."""
+    """Add up the sections' sums of FOLD_UNITS units for one token, from the last section to the first."""
     n_columns, n_tokens, stride = word(arguments, N_COLUMNS), word(arguments, N_TOKENS), word(arguments, SUMS_STRIDE)
     n_units = word(arguments, N_UNITS)
     n_slices = (n_units + FOLD_UNITS - 1) // FOLD_UNITS
@@ -108,7 +107,7 @@ FOLD = Chunk(_fold)
 
 @compiled(nogil=True)
 def _compute(x: Any, active: Any, out: Any, arguments: Any, codes: Any, sums: Any, functions: Any, shared: int) -> None:
-    """Compute pass after pass; `arguments` has the matrices' part filled."""
+    """Compute the sections' sums, pass after pass. `arguments` already describes the matrices."""
     n_units, n_sections, address = arguments[N_UNITS], arguments[N_SECTIONS], arguments.ctypes.data
     arguments[ACTIVE], arguments[OUTPUT] = active.ctypes.data, out.ctypes.data
     arguments[SUMS_STRIDE] = UNIT_SUMS * n_units + 64
@@ -133,14 +132,14 @@ def _compute(x: Any, active: Any, out: Any, arguments: Any, codes: Any, sums: An
 
 
 class SparseFfn:
-    """The operation with its compiled functions, compiled at first use. Safe to call from several threads."""
+    """The sparse FFN, whose functions are compiled at first use. Threads may share it."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._functions: Any = None
 
     def __call__(self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix) -> Any:
-        """Return y, fp32 (m, K).
+        """Compute the FFN's output y, fp32 (m, K).
 
         Args:
             x: contiguous fp32 (m, K); may be None without `up`.
@@ -152,7 +151,7 @@ class SparseFfn:
         return self._run(x, active, up, down, 0, None, down.factor)
 
     def from_section(self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int) -> Any:
-        """Return the sum of the sections from `section` on, without 2^d; earlier neurons' `active` is not read.
+        """Return the sum of the sections from `section` on, without 2^d. `active` of earlier neurons is not read.
 
         Raises:
             ValueError: if an operand does not fit or the section does not exist.
@@ -160,7 +159,7 @@ class SparseFfn:
         return self._run(x, active, up, down, section, None, np.float32(1))
 
     def onto(self, rest: Any, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int) -> Any:
-        """Return y from `rest`, which from_section returned for `section` (fp32 (m, K)), and the earlier sections."""
+        """Complete y: add the sections before `section` to `rest`, fp32 (m, K), which from_section returned for it."""
         total = rest
         for each in reversed(range(section)):
             total = total + self._run(x, active, up, down, each, each + 1, np.float32(1))
@@ -169,7 +168,7 @@ class SparseFfn:
     def _run(
         self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int, end: int | None, factor: Any
     ) -> Any:
-        """Return factor times the sum of sections `section` .. end - 1; None for `end` means all."""
+        """Return `factor` times the sum of sections `section` .. end - 1. If `end` is None, all later ones count."""
         arguments = np.zeros(N_ARGUMENTS, np.int64)
         m, size = _check(x, active, up, down), n_blocks_per_section(down.n_rows)
         n_there = -(-down.n_rows // (BLOCK * size))
@@ -205,7 +204,7 @@ class SparseFfn:
 
 
 def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix) -> int:
-    """Return the number of tokens. Raises ValueError if an operand does not fit."""
+    """Check the operands and return the number of tokens. Raises: ValueError: if an operand does not fit."""
     if up is not None and (up.n_rows, up.n_columns) != (down.n_rows, down.n_columns):
         raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
     if (

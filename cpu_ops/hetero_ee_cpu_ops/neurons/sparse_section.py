@@ -1,8 +1,8 @@
 """One thread's share of the sparse FFN (sparse_ffn.py): a few sections.
 
-First the sections' active neurons are listed. Then h is computed for 16 of them at a time, whatever their blocks. Then
-block after block is added up in strips of 8 units, whose sums stay in registers. Meanwhile the rows that come next, of
-up and then of down, are prefetched.
+First the sections' active neurons are listed. Then h is computed for 16 of them at a time, across blocks. Then the
+blocks are added up one by one, in strips of 8 units whose sums stay in registers. Meanwhile the next rows, of up and
+then of down, are prefetched.
 """
 
 from typing import Any
@@ -88,7 +88,7 @@ N_ARGUMENTS = OTHERS + 11
 
 @compiled(nogil=True)
 def list_bytes(n_neurons: int, n_tokens: int) -> int:
-    """Return the bytes of a list of n_neurons, in whole tiles: int64 neuron numbers, then each token's fp32 h."""
+    """Return the size of a list of n_neurons, in whole tiles: int64 neuron numbers, then fp32 h for each token."""
     return (8 + 4 * n_tokens) * n_neurons
 
 
@@ -120,7 +120,7 @@ def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: 
 
 @inner
 def _scales(address: int, end: int) -> Any:
-    """Load 16 scales as f32x16, reading nothing from `end` on."""
+    """Load 16 fp16 scales as f32x16. Memory from `end` on is not read."""
     if address + 2 * STRIP_GROUPS <= end:
         return load16(address, F16)
     return load_lanes(address, 0, (end - address) // 2, F16)
@@ -128,14 +128,14 @@ def _scales(address: int, end: int) -> Any:
 
 @inner
 def _products(tokens: Any, arguments: int, frame: int, first: int, hidden: int, stride: int) -> None:
-    """Turn the activations at `hidden` of the 16 selected neurons into h, for len(tokens) tokens from `first` on."""
+    """Turn the 16 selected neurons' activations at `hidden` into h, for len(tokens) tokens from `first` on."""
     totals = multiply_rows(tokens, arguments, frame, first)
     gate_rows(totals, read_float(arguments + 8 * (UP + FACTOR)), hidden + stride * first, stride)
 
 
 @inner
 def _compute_hidden(arguments: int, frame: int, count: int, hidden: int, stride: int) -> None:
-    """Turn the listed neurons' activations into h."""
+    """Turn the activations of all listed neurons into h."""
     n_tokens = word(arguments, N_TOKENS)
     prefetch_first_tile(arguments, frame)
     for at in range(0, count, TILE):
@@ -156,7 +156,7 @@ def _compute_hidden(arguments: int, frame: int, count: int, hidden: int, stride:
 
 @inner
 def _weigh(frame: int, n_rows: int, token: int) -> None:
-    """Compute one token's weights for a block's rows in the 16 groups whose scales are at SCALES."""
+    """Compute one token's int8 weights of a block's rows, in the 16 groups whose scales are at SCALES."""
     scales, hidden = frame + SCALES, frame + HIDDEN + 4 * BLOCK * token
     largest, total = spread(F32), spread(F32)
     for row in range(0, n_rows, 4):
@@ -172,7 +172,7 @@ def _weigh(frame: int, n_rows: int, token: int) -> None:
 
 @inner
 def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, unit: int, token: int) -> None:
-    """Add the block's rows to len(tokens) tokens' sums, len(cells) vectors from `unit` on."""
+    """Add the block's weighted rows to len(tokens) tokens' sums, for len(cells) vectors from `unit` on."""
     at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
     weights, lines, sums = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at, frame + LINES, zeros(cells)
     for first in range(0, n_rows, 32):
@@ -189,7 +189,7 @@ def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, uni
 
 @inner
 def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
-    """Add the block's rows to every token's sums of the strip's units from `start` on."""
+    """Add the block's weighted rows to every token's sums, for the units of the strip that begins at `start`."""
     n_tokens, end, token = word(arguments, N_TOKENS), min(start + STRIP_UNITS, word(arguments, N_UNITS)), 0
     while has_many_registers() and n_tokens - token >= 2:
         several = n_tokens - token >= 4
@@ -211,7 +211,7 @@ def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
 
 @inner
 def _block(arguments: int, frame: int, first: int, count: int, hidden: int, stride: int) -> None:
-    """Add the share of a block's `count` listed neurons, which start at the list's `first`, to the section's sums."""
+    """Add a block's `count` listed neurons, from index `first` of the list on, to the section's sums."""
     rows, n_units, n_tokens = word(frame + ROWS, 0) + 8 * first, word(arguments, N_UNITS), word(arguments, N_TOKENS)
     n_rows = (count + 3) & -4
     for at in range(n_rows):
@@ -240,7 +240,7 @@ def _clear(address: int, n_bytes: int) -> None:
 
 
 def _sections(arguments: int, index: int) -> None:
-    """Sum SECTIONS_PER_CHUNK sections for every token and note which of them have any active neuron."""
+    """Compute the sums of SECTIONS_PER_CHUNK sections for every token, and record which have active neurons."""
     frame = scratch(FRAME_BYTES)
     n_neurons, size = word(arguments, N_NEURONS), word(arguments, BLOCKS_PER_SECTION) * BLOCK
     n_sections, sums_bytes = (

@@ -1,1 +1,1 @@
-"""SIMD values inside Numba code."""
+"""SIMD values and instructions inside Numba code."""

@@ -23,7 +23,7 @@ I8, I16, I32, I64, F16, F32 = (
 
 
 class F32x16(types.Type):
-    """A Numba type with a module-level class, so that a kernel unpickled from disk has this type and not a copy."""
+    """Numba type of 16 fp32 lanes. Its class is at module level, so that unpickled kernels use it and not a copy."""
 
 
 F32X16 = ir.VectorType(F32, 16)
@@ -40,7 +40,7 @@ I32X16 = ir.VectorType(I32, 16)
 
 
 def target_has(context: Any, feature: str) -> bool:
-    """Return whether the JIT target (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, else this machine) has a feature."""
+    """Return whether the JIT target has a feature. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES set the target."""
     return "+" + feature in context.codegen()._tm_features.split(",")
 
 
@@ -56,7 +56,7 @@ def constant(vector: Any, value: Any) -> Any:
 
 
 def load(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
-    """Load a value of `kind`, unaligned, from an integer address plus a constant."""
+    """Load a value of `kind` from an integer address plus a constant, which need not be aligned."""
     moved = builder.add(address, ir.Constant(I64, offset)) if offset else address
     value = builder.load(builder.inttoptr(moved, kind.as_pointer()))
     value.align = 1
@@ -64,13 +64,12 @@ def load(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
 
 
 def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    """Call an LLVM intrinsic by name."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
 def parts(builder: Any, value: Any, n: int) -> list[Any]:
-    """Cut a vector into n equal ones."""
+    """Cut a vector into n equal vectors."""
     count = value.type.count // n
     lanes = [ir.Constant(ir.VectorType(I32, count), list(range(at * count, (at + 1) * count))) for at in range(n)]
     return [builder.shuffle_vector(value, value, part) for part in lanes]
@@ -110,7 +109,7 @@ def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
 
 
 def nibbles(builder: Any, line: Any) -> tuple[Any, Any]:
-    """Return the low and the high nibbles of a vector of bytes, as bytes."""
+    """Return the low and the high nibbles of a vector of bytes, as two vectors of bytes."""
     mask = constant(line.type, 15)
     words = ir.VectorType(I16, line.type.count // 2)
     shifted = builder.lshr(builder.bitcast(line, words), constant(words, 4))  # x86 shifts words, not bytes
@@ -127,7 +126,7 @@ def entries16(context: Any, builder: Any, table: Any, line: Any) -> list[Any]:
 
 
 def broadcast4(builder: Any, address: Any, offset: int, lanes: int) -> Any:
-    """Return the 4 bytes at address + offset, repeated over `lanes` bytes."""
+    """Return a vector of `lanes` bytes that repeats the 4 bytes at address + offset."""
     words = splat(builder, ir.VectorType(I32, lanes // 4), load(builder, address, I32, offset))
     return builder.bitcast(words, ir.VectorType(I8, lanes))
 
@@ -154,7 +153,7 @@ def half_to_float(context: Any, builder: Any, bits16: Any) -> Any:
 
 @intrinsic
 def zeros(typing: Any, rows: Any) -> Any:
-    """Return a tuple of zero vectors, one for each element of the tuple `rows`."""
+    """Return a tuple with as many zero vectors as the tuple `rows` has elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.make_tuple(builder, signature.return_type, [constant(F32X16, 0.0)] * rows.count)
@@ -164,7 +163,7 @@ def zeros(typing: Any, rows: Any) -> Any:
 
 @intrinsic
 def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any) -> Any:
-    """Store vector t of the tuple, times the fp32 factor, at address + t * stride bytes."""
+    """Store vector t of a tuple, multiplied by the fp32 factor, at address + t * stride bytes, for every t."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, target = cgutils.unpack_tuple(builder, arguments[0], values.count), arguments[2]
@@ -179,7 +178,7 @@ def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any)
 
 
 def _prefetch(locality: int, name: str, meaning: str) -> Any:
-    """Return an intrinsic that prefetches a cache line into the levels from 4 - locality on."""
+    """Return an intrinsic that prefetches a cache line into cache level 4 - locality and higher levels."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], I8.as_pointer())
@@ -201,7 +200,7 @@ prefetch_far = _prefetch(2, "prefetch_far", "Prefetches into L2, for data that w
 
 @intrinsic
 def word(typing: Any, address: Any, index: Any) -> Any:
-    """Load the int64 at address + 8 * index: how a chunk function reads its arguments."""
+    """Load the int64 at address + 8 * index, such as an argument of a chunk function."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at = builder.add(arguments[0], builder.mul(arguments[1], ir.Constant(I64, 8)))
@@ -212,7 +211,7 @@ def word(typing: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def nonzero_lanes(typing: Any, value: Any) -> Any:
-    """Return an integer with a bit set for each lane that is not 0; NaN is not 0."""
+    """Return an integer whose bit i is set if lane i is not 0. NaN counts as not 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         test = builder.fcmp_unordered("!=", arguments[0], constant(F32X16, 0.0))

@@ -37,7 +37,7 @@ EXP_SERIES = [1 / factorial for factorial in (5040, 720, 120, 24, 6, 2)]  # of (
 
 
 class Lanes:
-    """16 fp32 lanes at code-generation time, with operators, so that formulas read as formulas."""
+    """16 fp32 lanes while LLVM code is generated, with operators, so that formulas can be written as usual."""
 
     __slots__ = ("builder", "context", "value")
 
@@ -70,7 +70,7 @@ class Lanes:
         return self._of(fused(self.context, self.builder, self.value, self._operand(factor), self._operand(term)))
 
     def where(self, relation: str, limit: Any, yes: Any, no: Any) -> "Lanes":
-        """Select yes if self < limit (or another ordered relation; false for NaN), else no."""
+        """Select `yes` in lanes where self < limit (or another ordered relation; false for NaN), else `no`."""
         test = self.builder.fcmp_ordered(relation, self.value, self._operand(limit))
         return self._of(self.builder.select(test, self._operand(yes), self._operand(no)))
 
@@ -112,7 +112,7 @@ def integers(value: int) -> Any:
 
 
 def fused(context: Any, builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c; with two roundings if the target lacks the instruction, since a library call is 100x slower."""
+    """Return a * b + c, rounded once if the target has the instruction, since a library call is 100x slower."""
     if target_has(context, "fma") or target_has(context, "avx512f") or "aarch64" in builder.module.triple:
         return call(builder, "llvm.fma.v16f32", F32X16, [a, b, c])
     return builder.fadd(builder.fmul(a, b), c)
@@ -125,8 +125,8 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
 def fold(builder: Any, values: list[Any], combine: Any) -> Any:
     """Reduce each of 1, 2, 4, 8 or 16 vectors of 16 lanes; vector i's result is in lane 16 i / len(values).
 
-    Whatever the number of vectors, lanes are combined as i with i + 8, i + 4, i + 2, i + 1; combine must commute. Two
-    vectors at a time become one that holds half the lanes of each in place: a blend and one shuffle.
+    Lanes are always combined as i with i + 8, i + 4, i + 2, i + 1; `combine` must commute. To reduce two vectors at
+    once, a blend and a shuffle first put half of each into one vector.
     """
     for width in (8, 4, 2, 1):
         moved = [lane ^ width for lane in range(16)]
@@ -143,7 +143,7 @@ def fold(builder: Any, values: list[Any], combine: Any) -> Any:
 
 
 def _chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
-    """Shuffle two vectors; the second's lanes are numbered from 16."""
+    """Return 16 lanes chosen from two vectors. Lanes of the second are numbered from 16."""
     return builder.shuffle_vector(first, second, ir.Constant(I32X16, lanes))
 
 
@@ -175,7 +175,7 @@ def lane_mask(builder: Any, first: Any, end: Any) -> Any:
 
 
 def masked_load(builder: Any, address: Any, kind: Any, mask: Any) -> Any:
-    """Load the lanes of `kind` for which mask is true, with 0 in the others, whose memory is not touched."""
+    """Load the lanes of `kind` for which `mask` is true. The others are 0, and their memory is not read."""
     name = f"llvm.masked.load.v16{_letters(kind)}.p0"
     zero = ir.Constant(kind, [0] * 16)
     return call(builder, name, kind, [pointer(builder, address, kind), ir.Constant(I32, 1), mask, zero])
@@ -219,7 +219,7 @@ magnitude = operation(1, lambda a: a.magnitude(), "magnitude", "|a|.")
 
 @intrinsic
 def spread(typing: Any, value: Any) -> Any:
-    """Return 16 lanes of `value`."""
+    """Return 16 lanes that all hold `value`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return splat(builder, F32X16, arguments[0])
@@ -228,7 +228,7 @@ def spread(typing: Any, value: Any) -> Any:
 
 
 def loader(element: Any, context: Any, builder: Any) -> tuple[Any, Any]:
-    """Return the LLVM type in memory of values of the Numba type `element`, and their conversion to fp32."""
+    """Return the LLVM type in memory of values like `element`, and a function that converts them to fp32."""
     if element == types.float32:
         return F32X16, lambda value: value
     if element == types.uint16:
@@ -241,8 +241,6 @@ ELEMENTS = (types.float32, types.uint16, types.int8)
 
 @intrinsic
 def element_bytes(typing: Any, element: Any) -> Any:
-    """Return the bytes of one stored value."""
-
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(I64, element.bitwidth // 8)
 
@@ -251,8 +249,6 @@ def element_bytes(typing: Any, element: Any) -> Any:
 
 @intrinsic
 def first_lane(typing: Any, value: Any) -> Any:
-    """Return lane 0."""
-
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.extract_element(arguments[0], ir.Constant(I32, 0))
 
@@ -261,7 +257,7 @@ def first_lane(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def load16(typing: Any, address: Any, element: Any) -> Any:
-    """Load 16 values from `address`; element: any value of the type they are stored as."""
+    """Load 16 values from `address` as fp32. `element` is any value of the type that they are stored as."""
     if element not in ELEMENTS:
         return None
 
@@ -276,7 +272,7 @@ def load16(typing: Any, address: Any, element: Any) -> Any:
 
 @intrinsic
 def load_lanes(typing: Any, address: Any, first: Any, end: Any, element: Any) -> Any:
-    """Load lanes first..end-1, with 0 in the others, whose memory is not touched; element: as for load16."""
+    """Load lanes first..end-1 as fp32; the others are 0, and their memory is not read. element: see load16."""
     if element not in ELEMENTS:
         return None
 
@@ -289,7 +285,7 @@ def load_lanes(typing: Any, address: Any, first: Any, end: Any, element: Any) ->
 
 @intrinsic
 def keep_lanes(typing: Any, value: Any, first: Any, end: Any, other: Any) -> Any:
-    """Return value in lanes first..end-1 and the number `other` elsewhere."""
+    """Return `value` in lanes first..end-1 and the number `other` in the other lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         mask = lane_mask(builder, *arguments[1:3])
@@ -300,8 +296,6 @@ def keep_lanes(typing: Any, value: Any, first: Any, end: Any, other: Any) -> Any
 
 @intrinsic
 def store16(typing: Any, value: Any, address: Any) -> Any:
-    """Store 16 fp32 values."""
-
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store(arguments[0], pointer(builder, arguments[1], F32X16)).align = 1
         return context.get_dummy_value()
@@ -334,7 +328,7 @@ def store_lanes(typing: Any, value: Any, address: Any, count: Any, element: Any)
 
 @intrinsic
 def lane_sum(typing: Any, value: Any) -> Any:
-    """Return the sum of the lanes, adding i and i + 8, then i + 4, i + 2, i + 1."""
+    """Return the sum of all lanes, adding lanes i and i + 8, then i + 4, i + 2, i + 1."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.extract_element(fold(builder, [arguments[0]], builder.fadd), ir.Constant(I32, 0))
@@ -344,8 +338,6 @@ def lane_sum(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def lane_maximum(typing: Any, value: Any) -> Any:
-    """Return the greatest lane."""
-
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def greater(a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered("<", a, b), b, a)

@@ -1,7 +1,7 @@
-"""Several vectors of 16 lanes at once: register tiles of attention's products and weighted sums.
+"""Tuples of 16-lane vectors that stay in registers: tiles for attention's products and weighted sums.
 
-A tuple of vectors stays in registers. Each vector is an independent chain of additions, so that one addition's latency
-hides another's. A tile has len(rows) rows; its vectors are stored row by row.
+Each vector is an independent chain of additions, so that one addition's latency hides another's. A tile has len(rows)
+rows; its vectors are stored row by row.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from hetero_ee_cpu_ops.simd.floats import ELEMENTS, fold, fused, loader, pointer
 def add_products(
     typing: Any, totals: Any, rows: Any, queries: Any, stride: Any, keys: Any, step: Any, element: Any
 ) -> Any:
-    """Add 16 features of query `row` (fp32) x those of key k to totals[row, k], for a tile of len(rows) x keys.
+    """Add 16 features of fp32 query `row` x those of key k to totals[row, k], for a tile of len(rows) x keys.
 
     queries, keys: addresses of the first one's features; stride, step: bytes to the next query and key.
     """
@@ -45,7 +45,7 @@ def add_products(
 
 @intrinsic
 def store_sums(typing: Any, totals: Any, rows: Any, address: Any, stride: Any) -> Any:
-    """Store the sum of each vector's lanes, as lane_sum adds them: a row's side by side from address + row * stride."""
+    """Store the lane_sum of each vector: a row's sums side by side at address + row * stride."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums = fold(builder, list(cgutils.unpack_tuple(builder, arguments[0], totals.count)), builder.fadd)
@@ -84,7 +84,7 @@ def add_weighted(typing: Any, totals: Any, rows: Any, weights: Any, stride: Any,
 
 @intrinsic
 def load_tile(typing: Any, cells: Any, rows: Any, address: Any, stride: Any) -> Any:
-    """Load len(cells) vectors of fp32, a row's side by side from address + row * stride."""
+    """Load len(cells) vectors of fp32: a row's vectors side by side from address + row * stride."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at, values = arguments[2], []
@@ -98,7 +98,7 @@ def load_tile(typing: Any, cells: Any, rows: Any, address: Any, stride: Any) -> 
 
 @intrinsic
 def store_tile(typing: Any, values: Any, rows: Any, address: Any, stride: Any) -> Any:
-    """Store vectors to where load_tile loads them from."""
+    """Store vectors in the layout that load_tile reads."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at, vectors = arguments[2], list(cgutils.unpack_tuple(builder, arguments[0], values.count))

@@ -1,1 +1,1 @@
-"""Plans in words: explanations, reasons, alternatives and the options that make a plan again."""
+"""Reports on plans: explanations, reasons, alternatives and the options that reproduce a plan."""

@@ -1,4 +1,4 @@
-"""A plan in words and a map, for a terminal or a bug report."""
+"""Explains a plan in words and a map, for a terminal or a bug report."""
 
 import textwrap
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def sized(n_bytes: float) -> str:
 
 
 def change(rate: float, before: float) -> str:
-    """Format the ratio of two rates: as a percentage, or as a factor from 2 on."""
+    """Format the ratio of two rates: as a percentage, or as a factor if it is 2 or more."""
     factor = rate / before
     percent = f"{factor - 1:+.0%}"
     return f"{factor:.1f} times" if factor >= 2 else "the same" if percent in ("+0%", "-0%") else percent
@@ -107,7 +107,7 @@ def _expected(plan: Plan) -> list[str]:
 
 
 def _compared(plan: Plan) -> list[str]:
-    """The CPU alone, this split in full mode, this plan: each with what it gains."""
+    """Return lines that compare the speeds of the CPU only, of full mode and of the plan."""
     found = plan.prediction
     rate, other, alone = found.generated_tokens_per_s, found.other_mode_tokens_per_s, found.cpu_tokens_per_s
     full = rate if other is None or plan.mode == "full" else other
@@ -138,7 +138,7 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _wrapped(first: str, items: Sequence[str]) -> list[str]:
-    """Wrap items to lines without breaking any of them."""
+    """Wrap the items, separated by commas, without breaking any item."""
     held = ", ".join(item.replace(" ", NO_BREAK) for item in items)
     lines = textwrap.wrap(first + held, LINE_COLUMNS, subsequent_indent=" " * 11)
     return [line.replace(NO_BREAK, " ") for line in lines]

@@ -1,4 +1,4 @@
-"""Options of the command line that make exactly the same plan again, as short as possible."""
+"""Finds the shortest command-line options that reproduce a plan exactly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
@@ -12,7 +12,7 @@ Pin = tuple[str, str]  # an option and its value
 
 
 def pins(made: Plan, limits: Limits) -> list[Pin]:
-    """Return the options that make this plan again."""
+    """Return the command-line options that reproduce this plan."""
     found = [("-c", str(made.context_tokens)), ("-t", str(made.threads)), ("--kv-type", made.kv_type)]
     found.append(("--mode", made.mode))
     if limits.draft_length is not None:
@@ -27,7 +27,7 @@ def pins(made: Plan, limits: Limits) -> list[Pin]:
 
 
 def gib(n_bytes: int) -> str:
-    """Return the shortest number of GiB that stands for exactly this many bytes, with fractions of a byte cut off."""
+    """Return the shortest decimal number of GiB that the command line converts to exactly n_bytes."""
     for n_digits in count():
         text = f"{n_bytes / GIB:.{n_digits}f}"
         if int(float(text) * GIB) == n_bytes:
@@ -36,9 +36,10 @@ def gib(n_bytes: int) -> str:
 
 
 def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
-    """Return the shortest options for these placements.
+    """Return the shortest options that reproduce these placements.
 
-    Candidates are -ngl with the differences from it, a rule for each kind of part, and an override for each group.
+    Three ways are compared: -ngl with overrides for the exceptions; a rule for each kind of part with overrides for the
+    exceptions; and an override for each group of parts.
     """
     layers, head = [part for part in parts if part.layer is not None], _target(parts[-1])
     n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len({part.layer for part in layers}))
@@ -58,7 +59,7 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
 
 
 def _patterns(layers: Sequence[PlacedPart], usual: Mapping[str, Placement | None]) -> Iterator[Pin]:
-    """Yield an override for each group of parts that are not at their usual placement."""
+    """Yield an override for each group of parts whose placement differs from `usual`, the one for their kind."""
     found: dict[tuple[Placement, tuple[int, ...]], list[str]] = {}
     for kind, usual_placement in usual.items():
         parts = [part for part in layers if part.kind == kind]
@@ -78,7 +79,7 @@ def numbers_pattern(numbers: Sequence[int]) -> str:
 
 
 def _range_pieces(first: int, last: int) -> Iterator[str]:
-    """Yield regular expressions that together match first to last: rest of the first ten, whole tens, the rest."""
+    """Yield regular expressions that together match the numbers from first to last."""
     tens, last_tens = first // 10, last // 10
     if first % 10:
         end = 9 if tens < last_tens else last % 10
@@ -101,7 +102,7 @@ def _digits(first: int, last: int) -> str:
 
 
 def _target(part: PlacedPart) -> Placement:
-    """Return where a pin would put the part. Parts that do not fit in RAM stay on the disk without a pin."""
+    """Return the placement to pin. It is the CPU for parts on the disk, since the planner moves them there itself."""
     return Placement.CPU if part.decode_placement == Placement.DISK else part.decode_placement
 
 

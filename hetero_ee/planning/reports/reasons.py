@@ -21,7 +21,7 @@ PROMPT_CLIFF = 0.7  # fewer layers on the GPU are suggested if a prompt needs le
 
 
 def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
-    """Yield the reasons for the split, then for the mode."""
+    """Yield sentences that explain the plan: how the model is split between devices, then the mode."""
     problem = best.problem
     measured, asked = problem.costs.cpu.threads, problem.limits.threads
     if asked and asked != measured:
@@ -38,7 +38,7 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
 
 
 def _split_reason(best: Candidate) -> str:
-    """Return what keeps more of the model off the GPU."""
+    """Return a sentence on what keeps more of the model off the GPU."""
     problem, pairs = best.problem, list(zip(best.problem.parts, best.decode, strict=True))
     if not problem.has_gpu:
         why = "-ngl 0 says so" if problem.limits.gpu_layers == 0 else "it has no budget here"
@@ -68,7 +68,7 @@ def _largest_term(prediction: Prediction) -> str:
 
 
 def _transfer_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
-    """Yield how much of the time the transfers of a split need."""
+    """Yield a sentence on the transfers between devices if they need a noticeable share of the time."""
     terms = {term.name: term.seconds for term in prediction.decode_terms}
     link, seconds = best.problem.costs.profile.link, terms.get("transfers", 0.0)
     share = seconds / sum(terms.values())
@@ -82,7 +82,7 @@ def _transfer_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
 
 
 def _prompt_reasons(best: Candidate) -> Iterator[str]:
-    """Yield what the requested layers on the GPU cost prompts if no VRAM is left to stream the others' weights."""
+    """Yield a warning if the requested -ngl leaves no VRAM to stream weights for prompts and fewer layers help."""
     problem, asked = best.problem, best.problem.limits.gpu_layers
     if asked is None or problem.costs.profile.gpu is None or not {"cpu", "disk"} & set(best.prefill[1:-1]):
         return
@@ -104,7 +104,7 @@ def _prompt_reasons(best: Candidate) -> Iterator[str]:
 
 
 def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, Candidate]]:
-    """Yield the request with other numbers of layers on the GPU, as far as that is possible."""
+    """Yield the best candidate for each number of layers on the GPU that fits."""
     problem = best.problem
     for n_layers in counts:
         limits = replace(problem.limits, gpu_layers=n_layers, context_tokens=problem.context_tokens)
@@ -114,7 +114,7 @@ def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, 
 
 
 def _sparse_reasons(best: Candidate) -> Iterator[str]:
-    """Yield the expected gain of skipping neurons, and up to which share of active ones it pays."""
+    """Yield the expected gain of skipping neurons, and the largest share of active ones at which it pays."""
     costs, spec = best.problem.costs, best.problem.spec
     known = {
         "GPU" if placement.on_gpu else "CPU": (part, placement)
@@ -134,7 +134,7 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
 
 
 def _hot_reasons(best: Candidate) -> Iterator[str]:
-    """Yield how many neurons of the split FFNs are on the GPU."""
+    """Yield a sentence on how many neurons of split FFNs are on the GPU."""
     spec, found = best.problem.spec, [placement for placement in best.decode if placement.is_split]
     if not found:
         return
@@ -171,7 +171,7 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
 
 
 def _exit_reason(best: Candidate, prediction: Prediction) -> str:
-    """Return what the times of an early-exit mode depend on."""
+    """Return a sentence on how deep tokens are expected to go in an early-exit mode."""
     schedule, n_layers = best.schedule, best.problem.spec.n_layers
     if schedule.depths is None or prediction.mean_depth is None:
         return (
@@ -196,7 +196,7 @@ def _why_declined(exact_per_s: float, full_per_s: float) -> str:
 
 
 def _gain(best: Candidate) -> str:
-    """Return the expected gain of a step, and of neighbouring schedules."""
+    """Return a sentence on the expected gain of a draft-verify step, compared with neighbouring schedules."""
     schedule, context_tokens = best.schedule, best.context_tokens
     step, others = schedule.step, neighbours(best.problem, best.decode, context_tokens, schedule)
     rates = ", ".join(f"{words} {1 / other.token_s:.2f}" for words, other in others.items())

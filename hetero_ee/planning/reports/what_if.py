@@ -1,4 +1,4 @@
-"""Plans for a request with one option changed: the gain of each option, and rates along the VRAM budget."""
+"""Makes plans with one option changed, to show what each option gains and how the speed depends on VRAM."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ N_CURVE_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A plan and its inputs."""
+    """A plan and the inputs that it was made from."""
 
     spec: ModelSpec
     profile: HardwareProfile
@@ -31,12 +31,12 @@ class Request:
     made: Plan
 
     def plan_with(self, **changes: object) -> Plan:
-        """Return the plan with these limits changed, on a card that has the VRAM.
+        """Return a plan with these fields of Limits changed. The card is assumed to have the requested VRAM.
 
-        Its rates hold for the context of the original plan, or for a whole shorter one.
+        Rates are predicted for the original plan's context length, or for a new shorter one.
 
         Raises:
-            UsageError: if that is impossible.
+            UsageError: if no such plan is possible.
         """
         limits: Limits = replace(self.limits, **{"context_tokens": self.made.context_tokens} | changes)  # type: ignore[arg-type]
         profile, budget = self.profile, limits.vram_budget_bytes
@@ -47,7 +47,7 @@ class Request:
 
 
 def what_if(request: Request) -> dict[str, Plan]:
-    """Return other plans by the options that would request them, without impossible ones."""
+    """Return alternative plans by the option that would request them, leaving out impossible ones."""
     found = {}
     for words, limits in _changes(request):
         try:
@@ -58,7 +58,7 @@ def what_if(request: Request) -> dict[str, Plan]:
 
 
 def _changes(request: Request) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield changes as options and as limits."""
+    """Yield changes of one option: its text on the command line, and the fields of Limits that it changes."""
     made, known, gpu = request.made, request.statistics, request.profile.gpu
     for kv_type in KV_BYTES:
         if kv_type != made.kv_type:
@@ -80,7 +80,7 @@ def _changes(request: Request) -> Iterator[tuple[str, dict[str, object]]]:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A VRAM budget and the expected rate."""
+    """Expected speed with one VRAM budget."""
 
     vram_budget_bytes: int
     tokens_per_s: float
@@ -88,7 +88,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Rates from no VRAM to all that is free on the card."""
+    """Expected speeds with VRAM budgets from none to all that is free on the card."""
 
     points: tuple[CurvePoint, ...]
     used_bytes: int  # the budget of the original plan, which is one of the points
@@ -96,7 +96,7 @@ class Curve:
 
 
 def vram_curve(request: Request) -> Curve:
-    """Return the curve.
+    """Return the expected speeds along the VRAM budget.
 
     Raises:
         UsageError: if there is no GPU, or if no budget is enough.

@@ -1,1 +1,1 @@
-"""Expected seconds and bytes of a plan, from a measured profile."""
+"""Estimates of a plan's seconds and bytes from a hardware profile."""

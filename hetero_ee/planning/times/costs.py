@@ -1,4 +1,4 @@
-"""Expected seconds of parts, copies and transfers, from what blocks declare (costs/block_cost.py) and a profile."""
+"""Expected seconds of parts, copies and transfers, from a hardware profile and the parts' costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ N_STREAM_BUFFERS = 2
 
 
 def reads_on_cpu(parts: Sequence[Part], placements: Sequence[Placement]) -> bool:
-    """Check whether the CPU reads weights of a layer for each token, with these placements of all parts."""
+    """Return whether the CPU reads the weights of any layer for each token, given the placements of all parts."""
     return any(
         part.layer is not None and placement not in ("gpu", "stream")
         for part, placement in zip(parts, placements, strict=True)
@@ -27,13 +27,13 @@ def reads_on_cpu(parts: Sequence[Part], placements: Sequence[Placement]) -> bool
 
 
 def part_work(spec: ModelSpec, part: Part, m: int, context_tokens: int = 0) -> Work:
-    """Return the work of m tokens; the cache holds context_tokens including them."""
+    """Return the work of m tokens in a part. context_tokens includes these tokens."""
     shares = NeuronShares.of(spec, is_prompt=m > MAX_DECODE_TOKENS)
     return part.cost.work(part.name, m, context_tokens, shares)
 
 
 def split_work(spec: ModelSpec, part: Part, placement: Placement, m: int) -> SplitWork:
-    """Return the work of m tokens in a split FFN."""
+    """Return the work of m tokens in an FFN with a "hot-N" placement."""
     assert part.cost.neurons is not None, "not a sparse FFN"
     work = replace(part_work(spec, part, m), shares=NeuronShares.of(spec, is_prompt=False))
     return work.split(placement.hot_neurons(part.cost.neurons.n_neurons), spec.hot_curve)
@@ -53,10 +53,13 @@ class Costs:
         return self.profile.cpu_with(self.threads)
 
     def part_s(self, part: Part, placement: Placement, m: int, context_tokens: int) -> float:
-        """Return the seconds of m tokens in the part; the cache holds context_tokens including them.
+        """Return the seconds of m tokens in the part, without copies of streamed weights (see copy_s).
 
-        "disk" is the CPU reading every weight from the disk. Copies of streamed weights are not included: see copy_s.
-        Parts that cost the same share one computation: a plan asks some ten thousand times for some hundred values.
+        Results are cached for parts of the same shape, since a plan needs about ten thousand times of which only
+        hundreds differ.
+
+        Args:
+            context_tokens: tokens in the cache, including these m.
         """
         key = part.shape, placement, m, context_tokens
         if key not in self._known:
@@ -72,11 +75,11 @@ class Costs:
         return self._work_s(work, self._device(placement))
 
     def split_s(self, part: Part, placement: Placement, m: int) -> tuple[float, float, float]:
-        """Return the seconds of m tokens in a split FFN.
+        """Return the seconds of m tokens in an FFN with a "hot-N" placement.
 
         Returns:
-            What the GPU does first, then its neurons, and meanwhile the CPU's, from the transfer of the input until
-            the CPU's sum has arrived.
+            The GPU's first step; its neurons; and the CPU's neurons, computed meanwhile, with the transfers of input
+            and sum.
         """
         gpu, cpu, work = self._device(placement), self.cpu, split_work(self.spec, part, placement, m)
         transfers_s = self._transfer_s(m, work.input_values) + self.transfer_s(m)
@@ -84,11 +87,11 @@ class Costs:
         return self._work_s(work.first, gpu), self._work_s(work.hot, gpu), cold_s
 
     def sparse_gain(self, part: Part, placement: Placement) -> tuple[float, float]:
-        """Compare a sparse FFN with the same FFN in tiles, for one token.
+        """Compare one token's time in a sparse FFN with the same FFN stored in tiles.
 
         Returns:
-            The ratio of their seconds, and the largest share of active neurons with which the sparse one is no slower,
-            in hundredths.
+            The ratio of their seconds, and the largest share of active neurons (in steps of 0.01) at which the sparse
+            FFN is not slower.
         """
         times, spec, rows = self._device(placement), self.spec, part.cost.neurons
         assert rows is not None, "not a sparse FFN"
@@ -108,13 +111,13 @@ class Costs:
     def copy_s(
         self, part: Part, placement: Placement = Placement.STREAM, context_tokens: int = 0, *, beside_cpu: bool = False
     ) -> float:
-        """Return the seconds of copying the part's weights to the GPU from pinned memory.
+        """Return the seconds of copying the part's weights from pinned memory to the GPU.
 
-        A part that visits brings its keys and values along.
+        With the placement "visit", its KV cache is copied too.
 
         Args:
-            beside_cpu: the CPU reads weights of other layers for each token, out of the same RAM. While a prompt's
-                parts visit, the CPU computes more than it reads.
+            beside_cpu: the CPU reads weights of other layers from the same RAM meanwhile. This slows only "stream":
+                while parts "visit", the CPU computes more than it reads.
         """
         link = self.profile.link
         assert link is not None
@@ -124,18 +127,18 @@ class Costs:
         return link.latency.value + n_bytes / rate.value
 
     def transfer_s(self, m: int) -> float:
-        """Return the seconds that the hidden states of m tokens need between the devices; 0 without a GPU."""
+        """Return the seconds to transfer the hidden states of m tokens between the devices; 0 without a GPU."""
         return self._transfer_s(m, self.spec.hidden_size)
 
     def logits_transfer_s(self, m: int) -> float:
-        """Return the seconds that the logits of m tokens need from the GPU's head to the CPU."""
+        """Return the seconds to transfer the logits of m tokens from a head on the GPU to the CPU."""
         return self._transfer_s(m, self.spec.vocab_size)
 
     def exit_end_s(self, head: Part, placement: Placement, map_rank: int, *, is_partial: bool = False) -> float:
         """Return the seconds of judging one token at an exit layer.
 
         Args:
-            map_rank: of the exit map, 0 without one.
+            map_rank: rank of the exit map, 0 if there isn't one.
             is_partial: judge by the logits of a few candidates.
         """
         end, times = exit_end(self.spec, head, map_rank), self._device(placement)
@@ -150,7 +153,7 @@ class Costs:
         return work.seconds(times, self.profile.disk_read_bytes_per_s.value, self.spec)
 
     def _transfer_s(self, m: int, n_values: int) -> float:
-        """Return the measured seconds of one hidden state, and what more bytes need."""
+        """Return the seconds to transfer m x n_values fp32, based on the measured time of one hidden state."""
         link = self.profile.link
         if link is None:
             return 0.0
@@ -165,5 +168,5 @@ class Costs:
 
 
 def exit_end(spec: ModelSpec, head: Part, map_rank: int) -> HeadCost:
-    """Return what judges tokens at an exit layer: an exit map of this rank, the model's head and a small network."""
+    """Return the cost of judging tokens at an exit layer: exit map of this rank, head and a small network."""
     return HeadCost(head.cost, exit_map_products(spec.hidden_size, map_rank), judge=JUDGE)

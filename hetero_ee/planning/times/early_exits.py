@@ -1,9 +1,9 @@
 """Expected time of an early-exit mode: how often a token passes each layer, and how many pending tokens join it.
 
-Tokens exit independently of each other, at the shares that were measured. A token that exits waits for the next one
-that goes deeper, and of a number that wait the next one passes all layers. So texts are rounds, which end with a token
-that passes all layers; of one exit layer a round is a draft-verify step whose drafts are always right (steps.py).
-Source: derived (docs/planning.md).
+Tokens are assumed to exit independently of each other, at the measured rates. A token that exits stays pending until a
+later token goes deeper. When the most tokens allowed are pending, the next one passes all layers. A round is a series
+of tokens that ends with one that passes all layers; with a single exit layer it equals a draft-verify step whose drafts
+are always right (steps.py). Source: derived (docs/planning.md).
 """
 
 from bisect import bisect_right
@@ -17,14 +17,14 @@ from hetero_ee.planning.times.steps import Step, StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How often a token passes the layers before the first exit layer, between exit layers, and after the last one."""
+    """Average number of passes per token in each range of layers between exit layers."""
 
     exit_layers: tuple[int, ...]
     batches: tuple[tuple[float, ...], ...]  # [i][m - 1]: average number of passes of m tokens after i exit layers
 
     @classmethod
     def of(cls, known: DepthStatistics, most: int) -> "Passes":
-        """Return the average passes, if at most `most` tokens catch up together."""
+        """Return the passes that these statistics imply, if at most `most` tokens catch up together."""
         deeper = known.deeper
         rounds = _round_lengths(deeper[-1], most)
         n_tokens = sum(m * chance for m, chance in enumerate(rounds, 1))
@@ -32,33 +32,33 @@ class Passes:
         return cls(known.exit_layers, tuple(tuple(n / n_tokens for n in _in_a_round(rounds, a)) for a in others))
 
     def behind(self, layer: int) -> tuple[float, ...]:
-        """Return the passes of this layer (counted from 0) with 1, 2, ... tokens."""
+        """Return the average number of passes of 1, 2, ... tokens through this layer (counted from 0), per token."""
         return self.batches[bisect_right(self.exit_layers, layer)]
 
     @property
     def chances(self) -> list[float]:
-        """Chances that a token reaches these layers before it is emitted."""
+        """For each range of layers, the chance that a token reaches it before it is emitted."""
         return [sum(batch) for batch in self.batches]
 
     def mean_depth(self, n_layers: int) -> float:
-        """Return the layers run for a token, without those that it catches up with later."""
+        """Return the average number of layers run before a token is emitted. Later catching up is not counted."""
         ends = (0, *self.exit_layers, n_layers)
         return sum(chance * (end - start) for chance, (start, end) in zip(self.chances, pairwise(ends), strict=True))
 
 
 def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: float = 0.0) -> Step:
-    """Return the average round of an early-exit mode: tokens until one passes all layers.
+    """Return the average round of an early-exit mode, which ends with a token that passes all layers.
 
     Args:
-        times: of at least `most` tokens.
-        most: tokens that may catch up together.
+        times: times of passes of up to `most` tokens or more.
+        most: maximum number of tokens that catch up together.
         draft_s: seconds of a draft head, if candidates come from one.
     """
     passes = Passes.of(known, most)
     chances, exit_layers = passes.chances, known.exit_layers
     seconds = chances[0] * times.before_s(exit_layers[0]) + (draft_s if known.is_drafted else 0.0)
     for number, (exit_layer, end) in enumerate(zip(exit_layers, (*exit_layers[1:], None), strict=True)):
-        looks = known.looks(number)  # judged by candidates only, if there are some
+        looks = known.looks(number)  # only candidates' logits judge, if the mode has candidates
         seconds += chances[number] * (known.judging(number) * times.exit_head_s(exit_layer, is_partial=looks))
         exited = chances[number] - chances[number + 1]
         if looks:
@@ -73,18 +73,19 @@ def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: flo
 
 
 def _round_lengths(all_layers: float, most: int) -> list[float]:
-    """Return the chance of 1, 2, ... tokens until one passes all layers, by itself or because no more may wait."""
+    """Return the chances of rounds of 1, 2, ... `most` tokens. A token passes all layers with chance `all_layers`."""
     lengths = [(1 - all_layers) ** (m - 1) * all_layers for m in range(1, most)]
     return [*lengths, (1 - all_layers) ** (most - 1)]
 
 
 def _in_a_round(rounds: Sequence[float], goes: float) -> list[float]:
-    """Return the passes of 1, 2, ... tokens in a round, through layers that each token but the last may skip.
+    """Return the average passes of 1, 2, ... tokens per round, in layers that all but its last token may skip.
 
-    A token that passes takes along those before it that did not.
+    A token that passes them also processes the pending tokens directly before it.
 
     Args:
-        goes: the chance that a token other than the last one passes.
+        rounds: chances of a round of 1, 2, ... tokens.
+        goes: the chance that a token other than the last one passes these layers.
     """
     found = [0.0] * len(rounds)
     still = [*rounds]  # [n]: the chance that a round has more than n tokens
@@ -94,6 +95,6 @@ def _in_a_round(rounds: Sequence[float], goes: float) -> list[float]:
         ends = rounds[place - 1]
         passes = ends + (reached - ends) * goes
         for m in range(1, place + 1):
-            began = goes if m < place else 1.0  # the one before those passed too, or does not exist
+            began = goes if m < place else 1.0  # the token before these passed too, or does not exist
             found[m - 1] += passes * (1 - goes) ** (m - 1) * began
     return found

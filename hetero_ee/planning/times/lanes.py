@@ -1,4 +1,4 @@
-"""Simulates when the CPU, the GPU and the link are busy, pass after pass, by expected times.
+"""Simulates when the CPU, the GPU and the link are busy during consecutive passes, from expected times.
 
 The host launches the GPU's work and waits for its results. Hidden states never wait for weights on the link.
 """
@@ -16,14 +16,14 @@ from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, Costs, reads_on_cpu
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Seconds of a pass."""
+    """Seconds of one or more passes, with the shares spent on transfers and on waiting."""
 
     seconds: float = 0.0
     transfer_s: float = 0.0  # hidden states and logits between the devices
     waited_s: float = 0.0  # computing that waited for a copy
 
     def since(self, before: "PassTime") -> "PassTime":
-        """Return the difference to an earlier state."""
+        """Return the times spent since the earlier total `before`."""
         return PassTime(
             self.seconds - before.seconds, self.transfer_s - before.transfer_s, self.waited_s - before.waited_s
         )
@@ -31,17 +31,17 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Tokens between two parts."""
+    """Hidden states between two parts: when they are ready, and on which device."""
 
     ready_s: float
     on_gpu: bool | None = False  # their device; None after a part that both compute
 
 
 class Lanes:
-    """A simulation that begins at 0 with nothing copied.
+    """A simulation of CPU, GPU and link that begins at 0 seconds with nothing copied. beside_cpu: see Costs.copy_s.
 
     Copies of streamed weights run ahead as far as there are buffers, also into the next pass if it streams the same
-    parts. Otherwise they begin again. `beside_cpu` is as in Costs.copy_s.
+    parts. If it streams others, its copies start with the pass.
     """
 
     def __init__(self, costs: Costs, *, beside_cpu: bool) -> None:
@@ -53,11 +53,11 @@ class Lanes:
         self.spent = PassTime()  # so far; its seconds are the host's clock
 
     def entered(self, on_gpu: bool = False) -> Flow:
-        """Return tokens that begin now, on the embedding's device."""
+        """Return the flow of tokens that start now on the device of the embedding."""
         return Flow(self._cpu_s, on_gpu)
 
     def begin(self, parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> None:
-        """Announce a pass through these parts, so that their copies may begin."""
+        """Announce a pass through these parts, so that copies of its streamed weights can start."""
         order = [(part, placement) for part, placement in zip(parts, placements, strict=True) if placement.is_streamed]
         if order and [part.name for part, _ in order] != [part.name for part, _ in self._order]:
             self._drop_copies()
@@ -67,9 +67,9 @@ class Lanes:
     def through(
         self, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int, flow: Flow
     ) -> Flow:
-        """Move m tokens through these parts in order, as soon as the devices are free.
+        """Run m tokens through these parts in order, as soon as the devices are free, and return where they end.
 
-        The buffer of a streamed part is free once the part is computed.
+        A streamed part's buffer is free again once the part is computed.
         """
         costs, transfer_s = self._costs, self._costs.transfer_s(m)
         part_s = costs.part_s
@@ -108,11 +108,11 @@ class Lanes:
         return Flow(ready, on_gpu)
 
     def finish_logits(self, flow: Flow, m: int) -> None:
-        """Wait for the logits of m tokens, which cross the link if the GPU computed them."""
+        """Wait for the logits of m tokens, including their transfer if the GPU computed them."""
         self.wait(flow, self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0)
 
     def finish_draft(self, flow: Flow, end_s: float, *, on_gpu: bool) -> None:
-        """Wait for a token that is judged in end_s on that device."""
+        """Judge a token at an exit layer, for end_s seconds on the head's device, and wait for the result."""
         transfer_s, cpu, gpu, ready = self._costs.transfer_s(1), self._cpu_s, self._gpu_s, flow.ready_s
         crosses = flow.on_gpu is not None and flow.on_gpu != on_gpu
         if crosses:
@@ -126,7 +126,7 @@ class Lanes:
             self._spend()
 
     def wait(self, flow: Flow, transfer_s: float = 0.0) -> None:
-        """Let the host wait for hidden states, or for what is transferred of them."""
+        """Make the host wait for hidden states and then for a transfer of transfer_s seconds."""
         self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s
         self._spend(transfer_s)
 
@@ -140,9 +140,12 @@ class Lanes:
         normed_on_gpu: bool,
         embedded_on_gpu: bool,
     ) -> None:
-        """Norm the states of m tokens on one device and let the draft source read them on its own.
+        """Run a draft source on a prompt chunk's m tokens, from their normed states and embeddings.
 
-        The source also reads the tokens' embeddings. The host continues while the GPU works.
+        The host continues while the GPU works.
+
+        Args:
+            normed_on_gpu, embedded_on_gpu: the devices of the final norm and of the embedding.
         """
         transfer_s, seconds = self._costs.transfer_s(m), reading.chunk_s(m, context_tokens)
         start = normed_on_gpu if flow.on_gpu is None else flow.on_gpu
@@ -159,7 +162,7 @@ class Lanes:
         self._spend()
 
     def _to_gpu(self, transfer_s: float) -> None:
-        """Transfer to the GPU, after all its work so far."""
+        """Transfer data to the GPU after all work that the GPU has so far."""
         self._gpu_s = max(self._gpu_s, self._cpu_s) + transfer_s
         self._spend(transfer_s)
 
@@ -168,7 +171,7 @@ class Lanes:
         self.spent = PassTime(self._cpu_s, spent.transfer_s + transfer_s, spent.waited_s + waited_s)
 
     def whole_pass(self, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int) -> None:
-        """Move m tokens through all these parts, and wait for their end, or for logits if the head is the last."""
+        """Run m tokens through all these parts, and wait for the result: logits if the last part is the head."""
         self.begin(parts, placements, context_tokens)
         flow = self.through(parts, placements, m, context_tokens, self.entered())
         if parts[-1].kind is BlockKind.HEAD:
@@ -177,7 +180,7 @@ class Lanes:
             self.wait(flow)
 
     def _drop_copies(self) -> None:
-        """Finish copies that ran ahead in vain; buffers are free when the GPU is."""
+        """Finish copies that ran ahead but aren't needed. Their buffers are free once CPU and GPU are."""
         for (part, placement), free_s in zip(cycle(self._order), self._buffers_s):
             copy_s = self._costs.copy_s(part, placement, self._context_tokens, beside_cpu=self._beside_cpu)
             self._link_s = max(self._link_s, free_s) + copy_s
@@ -187,7 +190,7 @@ class Lanes:
 def pass_time(
     costs: Costs, parts: Sequence[Part], placements: Sequence[Placement], m: int, context_tokens: int
 ) -> PassTime:
-    """Return the time of one of many equal passes of m tokens, beginning on the CPU.
+    """Return the time of one of many equal passes of m tokens.
 
     With streamed weights it is the third pass, whose first copies ran during the end of the second.
     """

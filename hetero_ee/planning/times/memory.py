@@ -1,4 +1,4 @@
-"""Every byte that a plan takes, term by term, for the planner's sums and for the user."""
+"""Sizes of what a plan keeps in memory, for the planner's sums and for the user."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ ALLOCATOR_BYTES = 2 * 2**20  # granularity of torch's CUDA allocator for large t
 ATTENTION_PART_TOKENS = 256  # positions per program of the attention kernel
 N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one is copied, and one keeps them apart
 GRAPH_BYTES = 64 * 2**20  # for kernels and library workspaces: an allowance, not measured
-GRAPH_LAYER_BYTES = 2**14  # for one layer's CUDA graph with about ten launches: likewise
+GRAPH_LAYER_BYTES = 2**14  # for one layer's CUDA graph with about ten launches: also an allowance
 N_STATES = 7  # hidden states outside of buffers: 4 on the link, a segment's result, two of the final norm
 CODE_BYTES = 1.125  # an activation as products read it: int8, and an fp32 scale per 32
 DRAFT_HEAD = "draft head"  # the term whose device computes it
@@ -35,12 +35,12 @@ class MemoryTerm:
 
 
 def rounded(n_bytes: int) -> int:
-    """Round up to the allocator's granularity."""
+    """Round a size up to the granularity of torch's CUDA allocator."""
     return -(-n_bytes // ALLOCATOR_BYTES) * ALLOCATOR_BYTES if n_bytes else 0
 
 
 def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int:
-    """Return the VRAM of the part itself: weights that stay there, and the KV cache if the GPU attends."""
+    """Return the VRAM that the part occupies permanently: resident weights, and its KV cache if the GPU keeps it."""
     if placement == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
     if placement.is_split:
@@ -52,7 +52,7 @@ def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class WorkingSizes:
-    """Sizes of what the layers of a model work with, as their mixers declare them."""
+    """Sizes of the buffers that a model's layers work with."""
 
     spec: ModelSpec
     width: int  # numbers per token: hidden states and the mixers' buffers
@@ -68,12 +68,11 @@ class WorkingSizes:
         return cls(spec, 3 * spec.hidden_size + sum(buffers.values()), widest, part_values, len(spec.ropes))
 
     def cpu_bytes(self, chunk_tokens: int) -> int:
-        """Return the bytes of a pass: hidden states and what each mixer writes between its matrices."""
+        """Return the bytes of a pass's activations: hidden states and the mixers' buffers."""
         return chunk_tokens * self.width * FLOAT_BYTES
 
     def gpu_terms(self, context_tokens: int, chunk_tokens: int) -> list[MemoryTerm]:
-        """Return the workspace that all layers on a GPU share, with hidden states in transfer and the input of the
-        widest product."""
+        """Return the VRAM of the workspace that all layers on a GPU share, term by term."""
         spec = self.spec
         passing_bytes = N_STATES * spec.hidden_size * FLOAT_BYTES + int(CODE_BYTES * self.widest)
         n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * self.part_values
@@ -90,7 +89,7 @@ class WorkingSizes:
 
 
 def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], context_tokens: int) -> int:
-    """Return the bytes of device buffers that streamed parts use alternately, with the KV cache of visiting ones."""
+    """Return the VRAM of the buffers for streamed parts, which hold weights and, for "visit", the KV cache."""
     streamed = [
         part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         for part, placement in zip(parts, placements, strict=True)
@@ -100,6 +99,6 @@ def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], 
 
 
 def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement]) -> int:
-    """Return the bytes of pinned buffers in RAM that streamed weights pass through."""
+    """Return the RAM of the pinned buffers through which weights are streamed."""
     streamed = [part.weight_bytes for part, placement in zip(parts, placements, strict=True) if placement.needs_buffers]
     return N_PINNED_BUFFERS * max(streamed, default=0)

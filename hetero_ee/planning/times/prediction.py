@@ -1,4 +1,4 @@
-"""Expected speed of a plan: rates, seconds by purpose, and draft-verify steps."""
+"""Predicts the speed of a plan: rates, seconds by purpose, and draft-verify steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,9 +20,10 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 
 def predict(made: Candidate, cpu_s: float | None) -> Prediction:
-    """Return the expected speed at the candidate's context: prompts of that length, and decoding after it.
+    """Return the candidate's expected speed: reading a prompt of its context length, and decoding after it.
 
-    cpu_s: seconds of a token on the CPU only, None if that is impossible.
+    Args:
+        cpu_s: seconds per token on the CPU only, None if RAM is too small.
     """
     context_tokens, costs, parts, step = made.context_tokens, made.problem.costs, made.problem.parts, made.schedule.step
     decode = pass_time(costs, parts, made.decode, 1, context_tokens)
@@ -80,9 +81,9 @@ def predicted_run_s(
     n_depth: int,
     reading: PromptReading | None = None,
 ) -> float:
-    """Return the seconds of a run with this plan, after a context of n_depth tokens.
+    """Return the seconds to read n_prompt tokens and generate n_gen in full mode, after n_depth tokens of context.
 
-    It reads n_prompt tokens, which a draft source may read too, and generates n_gen in full mode.
+    `reading` is the cost of a draft source that reads the prompt too.
     """
     costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
     placements = Placements([part.prefill_placement for part in made.parts], made.decode_placements)
@@ -101,7 +102,7 @@ def step_times(
     context_tokens: int | None = None,
     map_ranks: Mapping[int, int] | None = None,
 ) -> StepTimes:
-    """Return the times of this plan's drafts and verifications, of up to MAX_DRAFT_LENGTH tokens.
+    """Return the times of this plan's drafts and of verifications of up to MAX_DRAFT_LENGTH tokens.
 
     Args:
         context_tokens: None for half the plan's context.
@@ -115,9 +116,9 @@ def step_times(
 def predicted_step(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, context_tokens: int
 ) -> Step | None:
-    """Return the average step of a plan in exact or an early-exit mode after context_tokens.
+    """Return the average step of a plan in exact or an early-exit mode, after context_tokens of context.
 
-    It is None if the statistics of its drafts or depths are unknown.
+    It is None if the statistics that it needs are missing.
     """
     n, exits, exit_layer = made.draft_length, statistics.exits, made.exit_layer
     times = step_times(spec, profile, made, context_tokens, None if exits is None else exits.map_ranks)
@@ -135,7 +136,7 @@ def predicted_step(
 def predicted_text_s(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, n_new: int, n_depth: int
 ) -> float | None:
-    """Return the seconds of n_new tokens after n_depth others with this plan; None if drafts or depths are unknown."""
+    """Return the seconds to generate n_new tokens after n_depth tokens of context; None if statistics are missing."""
     if made.mode == "full":
         return predicted_run_s(spec, profile, made, 0, n_new, n_depth)
     step = predicted_step(spec, profile, made, statistics, n_depth + max(1, n_new // 2))
@@ -143,7 +144,7 @@ def predicted_text_s(
 
 
 def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
-    """Return every part with its placements, bytes and seconds."""
+    """Return every part of the candidate with its placements, bytes and seconds."""
     problem, chunk = made.problem, made.chunk_tokens
     return tuple(
         PlacedPart(
@@ -163,7 +164,7 @@ def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
 def _terms(
     costs: Costs, parts: Sequence[Part], placements: Sequence[Placement], whole: PassTime, m: int, context_tokens: int
 ) -> tuple[TimeTerm, ...]:
-    """Return the seconds of a pass by part and device, with transfers and waiting."""
+    """Return a pass's seconds by kind of part and device, and those of transfers and of waiting for copies."""
     seconds: dict[str, float] = {}
     for part, placement in zip(parts, placements, strict=True):
         if part.kind is BlockKind.EMBEDDING:
@@ -179,7 +180,7 @@ def _terms(
 def _layer_terms(
     costs: Costs, layers: Sequence[Part], context_tokens: int, *, beside_cpu: bool
 ) -> tuple[TimeTerm, ...]:
-    """Return the seconds of one token in an average layer, by possible placement. See Costs.copy_s for beside_cpu."""
+    """Return an average layer's seconds per token on the CPU, on the GPU and streamed. beside_cpu: see Costs.copy_s."""
     seconds = {"CPU": sum(costs.part_s(part, Placement.CPU, 1, context_tokens) for part in layers)}
     if costs.profile.gpu is not None:
         on_gpu = [costs.part_s(part, Placement.GPU, 1, context_tokens) for part in layers]
@@ -191,7 +192,7 @@ def _layer_terms(
 
 
 def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[Placement]) -> float:
-    """Return the seconds to read every weight once from its place, a lower bound of full mode without caches."""
+    """Return the seconds to read every weight once from where it is kept: a lower bound for a token of full mode."""
     profile, cpu, gpu = costs.profile, costs.cpu, costs.profile.gpu
     seconds = 0.0
     for part, placement in zip(parts, placements, strict=True):

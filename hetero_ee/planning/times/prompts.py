@@ -1,6 +1,6 @@
-"""Expected time of a prompt in chunks.
+"""Expected time of a prompt that is read in chunks.
 
-The GPU's first parts begin a chunk early, while the chunk before it is in later parts.
+Parts on the GPU that come before any CPU part start a chunk while the previous chunk is still in later parts.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,6 @@ from hetero_ee.planning.times.lanes import Flow, Lanes
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Placements of all parts."""
-
     prefill: Sequence[Placement]  # for a chunk of a prompt
     decode: Sequence[Placement]  # when decoding, and for a short last chunk
 
@@ -33,7 +31,7 @@ def prompt_s(
     chunk_tokens: int,
     reading: PromptReading | None = None,
 ) -> float:
-    """Return the seconds of a prompt, with the head for its last token."""
+    """Return the seconds to read a prompt and compute the logits of its last token."""
     lanes = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode))
     read_prompt(lanes, parts, placements, range(0, n_tokens, chunk_tokens), n_tokens, reading)
     return lanes.spent.seconds
@@ -47,7 +45,12 @@ def read_prompt(
     n_tokens: int,
     reading: PromptReading | None = None,
 ) -> None:
-    """Read chunks that begin at `firsts`, up to n_tokens, then apply the head."""
+    """Simulate reading the prompt up to n_tokens in chunks, then the head for its last token.
+
+    Args:
+        firsts: the first position of each chunk; its step is the chunk size.
+        reading: cost of a draft source that reads the prompt too.
+    """
     flow, begun = lanes.entered(), None
     for first in firsts:
         m = min(firsts.step, n_tokens - first)
@@ -66,7 +69,7 @@ def read_prompt(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """m tokens of a prompt between layers; context_tokens includes them and those before."""
+    """A chunk of m prompt tokens on its way through the layers."""
 
     lanes: Lanes
     m: int
@@ -77,26 +80,25 @@ class _Chunk:
 
     @property
     def placements(self) -> Sequence[Placement]:
-        """Placements of the layers."""
         return self.every[1:-1]
 
     @property
     def n_early(self) -> int:
-        """Number of parts before the first one of the CPU."""
+        """Number of parts on the GPU before the first one on the CPU."""
         return next((i for i, each in enumerate(self.placements) if not each.on_gpu), len(self.placements))
 
     @property
     def streams_late(self) -> bool:
-        """Whether later parts wait for copies. These come in the order of a pass, so that no chunk begins early."""
+        """Whether parts after the first CPU part are streamed. Their copies keep the order of passes."""
         return any(placement.is_streamed for placement in self.placements[self.n_early :])
 
     def begin(self) -> Flow:
-        """Move the chunk through the early parts."""
+        """Run the chunk through the early parts."""
         self.lanes.begin(self.layers, self.placements, self.context_tokens)
         return self._through(slice(self.n_early), self.lanes.entered(self.every[0].on_gpu))
 
     def finish(self, flow: Flow) -> Flow:
-        """Move the chunk through the other parts, then let the draft source read it."""
+        """Run the chunk through the remaining parts, then let the draft source read it."""
         found = self._through(slice(self.n_early, None), flow)
         if self.reading is not None:
             embedded, normed = (each.on_gpu for each in (self.every[0], self.every[-1]))

@@ -1,6 +1,6 @@
-"""Bytes that a token is expected to move over the link, and weights that the CPU is expected to read for it.
+"""Predicts the bytes that a token moves over the link and the weights that the CPU reads for it.
 
-They follow from the placements and from how often layers are passed, to be compared with what a run has moved.
+They follow from the placements and from how often layers are passed. Runs count the same bytes for comparison.
 """
 
 from bisect import bisect_right
@@ -25,13 +25,13 @@ DRAFT_BYTES = 2 * FLOAT_BYTES  # id and confidence
 
 
 def over_link(kind: str, *, to_gpu: bool) -> str:
-    """Return the name under which such bytes are counted."""
+    """Return the name under which bytes of this kind and direction are counted."""
     return f"{kind} to the {'GPU' if to_gpu else 'CPU'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Traversal:
-    """How often a token passes the layers before the first exit layer, between exit layers, and after the last one."""
+    """Average passes per token in each range of layers between exit layers."""
 
     exit_layers: tuple[int, ...] = ()
     passes: tuple[float, ...] = (1.0,)  # each reads the weights once
@@ -40,19 +40,19 @@ class Traversal:
     known: DepthStatistics | None = None  # of an early-exit mode
 
     def behind(self, layer: int) -> int:
-        """Return how many exit layers are before this layer (counted from 0)."""
+        """Return how many exit layers come before this layer (counted from 0)."""
         return bisect_right(self.exit_layers, layer)
 
     @classmethod
     def of_exits(cls, known: DepthStatistics, most: int) -> "Traversal":
-        """Return the passes of an early-exit mode, if at most `most` tokens catch up together."""
+        """Return the passes of an early-exit mode in which at most `most` tokens catch up together."""
         found = Passes.of(known, most)
         rows = tuple(sum(m * n for m, n in enumerate(batch, 1)) for batch in found.batches)
         return cls(known.exit_layers, tuple(found.chances), rows, found.chances[-1], known)
 
     @classmethod
     def of_step(cls, exit_layer: int, step: Step) -> "Traversal":
-        """Return the passes of exact mode: drafts one by one to the exit layer (0 for none), and one verification."""
+        """Return the passes of exact mode: drafts up to the exit layer (0 for none), then one verification."""
         rows = step.batch / step.tokens
         if not exit_layer:
             return cls((), (1 / step.tokens,), (rows,), rows)
@@ -60,7 +60,7 @@ class Traversal:
 
 
 class _Moved(Counter[str]):
-    """Bytes by what they are counted as."""
+    """Counter of bytes, by the name under which they are counted."""
 
     def over_link(self, kind: str, n_bytes: float, *, to_gpu: bool) -> None:
         self.add(over_link(kind, to_gpu=to_gpu), n_bytes)
@@ -76,7 +76,7 @@ def token_bytes(
     traversal: Traversal,
     map_ranks: Mapping[int, int],
 ) -> dict[str, float]:
-    """Return the bytes by kind and direction, without those of draft sources that need none of the layers."""
+    """Return the bytes per token by kind and direction. Draft heads and n-gram sources are not included."""
     found, on_gpu = _Moved(), [placement.on_gpu for placement in placements]
     row_bytes = FLOAT_BYTES * spec.hidden_size
     for place, (part, placement) in enumerate(zip(parts, placements, strict=True)):
@@ -114,10 +114,10 @@ def _add_judging(
     head_on_gpu: bool,
     crosses: bool,
 ) -> None:
-    """Add the bytes of judging at one exit layer.
+    """Add the bytes of judging tokens at the exit layer with index `number`.
 
-    Candidates are chosen from logits on the CPU. Later exit layers send the logits of candidates. Tokens that would
-    exit there are judged again by the whole head.
+    If the mode has candidates but no draft head, the first exit layer sends all logits to the CPU to choose them. Later
+    ones send only the candidates' logits, and the whole head judges a token again before it exits.
     """
     known, judged = traversal.known, traversal.passes[number]
     exits, takes, looks = judged - traversal.passes[number + 1], False, False

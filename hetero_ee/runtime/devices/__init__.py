@@ -1,1 +1,1 @@
-"""Devices and links as the executors see them: real, emulated, and the seams between."""
+"""Devices and links between them: interfaces, and real and emulated implementations."""

@@ -20,17 +20,15 @@ REFUSAL = "can't allocate memory"  # in the RuntimeError of torch's allocator
 
 
 class Reached:
-    """The event of finished work."""
-
     def wait(self) -> None:
         return
 
 
 class CpuDevice(Device):
-    """The CPU, which computes at once.
+    """The CPU, whose work is finished when `run` returns.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         available_bytes: returns the memory that the system could still give this process.
         recorder: records a span per run, if given.
     """
@@ -46,7 +44,7 @@ class CpuDevice(Device):
         self._capacity_bytes = available_bytes()
 
     def free_bytes(self) -> int:
-        """See Device.free_bytes. Claims count even if they are not in use yet, as does other programs' memory."""
+        """Return the memory that can still be claimed, less unused claims and other programs' memory."""
         return max(0, min(self._available_bytes(), self._capacity_bytes - self.claimed_bytes))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -74,10 +72,10 @@ class CpuDevice(Device):
 def host_machine(
     clock: Callable[[], float] = time.perf_counter, recorder: SpanRecorder | None = None, held_bytes: int = 0
 ) -> Machine:
-    """Return this computer without a GPU.
+    """Return this computer as a machine without a GPU.
 
     Args:
-        held_bytes: of weights in memory that a plan claims again.
+        held_bytes: memory of loaded weights. It counts as free, since the plan claims it again.
     """
     device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes + held_bytes, recorder)
     return Machine(device, None, None, CpuCopier())

@@ -1,4 +1,4 @@
-"""A GPU that torch calls cuda, and its link: launches and copies run asynchronously, in streams ordered by events."""
+"""A GPU that torch calls cuda, and its link. Work and copies are asynchronous, in streams ordered by events."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,8 +20,8 @@ class CudaDevice(Device):
     It computes on torch's current stream, so that tensors made without `run` are complete when they are read.
 
     Args:
-        budget_bytes: maximum to claim, None for all memory.
-        trace: records a span per run.
+        budget_bytes: maximum bytes of claims; None for all memory.
+        trace: records a span per run, if given.
     """
 
     def __init__(self, driver: CudaDriver, budget_bytes: int | None = None, trace: CudaClock | None = None) -> None:
@@ -31,7 +31,7 @@ class CudaDevice(Device):
             self._queue = CudaStream(driver, driver.compute_stream(), GPU, trace)
 
     def free_bytes(self) -> int:
-        """See Device.free_bytes. Claims count even if they are not in use yet, as does other programs' memory."""
+        """Return the memory that can still be claimed, less unused claims and other programs' memory."""
         driver, claimed_bytes = self._driver, self.claimed_bytes
         with driver_errors("a look at its memory", lambda: 0):
             usable_bytes = driver.free_bytes() + driver.kept_bytes()
@@ -49,12 +49,12 @@ class CudaDevice(Device):
 
 
 class CudaLink:
-    """The link of a GPU. It has one stream for weights and one for hidden states per direction.
+    """The link of a GPU, with separate streams for weights and for hidden states in each direction.
 
     So hidden states never wait for queued weights. `compute` must copy without blocking, between existing memory.
 
     Args:
-        host_free_bytes: returns the available memory of the CPU.
+        host_free_bytes: returns the free memory of the CPU, for error messages.
     """
 
     def __init__(self, driver: CudaDriver, host_free_bytes: Callable[[], int], trace: CudaClock | None = None) -> None:
@@ -74,11 +74,10 @@ class CudaLink:
         return self._transfers[to].begin(name, compute, after)
 
     def host_buffer(self, n_bytes: int) -> Tensor:
-        """See Link.host_buffer. The memory is pinned."""
         with driver_errors("a pinned buffer", self._host_free_bytes, device=CPU, n_bytes=n_bytes):
             return self._driver.pinned(n_bytes)
 
     def _queues(self, lanes: Mapping[str, str], trace: CudaClock | None) -> dict[str, CudaStream]:
-        """Make a stream for each target device."""
+        """Make a stream for each target device. `lanes`: names in traces, by device."""
         driver = self._driver
         return {to: CudaStream(driver, driver.new_stream(), lane, trace) for to, lane in lanes.items()}

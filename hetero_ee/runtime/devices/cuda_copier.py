@@ -14,11 +14,11 @@ GPU_TYPE = "cuda"
 
 
 class CudaCopier:
-    """Moves hidden states in `Link.transfer`, after all work of the GPU so far, when a buffer there is free.
+    """Moves hidden states as part of `Link.transfer`, through buffers used in rotation.
 
     Args:
         n_rows: rows that buffers hold; larger buffers are made when needed.
-        row_bytes: of one row.
+        row_bytes: bytes of one row.
     """
 
     def __init__(self, driver: CudaDriver, link: Link, n_rows: int, row_bytes: int) -> None:
@@ -30,12 +30,11 @@ class CudaCopier:
         self._copied: list[Any] = [None] * N_BUFFERS
 
     def is_on_gpu(self, x: Tensor) -> bool:
-        """See Copier.is_on_gpu."""
         return x.device.type == GPU_TYPE
 
     @torch.inference_mode()
     def to_gpu(self, x: Tensor) -> Tensor:
-        """See Copier.to_gpu. Valid until the fourth call after it."""
+        """Begin to copy x to the GPU, unless it is there. The result is valid until the fourth call after this one."""
         if self.is_on_gpu(x):
             return x
         index = self._to_gpu.next()
@@ -50,7 +49,6 @@ class CudaCopier:
 
     @torch.inference_mode()
     def to_cpu(self, x: Tensor) -> Tensor:
-        """See Copier.to_cpu."""
         if not self.is_on_gpu(x):
             return x
         found = self._to_cpu.like(x, self._to_cpu.next())
@@ -58,19 +56,19 @@ class CudaCopier:
         return found
 
     def _recorded(self) -> Any:
-        """Return an event on the current stream, which is the link's."""
+        """Record an event on the current stream, which is the link's, and return it."""
         event = self._driver.new_event(is_timed=False)
         event.record(self._driver.compute_stream())
         return event
 
     def _gpu_buffer(self, n_bytes: int) -> Tensor:
-        """Allocate on the compute stream, as torch reuses freed memory within a stream."""
+        """Allocate a GPU buffer on the compute stream, since torch reuses freed memory only within a stream."""
         with self._driver.on_stream(self._stream):
             return self._driver.empty((n_bytes,), torch.uint8)
 
 
 class _Rotation:
-    """Buffers of n_bytes or more, used in rotation."""
+    """Buffers of at least n_bytes each, used in rotation."""
 
     def __init__(self, make: Callable[[int], Tensor], n_bytes: int) -> None:
         self._make = make
@@ -78,12 +76,11 @@ class _Rotation:
         self._latest = N_BUFFERS - 1
 
     def next(self) -> int:
-        """Return the index of the next buffer."""
         self._latest = (self._latest + 1) % N_BUFFERS
         return self._latest
 
     def like(self, x: Tensor, index: int) -> Tensor:
-        """Return the beginning of that buffer with the shape and type of x. The buffer grows if x is larger."""
+        """Return the start of buffer `index` with the shape and type of x, enlarging the buffer if necessary."""
         if self._buffers[index].nbytes < x.nbytes:
             self._buffers[index] = self._make(x.nbytes)
         return self._buffers[index][: x.nbytes].view(x.dtype).view(x.shape)

@@ -1,4 +1,4 @@
-"""The part of torch.cuda that the runtime uses, behind a protocol: streams, events and memory of one GPU."""
+"""The part of torch.cuda that the runtime uses, as a protocol: streams, events and memory of one GPU."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class CudaDriver(Protocol):
-    """Streams have wait_event(event); events record(stream), query(), synchronize() and elapsed_time(later), in ms.
+    """Streams, events and memory of one GPU. Any method may raise RuntimeError.
 
-    Everything may raise RuntimeError.
+    Streams and events have the methods of torch.cuda.Stream and torch.cuda.Event. Times are in ms.
     """
 
     def compute_stream(self) -> Any:
@@ -21,27 +21,27 @@ class CudaDriver(Protocol):
     def new_stream(self) -> Any: ...
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make launches and copies of this thread use the stream and its GPU."""
+        """Return a context in which this thread's launches and copies use the stream and its GPU."""
         ...
 
     def new_event(self, *, is_timed: bool) -> Any: ...
 
     def free_bytes(self) -> int:
-        """Return the free memory of the GPU, by the driver."""
+        """Return the GPU's free memory as the driver reports it."""
         ...
 
     def kept_bytes(self) -> int:
-        """Return the memory that torch has reserved, in use or not."""
+        """Return the memory that torch has reserved, whether it is in use or not."""
         ...
 
     def used_bytes(self) -> int:
-        """Return the reserved memory that tensors use."""
+        """Return the part of the reserved memory that tensors use."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def pinned(self, n_bytes: int) -> Tensor:
-        """Return pinned CPU memory (uint8), which the GPU copies asynchronously."""
+        """Return pinned CPU memory (uint8), which the GPU can copy asynchronously."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""This computer with its GPU: the devices, the link and the executor of a plan's GPU parts."""
+"""This computer with its GPU: the devices, the link, and the executor of a plan's parts on the GPU."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,20 +38,20 @@ N_SLOTS = 65  # sequences that may be open at once, a server's and one more; eac
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A usable GPU."""
+    """A GPU that torch can use, with its driver and kernels."""
 
     device: torch.device
     driver: CudaDriver
     operations: GpuOperations
 
     def reachable_bytes(self) -> int:
-        """Return the memory that this process has or could get."""
+        """Return the VRAM that this process has reserved or could still get."""
         with driver_errors("a look at its memory", lambda: 0):
             return self.driver.free_bytes() + self.driver.kept_bytes()
 
 
 def usable_gpu(model: str | None, warn: Warn) -> Gpu | None:
-    """Return the GPU of that name, else the one with most memory; None if torch can use none.
+    """Return the GPU called `model`, or the one with most memory if it is None; None if torch can use no GPU.
 
     Args:
         warn: see Registry.
@@ -77,13 +77,15 @@ def cuda_machine(
     recorder: SpanRecorder | None = None,
     ram_bytes: Callable[[], int] = free_ram_bytes,
 ) -> Machine:
-    """Return this computer as a plan uses it.
+    """Return this computer as a machine that runs the plan.
 
     Args:
-        recorder: records what ran where and when.
+        recorder: records what ran where and when, if given.
+        ram_bytes: returns the free RAM.
 
     Raises:
-        DeviceMemoryError, DeviceLostError.
+        DeviceMemoryError: if there is no memory for transfer buffers.
+        DeviceLostError: if the GPU does not answer.
     """
     cpu = CpuDevice(clock, ram_bytes, recorder)
     if not plan.n_bytes(GPU):
@@ -110,10 +112,10 @@ def cuda_machine(
 
 
 def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuExecutor:
-    """Return the executor of the plan's parts on the GPU, with the KV cache of these layers.
+    """Return the executor of the plan's parts on the GPU, with a KV cache of these layers.
 
     Raises:
-        DeviceMemoryError.
+        DeviceMemoryError: if they don't fit.
     """
     places = {part.name: part.decode_placement for part in plan.parts}
     blocks = [(block, places.get(block.name)) for block in decoder_blocks(spec)]  # the final norm has none of its own
@@ -136,5 +138,4 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
 
 
 def _n_rows(plan: Plan) -> int:
-    """Return the maximum number of tokens in a pass."""
     return max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)

@@ -1,4 +1,4 @@
-"""A stream of a GPU, whose work runs in order, each piece after given events."""
+"""A stream of a GPU: its work runs in order, and may wait for events of other streams."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,23 +12,18 @@ from hetero_ee.runtime.trace import SpanRecorder
 
 
 class CudaEvent:
-    """An event that the GPU reaches.
-
-    Args:
-        native: the driver's event.
-    """
+    """The end of work on a GPU. `native` is the driver's event."""
 
     def __init__(self, native: Any, driver: CudaDriver) -> None:
         self.native, self._driver = native, driver
 
     def wait(self) -> None:
-        """See Event.wait."""
         with driver_errors("what it was waited for", self._driver.free_bytes):
             self.native.synchronize()
 
 
 class CudaClock:
-    """Maps spans of a GPU to the host's clock. Both clocks are read once, when nothing runs."""
+    """Converts times of a GPU's events to the host's clock. Both clocks are read once, when the GPU is idle."""
 
     def __init__(self, driver: CudaDriver, clock: Callable[[], float], recorder: SpanRecorder) -> None:
         self._recorder, self._origin = recorder, driver.new_event(is_timed=True)
@@ -53,11 +48,11 @@ class CudaClock:
 class CudaStream:
     """A stream of launches or copies.
 
-    The stream keeps each `compute` with everything it refers to until its event. Otherwise torch would reuse the memory
-    of tensors without references, while another stream may still read them.
+    The stream keeps each `compute`, with everything that it refers to, until its work has ended. Otherwise torch would
+    reuse the memory of unreferenced tensors while another stream may still read them.
 
     Args:
-        lane: of its recorded spans.
+        lane: name of the stream in traces.
         clock: records spans, if given.
     """
 
@@ -68,7 +63,7 @@ class CudaStream:
     def begin(self, name: str, compute: Callable[[], T], after: Sequence[Event]) -> tuple[T, CudaEvent]:
         """Call `compute`, whose launches run after the events. Return its value and the event of its end.
 
-        The host waits for events of other devices. Raises whatever `compute` raises, see driver_errors.
+        The host waits for events that are not the GPU's. Errors of `compute` are converted by driver_errors.
         """
         others = [event for event in after if not isinstance(event, CudaEvent)]
         for event in others:

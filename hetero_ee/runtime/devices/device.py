@@ -1,4 +1,4 @@
-"""The interface of devices and of the link between them, with real, emulated and faulty implementations."""
+"""Interfaces of devices and of the link between them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,22 +15,21 @@ CPU, GPU = "cpu", "gpu"
 
 
 class Allocation:
-    """Memory of a device, claimed for `purpose` until free(). Freeing it again does nothing."""
+    """Memory of a device, claimed for `purpose` until free(). Freeing it twice does nothing."""
 
     def __init__(self, purpose: str, n_bytes: int, on_free: "Callable[[Allocation], None]") -> None:
         self.purpose, self.n_bytes = purpose, n_bytes
         self._on_free = on_free
 
     def free(self) -> None:
-        """Release the bytes."""
         self._on_free(self)
 
 
 class Event(Protocol):
-    """The end of a piece of work, after which other work can start."""
+    """The end of some work, which other work can wait for."""
 
     def wait(self) -> None:
-        """Let the host wait until it is reached. Raises: DeviceLostError."""
+        """Make the host wait until the event is reached. Raises: DeviceLostError: if the device fails."""
         ...
 
 
@@ -51,21 +50,21 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate uninitialized memory, which was claimed before. Raises: DeviceMemoryError."""
+        """Allocate uninitialized memory that was claimed before. Raises: DeviceMemoryError: if there is none."""
 
     @abstractmethod
     def run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> tuple[T, Event]:
-        """Call `compute` after the events. On a GPU it launches work.
+        """Call `compute`, which on a GPU launches work, after the events `after`.
 
         Args:
-            works: describe the work.
+            works: descriptions of the work, for traces and emulated times.
 
         Returns:
-            The value of `compute`, and the event of its end. A GPU's value may only be used after that event, or in
+            The value of `compute`, and the event of its end. A GPU's value may be used only after that event, or by
             later work of the same device, which runs in order.
 
         Raises:
-            DeviceMemoryError, DeviceLostError: for errors of the driver; other errors of `compute` as they are.
+            DeviceMemoryError, DeviceLostError: for errors of the driver. Other errors of `compute` are passed on.
         """
 
     @property
@@ -73,7 +72,7 @@ class Device(ABC):
         return sum(allocation.n_bytes for allocation in self._claims)
 
     def allocate(self, n_bytes: int, purpose: str) -> Allocation:
-        """Claim memory before it is used.
+        """Claim memory of the device, to be allocated later.
 
         Raises:
             DeviceMemoryError: if it does not fit. Nothing has changed then.
@@ -90,24 +89,24 @@ class Device(ABC):
 
 
 class Link(Protocol):
-    """Copies between CPU and GPU memory. Copies in one direction keep their order, as do transfers.
+    """Copies between CPU and GPU memory. In each direction, copies keep their order, and so do transfers.
 
     `to` is the target device, "cpu" or "gpu". The source must not change until the copy's event. The target must exist
-    before: torch would reuse memory allocated in `compute` for the link's stream.
+    before the call, since torch would reuse memory that `compute` allocates on the link's stream.
     """
 
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """Copy n_bytes of weights or KV cache after the events; `compute` begins the copy. Raises as Device.run."""
+        """Call `compute`, which copies n_bytes of weights or KV cache, after the events. Raises as Device.run does."""
         ...
 
     def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """Copy n_rows of hidden states likewise. The event is reached when the device `to` can use them."""
+        """Call `compute`, which copies n_rows of hidden states, after the events. The event is for the device `to`."""
         ...
 
     def host_buffer(self, n_bytes: int) -> Tensor:
-        """Allocate CPU memory (uint8) that is copied at full speed. Raises: DeviceMemoryError."""
+        """Allocate CPU memory (uint8) that can be copied at full speed. Raises: DeviceMemoryError: if there is none."""
         ...

@@ -1,7 +1,7 @@
-"""An emulated machine: this CPU computes at once, and time passes as in a hardware profile.
+"""An emulated machine: this CPU computes everything, while a virtual clock advances as in a hardware profile.
 
-It shares only the profile and the cost description (hetero_ee/costs) with the planner. So a plan's prediction can be
-checked against the steps that the executor really takes.
+It shares only the profile and the cost description (hetero_ee/costs) with the planner. So predictions can be checked
+against the steps that an executor takes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -26,11 +26,11 @@ class EmulatedDevice(Device):
     """The CPU or the GPU of a profile. The host waits for the CPU's work but not for the GPU's.
 
     Args:
-        memory_bytes: available on the device.
-        threads: of the CPU, 0 for the most that were measured.
+        memory_bytes: memory of the device.
+        threads: threads of the CPU; 0 for the largest number that was measured.
 
     Raises:
-        ValueError: for a GPU that the profile does not have.
+        ValueError: for a GPU if the profile has none.
     """
 
     def __init__(
@@ -52,14 +52,13 @@ class EmulatedDevice(Device):
         return self._memory_bytes - self.claimed_bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See Device.empty. Allocates memory of this CPU."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> tuple[T, Event]:
-        """See Device.run. Works follow each other on the device's lane, the first one after the events.
+        """Run `compute` and advance the clock: the works follow each other on the device's lane, after the events.
 
         Raises:
-            KeyError: if the profile did not time a layout. A run that raises takes no time.
+            KeyError: if the profile has no time for a layout. A run that raises takes no time.
         """
         seconds = [work.seconds(self._times, self._disk_bytes_per_s, self._spec) for work in works]
         value = compute()
@@ -73,11 +72,11 @@ class EmulatedLink:
     """The link of a profile.
 
     Args:
-        row_bytes: of one token's hidden state, whose transfer was measured.
+        row_bytes: bytes of one token's hidden state, whose transfer was measured.
         beside_cpu: names of blocks that are copied while the CPU reads weights from the same RAM.
 
     Raises:
-        ValueError: for a profile without a link.
+        ValueError: if the profile has no link.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class EmulatedLink:
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.copy. It costs the latency, and the bytes at the rate of pinned memory."""
+        """Copy as in Link.copy. The time is the link's latency, plus the bytes at the rate of pinned memory."""
         rate = self._times.to_gpu_bytes_per_s if to == GPU else self._times.to_cpu_bytes_per_s
         if to == GPU and name in self._beside_cpu:
             rate = self._times.beside_cpu_bytes_per_s
@@ -100,7 +99,7 @@ class EmulatedLink:
     def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.transfer. It costs the measured time of one hidden state, and more bytes at the rate to the CPU."""
+        """Transfer as in Link.transfer. Bytes beyond one hidden state's measured time cost the rate to the CPU."""
         value = compute()
         more_bytes = max(0, n_rows * row_bytes - self._row_bytes)
         seconds = self._times.transfer.value + more_bytes / self._times.to_cpu_bytes_per_s.value
@@ -111,11 +110,11 @@ class EmulatedLink:
 
 
 class EmulatedGpuTensor(Tensor):
-    """A tensor of the CPU that counts as one of the emulated GPU, as does everything computed from it."""
+    """A CPU tensor that counts as being on the emulated GPU, as do all tensors computed from it."""
 
 
 class EmulatedCopier:
-    """The copier of an emulated GPU, which only changes the tensors' type."""
+    """The copier of an emulated GPU, which only changes the type of tensors."""
 
     def is_on_gpu(self, x: Tensor) -> bool:
         return isinstance(x, EmulatedGpuTensor)
@@ -128,7 +127,7 @@ class EmulatedCopier:
 
 
 def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, timeline: Timeline) -> Machine:
-    """Return the profile's machine with the plan's budgets and threads, from the present time on."""
+    """Return a machine like the profile's, with the plan's budgets and threads, that uses `timeline` as its clock."""
     cpu = EmulatedDevice(CPU, timeline, profile, spec, plan.ram_budget_bytes, plan.threads)
     if profile.gpu is None or not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuCopier())
@@ -138,7 +137,7 @@ def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, time
 
 
 def _copied_beside_cpu(plan: Plan) -> frozenset[str]:
-    """Return the parts that are streamed for each token while the CPU reads other layers' weights."""
+    """Return the names of parts that are streamed for each token while the CPU reads weights of other layers."""
     layers = [part for part in plan.parts if part.layer is not None]
     if all(part.decode_placement in (Placement.GPU, Placement.STREAM) for part in layers):
         return frozenset()

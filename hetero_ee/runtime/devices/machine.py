@@ -1,4 +1,4 @@
-"""Machine: the devices that a plan runs on, and the transfer of hidden states between them."""
+"""Machine: the devices that a plan runs on, and transfers of hidden states between them."""
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Copier(Protocol):
-    """Moves tensors between devices."""
+    """Copies tensors between CPU and GPU."""
 
     def is_on_gpu(self, x: Tensor) -> bool: ...
 
     def to_gpu(self, x: Tensor) -> Tensor:
-        """Begin to move x to the GPU and return it there; x itself if it is there."""
+        """Begin to copy x to the GPU and return the copy; return x if it is on the GPU already."""
         ...
 
     def to_cpu(self, x: Tensor) -> Tensor:
-        """Begin to move x to the CPU and return it there; x itself if it is there. Valid for one more call."""
+        """Begin to copy x to the CPU, unless it is there. The result stays valid during one more call."""
         ...
 
 
@@ -73,7 +73,6 @@ class Machine:
     opened_beside: "list[BlockExecutor]" = field(default_factory=list)  # closed with the model's executor
 
     def device(self, *, on_gpu: bool) -> Device:
-        """Return the GPU or the CPU."""
         if not on_gpu:
             return self.cpu
         assert self.gpu is not None, "something is asked of a GPU that is not there"
@@ -82,10 +81,10 @@ class Machine:
     def moved(
         self, name: str, x: Tensor, ready: tuple[Event, ...] = (), *, to_gpu: bool
     ) -> tuple[Tensor, tuple[Event, ...]]:
-        """Move x (m, columns) to a device, unless it is there. The host waits for what comes to the CPU.
+        """Move x (m, columns) to the GPU or the CPU, unless it is there. The host waits for copies to the CPU.
 
         Returns:
-            The tensor there, in a buffer if it was moved (see Copier), and the events to wait for before reading it.
+            The tensor, in a buffer of the copier if it was moved, and the events to wait for before reading it.
         """
         if self.copier.is_on_gpu(x) == to_gpu:
             return (x if self.link is not None else x.cpu()), ready  # it may come from a GPU that is no longer used

@@ -1,7 +1,7 @@
-"""A discrete-event clock in virtual seconds for the CPU, the GPU and each direction of the link.
+"""A virtual clock in seconds for the CPU, the GPU and each direction of the link.
 
-Weights and hidden states have separate lanes, as they have separate streams on a GPU. There, weights are copied in
-small pieces, so that hidden states never wait for queued copies. That the two share bandwidth is not modelled.
+Weights and hidden states have separate lanes, as they have separate streams on a GPU. A real link copies weights in
+small pieces, so that hidden states never wait for queued copies. That both share its bandwidth is not modelled.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ COPY_LANES, ROW_LANES = {GPU: TO_GPU, CPU: TO_CPU}, {GPU: ROWS_TO_GPU, CPU: ROWS
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of a lane from start_s to end_s."""
+    """Work on a lane from start_s to end_s."""
 
     lane: str
     name: str
@@ -26,7 +26,7 @@ class Span:
 
 
 class Timeline:
-    """A timeline that begins at 0. Each lane does one thing at a time, in call order. The CPU's lane is the host.
+    """Virtual times that begin at 0. Each lane does one thing at a time, in call order. The CPU's lane is the host.
 
     Attributes:
         spans: all work with a duration, in call order.
@@ -38,15 +38,16 @@ class Timeline:
 
     @property
     def now_s(self) -> float:
-        """Present time of the host."""
+        """Current time of the host."""
         return self._free_s[CPU]
 
     def occupy(
         self, lane: str, name: str, seconds: float, after: Iterable[Event] = (), not_before_s: float = 0.0
     ) -> "Moment":
-        """Occupy a lane as soon as it is free, the host is here and the events are reached. Return the end's event.
+        """Add work to a lane and return the event of its end.
 
-        On the CPU's lane the host advances too.
+        The work starts when the lane is free, the host has come to this call and the events are reached. Work on the
+        CPU's lane also advances the host.
 
         Raises:
             ValueError: if seconds is negative.
@@ -61,7 +62,7 @@ class Timeline:
         return Moment(start_s + seconds, self)
 
     def host_wait(self, event: Event) -> None:
-        """Let the host wait for the event."""
+        """Advance the host's time to that of the event, unless it is later already."""
         self._free_s[CPU] = max(self.now_s, self._time_s(event))
 
     def _time_s(self, event: Event) -> float:

@@ -1,6 +1,6 @@
 """Counts the bytes moved over the link and the weights read by the CPU, on real and emulated machines.
 
-The names are those of planning/times/traffic.py, which predicts them.
+Their names are those of planning/times/traffic.py, which predicts the same numbers.
 """
 
 from collections import Counter
@@ -15,19 +15,19 @@ from hetero_ee.planning.times.traffic import CPU_WEIGHTS, over_link
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes since it was made, by kind and direction."""
+    """Bytes moved since this object was made, by kind and direction."""
 
     n_bytes: Counter[str] = field(default_factory=Counter)
     _known: dict[tuple[Product, ...], int] = field(default_factory=dict, repr=False)  # by products
 
     def moved(self, kind: str, n_bytes: int, *, to_gpu: bool) -> None:
-        """Count bytes of a kind that were moved over the link."""
+        """Add bytes of a kind that were moved over the link."""
         self.n_bytes[over_link(kind, to_gpu=to_gpu)] += n_bytes
 
     def read(self, works: Iterable[Work]) -> None:
-        """Count the weights that the CPU read for this work.
+        """Add the weights that the CPU read for these works.
 
-        Each matrix is read once for all tokens; of a sparse FFN, the rows that any token is expected to need.
+        A matrix is read once for all tokens. From a sparse FFN, the rows are read that any token is expected to need.
         """
         for work in works:
             if work.products not in self._known:
@@ -47,5 +47,5 @@ class TextTraffic:
 
     @property
     def per_token(self) -> dict[str, float]:
-        """Bytes per token; empty without tokens."""
+        """Bytes per generated token by kind; empty if no tokens were generated."""
         return {name: n / self.n_tokens for name, n in self.n_bytes.items()} if self.n_tokens else {}

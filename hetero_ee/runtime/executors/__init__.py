@@ -1,1 +1,1 @@
-"""The Executor protocol, which runs a decoder's blocks, and its implementations."""
+"""Executors, which run a decoder's blocks: the protocol and its implementations."""

@@ -1,4 +1,4 @@
-"""The executor on the CPU kernels: weights in tiles or rows as they are stored, int8 activations, one thread pool."""
+"""The executor on the CPU kernels: weights in tiles or rows as stored, int8 activations, one thread pool."""
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ COMPILING = "Compiling the CPU kernels"
 
 
 class CpuExecutor(OpsExecutor):
-    """Run one model whose matrices are in tiles, or in rows of neurons. cache: see HostExecutor.
+    """Runs a model with quantized matrices on the CPU kernels.
 
     Args:
-        threads: how many to start, 1 or more, or a pool; close() ends them.
+        threads: a thread pool, or the number of threads to start; close() ends them.
+        cache: see HostExecutor.
     """
 
     _ops: CpuOps
@@ -44,7 +45,7 @@ class CpuExecutor(OpsExecutor):
         self._splits: dict[tuple[str, int], CpuSplit] = {}
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING) -> None:
-        """Compile what the first token needs, or load it from the disk, by one pass of one token."""
+        """Compile the kernels that the first token needs, or load them from the disk, by running one token."""
         tiles = (matrix.tiles for matrix in self._device_weights.matrices.values())
         kinds = sorted({each.kind for each in tiles if each is not None})
         for n_done, kind in enumerate(kinds):
@@ -74,7 +75,7 @@ class CpuExecutor(OpsExecutor):
 
 
 class CpuSplit(SplitFfn):
-    """A split FFN's steps on the CPU. On an emulated GPU, end() adds the first neurons up, section by section."""
+    """The steps of a split FFN on the CPU, which may also stand in for the GPU of an emulated machine."""
 
     def __init__(self, executor: CpuExecutor, block: BoundBlock, n_first: int) -> None:
         self._ops, self._rows = executor._ops, executor._rows

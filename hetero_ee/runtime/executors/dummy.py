@@ -1,4 +1,4 @@
-"""A model without numbers: every pass runs as it would and computes nothing. For time lines of any shapes."""
+"""An executor that computes nothing, to emulate the timing of models without having their weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ DUMMY = "dummy"  # what stands for the quantizer
 
 
 class DummyExecutor(HostExecutor):
-    """Hidden states come out as they go in, and logits are 0. Its cache counts tokens and keeps nothing."""
+    """An executor that returns hidden states unchanged and logits of 0. Its cache only counts tokens."""
 
     def __init__(self, spec: ModelSpec, max_tokens: int, layers: tuple[int, ...] | None = None) -> None:
         n_layers = spec.n_layers if layers is None else len(layers)
@@ -69,7 +69,7 @@ class DummyExecutor(HostExecutor):
 
 @dataclass(frozen=True, slots=True)
 class _DummySplit(SplitFfn):
-    """n_scores: that go to the CPU with a token."""
+    """A split FFN that computes nothing. n_scores of a predictor's scores go to the CPU with each token."""
 
     n_scores: int
 
@@ -87,7 +87,7 @@ class _DummySplit(SplitFfn):
 
 
 def dummy_weights(spec: ModelSpec) -> ModelWeights:
-    """Return weights of the right sizes that need no memory: one value each, repeated."""
+    """Return weights in the model's shapes that occupy almost no memory, since each tensor repeats one value."""
     weights = ModelWeights({}, {}, DUMMY)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):

@@ -1,4 +1,4 @@
-"""The Executor protocol: what runs a model's blocks, from tokens to logits.
+"""Executor protocols: they run a model's blocks, from tokens to logits.
 
 A token's bits depend only on that token and its sequence, never on its batch.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Observe(Protocol):
-    """Receive a batch, its final normed states (m, hidden) and the captured ones, where they were computed."""
+    """Callback that receives a batch, its final normed states (m, hidden) and captured states, on their devices."""
 
     def __call__(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None: ...
 
@@ -40,12 +40,12 @@ PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C i
 
 
 class HeadExecutor(Protocol):
-    """The end of a model: final norm and LM head. What every executor has."""
+    """The part of an executor that computes the end of a model: final norm and LM head."""
 
     cache: KvCache
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the head's input from states (m, hidden) after the last layer, or where a token exits."""
+        """Apply the final norm to states (m, hidden) after the last layer or an exit layer."""
         ...
 
     def lm_head(self, normed: Tensor) -> Tensor:
@@ -57,27 +57,25 @@ class HeadExecutor(Protocol):
         return self.lm_head(self.final_norm(hidden))
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
-        """Draft after states (m, hidden). Return int32 (m, 2) for drafted_of(); an Executor returns it on the CPU."""
+        """Draft after states (m, hidden). Return int32 (m, 2) for drafted_of(), which an Executor moves to the CPU."""
         ...
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
-        """Return the logits that drafts are chosen from: (m, hidden) -> (m, vocab), or (m, rows of the end)."""
+        """Return the logits that drafts are chosen from: (m, hidden) -> (m, n), n tokens in the vocabulary of `end`."""
         ...
 
     def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
-        """Return draft_logits of chosen tokens, each row its own: (m, hidden), (m, k) -> (m, k).
+        """Return draft_logits of k tokens chosen for each row: (m, hidden), ids (m, k) -> (m, k).
 
-        The end must not have rows of its own.
+        `end` must not have a vocabulary of its own.
         """
         ...
 
-    def close(self) -> None:
-        """Stop the executor's threads and free its memory."""
-        ...
+    def close(self) -> None: ...
 
 
 class Executor(HeadExecutor, Protocol):
-    """Runs a whole model. Open sequences in `cache` before their first tokens."""
+    """Runs a whole model. Sequences must be opened in `cache` before their first tokens."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -87,22 +85,22 @@ class Executor(HeadExecutor, Protocol):
     overlap: Overlap | None = None  # work that runs on its own while the host computes
     growth: Growth | None = None  # of a context whose length was not requested
     capturing: tuple[int, ...] = ()  # see capture
-    captured: tuple[Tensor, ...] = ()  # by the last run, before those of these layers that it passed
+    captured: tuple[Tensor, ...] = ()  # states before the capturing layers that the last run passed
 
     def capture(self, layers: Sequence[int]) -> None:
-        """Make later passes keep the hidden states (m, hidden) before each of these layers, ascending, in `captured`.
+        """Make later passes keep the hidden states (m, hidden) before each of these ascending layers in `captured`.
 
-        They stay on the device that computed them. Raises: ValueError: if the model lacks a layer.
+        The states stay on the device that computed them. Raises: ValueError: if the model lacks a layer.
         """
         self.capturing = captured_layers(layers, self.spec.n_layers)
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """Run the batch through these layers and return the hidden states (m, hidden) after them.
 
-        Admits the batch to the KV cache of these layers only.
+        The batch's positions are added to the KV cache of these layers only.
 
         Args:
-            hidden: States (m, hidden) before the layers; None to begin with the embedding.
+            hidden: states (m, hidden) before the layers; None to begin with the embedding.
 
         Raises:
             ValueError: if a token does not follow the last one in the cache. Nothing is computed then.
@@ -114,44 +112,44 @@ class Executor(HeadExecutor, Protocol):
         ...
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
-        """Wait for hidden states and return them in the CPU's memory, valid until the second call after this."""
+        """Wait for hidden states and return them in the CPU's memory, valid until the second later call."""
         ...
 
     @property
     def head_on_gpu(self) -> bool:
-        """Whether the head is on a GPU, where draft() chooses and judges drafts with fewer transfers."""
+        """Whether the head is on a GPU, so that draft() needs fewer transfers than logits would."""
         return False
 
     def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
-        """Return a draft after each of the states (m, hidden), chosen and judged on the head's device."""
+        """Draft a token after each of the states (m, hidden). The head's device chooses and judges it."""
         return drafted_of(self.draft_rows(hidden, noise, end))
 
     @property
     def most_tokens(self) -> int:
-        """The longest context that grow() may reach."""
+        """Longest context length that grow() may reach."""
         return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
 
     @property
     def traffic(self) -> Traffic | None:
-        """Bytes moved so far; None if nothing counts them: on the CPU alone, without traces."""
+        """Bytes moved so far; None if they are not counted, as on the CPU without traces."""
         return None
 
     @property
     def neurons(self) -> NeuronCounts:
-        """Neurons used so far. Those of dense FFNs are not counted."""
+        """Numbers of neurons that sparse FFNs have used so far."""
         return NeuronCounts()
 
     @property
     def pool(self) -> "ThreadPool | None":
-        """The CPU kernels' threads, which others may use while the executor does not; None if it has none."""
+        """Thread pool of the CPU kernels, free for others while the executor is idle; None if it has none."""
         return None
 
     def grow(self, n_tokens: int) -> int:
-        """Ask for a context of n_tokens. Returns its new length, less if it may not grow or does not fit."""
+        """Enlarge the context to n_tokens if allowed and possible, and return its length."""
         return self.cache.max_tokens
 
     def make_room(self, ends: Mapping[int, int]) -> None:
-        """Prepare memory for a prompt, after which these sequences hold this many tokens."""
+        """Prepare memory for a prompt. `ends` gives the tokens that each sequence will then have."""
         return
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -159,15 +157,15 @@ class Executor(HeadExecutor, Protocol):
         return self.run(batch, None, range(self.spec.n_layers))
 
     def logits(self, batch: Batch, wanted: Sequence[int]) -> Tensor:
-        """Run the batch through every block. Return fp32 logits (len(wanted), vocab) of the wanted row indices."""
+        """Run the batch through every block. Return fp32 logits (len(wanted), vocab) of the rows `wanted`."""
         return self.to_logits(self.hidden(batch)[list(wanted)])
 
 
 class SplitFfn(Protocol):
-    """One device's part of a sparse FFN that is split between two devices.
+    """One device's part of a sparse FFN whose neurons are split between two devices.
 
-    The device with the first neurons runs everything but `rest`. x is the FFN's input (m, hidden), followed by a
-    predictor's scores of the other neurons if there is one: (m, hidden + others).
+    The device with the first neurons runs everything but `rest`. x is the FFN's input (m, hidden); with a predictor,
+    its scores of the other neurons follow: (m, hidden + others).
     """
 
     def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -175,68 +173,69 @@ class SplitFfn(Protocol):
         ...
 
     def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the first neurons' sums for end(). Nothing from the other device is needed."""
+        """Compute the sums of the first neurons for end(), without results of the other device."""
         ...
 
     def rest(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return the other neurons' sum (m, hidden), on the device that holds them."""
+        """Return the sum (m, hidden) of the other neurons, on the device that has them."""
         ...
 
     def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
-        """Combine both sums and return the hidden states (m, hidden) after the FFN."""
+        """Add both devices' sums and return the hidden states (m, hidden) after the FFN."""
         ...
 
 
 class BlockExecutor(HeadExecutor, Protocol):
-    """Computes any blocks of a model on one device. `cache` holds the layers that are attended there."""
+    """Computes blocks of a model on one device. `cache` has the layers whose state is on that device."""
 
     @property
     def neurons(self) -> NeuronCounts:
-        """Neurons used by the FFNs that it computed, see Executor.neurons."""
+        """Numbers of neurons that this device has used in sparse FFNs so far."""
         ...
 
     def embed(self, batch: Batch) -> Tensor:
-        """Return the states (m, hidden) before the first layer. Raises ValueError for ids outside the vocabulary."""
+        """Return the states (m, hidden) before the first layer. Raises: ValueError: if an id has no embedding."""
         ...
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """Return x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
+        """Multiply by the matrix called `name` and add its bias: x (m, K) -> (m, N)."""
         ...
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """Return the RMSNorm by the vector of that name: (m, K) -> (m, K)."""
+        """Apply RMSNorm with the weights called `name`: (m, K) -> (m, K)."""
         ...
 
     def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
-        """Return the mixer's output (m, hidden) for its normed input x (m, K), before any post-norm and residual scale.
+        """Run a block's mixer on its normed input x (m, K); return (m, hidden) before post-norm and residual scale.
 
-        The batch is admitted already.
+        The batch must have been admitted to the cache.
         """
         ...
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """Run states (m, hidden) through blocks that follow each other. The batch is admitted already."""
+        """Run states (m, hidden) through consecutive blocks. The batch must have been admitted to the cache."""
         ...
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """Run one block with borrowed weights in place of the executor's own of the same names."""
+        """Run one block with `weights`, which replace the executor's own weights of the same names."""
         ...
 
     def split(self, block: Block, n_first: int) -> SplitFfn:
-        """Return this device's part of an FFN whose other neurons are on another device. Up to 16 tokens."""
+        """Return this device's part of a sparse FFN with n_first neurons on the GPU, for up to 16 tokens."""
         ...
 
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
     ) -> Tensor:
-        """Run forward_with through an attention whose keys and values are in the cache of the CPU's executor."""
+        """Run one attention block with `weights`. Its keys and values come from the cache of the CPU's executor."""
         ...
 
 
 class HostExecutor(Executor, BlockExecutor):
     """Base of executors that run a whole model, or some of its blocks, in the CPU's memory.
 
-    cache: holds some layers, if other executors compute the rest. None makes one for all layers, in kv_type.
+    Args:
+        cache: a KV cache, of some layers only if another executor runs the rest; None makes one for all layers.
     """
 
     kv_type: ClassVar[str] = KV_TYPE
@@ -289,7 +288,7 @@ class HostExecutor(Executor, BlockExecutor):
         return hidden
 
     def grow(self, n_tokens: int) -> int:
-        """See Executor.grow. The cache takes memory as it is used, so that it is only told of a higher end."""
+        """Raise the cache's maximum length as in Executor.grow. Its memory is allocated only as it is used."""
         if self.plan is not None and self.growth is not None:
             former, larger = self.plan, self.growth.larger(self.plan, n_tokens)
             if larger is not None:
@@ -298,4 +297,4 @@ class HostExecutor(Executor, BlockExecutor):
         return self.cache.max_tokens
 
     def close(self) -> None:
-        """Do nothing: this base starts nothing that must be stopped."""
+        """Do nothing: this base class starts no threads."""

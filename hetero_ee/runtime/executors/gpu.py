@@ -1,6 +1,6 @@
-"""The executor of a GPU: blocks whose weights stay there, blocks with borrowed weights, and the head.
+"""The executor of a GPU: blocks with resident weights, blocks with borrowed (streamed) weights, and the head.
 
-The host waits for the GPU in `attend_uploaded` and `neurons` alone.
+The host waits for the GPU only in `attend_uploaded` and `neurons`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,13 +31,13 @@ from hetero_ee.weights.model_weights import ModelWeights
 
 
 class GpuExecutor(BlockExecutor):
-    """Runs blocks on a GPU. Matrices must be in tiles, or rows of neurons.
+    """Runs quantized blocks on a GPU.
 
     Args:
-        blocks: those whose weights stay on the GPU.
-        cache: of the layers attended there.
-        n_rows: of one pass, see Arena.
-        visits: the type of keys and values that are uploaded from a CpuKvCache; None if none are.
+        blocks: the blocks whose weights stay on the GPU.
+        cache: KV cache of the layers whose attention stays on the GPU.
+        n_rows: maximum rows of one pass, see Arena.
+        visits: type of keys and values that are uploaded from the CPU's cache for prompts; None if none are.
     """
 
     cache: GpuKvCache
@@ -65,7 +65,7 @@ class GpuExecutor(BlockExecutor):
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, GpuSegment]] = {}
 
     def close(self) -> None:
-        """Free the memory, even if this object is still referenced."""
+        """Free the GPU memory, even if this object is still referenced."""
         self._segments.clear()
         self._splits.clear()
         self._ends.clear()
@@ -77,17 +77,15 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> Tensor:
-        """See BlockExecutor.embed, for an embedding that stays on the GPU. The host does not wait."""
+        """Return the states before the first layer, by an embedding on the GPU, without waiting for them."""
         with entered(self._device):
             found: Tensor = self._spec.embedding.forward(self._ops, self._resident.of(self._model_blocks[0]), batch)
         return found
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See BlockExecutor.forward. Of the blocks whose weights stay."""
         return self._segment(blocks).run(hidden, batch)
 
     def split(self, block: Block, n_first: int) -> SplitFfn:
-        """See BlockExecutor.split. Of a block whose first neurons alone are here."""
         if block.name not in self._splits:
             self._splits[block.name] = GpuSplit(
                 self._spec, self._resident, block, n_first, self.cache, self._operations, self._recorder, self._arena
@@ -103,14 +101,14 @@ class GpuExecutor(BlockExecutor):
         return self._segment([block]).mix(x, batch)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See BlockExecutor.forward_with. A weights object must hold the same block each time."""
+        """Run one block with borrowed weights. The same weights object must always hold the same block."""
         return self._borrowed_segment(block, weights, self.cache).run(hidden, batch)
 
     @torch.inference_mode()
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: HostExecutor
     ) -> Tensor:
-        """See BlockExecutor.attend_uploaded. One sequence after the other; the host waits for each."""
+        """Run one attention block with uploaded keys and values, sequence by sequence. The host waits for each."""
         visiting, layer, state = self._visiting, block.layer, block.state
         if visiting is None or layer is None or not isinstance(state, KvState):
             raise ValueError(f"{block.name} has no keys and values that could visit here.")
@@ -149,18 +147,18 @@ class GpuExecutor(BlockExecutor):
 
     @property
     def neurons(self) -> NeuronCounts:
-        """See BlockExecutor.neurons. The host waits for the GPU."""
+        """Numbers of neurons used so far. The host waits for the GPU."""
         return NeuronCounts(int(self._arena.n_used.item()), self._arena.n_neurons, int(self._arena.n_predicted.item()))
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
-        """See BlockExecutor.draft_rows. On the GPU, valid until the next call."""
+        """Draft after states (m, hidden). The rows stay on the GPU and are valid until the next call."""
         return self._end(end).run(hidden, noise)
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
         return self._end(end).logits(hidden)
 
     def _end(self, end: DraftEnd) -> GpuDraftEnd:
-        """Return the GPU's part of a DraftEnd. It is made once, and its weights stay on the GPU."""
+        """Prepare a DraftEnd for the GPU at its first use, and keep its weights there."""
         if end not in self._ends:
             head, norm = self._head() if end.vocabulary is None else None, None if end.is_normed else self._final_norm()
             logits = DraftLogits(self._ops, end, norm, head, self._spec.logits)
@@ -179,11 +177,10 @@ class GpuExecutor(BlockExecutor):
         return self._segments[names]
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
-        """Return the segment of one block with borrowed weights.
+        """Return a segment that runs one block with borrowed weights, without CUDA graphs.
 
-        Tiles are used where they are, so the segment is kept. Repacked weights would stay in memory, so it is not.
-
-        It is not recorded: copying a block takes longer than launching it, and recordings need memory.
+        Copying a block takes longer than launching it, and graphs would need memory. The segment is cached only if the
+        weights are used as they are, since repacked ones would stay in memory.
         """
         key = block.name, id(weights)
         found = self._borrowed.get(key)
@@ -195,12 +192,11 @@ class GpuExecutor(BlockExecutor):
         return segment
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Return a contiguous copy of x on the GPU, as the operations require."""
+        """Return a contiguous copy of x on the GPU, since the operations change their inputs."""
         return x.to(self._device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _by_sequence(batch: Batch) -> dict[int, list[int]]:
-    """Return the batch's row numbers by sequence."""
     found: dict[int, list[int]] = {}
     for row, sequence, _ in batch.entries():
         found.setdefault(sequence, []).append(row)

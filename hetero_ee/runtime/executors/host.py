@@ -21,7 +21,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 
 
 class HostOps(Ops, Protocol):
-    """Operations on arrays in the CPU's memory, which tensors are converted to without copies."""
+    """Operations on arrays in the CPU's memory. Tensors are converted to arrays without copies."""
 
     def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> Any: ...
 
@@ -33,7 +33,7 @@ class HostOps(Ops, Protocol):
 
 
 class OpsExecutor(HostExecutor):
-    """Run one model by these operations. Blocks are bound to their weights when they first run."""
+    """Runs a model by the operations `ops`. Blocks are bound to their weights when they first run."""
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, ops: HostOps, cache: KvCache | None = None
@@ -102,7 +102,7 @@ class OpsExecutor(HostExecutor):
         return self._ends[end]
 
     def _of(self, block: Block) -> BoundBlock:
-        """Return the block with the executor's own weights and cache."""
+        """Return the block bound to the executor's own weights and cache."""
         found = self._bound.get(id(block))
         if found is None:
             parameters = self._device_weights.of(block)

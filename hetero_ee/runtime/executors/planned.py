@@ -1,7 +1,7 @@
-"""Runs a plan: each block where it was placed, hidden states transfer between the devices, weights streamed.
+"""Runs a plan: each block on its device, with transfers of hidden states and streamed weights.
 
-The host never waits for the GPU before it needs a result on the CPU: of a prompt, the GPU's first layers begin the next
-chunk while the CPU is still in the last one's later layers.
+The host waits for the GPU only when it needs a result on the CPU. So while the CPU runs the later layers of a prompt's
+chunk, the GPU's first layers already run the next chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """Hidden states between two devices.
+    """Hidden states on their way through the plan, with the captured ones.
 
-    A device may read them once the events in `ready` are reached. `captured` are the states kept so far.
+    A device may read them once the events in `ready` are reached.
     """
 
     hidden: Tensor
@@ -48,11 +48,11 @@ class _Flow:
 
 
 class PlannedExecutor(Executor):
-    """Runs a plan on a machine. Results stay on the device that computed them, except logits, which are the CPU's.
+    """Runs a plan on a machine. Logits are returned on the CPU, other results on the device that computed them.
 
     Args:
-        gpu: None if the plan puts nothing there.
-        streams: of streamed weights; None if there are none.
+        gpu: executor of the GPU; None if the plan puts nothing there.
+        streams: runs blocks whose weights are streamed; None if there are none.
         claims: memory to free at the end.
     """
 
@@ -82,7 +82,7 @@ class PlannedExecutor(Executor):
         return self._cpu_executor.pool
 
     def close(self) -> None:
-        """Free everything, even if a lost device no longer answers."""
+        """Free all memory, even if a lost device no longer answers."""
         with ExitStack() as given_back:
             for claim in self._claims:
                 given_back.callback(claim.free)
@@ -93,20 +93,20 @@ class PlannedExecutor(Executor):
                     self._streams.close()
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        """See Executor.run. If it fails, the cache is rolled back."""
+        """Run the batch through these layers as in Executor.run. If this fails, the cache is rolled back."""
         with self._admitted(batch, layers):
             found = self._through(batch, self._entered(batch, hidden), self._segments(batch, layers))
         self.captured = found.captured
         return found.hidden
 
     def capture(self, layers: Sequence[int]) -> None:
-        """See Executor.capture. Segments end before these layers, so that nothing is computed twice."""
+        """Capture states as in Executor.capture. A new segment starts at each of these layers."""
         super().capture(layers)
         self._route = Route(self.plan, self.blocks, self.capturing)
 
     @contextmanager
     def _admitted(self, batch: Batch, layers: range) -> Iterator[None]:
-        """Admit the batch to the cache of these layers. If the block fails, roll back."""
+        """Admit the batch to the cache of these layers, and roll back if the `with` block fails."""
         if layers:
             self.cache.admit(batch, layers)
         try:
@@ -120,7 +120,7 @@ class PlannedExecutor(Executor):
         return self._moved(_Flow(hidden), False).hidden
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """See Executor.prompt and the module's docstring. If a chunk fails, all unfinished chunks are rolled back."""
+        """Run a prompt's chunks, two at a time on different devices. If one fails, unfinished ones are rolled back."""
         every = range(self.spec.n_layers)
         unfinished: list[Batch] = []
         waiting: tuple[Batch, _Flow, Sequence[Segment]] | None = None  # a chunk whose first segments run already
@@ -148,7 +148,7 @@ class PlannedExecutor(Executor):
     def _finished(
         self, batch: Batch, flow: _Flow, segments: Sequence[Segment], observe: Observe | None, unfinished: list[Batch]
     ) -> _Flow:
-        """Run a chunk, the first unfinished one, through the rest of its segments."""
+        """Run the oldest unfinished chunk through the rest of its segments."""
         found = self._through(batch, flow, segments)
         if observe is not None:
             observe(batch, self.final_norm(found.hidden), *found.captured)
@@ -163,10 +163,10 @@ class PlannedExecutor(Executor):
         return self._to_logits(_Flow(hidden))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See Executor.final_norm. Runs on the head's device; its time counts as the head's."""
+        """Apply the final norm on the head's device. Its time counts as the head's."""
         flow, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
         found, _ = device.run([], lambda: self._marked(executor.final_norm(flow.hidden)), flow.ready)
-        return found.clone() if found is flow.hidden else found  # transfers arrive in a buffer that is used again
+        return found.clone() if found is flow.hidden else found  # transfers arrive in a reused buffer
 
     def lm_head(self, normed: Tensor) -> Tensor:
         return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self._head_works(len(normed)))
@@ -189,7 +189,7 @@ class PlannedExecutor(Executor):
 
     @property
     def neurons(self) -> NeuronCounts:
-        """See Executor.neurons. If the model has sparse FFNs on a GPU, the host waits for the GPU."""
+        """Numbers of neurons used so far. The host waits for the GPU if it has sparse FFNs."""
         counted = NeuronCounts()
         for on_gpu in (False, True)[: len(self._executors) if self.spec.neuron_major else 0]:
             executor, device = self._executor(on_gpu)
@@ -211,7 +211,7 @@ class PlannedExecutor(Executor):
         return self._gpu_executor, self.machine.device(on_gpu=True)
 
     def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
-        """Return the batch's segments, and begin to copy the weights that they stream."""
+        """Return the segments that the batch passes, and start copying the weights that they stream."""
         segments = self._route.segments(PREFILL if len(batch) > MAX_DECODE_TOKENS else DECODE, layers)
         if self._streams is not None:
             self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
@@ -259,8 +259,8 @@ class PlannedExecutor(Executor):
     def _split(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
         """Run an FFN that is split between GPU and CPU.
 
-        The GPU starts its neurons before the host waits for the input and sums the CPU's. That sum needs no wait for
-        its transfer buffer: the GPU read all earlier transfers before it began.
+        The GPU starts its neurons before the host waits for the input and computes the CPU's neurons. The CPU's sum
+        needs no wait for a transfer buffer, since the GPU had read all earlier transfers before it began.
         """
         (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
         n_hot, to_gpu = segment.place.hot_neurons(self.spec.ffn_size), self.machine.copier.to_gpu
@@ -275,7 +275,7 @@ class PlannedExecutor(Executor):
         return _Flow(found, (event,))
 
     def _streamed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
-        """Run streamed blocks one by one. Each waits for its weights and for the block before it."""
+        """Run streamed blocks one by one. Each waits for its weights and for the previous block."""
         assert self._streams is not None
         for block, work in zip(segment.blocks, self._segment_works(batch, segment), strict=True):
             found, event = self._streams.run(block, segment.place, batch, flow.hidden, flow.ready, work)
@@ -288,13 +288,13 @@ class PlannedExecutor(Executor):
     def _ran(
         self, device: Device, works: Sequence[Work], compute: Callable[[], T], ready: Sequence[Event]
     ) -> tuple[T, Event]:
-        """Run on a device and count the bytes that the CPU reads."""
+        """Run `compute` on a device after the events `ready`, and count the weights that the CPU reads."""
         if device is self.machine.cpu:
             self.machine.traffic.read(works)
         return device.run(works, compute, ready)
 
     def _moved(self, flow: _Flow, to_gpu: bool, name: str = "hidden states") -> _Flow:
-        """Return the flow on that device. The host waits for transfers to the CPU."""
+        """Move hidden states to the GPU or the CPU, unless they are there. The host waits for transfers to the CPU."""
         return _Flow(*self.machine.moved(name, flow.hidden, flow.ready, to_gpu=to_gpu))
 
     def _to_logits(self, flow: _Flow) -> Tensor:
@@ -304,12 +304,12 @@ class PlannedExecutor(Executor):
         return self._works.head(self.blocks[-1]).logits(m)
 
     def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], works: Sequence[Work]) -> Tensor:
-        """Run compute(executor, hidden) on the head's device, and transfer the result to the CPU."""
+        """Run compute(executor, hidden) on the head's device and transfer the result to the CPU."""
         moved, (executor, device) = self._moved(flow, self.head_on_gpu), self._executor(self.head_on_gpu)
         found, event = self._ran(device, works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
         logits = self._moved(_Flow(found, (event,)), False, "logits").hidden
-        return logits.clone() if self.head_on_gpu else logits  # as above
+        return logits.clone() if self.head_on_gpu else logits  # transfers arrive in a reused buffer
 
     def _marked(self, x: Tensor) -> Tensor:
-        """Return x as a tensor of the head's device."""
+        """Mark x as a GPU tensor if the head is on the GPU, which matters for emulated GPUs."""
         return self.machine.copier.to_gpu(x) if self.head_on_gpu else x

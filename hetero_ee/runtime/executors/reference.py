@@ -1,4 +1,4 @@
-"""The reference executor: plain torch, fp32, what every other one is checked against."""
+"""The reference executor in plain torch and fp32, against which all others are checked."""
 
 from hetero_ee.costs.kv_types import default_kv_type
 from hetero_ee.kv.cache import KvCache
@@ -9,7 +9,7 @@ from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights
 
 
 class ReferenceExecutor(OpsExecutor):
-    """Run one model in plain torch. cache: see HostExecutor."""
+    """Runs a model in plain torch. cache: see HostExecutor."""
 
     kv_type = default_kv_type(UNQUANTIZED)  # torch would widen anything else each time
 

@@ -1,4 +1,4 @@
-"""An executor that resumes when its GPU runs out of memory, by a plan that takes less, and survives losing it."""
+"""An executor that continues with a smaller plan if GPU memory runs out, and without a GPU if it is lost."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,18 +32,18 @@ Replan = Callable[[int, int], Plan]
 
 
 class ReplanningExecutor(Executor):
-    """An executor that opens a smaller plan if the GPU's memory runs out, and one without a GPU if it is lost.
+    """Runs a plan, and replaces it by a smaller one if GPU memory runs out, or by one without a GPU if it is lost.
 
-    A step that failed for lack of VRAM is repeated once, after the tokens of all open sequences were read again: their
-    bits do not depend on their batch. Errors for lack of RAM are passed on, as are errors of a prompt's observer, which
-    runs while the prompt's step is still under way.
+    After a step failed for lack of VRAM, the tokens of all open sequences are read again and the step is repeated once.
+    That changes no result, since bits do not depend on batches. Errors for lack of RAM are passed on, as are errors of
+    a prompt's observer, which runs within the prompt's step.
 
     Args:
-        replan: returns a plan within a number of bytes of VRAM (0 for no GPU) and for a context; None passes errors on.
-        open_plan: opens a plan. If memory is not available, a smaller plan is opened.
-        warn: called with a sentence about what was done.
-        reachable_bytes: returns the VRAM that other programs leave to this one; None if there are no others.
-        growth: of a context that was not chosen by the user.
+        replan: makes a plan for a VRAM budget in bytes (0 for no GPU) and a context length; None passes errors on.
+        open_plan: opens a plan, or raises DeviceMemoryError.
+        warn: called with a sentence about each change of plan.
+        reachable_bytes: returns the VRAM that this process has or could get; None if other programs can't take any.
+        growth: enlarges a context length that the user did not choose.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReplanningExecutor(Executor):
     ) -> None:
         self._replan, self._open, self._warn, self.growth = replan, open_plan, warn, growth
         self._reachable_bytes = reachable_bytes
-        self._token_ids: dict[int, list[int]] = {}  # by sequence: at least those that the cache holds
+        self._token_ids: dict[int, list[int]] = {}  # by sequence: ids of the tokens in the cache, or more
         self._emptied: set[int] = set()  # open sequences whose tokens were lost
         self._is_telling = False  # an observer, inside a step
         inner, problem = self._opened(plan)
@@ -69,7 +69,6 @@ class ReplanningExecutor(Executor):
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs now."""
         return self.inner.plan
 
     @property
@@ -88,7 +87,7 @@ class ReplanningExecutor(Executor):
         self.inner.close()
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        """See Executor.run. Raises: DeviceLostError: if a sequence's tokens were lost."""
+        """Run the batch as in Executor.run. Raises: DeviceLostError: if earlier tokens of a sequence were lost."""
         self._refuse_lost(batch)
         if layers and not layers.start:
             self.make_room({sequence: position + 1 for _, sequence, position in batch.entries()})
@@ -98,7 +97,7 @@ class ReplanningExecutor(Executor):
         return found
 
     def capture(self, layers: Sequence[int]) -> None:
-        """See Executor.capture. Also holds for later plans."""
+        """Capture states as in Executor.capture, under this plan and later ones."""
         super().capture(layers)
         self.inner.capture(layers)
 
@@ -106,7 +105,7 @@ class ReplanningExecutor(Executor):
         return self._step(lambda inner, x: inner.on_cpu(x), hidden)
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """See Executor.prompt. If it is repeated, chunks that the cache holds already are not computed again."""
+        """Run a prompt as in Executor.prompt. If it is repeated, chunks that are already cached are skipped."""
         rest, taken = iter(chunks), list[Batch]()
         first = next(rest)
         self._refuse_lost(first)
@@ -127,9 +126,9 @@ class ReplanningExecutor(Executor):
             self._is_telling = False
 
     def grow(self, n_tokens: int) -> int:
-        """See Executor.grow. The tokens of open sequences are read again.
+        """Replace the plan by one for a longer context, and read the tokens of open sequences again.
 
-        If memory runs out, the former plan runs again.
+        If memory runs out, the former plan is restored.
         """
         former = self.plan
         larger = None if self.growth is None else self.growth.larger(former, n_tokens)
@@ -144,7 +143,7 @@ class ReplanningExecutor(Executor):
         return self.cache.max_tokens
 
     def make_room(self, ends: Mapping[int, int]) -> None:
-        """See Executor.make_room. The context grows if all sequences together need more pages than the GPU has."""
+        """Enlarge the context if all sequences together will need more pages than the GPU has."""
         if self.growth is None or not _uses_gpu(self.plan):
             return
         after = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}
@@ -154,7 +153,7 @@ class ReplanningExecutor(Executor):
             self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
 
     def _taken(self, chunks: Iterable[Batch], taken: list[Batch]) -> Iterator[Batch]:
-        """Yield `chunks` and append each to `taken`, so that they can be run again."""
+        """Yield `chunks` and append each to the list `taken`, so that they can be run again."""
         for batch in chunks:
             self._remember(batch)
             taken.append(batch)
@@ -183,10 +182,10 @@ class ReplanningExecutor(Executor):
         return self._step(lambda inner, x: inner.to_logits(x), hidden)
 
     def _step(self, action: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        """Return action(executor, *tensors). If GPU memory runs out, replan with less of it and run the action again.
+        """Return action(executor, *tensors). If GPU memory runs out, use a smaller plan and run the action again.
 
         Args:
-            tensors: Hidden states computed by this executor, before or after a change of plan.
+            tensors: hidden states that this executor computed, under this plan or an earlier one.
         """
         try:
             return action(self.inner, *self._within_reach(tensors))
@@ -210,17 +209,17 @@ class ReplanningExecutor(Executor):
         return action(self.inner, *self._within_reach(tensors))
 
     def _lengths(self) -> dict[int, list[int]]:
-        """Return the tokens that each layer holds, by open sequence."""
+        """Return each open sequence's number of cached tokens, layer by layer."""
         return {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
 
     def _remember(self, batch: Batch) -> None:
-        """Remember the ids of tokens that are new in the first layer."""
+        """Store the ids of tokens that the first layer's cache does not have yet, to read them again if necessary."""
         for row, sequence, position in batch.entries():
             if sequence in self.cache.sequences and position >= self.cache.length_at(sequence, 0):
                 self._token_ids.setdefault(sequence, [])[position:] = [batch.token_ids[row]]
 
     def _refuse_lost(self, batch: Batch) -> None:
-        """Raise DeviceLostError if the batch continues a sequence whose tokens were lost with a device."""
+        """Raise DeviceLostError if the batch continues a sequence whose cached tokens were lost with a device."""
         for _, sequence, position in batch.entries():
             if sequence in self._emptied and sequence in self.cache.sequences and position:
                 raise DeviceLostError(
@@ -229,13 +228,13 @@ class ReplanningExecutor(Executor):
             self._emptied.discard(sequence)
 
     def _within_reach(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the tensors, moved to the CPU if the plan no longer uses the GPU."""
+        """Return the tensors, moved to the CPU if the current plan does not use the GPU."""
         if _uses_gpu(self.plan):
             return list(tensors)
         return [None if x is None else x.cpu() for x in tensors]
 
     def _use(self, inner: PlannedExecutor, sequences: Iterable[int] = ()) -> None:
-        """Run the plan with `inner` from now on, and open these sequences in its cache, empty."""
+        """Switch to the executor `inner`, and open these sequences, still empty, in its cache."""
         self.inner, self.cache = inner, inner.cache
         self.inner.capture(self.capturing)
         self.prompt_chunk_tokens, self.overlap = inner.prompt_chunk_tokens, inner.overlap
@@ -246,8 +245,8 @@ class ReplanningExecutor(Executor):
         """Replace the executor by one for `plan`, and read the open sequences again.
 
         Args:
-            lengths: For each sequence, the tokens that each layer shall hold. After an error it holds none.
-            otherwise: The plan to open if `plan` can't be opened; None for one without the GPU.
+            lengths: for each sequence, the tokens that each layer's cache must hold. After an error it holds none.
+            otherwise: the plan to open if `plan` can't be opened; None for one without the GPU.
         """
         incomplete = {sequence for sequence, counts in lengths.items() if any(counts)}
         self._emptied |= incomplete
@@ -269,9 +268,9 @@ class ReplanningExecutor(Executor):
         self._emptied -= incomplete
 
     def _read_again(self, sequence: int, lengths: list[int]) -> None:
-        """Read a sequence again until each layer holds `lengths` tokens, which never increase with the layer.
+        """Run a sequence's tokens again until each layer's cache holds the number given in `lengths`.
 
-        Tokens that pass the same number of layers run together, in chunks.
+        Deeper layers never hold more. Tokens that pass the same number of layers run together, in chunks.
         """
         depths = [sum(position < length for length in lengths) for position in range(max(lengths, default=0))]
         for n_layers, group in groupby(range(len(depths)), key=depths.__getitem__):
@@ -285,10 +284,10 @@ class ReplanningExecutor(Executor):
         return plan if self._replan is None or not _uses_gpu(plan) else self._replan(0, plan.context_tokens)
 
     def _opened(self, plan: Plan) -> tuple[PlannedExecutor, str]:
-        """Open the plan, or if memory runs out a smaller one, finally one without the GPU.
+        """Open the plan. If memory runs out, try smaller plans and finally one without the GPU.
 
         Returns:
-            The executor, and the first problem; empty if there was none.
+            The executor, and the message of the first error; empty if there was none.
         """
         problem, n_left = "", N_SMALLER
         while True:
@@ -302,12 +301,12 @@ class ReplanningExecutor(Executor):
             plan = self._replan(n_bytes, plan.context_tokens)  # not in the handler, see above
 
     def _tell_of(self, problem: str) -> None:
-        """Warn of the problem and say what was done."""
+        """Warn the user of a problem and of the plan that is used instead."""
         budget = f"Planned again within {self.plan.vram_budget_bytes / GIB:.2f} GiB of VRAM; continuing."
         self._warn(f"{problem} {budget if _uses_gpu(self.plan) else 'Continuing without the GPU.'}")
 
     def _look_at_memory(self) -> None:
-        """Warn once if another program has taken VRAM."""
+        """Warn once if another program has taken VRAM since the model was opened."""
         if self._reachable_bytes is None or not _uses_gpu(self.plan):
             return
         reachable = self._reachable_bytes()
@@ -330,12 +329,12 @@ def _other_plan_helps(plan: Plan, error: DeviceMemoryError) -> bool:
 
 
 def _fewer_bytes(plan: Plan) -> int:
-    """Return the VRAM budget of a plan that replaces this one, which may not use all of its own."""
+    """Return a smaller VRAM budget than the plan has and uses."""
     return int(SMALLER * min(plan.vram_budget_bytes, plan.n_bytes(GPU)))
 
 
 def _missing(executor: PlannedExecutor, prompt: Batch) -> list[Batch]:
-    """Return the chunks of a prompt that the executor's cache lacks, or the last ones if it has all."""
+    """Return the chunks of a prompt that are not in the executor's cache; the last chunk if all are."""
     n_tokens, sequence = executor.prompt_chunk_tokens, prompt.sequences[0]
     first, end = prompt.positions[0], prompt.positions[-1] + 1
     start = max(first, executor.cache.length(sequence))

@@ -1,1 +1,1 @@
-"""Segments of layers on a GPU, and the choice of drafts there."""
+"""Segments of layers on a GPU, and drafting on the GPU."""

@@ -1,6 +1,6 @@
-"""From hidden states to drafts on a GPU: final norm, exit map, head, and the choice with its confidence.
+"""Drafts on a GPU from hidden states: final norm, exit map, head, and the chosen token with its confidence.
 
-Each m has its sequence of launches, which a CUDA graph replays. Only ids and confidences leave the GPU.
+The launches for each number of rows are replayed by a CUDA graph. Only ids and confidences leave the GPU.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from hetero_ee.runtime.gpu.segment import Recorder, Replays, entered
 
 
 class GpuDraftEnd:
-    """A DraftEnd on a GPU. recorder: None launches every kernel singly, without CUDA graphs."""
+    """A DraftEnd on a GPU. Without a recorder, kernels are launched one by one instead of by CUDA graphs."""
 
     def __init__(
         self, end: DraftEnd, logits: DraftLogits, hidden_size: int, ops: GpuOps, recorder: Recorder | None
@@ -32,7 +32,7 @@ class GpuDraftEnd:
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, noise: Sequence[DraftNoise]) -> Tensor:
-        """Draft after states (m, hidden). Return int32 (m, 2) on the GPU, for drafted_of(). The host does not wait."""
+        """Draft after states (m, hidden). Return int32 (m, 2) for drafted_of(), on the GPU and without waiting."""
         words = noise_words(noise)
         if self._device.type == "cuda":
             words = words.pin_memory()
@@ -58,7 +58,7 @@ class GpuDraftEnd:
 
     @torch.inference_mode()
     def partial_logits(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the logits of chosen tokens, each row its own: (m, hidden), (m, k) -> (m, k) on the GPU."""
+        """Return the logits of k tokens chosen for each row: (m, hidden), ids (m, k) -> (m, k) on the GPU."""
         ids = token_ids.to(self._device).contiguous()
         with entered(self._device):
             x = hidden.to(self._device, copy=True, memory_format=torch.contiguous_format)
@@ -66,10 +66,10 @@ class GpuDraftEnd:
         return found
 
     def _compute(self, m: int) -> None:
-        """Launch the kernels for m rows. Launches must depend on m only, so that a CUDA graph can replay them."""
+        """Launch the kernels for m rows. Launches depend only on m, so that a CUDA graph can replay them."""
         logits = self._end.all(self._ops, self._x[:m])
         self._ops.kernels.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
 
     def _words(self, m: int) -> Tensor:
-        """Return the contiguous buffer for the noise of m rows."""
+        """Return the contiguous part of the noise buffer for m rows."""
         return self._noise[: m * len(self._noise) // MAX_ROWS].view(m, -1)

@@ -1,8 +1,8 @@
-"""Consecutive decoder layers on a GPU: the same launches for every pass of m rows, for a CUDA graph to replay where
-they are few: a prompt's chunk takes longer than its launches.
+"""Consecutive decoder blocks on a GPU, whose launches a CUDA graph can replay.
 
-Buffers stay where they are, and lengths, positions and pages are read from device memory: nothing is recorded again
-when contexts grow. Without a recorder the launches are made one by one, with the same results.
+Launches depend only on the number of rows: buffers stay in place, and lengths, positions and pages are read from device
+memory, so growing contexts need no new graph. Passes with many rows, as of prompts, are not recorded, since their
+launches are a small part of their time. Without a recorder all launches are made one by one, with the same results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,9 @@ Recorder = Callable[[Work], Work]  # records the launches without computing anyt
 
 
 class CudaGraphRecorder:
-    """Record work in CUDA graphs that share their memory, as they never run at the same time.
+    """Records work in CUDA graphs. They share their memory, as they never run at the same time.
 
-    Recording uses a stream of this device: torch's own belongs to the device that recorded first in this process.
+    Recording uses a stream of this device, since torch's own belongs to the first device that recorded in this process.
     """
 
     def __init__(self, device: Any) -> None:
@@ -47,12 +47,9 @@ class CudaGraphRecorder:
 
 
 class Replays:
-    """Recorded launches, by numbers of rows.
+    """Recorded launches, by number of rows. Without `record`, nothing is recorded.
 
-    It does not reference its owner: out of memory, that must be freed without a search for cycles.
-
-    Args:
-        record: None records nothing.
+    It must not reference its owner, which could then not be freed at once if memory runs out.
     """
 
     def __init__(self, record: Recorder | None) -> None:
@@ -60,13 +57,10 @@ class Replays:
         self._known: dict[int, Work] = {}
 
     def run(self, m: int, compute: Callable[[int], None]) -> None:
-        """Launch `compute` for m rows, or replay what it launched before for as many.
+        """Launch compute(m), or replay the launches that it made before for m rows.
 
-        The launches must be the same each time, in buffers that stay where they are.
-
-        The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
-
-        Every pass computes once: recording computes nothing, and what it recorded serves from the next pass on.
+        They must be the same each time, on buffers that stay in place. The first call launches one by one, which
+        compiles kernels (recording does not allow that), and then records for later calls. Recording computes nothing.
         """
         replay = self._known.get(m)
         if replay is not None:
@@ -78,13 +72,15 @@ class Replays:
 
 
 class GpuSegment:
-    """Attentions and FFNs of a model that follow each other.
+    """Consecutive attentions and FFNs of a model on a GPU.
 
-    Weights must be in tiles, neurons in rows. Prepared ones, and an arena, are shared with other segments.
+    Matrices must be in tiles, those of sparse FFNs in rows.
 
     Args:
-        cache: has the layers' keys and values; sequences are opened there.
-        recorder: None launches everything one by one, see `recorder_for`.
+        weights: weights of the blocks, or DeviceWeights shared with other segments.
+        cache: KV cache of the layers, in which sequences are opened.
+        recorder: records CUDA graphs, see `recorder_for`; None launches everything one by one.
+        arena: buffers shared with other segments; None makes new ones.
     """
 
     def __init__(
@@ -110,9 +106,9 @@ class GpuSegment:
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Run hidden states (m, hidden) through the blocks: fp32 on the device.
+        """Run hidden states (m, hidden), fp32 on the device, through the blocks.
 
-        The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes.
+        The cache, to which the batch must have been admitted, is filled. Raises: ValueError: if the shape is wrong.
         """
         if self._n_neurons:
             self._arena.n_neurons += int(batch.may_skip().sum()) * self._n_neurons
@@ -125,7 +121,7 @@ class GpuSegment:
 
     @torch.inference_mode()
     def mix(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return what its one block adds, without its norms: (m, K) -> (m, hidden). Launched one by one."""
+        """Run the mixer of this segment's only block, without norms: (m, K) -> (m, hidden). Launched one by one."""
         (block,), out = self._blocks, torch.empty(len(batch), self.spec.hidden_size, device=self._device)
         with entered(self._device):
             for rows, m in self._placed(None, batch):
@@ -133,7 +129,7 @@ class GpuSegment:
         return out
 
     def _placed(self, hidden: Tensor | None, batch: Batch) -> Iterator[tuple[slice, int]]:
-        """Place parts of the batch in the arena, one after the other: which rows they are, and how many."""
+        """Copy parts of the batch into the arena, one after the other, and yield each part's rows and their number."""
         if hidden is not None and tuple(hidden.shape) != (len(batch), self.spec.hidden_size):
             raise ValueError(
                 f"hidden states are {tuple(hidden.shape)} for {len(batch)} rows of {self.spec.hidden_size}."
@@ -149,19 +145,19 @@ class GpuSegment:
             yield rows, rows.stop - first
 
     def _hidden(self, m: int) -> Tensor:
-        """The hidden states of m rows, before the segment or after it."""
+        """Return the arena's buffer of m rows of hidden states."""
         return self._arena.rows(HIDDEN, m, self.spec.hidden_size)
 
     def _compute(self, m: int) -> None:
-        """Run m rows through the blocks, in place. Launches alone: they depend on m and nothing else."""
+        """Run m rows through the blocks, in place. The launches depend only on m."""
         decoder.forward(self._ops, self._blocks, self._hidden(m), self._arena.tokens(m))
 
 
 def recorder_for(device: Any, operations: GpuOperations) -> Recorder | None:
-    """Return a recorder of CUDA graphs if the device has them and every operation allows it, else None."""
+    """Return a recorder of CUDA graphs if the device and all operations support them, else None."""
     return CudaGraphRecorder(device) if device.type == "cuda" and operations.is_capturable else None
 
 
 def entered(device: Any) -> AbstractContextManager[Any]:
-    """Make this GPU the current one: Triton and graphs launch there, whatever the tensors' device."""
+    """Return a context in which this GPU is the current one, where Triton and graphs launch."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

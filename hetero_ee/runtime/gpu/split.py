@@ -1,4 +1,4 @@
-"""A sparse FFN whose first neurons are on the GPU: in three steps, so that the CPU adds up the others meanwhile."""
+"""The GPU's part of a sparse FFN with the first neurons, in three steps, while the CPU computes the other neurons."""
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from hetero_ee.weights.sections import section_neurons
 
 
 class GpuSplit(GpuSegment, SplitFfn):
-    """A split FFN's steps on the GPU.
+    """The steps of a split FFN on the GPU.
 
-    Between begin() and end() the arena's buffers are its own.
+    Between begin() and end() nothing else may use the arena's buffers.
 
     Args:
-        weights: of the first neurons alone, but for a predictor's, see `with_first_neurons`.
-        n_first: neurons on the GPU, whole sections.
+        weights: weights of the first neurons, but of all neurons for a predictor, see `with_first_neurons`.
+        n_first: neurons on the GPU, in whole sections.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class GpuSplit(GpuSegment, SplitFfn):
         return self._arena.rows(NORMED, m, self.spec.hidden_size)
 
     def _scores(self, m: int) -> Tensor | None:
-        """The predictor's scores of all neurons, None without a predictor."""
+        """Return the buffer of a predictor's scores (m, neurons), None without a predictor."""
         return self._arena.rows(INNER, m, self.spec.ffn_size) if self.spec.predictor_rank else None
 
     def _enter(self, m: int) -> None:
-        """Norm the hidden states, and predict."""
+        """Apply the norm and compute the predictor's scores."""
         self._ffn.scores(self._ops, self._ops.add_norm(self._hidden(m), None, self._block.norm))
 
     def _add_up(self, m: int) -> None:
         self._part.first_sums(self._ops, self._normed(m), self._scores(m), self._arena.tokens(m))
 
     def _fold(self, m: int) -> None:
-        """Add both sums, the other neurons' in the buffer DELTA, to the hidden states."""
+        """Add the sums of both devices to the hidden states. The CPU's sum is in the buffer DELTA."""
         sums = self._ops.section_sums(m, self._part.neurons)
         rest = self._arena.rows(DELTA, m, self.spec.hidden_size)
         delta = self._part.end(self._ops, self._normed(m), sums, rest)

@@ -1,1 +1,1 @@
-"""Weights that are copied to the GPU as each pass needs them."""
+"""Streaming of weights: they are copied to the GPU as each pass needs them."""

@@ -1,4 +1,4 @@
-"""Sources of streamed blocks: mapped memory through pinned buffers, or in place on an emulated machine."""
+"""Sources of streamed blocks: real copies through pinned buffers, or none on an emulated machine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,10 +20,10 @@ MoreBytes = Callable[[int], int]
 
 
 class MappedBlocks:
-    """Blocks that an emulated GPU streams: the link is charged, and the tensors stay in place.
+    """Blocks that an emulated GPU streams. The link's time is counted, and the tensors stay where they are.
 
     Args:
-        more_bytes: by block number, bytes that are copied with the block.
+        more_bytes: function of the block number: bytes that are copied in addition to the block's weights.
     """
 
     n_buffers = N_BUFFERS
@@ -35,19 +35,18 @@ class MappedBlocks:
         self._weights = [block_weights(block, weights) for block in blocks]
 
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
-        """See BlockSource.fetch."""
         found = self._weights[block]
         n_bytes = found.n_bytes + self._more_bytes(block)
         return self._link.copy(self._blocks[block].name, n_bytes, GPU, lambda: found, after)
 
     def close(self) -> None:
-        """See BlockSource.close. There are no buffers."""
+        """Do nothing: there are no buffers."""
 
 
 class PinnedBlocks:
-    """Blocks that a GPU streams from mapped memory through a pinned buffer to a device buffer.
+    """Blocks that a GPU streams from mapped memory, through a pinned buffer, to a device buffer.
 
-    For the same block and buffer, fetch returns the same object each time. The caller claims the buffers' memory.
+    For the same block and buffer, fetch returns the same object each time. The caller must claim the buffers' memory.
 
     Raises:
         DeviceMemoryError: if the buffers don't fit.
@@ -74,7 +73,7 @@ class PinnedBlocks:
 
     @torch.inference_mode()
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
-        """See BlockSource.fetch. Wait until a pinned buffer is free and fill it."""
+        """Wait for a free pinned buffer, fill it with the block, and begin to copy it to the GPU."""
         found = self._weights[block]
         index = self._n_fetched % N_PINNED
         self._n_fetched += 1
@@ -97,12 +96,11 @@ class PinnedBlocks:
         return value, event
 
     def close(self) -> None:
-        """See BlockSource.close."""
         self._known.clear()
         self._buffers, self._pinned = [], []
 
     def _on_device(self, block: int, buffer: int) -> ModelWeights:
-        """Return the block's weights as views of the buffer."""
+        """Return the block's weights as views of the device buffer."""
         key = block, buffer
         if key not in self._known:
             found = self._weights[block]
@@ -111,7 +109,7 @@ class PinnedBlocks:
 
 
 def block_weights(block: Block, weights: ModelWeights) -> ModelWeights:
-    """Return the weights of one block."""
+    """Return the weights that one block uses."""
     names = {tensor.name for tensor in block.tensors.values()} | {least_activations(block)}
     return ModelWeights(
         {name: weight for name, weight in weights.matrices.items() if name in names},
@@ -137,7 +135,7 @@ def _parts(weight: Weight) -> list[Tensor]:
 
 
 def _with_tensors(weights: ModelWeights, regions: Iterator[Tensor]) -> ModelWeights:
-    """Return the weights with their tensors in these regions of bytes, in the order of _tensors."""
+    """Return a copy of the weights whose tensors are views of these byte regions, in the order of _tensors."""
 
     def placed(like: Tensor) -> Tensor:
         return next(regions).view(like.dtype).view(like.shape)
@@ -154,7 +152,7 @@ def _with_tensors(weights: ModelWeights, regions: Iterator[Tensor]) -> ModelWeig
 
 
 def _regions(weights: ModelWeights, buffer: Tensor) -> list[Tensor]:
-    """Return the region of each tensor in the buffer (uint8)."""
+    """Return, for each tensor of the weights, its region in the buffer (uint8)."""
     regions, offset = [], 0
     for part in _tensors(weights):
         regions.append(buffer[offset : offset + part.nbytes])

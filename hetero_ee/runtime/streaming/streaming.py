@@ -1,4 +1,4 @@
-"""Streams blocks: while one is computed, the next ones are copied into alternating buffers."""
+"""Streams blocks: while one is computed, the next ones are copied into other buffers."""
 
 import math
 from collections import deque
@@ -14,31 +14,29 @@ N_BUFFERS = 2  # on the device: one is read while the other is filled
 
 
 class BlockSource(Protocol):
-    """Blocks by number in CPU memory, and device buffers for the largest of them."""
+    """Numbered blocks in CPU memory, and device buffers large enough for any of them."""
 
     n_buffers: int
 
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
-        """Begin to copy the block into that buffer after the events. Calls come one at a time.
+        """Begin to copy a block into a device buffer after the events. Calls must not overlap.
 
         Returns:
             The block's tensors in the buffer, and the event of the copy.
 
         Raises:
-            DeviceMemoryError, DeviceLostError.
+            DeviceMemoryError, DeviceLostError: see Device.run.
         """
         ...
 
-    def close(self) -> None:
-        """Free the buffers."""
-        ...
+    def close(self) -> None: ...
 
 
 class AtOnce(Executor):
-    """An executor that runs jobs in the caller's thread."""
+    """A concurrent.futures executor that runs jobs in the caller's thread."""
 
     def submit(self, job: Callable[..., Any], /, *arguments: Any, **named: Any) -> "Future[Any]":
-        """Run the job now. The future holds its result or error."""
+        """Run the job now and return a future with its result or error."""
         future: Future[Any] = Future()
         try:
             future.set_result(job(*arguments, **named))
@@ -57,11 +55,11 @@ class _Copy:
 
 
 class WeightStream:
-    """Streams blocks in a fixed order, repeatedly: first prefetch(), then use() and done() alternately for each block.
+    """Copies blocks to a device in a fixed order, repeatedly: after prefetch(), call use() and done() for each block.
 
     Args:
         worker: one thread that fetches blocks, so that copying from mapped to pinned memory delays nothing else.
-        count: called with each block whose copy begins.
+        count: called with the number of each block whose copy begins.
     """
 
     def __init__(
@@ -82,15 +80,15 @@ class WeightStream:
 
     @property
     def next_block(self) -> int:
-        """The next block to be used."""
+        """Number of the block that use() expects next."""
         return self._ahead[0].block if self._ahead else self._order[self._next]
 
     def allow(self, n_blocks: int) -> None:
-        """Until the next call, limit copies to n_blocks, including those under way."""
+        """Limit copies to n_blocks, including those that have begun, until the next call of allow()."""
         self._n_allowed = n_blocks - len(self._ahead)
 
     def prefetch(self) -> None:
-        """Begin to copy the next allowed blocks, to all buffers that are free or will be after known events."""
+        """Begin to copy the next allowed blocks to all buffers that are free, or will be free after known events."""
         while self._free and self._n_allowed > 0:
             self._n_allowed -= 1
             buffer, after = self._free.popleft()
@@ -101,11 +99,11 @@ class WeightStream:
             self._ahead.append(_Copy(block, buffer, fetched))
 
     def use(self, block: int) -> tuple[ModelWeights, Event]:
-        """Return the next block's tensors on the device, and the event of their copy. Then the caller calls done().
+        """Return the block's tensors on the device and the event of their copy. The caller must then call done().
 
         Raises:
             ValueError: if the block is not the next one, or no buffer is left for it.
-            DeviceMemoryError, DeviceLostError: from the source. Then the caller calls restart().
+            DeviceMemoryError, DeviceLostError: from the source. The caller must then call restart().
         """
         self.prefetch()
         if not self._ahead or self._ahead[0].block != block:
@@ -116,20 +114,20 @@ class WeightStream:
         return found
 
     def done(self, block: int, event: Event) -> None:
-        """Release the block's buffer, which nothing reads after this event. Calls come in the order of use()."""
+        """Release a block's buffer, which nothing reads after `event`. Blocks are released in the order of use()."""
         if not self._in_use or self._in_use[0].block != block:
             raise ValueError(f"block {block} is not the one in use for longest.")
         self._free.append((self._in_use.popleft().buffer, (event,)))
         self.prefetch()
 
     def restart(self, after: Event, order: Sequence[int] | None = None) -> None:
-        """Begin again with the first block, whatever was in use or copied ahead.
+        """Begin again with the first block, discarding blocks that are in use or were copied ahead.
 
-        Copies follow with the next prefetch() or use(), after those under way, as the link keeps its order.
+        New copies begin with the next prefetch() or use(). The link runs them after those that have begun.
 
         Args:
-            after: nothing reads the buffers after this event.
-            order: a new order; None keeps the present one.
+            after: event after which nothing reads the buffers.
+            order: a new order of blocks; None keeps the present one.
         """
         for copy in self._ahead:
             copy.fetched.exception()  # wait until the worker has begun it or failed
@@ -140,7 +138,7 @@ class WeightStream:
         self._next = 0
 
     def close(self) -> None:
-        """Wait for copies under way, then free the buffers."""
+        """Wait for copies that have begun, then free the buffers."""
         self._worker.shutdown(wait=True)
         for copy in self._ahead:
             if copy.fetched.exception() is None:

@@ -1,8 +1,8 @@
-"""Streamed blocks of a plan: the GPU computes each from weights that were just copied.
+"""Runs the streamed blocks of a plan: the GPU computes each from weights that were just copied.
 
-Blocks are copied in the order of a pass, and the first ones of the next pass while this one ends. The KV cache of a
-visiting attention is copied with its weights, and new keys and values go back to the CPU's cache. If tokens may exit,
-copies run ahead only to layers that the pass is sure to reach.
+Blocks are copied in the order of a pass. The first blocks of the next pass are copied while the present one ends. With
+the placement "visit", an attention's KV cache is copied too, and new keys and values return to the CPU's cache. If
+tokens may exit, copies run ahead only to layers that the pass is sure to reach.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 
 
 class Borrowed(Protocol):
-    """Computes one block on the GPU with these weights: hidden states before it -> after it."""
+    """Callback that runs hidden states through one block on the GPU with these weights."""
 
     def __call__(self, block: Block, weights: ModelWeights, hidden: Tensor, batch: Batch, /) -> Tensor: ...
 
@@ -33,11 +33,11 @@ class WeightStreams:
     """Runs the streamed blocks of a plan.
 
     Args:
-        blocks: every block that is streamed in some pass, by its number in `stream`.
+        blocks: every block that is streamed in some pass. Its index is its number in `stream`.
         compute: computes a streamed block.
         visit: computes an attention whose KV cache is on the CPU.
-        kv_type: of keys and values.
-        exiting: blocks streamed when decoding, if tokens may exit so that a pass takes only some of them; else none.
+        kv_type: type of keys and values.
+        exiting: if tokens may exit early, the blocks streamed when decoding, of which a pass may use only some.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WeightStreams:
         self._n_left = 0  # blocks of the pass under way
 
     def begin(self, blocks: Sequence[Block]) -> None:
-        """Announce a pass with these streamed blocks. Their copies begin unless they already have."""
+        """Announce a pass with these streamed blocks, whose copies begin unless they have begun already."""
         order = tuple(self._numbers[block.name] for block in blocks)
         if not order:
             return
@@ -83,7 +83,7 @@ class WeightStreams:
         ready: Sequence[Event],
         work: Work,
     ) -> tuple[Tensor, Event]:
-        """Run the batch through the next block of the pass, after the events. Return the result and its event."""
+        """Run the batch through the pass's next block after the events `ready`. Return the states and their event."""
         gpu, link = self._machine.gpu, self._machine.link
         assert gpu is not None and link is not None, "only a GPU has weights streamed to it"
         number, order = self._numbers[block.name], self._order
@@ -101,7 +101,7 @@ class WeightStreams:
         return found, event
 
     def close(self) -> None:
-        """Finish the copies and free their buffers."""
+        """Wait for copies that have begun, and free their buffers."""
         self._stream.close()
 
     def _restart(self, order: tuple[int, ...]) -> None:
@@ -124,7 +124,7 @@ def streamed_blocks(route: Route, layers: range) -> list[Block]:
 
 
 def visiting_bytes(blocks: Sequence[Block], route: Route, cache: KvCache, kv_type: str) -> Callable[[int], int]:
-    """Return a function of the block number: the bytes of the state in `cache` that is copied with a visiting block."""
+    """Return a function of the block number: the bytes of state that are copied with it if it "visits" the GPU."""
 
     def n_bytes(number: int) -> int:
         block = blocks[number]

@@ -1,1 +1,1 @@
-"""GPUs: which ones exist and how long their operations take."""
+"""GPUs: inventory, and measurement of their operations."""

@@ -1,4 +1,4 @@
-"""GPUs as listed by drivers and the PCI bus, without torch, which may not be able to use them."""
+"""Lists GPUs from drivers and the PCI bus, without torch, which may be unable to use them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,21 +28,21 @@ class GpuInfo:
 
 @dataclass(frozen=True, slots=True)
 class GpuInventory:
-    """The GPUs found, and problems met while searching."""
+    """GPUs that were found, and problems while searching for them."""
 
     gpus: tuple[GpuInfo, ...]
     problems: tuple[str, ...]
 
     @property
     def kind(self) -> str | None:
-        """The engine's name for them: "cuda", "rocm" if all are AMD's, None without any."""
+        """Kind of platform: "rocm" if all GPUs are AMD's, else "cuda"; None without GPUs."""
         if not self.gpus:
             return None
         return "rocm" if all(gpu.vendor == AMD for gpu in self.gpus) else "cuda"
 
 
 def gpu_inventory(host: Host) -> GpuInventory:
-    """List NVIDIA GPUs by nvidia-smi or the driver's files, AMD GPUs by the driver's files, others by the PCI bus."""
+    """Find NVIDIA GPUs by nvidia-smi or driver files, AMD GPUs by driver files, and others on the PCI bus."""
     nvidia, problem = _nvidia_smi(host)
     gpus = nvidia or list(_nvidia_files(host))
     gpus += _amd(host)
@@ -52,7 +52,7 @@ def gpu_inventory(host: Host) -> GpuInventory:
 
 
 def _nvidia_smi(host: Host) -> tuple[list[GpuInfo], str]:
-    """Return the GPUs, or a problem. A missing nvidia-smi is not a problem."""
+    """Return the GPUs that nvidia-smi lists, and a problem or "". A missing nvidia-smi is not a problem."""
     for program in SMI_PLACES:
         answer = _queried(host, program, (*SMI_FIELDS, COMPUTE_CAPABILITY))
         if answer.problem.startswith("exit code"):
@@ -98,7 +98,7 @@ def _nvidia_files(host: Host) -> Iterator[GpuInfo]:
 
 
 def _amd(host: Host) -> list[GpuInfo]:
-    """List AMD cards with their own memory; an integrated GPU has a few hundred MiB reserved."""
+    """Return AMD GPUs from the driver's files. Integrated ones have a few hundred MiB of memory reserved."""
     found = []
     for card in host.names("/sys/class/drm"):
         device = f"/sys/class/drm/{card}/device"
@@ -114,7 +114,7 @@ def _amd(host: Host) -> list[GpuInfo]:
 
 
 def _pci(host: Host) -> list[GpuInfo]:
-    """List both vendors' display controllers, for cards without a driver."""
+    """Return display controllers of NVIDIA and AMD on the PCI bus, which need no driver."""
     found = []
     for slot in host.names(PCI):
         vendor = PCI_VENDORS.get(_line(host, f"{PCI}/{slot}/vendor"))

@@ -1,4 +1,4 @@
-"""Time copies between CPU and GPU, launches, and the transfer of a hidden state there and back."""
+"""Measures copies between CPU and GPU, launches, and transfers of hidden states."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,10 +30,10 @@ def probe_link(
     origin: Origin,
     clock: Clock,
 ) -> LinkTimes:
-    """Measure the link.
+    """Measure all times of the link.
 
     Args:
-        n_bytes: size of one large copy; at most four such buffers are in the CPU's memory, two in the GPU's.
+        n_bytes: size of one large copy. At most four such buffers are in the CPU's memory, two in the GPU's.
         read: reads memory on all CPU cores and returns the number of bytes.
     """
     near, other_near = platform.pinned(n_bytes), platform.pinned(n_bytes)
@@ -71,14 +71,15 @@ def probe_beside_cpu_bytes_per_s(
     repeats: int,
     clock: Clock,
 ) -> list[float]:
-    """Measure the rate of copies that do not slow the CPU: what both move at once minus what the CPU reads alone.
+    """Measure the rate of copies to the GPU while the CPU reads memory at full speed.
 
-    The link gets exactly as much as it moves alone while the CPU reads alone. If neither slows the other down, both end
-    together and the rate is `alone`.
+    It is the total rate of both at once, less the CPU's own rate without copies. Both are given work for the same time,
+    so that the result is `alone` if neither slows the other down.
 
     Args:
-        copied: target and source of a copy to the GPU, in bytes; only a part is copied if the CPU's reads are shorter.
+        copied: target and source of a copy to the GPU. Only a part is copied if the CPU's reads take less time.
         alone: the copy's rate without reads.
+        read: reads memory on all CPU cores and returns the number of bytes.
     """
     target, source = copied
     n_read_bytes = read()
@@ -100,7 +101,7 @@ def probe_beside_cpu_bytes_per_s(
 
 
 def probe_launch_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
-    """Measure the CPU's seconds per launch, for many in a row."""
+    """Measure the CPU's seconds per kernel launch, averaged over LAUNCHES in a row."""
     x = platform.allocate((1,), torch.float32)
 
     def launches() -> None:
@@ -111,15 +112,15 @@ def probe_launch_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[fl
 
 
 def probe_synchronize_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
-    """Measure the seconds from one launch until the CPU knows that it is done."""
+    """Measure the seconds from a kernel launch until the CPU knows that the kernel is done."""
     x = platform.allocate((1,), torch.float32)
     return _timed(platform, lambda: platform.launch(x), repeats, clock)
 
 
 def probe_transfer_s(platform: GpuPlatform, hidden_size: int, repeats: int, clock: Clock) -> list[float]:
-    """Measure half the time from a hidden state on the CPU, through a GPU kernel, to the result on the CPU.
+    """Measure the seconds of one hidden state's transfer between CPU and GPU.
 
-    The CPU waits for an event.
+    It is half the time from the CPU through a GPU kernel back to the CPU, which waits for an event.
     """
     hidden = torch.ones(hidden_size)
     there, back = (platform.pinned(hidden.nbytes).view(torch.float32) for _ in range(2))
@@ -136,13 +137,13 @@ def probe_transfer_s(platform: GpuPlatform, hidden_size: int, repeats: int, cloc
 
 
 def _copy_s(platform: GpuPlatform, copies: Sequence[tuple[Tensor, Tensor]], repeats: int, clock: Clock) -> list[float]:
-    """Return the seconds until all copies (target, source), started at once, are done."""
+    """Return the seconds until all copies (target, source), started together, are done, for each repeat."""
     works = [partial(platform.copy, target, source) for target, source in copies]
     return _timed(platform, works[0] if len(works) == 1 else partial(platform.at_once, *works), repeats, clock)
 
 
 def _timed(platform: GpuPlatform, work: Work, repeats: int, clock: Clock, *, is_awaited: bool = True) -> list[float]:
-    """Return the seconds of each run on an idle GPU, until it is done if is_awaited, after one run that is ignored."""
+    """Return the seconds of repeated runs on an idle GPU, until the GPU is done if is_awaited. Warms up first."""
     found = []
     for _ in range(repeats + 1):
         platform.synchronize()

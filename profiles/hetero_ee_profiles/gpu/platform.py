@@ -1,4 +1,4 @@
-"""The GPU interface that the probes use: memory, its clock, recorded launches, copies. Tests substitute a CPU."""
+"""The GPU interface that probes use: memory, clock, recorded launches and copies. In tests a CPU implements it."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Work = Callable[[], Any]
 
 
 class GpuPlatform(Protocol):
-    """A GPU for probes. kind: "cuda" or "rocm". Any method may raise the driver's RuntimeError."""
+    """A GPU for probes. Its kind is "cuda" or "rocm". Any method may raise the driver's RuntimeError."""
 
     kind: str
     device: torch.device
@@ -25,45 +25,43 @@ class GpuPlatform(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Return the memory that the driver reports as free, after torch has released its cached memory."""
+        """Return the driver's count of free memory, after torch has released its cached memory."""
         ...
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate uninitialized GPU memory. Raises torch.OutOfMemoryError."""
+        """Allocate uninitialized GPU memory. Raises: torch.OutOfMemoryError: if there is too little."""
         ...
 
     def pinned(self, n_bytes: int) -> Tensor:
-        """Allocate pinned CPU memory, uint8."""
+        """Allocate pinned CPU memory (uint8)."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy; returns before it is done if both ends allow it."""
+        """Start a copy, without waiting for its end if the CPU's memory is pinned."""
         ...
 
     def launch(self, x: Tensor) -> None:
-        """Launch the smallest possible kernel: x += 1."""
+        """Launch a very small kernel: x += 1."""
         ...
 
     def at_once(self, *works: Work) -> None:
-        """Start each work on its own stream."""
+        """Start each of the works on a stream of its own."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until everything that was started is done."""
-        ...
+    def synchronize(self) -> None: ...
 
     def wait(self) -> None:
-        """Wait by an event for what was started on the current stream."""
+        """Wait for the work of the current stream, by an event."""
         ...
 
     def recorded(self, work: Work) -> Work:
-        """Record the launches of `work`, which must have run once, as one graph; return a function that replays it."""
+        """Record the launches of `work`, which must have run before, as a graph. Return a function that replays it."""
         ...
 
     def seconds(self, work: Work, repeats: int) -> list[float]:
-        """Return the seconds of each of `repeats` consecutive runs by the GPU's clock.
+        """Return the seconds of each of `repeats` consecutive runs of `work`, by the GPU's clock.
 
-        One more run precedes them, so that the GPU is busy while the first is launched.
+        One more run precedes them, so that the GPU is busy while the first timed run is launched.
         """
         ...
 
@@ -130,12 +128,12 @@ class CudaPlatform:
 
 
 def cuda_platform(model: str | None) -> CudaPlatform | None:
-    """Return the GPU called `model` (as the driver names it), else the one with the most memory.
+    """Return the GPU called `model` (the driver's name for it), else the one with the most memory.
 
-    Returns None if torch has no GPU and none is named.
+    It is None if torch has no GPU and `model` is None.
 
     Raises:
-        RuntimeError: if one is named and torch cannot use any GPU.
+        RuntimeError: if `model` is given and torch cannot use any GPU.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,8 +1,8 @@
-"""Time a GPU's operations at a model's shapes: copies in its memory, int4 and int8 products, attention.
+"""Measures a GPU's operations at a model's shapes: copies in its memory, int4 and int8 products, attention.
 
-A product is measured with alternating weights of as many bytes as the model has, if they fit: only a small model's
-weights would be in the L2 cache. Launches are recorded in a graph over one cycle of the weights, as in decoding, and
-timed by the GPU's own clock, so the CPU's time per launch is not counted. All rows are one product, as in a segment.
+Products alternate between weights of as many bytes as the model has, if they fit, so that the L2 cache holds them only
+if it would hold a small model's. Launches over one cycle of the weights are recorded in a graph, as in decoding, and
+timed by the GPU's clock, so that the CPU's launch times are not counted. All rows are one product, as in a segment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ PIECE_BYTES = 2**25  # the smallest piece that probe_free_bytes allocates
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How often each measurement is repeated."""
+    """Limits for repeating each measurement."""
 
     repeats: int
     max_s: float  # limit for all repeats together; fewer are made if they would exceed it
@@ -42,15 +42,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ProductKernel:
-    """How products with weights of one layout are computed."""
-
     multiply: Callable[..., Any]  # (x, matrix, out), x fp32
     prepared: Callable[[ProductShape, Any, Any], Any]  # (shape, tiles, scales) on the GPU (docs/FORMAT.md) -> matrix
     is_capturable: bool  # its launches may be recorded in a graph
 
 
 def probe_free_bytes(platform: GpuPlatform) -> int:
-    """Return the available bytes, to 32 MiB, by allocating ever smaller pieces within the driver's limit."""
+    """Return the bytes that can really be allocated, to within 32 MiB, by allocating smaller and smaller pieces."""
     limit_bytes, n_bytes, held = platform.free_bytes(), 0, []
     piece_bytes = 1 << limit_bytes.bit_length()
     while piece_bytes >= PIECE_BYTES:
@@ -66,9 +64,9 @@ def probe_free_bytes(platform: GpuPlatform) -> int:
 
 
 def probe_gpu_copy_bytes_per_s(platform: GpuPlatform, repeats: int, warm_up_s: float, clock: Clock) -> list[float]:
-    """Measure the bandwidth of the GPU's memory: bytes read and written by a copy within it.
+    """Measure the GPU's memory bandwidth: bytes read and written by a copy within its memory.
 
-    Copies for `warm_up_s` first, so that an idle GPU reaches its boost clock.
+    Copies run for `warm_up_s` first, so that an idle GPU reaches its boost clock.
     """
     n_bytes = min(max(COPY_BYTES, L2_TURNS * platform.l2_bytes), platform.free_bytes() // FREE_SHARE)
     target, source = (platform.allocate((n_bytes,), torch.uint8) for _ in range(2))
@@ -90,8 +88,11 @@ def probe_gpu_products(
     sampling: Sampling,
     max_cycle_bytes: int,
 ) -> list[ProductSamples]:
-    """Measure every shape at every number of rows. kernels: by layout. Weights are at most max_cycle_bytes, or four
-    L2 caches."""
+    """Measure products of every shape with every number of rows.
+
+    `kernels` are by layout. A product alternates between at most max_cycle_bytes of weights, or four L2 caches if
+    larger.
+    """
     model_bytes = sum(shape.n_bytes * shape.n_layers for shape in shapes)
     cycle_bytes = min(model_bytes, max(max_cycle_bytes, L2_TURNS * platform.l2_bytes))
     return [
@@ -110,11 +111,11 @@ def probe_gpu_attention(
     is_capturable: bool,
     sampling: Sampling,
 ) -> list[AttentionSamples]:
-    """Measure attention for each (m, context_tokens) of one sequence over an fp16 cache.
+    """Measure one layer's attention at each point (m, context_tokens), for one sequence with an fp16 cache.
 
     Args:
         heads: (n_heads, n_kv_heads, head_dim).
-        attend: called as hetero_ee_kernels.attention.attention.
+        attend: an operation with the arguments of hetero_ee_kernels.attention.attention.
     """
     n_heads, n_kv_heads, head_dim = heads
     n_pages = -(-max(context for _, context in points) // PAGE_TOKENS)
@@ -164,7 +165,7 @@ def _shape_samples(
 def probe_calls(
     platform: GpuPlatform, calls: Sequence[Work], n_parts: int, is_capturable: bool, sampling: Sampling
 ) -> tuple[float, ...]:
-    """Time all calls, made one after the other, and return each repeat's seconds divided by n_parts."""
+    """Time all calls in a row, repeatedly, and return each repeat's seconds divided by n_parts."""
 
     def everything() -> None:
         for call in calls:

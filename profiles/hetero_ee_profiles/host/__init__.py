@@ -1,1 +1,1 @@
-"""Facts about this computer: processor, memory, disk, operating system."""
+"""Facts about this computer: processor, memory, disk and operating system."""

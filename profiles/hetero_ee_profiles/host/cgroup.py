@@ -1,4 +1,4 @@
-"""Resource limits of a container or service: Linux control groups, versions 1 and 2."""
+"""Reads resource limits of a container or service from Linux control groups, versions 1 and 2."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ UNLIMITED_BYTES = 2**60  # version 1 reports "no limit" as an enormous number
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """Limits of a control group; None if there is no limit."""
+    """Limits of a control group. A field is None if there is no limit."""
 
     cores: float | None  # CPU time per wall time
     memory_bytes: int | None
@@ -20,7 +20,7 @@ class CgroupLimits:
 
 
 def cgroup_limits(host: Host) -> CgroupLimits:
-    """Return the lowest limits of this process's group and the groups around it."""
+    """Return the lowest limits of this process's control group and its parents."""
     cores = [limit for folder in _folders(host, "cpu") if (limit := _cores(host, folder)) is not None]
     memory = {
         folder: limit for folder in _folders(host, "memory") if (limit := _memory_bytes(host, folder)) is not None
@@ -30,9 +30,9 @@ def cgroup_limits(host: Host) -> CgroupLimits:
 
 
 def _folders(host: Host, controller: str) -> Iterator[str]:
-    """Yield the group's folder and all around it, in every hierarchy with the controller.
+    """Yield the folders of this process's group and its parents, in every hierarchy with the controller.
 
-    In a container the path may be the host's, of which only the root is mounted; missing folders are harmless.
+    In a container, the path may be the host's although only its root is mounted; missing folders are harmless.
     """
     for line in (host.text("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
@@ -64,7 +64,7 @@ def _memory_bytes(host: Host, folder: str) -> int | None:
 
 
 def _used_bytes(host: Host, folder: str) -> int:
-    """Return the memory in use, without cached files; 0 if unknown."""
+    """Return the group's memory in use, without cached files; 0 if unknown."""
     text = (host.text(f"{folder}/memory.current") or host.text(f"{folder}/memory.usage_in_bytes") or "").strip()
     lines = (line.split() for line in (host.text(f"{folder}/memory.stat") or "").splitlines())
     parts = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}

@@ -1,4 +1,4 @@
-"""The processor: its name, its cores and kinds of cores, and how many of them this process may use."""
+"""Describes the processor: its name, its cores of each kind, and how many of them this process may use."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ MAC_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """The processor, and what of it this process may use."""
+    """The processor, and the share of it that this process may use."""
 
     model: str
     architecture: str
@@ -36,24 +36,24 @@ class CpuInfo:
     n_allowed: int  # cores that affinity lets this process use
     quota_cores: float | None  # CPU time a container grants, in cores; None without a limit
     n_performance: int  # performance cores; 0 if all cores are alike or it is unknown
-    n_efficiency: int  # efficiency cores, likewise
+    n_efficiency: int  # efficiency cores; 0 if all cores are alike or it is unknown
     features: frozenset[str]  # instructions as the system names them, in lower case; empty if unknown
 
     @property
     def n_usable(self) -> int:
-        """Number of cores this process can keep busy: threads beyond a container's quota are suspended."""
+        """Number of cores that this process can keep busy. Threads beyond a container's quota would be suspended."""
         return max(1, min(self.n_allowed, int(self.quota_cores or self.n_allowed)))
 
 
 def cpu_info(host: Host) -> CpuInfo:
-    """Read the processor from /proc and /sys, or from psutil and a system command on other systems."""
+    """Describe the processor from /proc and /sys; on other systems from psutil and a system command."""
     if host.text("/proc/cpuinfo") is not None:
         return _linux(host)
     return _mac(host) if host.system == "darwin" else _other(host)
 
 
 def cpu_set(text: str | None) -> frozenset[int]:
-    """Parse a kernel's list of CPUs such as 0-3,8; invalid parts are skipped."""
+    """Parse a Linux list of CPUs such as 0-3,8. Invalid parts are skipped."""
     found: set[int] = set()
     for part in (text or "").strip().split(","):
         first, _, last = part.partition("-")
@@ -84,7 +84,7 @@ def _linux(host: Host) -> CpuInfo:
 
 
 def _records(text: str) -> list[dict[str, str]]:
-    """Return the blocks of /proc/cpuinfo; on Arm the last one is about the board."""
+    """Return the blocks of /proc/cpuinfo as dicts. On Arm the last one describes the board."""
     found = []
     for block in text.split("\n\n"):
         fields = (line.partition(":") for line in block.splitlines())
@@ -105,7 +105,7 @@ def _model(host: Host, records: list[dict[str, str]]) -> str:
 
 
 def _cores(host: Host, online: Iterable[int], records: list[dict[str, str]]) -> dict[int, object]:
-    """Map each CPU to its physical core, which hardware threads of one core share."""
+    """Map each CPU (hardware thread) to an object that stands for its physical core."""
     cores: dict[int, object] = {}
     for record in records:
         if record.get("processor", "").isdecimal() and "core id" in record:
@@ -121,7 +121,7 @@ def _count(cores: dict[int, object], cpus: Iterable[int]) -> int:
 
 
 def _kinds(host: Host, online: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """Return fast and slow CPUs: Intel's hybrids name them, Arm's give each a capacity."""
+    """Return the fast and the slow CPUs. Linux lists them for Intel's hybrids, and gives Arm's CPUs a capacity."""
     fast = cpu_set(host.text("/sys/devices/cpu_core/cpus"))
     slow = cpu_set(host.text("/sys/devices/cpu_atom/cpus")) | cpu_set(host.text("/sys/devices/cpu_lowpower/cpus"))
     if fast and slow:
@@ -157,7 +157,7 @@ def _mac(host: Host) -> CpuInfo:
 
 
 def _other(host: Host) -> CpuInfo:
-    """Read the processor on Windows and other systems without /proc."""
+    """Describe the processor on Windows and other systems without /proc."""
     answer = host.run(["reg", "query", REGISTRY_KEY, "/v", "ProcessorNameString"], TIMEOUT_S).output
     model = " ".join(answer.partition("REG_SZ")[2].split())
     return _counted(host, model or "unknown", (0, 0), frozenset())

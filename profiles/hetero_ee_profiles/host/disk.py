@@ -1,4 +1,4 @@
-"""The disk of a folder: free space, file system, and whether locks and mmap work, tested by using them."""
+"""Describes the disk of a folder: free space, file system, and whether locks and mmap work."""
 
 import mmap
 import os
@@ -17,8 +17,6 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True, slots=True)
 class DiskInfo:
-    """The disk that holds a folder."""
-
     total_bytes: int
     free_bytes: int
     kind: str  # the file system's name, such as ext4; empty if unknown
@@ -33,7 +31,7 @@ class DiskInfo:
 
 
 def existing_folder(folder: Path) -> Path:
-    """Return the folder or its nearest existing parent. Raises OSError if one is a file or cannot be read."""
+    """Return the folder or its nearest existing parent. Raises: OSError: if one is a file or cannot be read."""
     for candidate in (folder.absolute(), *folder.absolute().parents):
         try:
             candidate.stat()
@@ -44,14 +42,14 @@ def existing_folder(folder: Path) -> Path:
 
 
 def disk_info(host: Host, folder: Path) -> DiskInfo:
-    """Return the disk that holds `folder`, or will. Raises OSError."""
+    """Describe the disk that holds `folder`, which need not exist yet. Raises: OSError: if it cannot be read."""
     existing = existing_folder(folder)
     usage = shutil.disk_usage(existing)
     return DiskInfo(usage.total, usage.free, _kind(host, os.path.realpath(existing)))
 
 
 def try_disk(folder: Path) -> None:
-    """Write, map and lock small files in `folder` or its nearest existing parent, and remove them.
+    """Test that files in `folder`, or its nearest existing parent, can be written, mapped and locked.
 
     Raises:
         OSError: if one of these does not work; the message says which.
@@ -88,12 +86,12 @@ def _try_lock(path: Path) -> None:
 
 
 def _lock(path: Path) -> FileLock:
-    """Lock as stores are locked: by the kernel, without a fallback."""
+    """Return a lock of the kind that stores use: the operating system's, without a fallback."""
     return FileLock(path, timeout=0, fallback_to_soft=False)
 
 
 def _kind(host: Host, folder: str) -> str:
-    """Return the file system of the deepest mount point around the folder; the last mount at a point wins."""
+    """Return the file system of the deepest mount point above the folder, "" if unknown. Later mounts hide earlier."""
     best, kind = -1, ""
     for line in (host.text("/proc/self/mountinfo") or "").splitlines():
         mounted, _, described = line.partition(" - ")

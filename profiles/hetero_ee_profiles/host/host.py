@@ -1,4 +1,4 @@
-"""Access to facts about the machine (files, commands, psutil), which tests replace by recorded facts."""
+"""Access to facts about the machine (files, commands, psutil), which tests replace by recordings."""
 
 import platform
 import subprocess
@@ -18,15 +18,13 @@ END_TIMEOUT_S = 0.5  # from a command's last output to its exit
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a command."""
-
     output: str = ""  # standard output
     problem: str = ""  # empty if it succeeded, else the reason in a few words
 
 
 @dataclass(frozen=True, slots=True)
 class CoreCounts:
-    """Physical cores, hardware threads, and how many of those this process may run on; None if unknown."""
+    """Numbers of physical cores, hardware threads, and threads that this process may use; None if unknown."""
 
     physical: int | None
     logical: int | None
@@ -35,7 +33,7 @@ class CoreCounts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCounts:
-    """Bytes of memory and of swap."""
+    """Bytes of memory in total, available to programs, and of swap."""
 
     total: int
     available: int
@@ -58,7 +56,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """Return the machine this process runs on."""
+    """Return the sources of facts about this computer."""
     return Host(
         system=sys.platform,
         architecture=platform.machine(),
@@ -73,7 +71,7 @@ def this_host() -> Host:
 
 
 def read_text(path: str) -> str | None:
-    """Return the first MAX_TEXT_BYTES of the file as text, or None if it cannot be read."""
+    """Return up to MAX_TEXT_BYTES of the file as text, None if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
@@ -89,7 +87,7 @@ def entry_names(folder: str) -> list[str]:
 
 
 def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
-    """Run `command`, waiting at most timeout_s, even for a process that cannot be killed."""
+    """Run a command for at most timeout_s seconds, even if it cannot be killed."""
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null)
@@ -123,7 +121,7 @@ def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
 
 
 def _why_ended(process: "subprocess.Popen[bytes]") -> str:
-    """Return why a process that closed its output failed, or "". Kills one that does not exit."""
+    """Return why a process that closed its output failed, or "". Processes that don't exit are killed."""
     try:
         code = process.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The instructions that the CPU kernels are compiled for, and those that this processor has."""
+"""Names the instruction sets for which CPU kernels are compiled, and those of this processor."""
 
 from collections.abc import Collection
 
@@ -13,23 +13,23 @@ FEATURES = {"avx512_vnni": "avx512vnni", "avx512vnni": "avx512vnni", "avx_vnni":
 
 
 def instruction_set(features: Collection[str]) -> str:
-    """Return the instruction set that the matmul uses for these features, named as in LLVM."""
+    """Return the best instruction set that matmul can use with these features, which are named as in LLVM."""
     return next((name for feature, name in NAMES.items() if feature in features), GENERIC)
 
 
 def system_instruction_set(features: Collection[str]) -> str:
-    """Return the instruction set for features that are named as in the operating system."""
+    """Return the best instruction set for features that are named as in the operating system."""
     return instruction_set({FEATURES.get(feature, feature) for feature in features})
 
 
 def rank(name: str) -> int:
-    """Return 0 for generic code, and more for faster instruction sets."""
+    """Return a number that orders instruction sets by speed; 0 for generic code."""
     order = [GENERIC, *reversed(NAMES.values())]
     return order.index(name)
 
 
 def kernel_instruction_set() -> str:
-    """Return the set that this process compiles kernels for. Imports Numba. Raises ImportError."""
+    """Return the instruction set that this process compiles kernels for. Raises: ImportError: without Numba."""
     from numba.core.registry import cpu_target
 
     from hetero_ee_cpu_ops.simd.bytes import target_has

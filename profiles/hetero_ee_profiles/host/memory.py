@@ -1,4 +1,4 @@
-"""Memory of the machine, and how much of it this process may use."""
+"""Describes the machine's memory, and how much of it this process may use."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from hetero_ee_profiles.host.host import Host
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Memory of the machine and of this process's container."""
+    """Memory of the machine, and the limit of this process's container."""
 
     total_bytes: int
     available_bytes: int  # to this process: the machine's, within a container's limit
@@ -18,12 +18,12 @@ class MemoryInfo:
 
     @property
     def usable_bytes(self) -> int:
-        """The most that this process can use."""
+        """Bytes of memory that this process may use at most."""
         return min(self.total_bytes, self.limit_bytes or self.total_bytes)
 
 
 def memory_info(host: Host) -> MemoryInfo:
-    """Read the memory from /proc/meminfo, or from psutil on other systems."""
+    """Describe the memory from /proc/meminfo, or from psutil on other systems."""
     fields = _meminfo(host.text("/proc/meminfo") or "")
     limits = cgroup_limits(host)
     pages = _chosen(host.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
@@ -38,7 +38,7 @@ def memory_info(host: Host) -> MemoryInfo:
 
 
 def _meminfo(text: str) -> dict[str, int]:
-    """Map names to bytes."""
+    """Parse /proc/meminfo into bytes by name."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -49,7 +49,7 @@ def _meminfo(text: str) -> dict[str, int]:
 
 
 def _chosen(text: str) -> str | None:
-    """Return the word in brackets."""
+    """Return the word in brackets, which is how Linux marks the chosen one of several settings."""
     _, _, rest = text.partition("[")
     word, bracket, _ = rest.partition("]")
     return word if bracket and word else None

@@ -1,4 +1,4 @@
-"""The operating system, and whether it runs inside a virtual machine or container."""
+"""Describes the operating system, and whether it runs in WSL or a container."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,6 @@ SYSTEMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
 
 @dataclass(frozen=True, slots=True)
 class SystemInfo:
-    """The operating system."""
-
     name: str
     distribution: str  # name of a Linux distribution, else empty
     release: str

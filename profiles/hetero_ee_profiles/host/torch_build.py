@@ -1,4 +1,4 @@
-"""The installed torch and the GPUs it can use, queried in a child process, since a broken torch may crash."""
+"""Finds the installed torch and the GPUs that it can use, in a child process, since a broken torch may crash."""
 
 import json
 import sys
@@ -27,8 +27,6 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class TorchGpu:
-    """One GPU as torch sees it."""
-
     name: str
     total_bytes: int
     free_bytes: int
@@ -37,7 +35,7 @@ class TorchGpu:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The installed torch."""
+    """The installed torch, its platform and its GPUs."""
 
     version: str  # empty if it cannot be imported
     cuda: str | None  # the CUDA version it was built for
@@ -52,7 +50,7 @@ class TorchBuild:
 
 
 def torch_build(host: Host) -> TorchBuild:
-    """Query torch in a child process, which needs a second or two."""
+    """Describe the installed torch by a child process, which needs a second or two."""
     answer = host.run([sys.executable, "-P", "-W", "ignore", "-c", PROGRAM], TIMEOUT_S)
     if answer.problem:
         return TorchBuild("", None, None, (), answer.problem)
