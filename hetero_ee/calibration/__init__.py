@@ -1,1 +1,1 @@
-"""Measures a model's exits on text and fits what predicts them, once."""
+"""Calibration: measures a model's early exits on text, and fits the maps and predictors for them."""

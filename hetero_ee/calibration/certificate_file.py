@@ -1,7 +1,7 @@
-"""A certificate on disk: the record certificate.bin in a calibration's folder.
+"""Reads and writes certificates: the record certificate.bin in a calibration's folder.
 
-Its arrays are "judgements", packed by zlib, one exit layer after the other; "prompt_lengths" and "n_tokens", two bytes
-per prompt.
+Its arrays are "judgements", compressed with zlib, one exit layer after the other; "prompt_lengths" and "n_tokens", two
+bytes per prompt.
 """
 
 import zlib
@@ -40,7 +40,7 @@ CERTIFICATE = RecordKind(CertificateHeader, "certificate", 1, WAY_OUT)
 
 
 def write_certificate(certificate: Certificate, folder: Path, files: FileSystem | None = None) -> None:
-    """Write the certificate to `folder`, completely or not at all, replacing a former one.
+    """Write the certificate to `folder`, completely or not at all, replacing an existing one.
 
     Raises: StoreError, DiskFullError.
     """
@@ -55,9 +55,9 @@ def write_certificate(certificate: Certificate, folder: Path, files: FileSystem 
 
 
 def read_certificate(folder: Path, calibration: Calibration, key: str) -> Certificate | None:
-    """Return the certificate in `folder`, None if there isn't one.
+    """Return the certificate in `folder`, or None if it has none.
 
-    Raises: StoreError: in one sentence with the way out, also if it certifies other exits than the calibration's.
+    Raises: StoreError: if the file is damaged, or certifies other exits than the calibration's.
     """
     file = folder / CERTIFICATE_FILE
     found = CERTIFICATE.read(file, key, MAX_BYTES, lambda header, arrays: _certificate(header, arrays, key))
@@ -73,7 +73,7 @@ def read_certificate(folder: Path, calibration: Calibration, key: str) -> Certif
 
 
 def _certificate(header: CertificateHeader, arrays: RecordArrays, key: str) -> Certificate:
-    """Make the certificate of a record. Raises: ValueError."""
+    """Return the certificate of a record. Raises: ValueError: if its arrays are inconsistent."""
     prompt_lengths, n_tokens = (
         arrays.take(name, np.uint8).view("<u2").astype(np.uint16) for name in ("prompt_lengths", "n_tokens")
     )

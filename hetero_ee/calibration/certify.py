@@ -1,7 +1,8 @@
-"""Certifies exits: prompts are continued greedily at full depth, and every exit layer judges each token on the way.
+"""Certifies exits: continues prompts greedily at full depth, while every exit layer judges each token.
 
-The judges are those of decoding: the exit's map, head and predictor on the executor's own states, with full-depth keys
-and values, as in lazy filling. The result depends only on the model, the exits, the prompts and the KV type.
+The exits are judged as in decoding: by the exit's map, head and predictor from the executor's own states, with
+full-depth keys and values, as if skipped layers had caught up. The result depends only on the model, the exits, the
+prompts and the KV type.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,7 @@ N_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 64  # of mode specee
 
 
 def by_group(prompts: Sequence[Chunk]) -> PromptSource:
-    """Return a source of prompts that are all known."""
+    """Return a source that splits known prompts into groups."""
     return lambda group: prompts[group * GROUP_PROMPTS :][:GROUP_PROMPTS]
 
 
@@ -64,7 +65,7 @@ def kv_type_of(executor: Executor) -> str:
 
 
 class CertificateRun:
-    """Makes a certificate. steps: where judged groups of prompts are kept; clock: in seconds."""
+    """A run that makes a certificate. `steps` stores judged groups of prompts; `clock` returns seconds."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class CertificateRun:
         self._n_prompts, self._started_s, self._is_told = 0, 0.0, False
 
     def certify(self, prompts_of: PromptSource, n_prompts: int, key: str, description: str) -> Certificate:
-        """Judge the prompts, which are the same in every run of the same identity.
+        """Judge the prompts and return the certificate. Runs with the same identity need the same prompts.
 
         Raises: UsageError, StoreError, DiskFullError.
         """
@@ -103,9 +104,10 @@ class CertificateRun:
         return replace(certificate, on_policy=tuple(self._on_policy(certificate, prompts_of)))
 
     def _on_policy(self, certificate: Certificate, prompts_of: PromptSource) -> Iterator[OnPolicy]:
-        """Yield counts of certified decoding on the first groups of prompts, for each risk that can be certified.
+        """Decode the first groups of prompts in certified mode, and yield the counts for each risk that can be
+        certified.
 
-        Risks at which no token exits half-way up are left out.
+        Risks at which no token exits at the middle exit layer are left out.
         """
         allowed = []
         for risk in RISKS:
@@ -121,7 +123,7 @@ class CertificateRun:
                 yield OnPolicy(each.risk, each.exit_layers[0], n_tokens, n_exited, n_different)
 
     def _followed(self, allowed: CertifiedExit, prompts: Sequence[Chunk]) -> tuple[int, int, int]:
-        """Decode in certified mode. Returns the numbers of tokens, of exits and of changed tokens."""
+        """Decode in certified mode and return the numbers of tokens, of exits and of changed tokens."""
         [exit_layer] = allowed.exit_layers
         policy = Certified({exit_layer: self._heads[exit_layer].end}, allowed)
         requests, known = followed(self._executor, self._ending, policy, prompts, PARAMS)
@@ -131,7 +133,8 @@ class CertificateRun:
         return known.n_tokens, known.n_exited, sum(different)
 
     def _judged(self, prompts_of: PromptSource, group: int, n_before: int) -> Arrays:
-        """Judge a group's tokens. Sequences that end early have fewer. n_before: prompts of the groups before."""
+        """Judge the tokens of a group of prompts, which follow n_before others. Sequences that end early have fewer
+        tokens."""
         self._started_s = self._clock()
         prompts = list(prompts_of(group))[: self._n_prompts - n_before]
         mode = _JudgingMode(self._executor, self._heads, lambda n_steps: self._tell(n_before, len(prompts), n_steps))
@@ -142,7 +145,7 @@ class CertificateRun:
         return _arrays_of(prompts, rows, len(self._heads))
 
     def _tell(self, n_before: int, n_together: int, n_steps: int) -> None:
-        """Report the progress and, once the first steps were timed, the expected time."""
+        """Report the progress and, once the first steps were timed, the expected total time."""
         if self._progress is None:
             return
         if n_steps == N_TIMED and not self._is_told:
@@ -160,11 +163,12 @@ class CertificateRun:
 class _JudgingMode(FullMode):
     """Full mode that records how each exit layer judges every token.
 
-    rows: of each prompt, by its index, a row for each token: twice the confidence's level, plus 1 if the exit is right.
+    `rows` has for each prompt, by its index, a row per token: twice the confidence's level, plus 1 if the exit is
+    right.
     """
 
     def __init__(self, executor: Executor, heads: ExitHeads, tell: Callable[[int], None]) -> None:
-        """tell: called after each step with the number of steps so far."""
+        """Create the mode. `tell` is called after each step with the number of steps so far."""
         super().__init__(executor, lambda: 0.0)
         self._heads, self._tell, self._n_steps = heads, tell, 0
         self._sampler = DraftSampler()
@@ -189,7 +193,7 @@ class _JudgingMode(FullMode):
         return takes
 
     def _drafted(self, tokens: list[PendingToken], requests: Sequence[Request], exit_layer: int) -> list[Drafted]:
-        """Return what each sequence's last token would give at an exit layer."""
+        """Return the token and confidence that the exit layer would choose after each sequence's last token."""
         hidden = advance(self._executor, tokens, exit_layer)
         assert hidden is not None, "an exit layer is after the embedding"
         rows = [(request, request.token_ids) for request in requests]
@@ -209,7 +213,7 @@ def _arrays_of(prompts: Sequence[Chunk], rows: Sequence[Sequence[NDArray[np.uint
 def followed(
     executor: Executor, ending: Ending, policy: ExitPolicy, prompts: Sequence[Chunk], params: SamplingParams
 ) -> tuple[list[list[int]], ExitStatistics]:
-    """Generate from the prompts with exact keys and values, in one batch. Returns the sequences with their prompts."""
+    """Generate from the prompts with exact keys and values, in one batch. Return the sequences with their prompts."""
     texts, counts = [[*prompt] for prompt in prompts], ExitCounts()
     mode = EarlyExitMode(executor, EarlyExits(policy, MAX_PENDING), counts, lambda: 0.0)
     asked = [[*prompt] for prompt in prompts]
@@ -221,12 +225,12 @@ def followed(
 def specee_depths(
     executor: Executor, ending: Ending, calibration: Calibration, chunks: Sequence[Chunk]
 ) -> tuple[int, ...]:
-    """Count the tokens of mode specee without a draft head by the layers that they ran, 1 to all.
+    """Generate in mode specee without a draft head, and count the tokens by the layers that they ran, 1 to all.
 
     Returns () if the calibration has no exit layers.
 
     Args:
-        chunks: The sequences start with the beginnings of some of them.
+        chunks: Chunks of text. The beginnings of some of them are the prompts.
     """
     if not calibration.schedule:
         return ()

@@ -1,7 +1,7 @@
-"""A calibration on disk: the record calibration.bin in a folder next to the store that it belongs to.
+"""Reads and writes calibrations: the record calibration.bin in a folder next to the model's store.
 
-Earlier versions wrote its header and its arrays as two files, calibration.json and calibration.safetensors, which still
-open. All metrics are in the header.
+All metrics are in the record's header. Earlier versions wrote the header and the arrays as two files, calibration.json
+and calibration.safetensors, which can still be read.
 """
 
 import hashlib
@@ -103,9 +103,9 @@ CALIBRATION = RecordKind(CalibrationHeader, "calibration", 3, "run hetero-ee cal
 
 
 def write_calibration(calibration: Calibration, key: str, folder: Path, files: FileSystem | None = None) -> None:
-    """Write the calibration of the weights `key` to `folder`, completely or not at all, and remove a former one.
+    """Write the calibration of weights with this key to `folder`, completely or not at all, replacing an existing one.
 
-    A certificate of the former one goes with it. Raises: StoreError, DiskFullError.
+    The existing one's certificate is removed as well. Raises: StoreError, DiskFullError.
     """
     files = files or FileSystem()
     CALIBRATION.write(folder / RECORD_FILE, key, _header(calibration), _arrays(calibration), files)
@@ -115,7 +115,7 @@ def write_calibration(calibration: Calibration, key: str, folder: Path, files: F
 
 
 def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | None:
-    """Return the calibration in `folder`, None if there isn't one. Raises: StoreError: see RecordKind.read."""
+    """Return the calibration in `folder`, or None if it has none. Raises: StoreError: see RecordKind.read."""
 
     def make(header: CalibrationHeader, arrays: RecordArrays) -> Calibration | None:
         if (header.n_layers, header.hidden_size) != (spec.n_layers, spec.hidden_size):
@@ -136,7 +136,7 @@ def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | N
 
 
 def _load_two_files(file: Path, max_bytes: int, what: str) -> tuple[Body, Arrays] | None:
-    """Read calibration.json and the arrays of the safetensors file next to it. Raises: StoreError, ValueError."""
+    """Read calibration.json and the safetensors file next to it. Raises: StoreError, ValueError."""
     data = read_if_there(file, MAX_JSON_BYTES, what)
     if data is None:
         return None
@@ -181,7 +181,7 @@ def _arrays(calibration: Calibration) -> Arrays:
 
 
 def _most_bytes(spec: ModelSpec) -> int:
-    """Return the size of the largest calibration of this model: larger files are not read into memory."""
+    """Return the size of the largest possible calibration of this model. Larger files are not read into memory."""
     map_bytes = 2 * spec.hidden_size * (2 * spec.hidden_size + 1)
     network_bytes = 4 * (MAX_HIDDEN * (N_FEATURES + 2) + 1)
     n_arrays = 15 * (spec.n_layers - 1) + len(activation_names(spec))  # a map has up to 3, each of 3 networks 4
@@ -204,7 +204,7 @@ def _exit_layer(header: ExitLayerRecord, hidden_size: int, arrays: RecordArrays)
 
 
 def _predictor(prefix: str, arrays: RecordArrays) -> ExitPredictor:
-    """Take the arrays of a predictor, whose names begin with `prefix`. Raises: ValueError."""
+    """Return the predictor whose array names begin with `prefix`. Raises: ValueError: if an array is missing."""
     shape = arrays.shape(f"{prefix}.second")
     if shape is None or len(shape) != 1 or not 1 <= shape[0] <= MAX_HIDDEN:
         raise ValueError(f"{prefix}.second has shape {shown(shape)}; expected 1 to {MAX_HIDDEN} hidden units")

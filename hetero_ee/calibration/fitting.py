@@ -1,7 +1,8 @@
 """Fits a calibration to the drafts of its chunks: predictors, thresholds, schedule and gates.
 
-Metrics of early exits are measured on held-out text: for each exit layer separately, and for exits at the first open
-gate. A depth counts the layers that ran: b for a token that exits at exit layer b, n_layers for one that never exits.
+Metrics of early exits are measured on held-out text: for each exit layer by itself, and for exits at the first open
+gate. A depth is the number of layers that ran: b for a token that exits at exit layer b, n_layers for one that never
+exits.
 """
 
 from collections import deque
@@ -51,9 +52,9 @@ def fit_calibration(
     """Fit everything that early exits need.
 
     Args:
-        executor: Only its model is used.
+        executor: The executor whose model is calibrated. It runs nothing.
         chunks: Drafts of all chunks.
-        partial_logits: Those of the chunks of CHOOSE.
+        partial_logits: Partial logits of the chunks of CHOOSE.
         maps: Exit maps by exit layer.
         text: Description of the calibration text.
         activations: Means per token, by name.
@@ -82,7 +83,7 @@ def fit_calibration(
 def _judging(
     train: Judged, choose: Judged, precision: float, training: PredictorTraining
 ) -> tuple[ExitPredictor, float]:
-    """Fit a predictor to some tokens, and choose its threshold on others."""
+    """Fit a predictor to the tokens `train`, and choose its threshold on the tokens `choose`."""
     predictor = fit_predictor(*train, training)
     features, is_right = choose
     return predictor, calibrate_threshold(predictor.probability(features), is_right, precision)
@@ -94,11 +95,11 @@ def _exit_layers(
     maps: Mapping[int, ExitMap],
     judging: Callable[[Judged, Judged], tuple[ExitPredictor, float]],
 ) -> list[FittedExitLayer]:
-    """Fit each exit layer's predictor for tokens that are judged there first, and the one for tokens whose candidates
-    an earlier exit layer took, if it gets a threshold.
+    """Fit two predictors for each exit layer: one for tokens that it judges first, and a partial predictor.
 
-    The latter's threshold is chosen only on tokens that did not exit where their candidates were taken, since no others
-    arrive here and fewer of these are right.
+    The partial predictor judges tokens whose candidates an earlier exit layer chose. Its threshold is chosen only on
+    tokens that did not exit at that earlier layer, since only these reach the later one, and fewer of them are right.
+    Without a threshold, the partial predictor is left out.
     """
     fits = []
     for index in range(len(train.features)):
@@ -131,7 +132,7 @@ def all_metrics(
     is_right_unmapped: Sequence[Flags],
     gate: Sequence[Flags],
 ) -> tuple[tuple[ExitLayerMetrics, ...], DepthMetrics]:
-    """Return the metrics of each exit layer from 1 on, and of all together. Flags: per chunk (n_exit_layers, m)."""
+    """Return the metrics of each exit layer from 1 on, and of all together, from flags (n_exit_layers, m) per chunk."""
     found = []
     for index, each in enumerate(exit_layers):
         mapped, unmapped = (np.concatenate([flags[index] for flags in part]) for part in (is_right, is_right_unmapped))
@@ -147,16 +148,18 @@ def all_metrics(
 
 
 def opened(exit_layers: Sequence[FittedExitLayer], features: NDArray[np.float32]) -> Flags:
-    """Return where each exit layer's gate opens for tokens judged there first, (n_exit_layers, m). features:
-    (n_exit_layers, m, 12)."""
+    """Return the tokens for which each exit layer's gate opens if judged there first, (n_exit_layers, m).
+
+    The features are (n_exit_layers, m, 12).
+    """
     return np.stack([each.opens(own, is_partial=False) for each, own in zip(exit_layers, features, strict=True)])
 
 
 def exit_layer_metrics(
     is_right: Sequence[Flags], gate: Sequence[Flags], agreement: float, mapped_agreement: float | None
 ) -> ExitLayerMetrics:
-    """Return one exit layer's metrics. is_right, gate: per chunk, for each token whether its draft is right and whether
-    it may exit."""
+    """Return one exit layer's metrics, from flags per chunk whether each draft is right and whether each token may
+    exit."""
     right, opened = np.concatenate(is_right), np.concatenate(gate)
     kept = [0] * (MAX_DRAFTS + 1)
     n_drafts = 0
@@ -176,7 +179,7 @@ def exit_layer_metrics(
 
 
 def depth_metrics(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetrics:
-    """Return the metrics of exits at the first open gate. is_right, gate: per chunk (n_layers - 1, m) by exit layer."""
+    """Return the metrics of exits at the first open gate, from flags (n_layers - 1, m) per chunk."""
     n_layers = len(gate[0]) + 1
     depths = [_first_depths(each) for each in gate]
     histogram = np.bincount(np.concatenate(depths), minlength=n_layers + 1)[1:]
@@ -202,12 +205,13 @@ def _share(part: int, whole: int) -> float:
 
 
 def _first_depths(gate: Flags) -> NDArray[np.int64]:
-    """Return each token's depth: the first exit layer with a True, or n_layers."""
+    """Return each token's depth: the first exit layer whose gate is open, or n_layers."""
     return np.where(gate.any(axis=0), gate.argmax(axis=0) + 1, len(gate) + 1)
 
 
 def _add_steps(is_right: Flags, gate: Flags, kept: list[int]) -> int:
-    """Count a chunk's simulated draft-verify steps into `kept` and return their number of drafts."""
+    """Simulate draft-verify steps on a chunk, count them in `kept` by accepted drafts, and return their number of
+    drafts."""
     n_drafts = start = 0
     while start < len(gate):
         window = slice(start, start + MAX_DRAFTS)
@@ -220,5 +224,4 @@ def _add_steps(is_right: Flags, gate: Flags, kept: list[int]) -> int:
 
 
 def _leading(flags: Flags) -> int:
-    """Count the leading flags that are True."""
     return len(flags) if flags.all() else int(flags.argmin())

@@ -1,4 +1,4 @@
-"""Calibrates a model on text and writes the calibration next to its store, and the certificate of its exits."""
+"""Calibrates a model on text, and writes the calibration and its certificate next to the model's store."""
 
 import hashlib
 import json
@@ -61,7 +61,6 @@ class CalibrationRequest:
     n_prompts: int = N_PROMPTS  # to certify on
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
         is_texts = isinstance(self.texts, list | tuple) and all(isinstance(text, str) for text in self.texts)
         if self.texts is not None and not is_texts:
             raise UsageError(f"texts is {shown(self.texts)}; expected a list of strings, or None for the model's own.")
@@ -78,7 +77,7 @@ class CalibrationRequest:
 
     @classmethod
     def of(cls, request: object, **changes: Any) -> "CalibrationRequest":
-        """Return the request, or the default one for None, with the changes that are not None. Raises: UsageError."""
+        """Return the request, by default CalibrationRequest(), with all changes that are not None. Raises: UsageError."""
         if request is not None and not isinstance(request, cls):
             raise UsageError(f"request is {shown(request)}; expected CalibrationRequest(...).")
         return replace(request or cls(), **{name: value for name, value in changes.items() if value is not None})
@@ -86,7 +85,7 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOutcome:
-    """A calibration that was made, or found."""
+    """A calibration that was either made or found."""
 
     calibration: Calibration
     folder: Path
@@ -96,21 +95,21 @@ class CalibrationOutcome:
 
     @property
     def date(self) -> str:
-        """The day on which the file was written, in ISO 8601."""
+        """Day on which the file was written, in ISO 8601."""
         file = calibration_file(self.folder)
         assert file is not None, "it was read or written"
         return date.fromtimestamp(file.stat().st_mtime).isoformat()
 
 
 def found_calibration(place: CalibrationPlace) -> CalibrationOutcome | None:
-    """Return the store's calibration, or else its checkpoint's. Raises: StoreError: if it can't be used."""
+    """Return the calibration of the store, or else of its checkpoint. Raises: StoreError: if it can't be used."""
     calibration, folder = place.find(), place.where()
     return None if calibration is None or folder is None else CalibrationOutcome(calibration, folder, 0.0, is_new=False)
 
 
 @dataclass(frozen=True, slots=True)
 class FitText:
-    """Text for a fit: the caller's chunks, or a way to have the model write some. identity: differs between texts."""
+    """Text for a fit: the caller's chunks, or a function by which the model writes some. Texts differ in `identity`."""
 
     identity: str
     chunks: Callable[[KeptSteps], list[Chunk]]  # keeps what is written
@@ -118,7 +117,7 @@ class FitText:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationJob:
-    """One call that fits something to a model and keeps it next to its store."""
+    """A call that fits something to a model and stores the result next to the model's store."""
 
     executor: Executor
     tokenizer: Tokenizer
@@ -135,12 +134,12 @@ class CalibrationJob:
         return OWN_TEXT if self.request.texts is None else self.request.description
 
     def locked(self) -> AbstractContextManager[None]:
-        """Lock the store. Only one process calibrates it at a time; others wait and find its result."""
+        """Lock the store. Only one process calibrates it at a time; others wait and then find its result."""
         waiting = partial(self.progress, WAITING, 0, 0) if self.progress else lambda: None
         return store_lock(self.place.folder, self.files, waiting)
 
     def usable(self, find: Callable[[], Found | None], doing: str = "Calibrating") -> Found | None:
-        """Return what `find` returns, None if the caller forces a new one. Reports a record that can't be used."""
+        """Return what `find` returns, or None if the caller forces a new fit. Reports a result that can't be used."""
         if self.request.force:
             return None
         try:
@@ -156,8 +155,8 @@ class CalibrationJob:
         result.
 
         Args:
-            suffix: Of the file in which the steps are kept.
-            identity: JSON values that differ between fits with other numbers.
+            suffix: Suffix of the file in which the steps are stored.
+            identity: JSON values that differ between fits with different results.
         """
         file = self.place.folder.with_name(self.place.folder.name + suffix)
         run = hashlib.sha256(json.dumps([self.place.key, *identity]).encode()).hexdigest()
@@ -171,7 +170,7 @@ class CalibrationJob:
         steps.remove()
 
     def text(self, n_tokens: int) -> FitText:
-        """Return up to n_tokens of text. Raises: UsageError: if the caller's texts are too short."""
+        """Return up to n_tokens of text for a fit. Raises: UsageError: if the caller's texts are too short."""
         n_tokens, context_tokens = min(n_tokens, self.request.n_tokens), self.ending.context_tokens
         if self.request.texts is not None:
             chunks = text_chunks(self.tokenizer, self.request.texts, n_tokens, context_tokens)
@@ -181,7 +180,7 @@ class CalibrationJob:
         return FitText(identity, lambda steps: written_chunks(write, n_tokens, steps, self.progress))
 
     def writer(self, size: int) -> Callable[[int], list[Chunk]]:
-        """Return what writes texts of `size` tokens with the model."""
+        """Return a function by which the model writes texts of `size` tokens."""
         return own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
 
 
@@ -191,15 +190,15 @@ def calibrate(job: CalibrationJob) -> CalibrationOutcome:
     A killed run is resumed.
 
     Raises:
-        UsageError: The texts are too short.
-        ModelError: The model has one layer, or ends its own texts at once.
-        StoreError, DiskFullError: The calibration can't be written.
+        UsageError: if the texts are too short.
+        ModelError: if the model has one layer, or ends its own texts at once.
+        StoreError, DiskFullError: if the calibration can't be written.
     """
     if job.executor.spec.n_layers < 2:
         raise ModelError("a model with one layer has none to exit from; there is nothing to calibrate.")
 
     def find() -> CalibrationOutcome | None:
-        """Return an existing calibration. The checkpoint's own doesn't count if the caller gave texts."""
+        """Return an existing calibration. The checkpoint's own is ignored if the caller gave texts."""
         is_others = job.request.texts is not None and job.place.where() != job.place.folder
         return None if is_others else found_calibration(job.place)
 
@@ -209,7 +208,6 @@ def calibrate(job: CalibrationJob) -> CalibrationOutcome:
 
 
 def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
-    """Make a calibration and write it."""
     start_s, settings, folder = job.clock(), job.request.settings, job.place.folder
     text = job.text(job.request.n_tokens)
     with job.steps(PARTIAL_SUFFIX, text.identity, settings.identity) as steps:
@@ -222,7 +220,7 @@ def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
 
 
 def _certified(job: CalibrationJob, calibration: Calibration) -> Certificate:
-    """Return the existing certificate if it fits this engine's KV type, or make one and write it."""
+    """Return the existing certificate if its KV type matches the executor's. Otherwise make one and write it."""
     found = job.usable(lambda: job.place.certificate(calibration), "Certifying")
     kv_type = kv_type_of(job.executor)
     if found is not None and found.kv_type == kv_type:
@@ -238,7 +236,7 @@ def _certified(job: CalibrationJob, calibration: Calibration) -> Certificate:
 
 
 def _prompts(job: CalibrationJob) -> tuple[PromptSource, str]:
-    """Return the prompts by group, and a hash of them."""
+    """Return the prompts for certification in groups, and a hash of them."""
     request, context_tokens = job.request, job.ending.context_tokens
     if request.texts is None:
         size = prompt_tokens(context_tokens)

@@ -1,4 +1,4 @@
-"""Finds the calibration of a store: next to the store, else in the checkpoint that the store was made from.
+"""Finds the calibration of a store: next to the store, or else in the checkpoint that the store was made from.
 
 A calibration's key is a checksum of the weights and of everything that determines their meaning.
 """
@@ -31,7 +31,7 @@ SHIPPED_FOLDER = "calibration"  # in a checkpoint's folder
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPlace:
-    """Where the calibration of an opened store is."""
+    """Folders where the calibration of an opened store can be."""
 
     spec: ModelSpec
     store: Path
@@ -49,8 +49,10 @@ class CalibrationPlace:
         neuron_major: bool = False,
         first_in_rows: bool = False,
     ) -> Self:
-        """Return the place for the store in `folder`, or for the store in `cache` of the checkpoint there. Raises:
-        HeteroError."""
+        """Return the place for the store in `folder`, or for the store in `cache` of the checkpoint in `folder`.
+
+        Raises: HeteroError: if the folder is neither.
+        """
         if is_store(folder):
             return cls(spec, folder)
         laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}
@@ -59,34 +61,33 @@ class CalibrationPlace:
 
     @property
     def folder(self) -> Path:
-        """Where this store's calibration is written."""
+        """Folder to which this store's calibration is written."""
         return calibration_folder(self.store)
 
     @property
     def key(self) -> str:
-        """The store's key. Raises StoreError."""
+        """Key of the store. Raises: StoreError: if its manifest can't be read."""
         return store_key(read_manifest(self.store))
 
     def find(self) -> Calibration | None:
-        """Return the store's own calibration, else the one in its checkpoint, else None.
+        """Return the calibration of the store, else of its checkpoint, else None.
 
-        Raises: StoreError: it is damaged, or belongs to other weights.
+        Raises: StoreError: if it is damaged, or belongs to other weights.
         """
         where = self.where()
         return None if where is None else read_calibration(where, self._spec_in(where), self._key_in(where))
 
     def certificate(self, calibration: Calibration) -> Certificate | None:
-        """Return the certificate of the calibration that `find` returns: the store's own, else the one in its
-        checkpoint.
+        """Return the certificate of the calibration that `find` returns, from the store or else from its checkpoint.
 
-        Raises: StoreError: it is damaged, or belongs to other weights or exits.
+        Raises: StoreError: if it is damaged, or belongs to other weights or exits.
         """
         folders = dict.fromkeys(each for each in (self.folder, self.where()) if each is not None)
         where = next((each for each in folders if find_file(each, CERTIFICATE_FILE, StoreError)), None)
         return None if where is None else read_certificate(where, calibration, self._key_in(where))
 
     def _spec_in(self, folder: Path) -> ModelSpec:
-        """Return the model with the FFN layout that the folder's calibration was made with, without a predictor."""
+        """Return the spec with the FFN layout of the folder's calibration, without a predictor of active neurons."""
         is_own = folder == self.folder or self.quantization is None
         like = read_manifest(self.store) if is_own else self.quantization
         assert like is not None
@@ -104,7 +105,7 @@ class CalibrationPlace:
         return next((each for each in (self.folder, *shipped) if calibration_file(each)), None)
 
     def find_or_warn(self, warn: Callable[[str], None]) -> Calibration | None:
-        """Return what `find` returns, or warn about a calibration that can't be used and return None."""
+        """Return the calibration that `find` returns. If it can't be used, warn and return None."""
         try:
             return self.find()
         except StoreError as error:
@@ -113,7 +114,7 @@ class CalibrationPlace:
 
 
 def store_key(manifest: Manifest) -> str:
-    """Return a store's key: a hash of its manifest without its source, so that the same weights have the same key."""
+    """Return a store's key: a hash of its manifest without the source, so that equal weights have equal keys."""
     values = asdict(manifest)
     del values["source"]
     return _digest(["store", FORMAT_VERSION, values])
@@ -122,8 +123,10 @@ def store_key(manifest: Manifest) -> str:
 def checkpoint_key(folder: Path, quantization: Quantization) -> str:
     """Return the key of all stores that this quantization makes of the checkpoint in `folder`. Reads all weight files.
 
-    Calibrations inside a checkpoint use it, because processors without AVX2 round a few codes of a store differently.
-    Raises: CheckpointError: A weight file can't be read.
+    Calibrations inside a checkpoint use this key, because processors without AVX2 round a few codes of a store
+    differently.
+
+    Raises: CheckpointError: if a weight file can't be read.
     """
     sums = {}
     for file in weight_files(folder):

@@ -1,10 +1,10 @@
 """Fits exit maps in closed form: ridge regression on streamed normal equations, rank reduced in the lm_head's metric.
 
-With rows z = (x, 1) and r = y - x, minimizing |r - z B|^2 + ridge |B_x|^2 needs only S = sum z^T z and T = sum z^T r,
-summed in float64. An error e in y counts by its effect on the logits: e G e^T with G = sum over tokens of (w - mean
-w)^T (w - mean w), since a constant added to all logits changes nothing. With M = G^(1/2), the best W of rank k in that
-metric is B_x M V V^T M^-1, where V holds the first k eigenvectors of M B_x^T (S_c + ridge I) B_x M and S_c is S
-centred.
+For rows z = (x, 1) and residuals r = y - x, the fit minimizes |r - z B|^2 + ridge |B_x|^2. This needs only the sums S =
+sum z^T z and T = sum z^T r in float64. An error e in y is weighted by its effect on the logits: e G e^T with G = sum
+over tokens of (w - mean w)^T (w - mean w), since a constant added to all logits changes nothing. Let M = G^(1/2), and
+let S_c be S centred. The best W of rank k in that metric is B_x M V V^T M^-1, where V has the first k eigenvectors of M
+B_x^T (S_c + ridge I) B_x M.
 
 Source: reduced-rank regression (Izenman 1975) with ridge, derived for this metric.
 """
@@ -32,40 +32,40 @@ METRIC_FLOOR = 1e-6  # of the mean eigenvalue: directions the lm_head does not s
 
 
 class NormalEquations:
-    """Sums of one exit layer: `products`, S, and `targets`, T. add() changes them in place."""
+    """Sums of one exit layer: S is `products`, T is `targets`. add() changes them in place."""
 
     def __init__(self, hidden_size: int) -> None:
         self.products = torch.zeros(hidden_size + 1, hidden_size + 1, dtype=torch.float64)
         self.targets = torch.zeros(hidden_size + 1, hidden_size, dtype=torch.float64)
 
     def add(self, normed: Tensor, final: Tensor) -> None:
-        """Add tokens by their normed states (m, hidden) at the exit layer and after the last layer."""
+        """Add tokens, given their normed states (m, hidden) at the exit layer and after the last layer."""
         rows = torch.cat([normed.double(), torch.ones(len(normed), 1, dtype=torch.float64)], dim=1)
         self.products.addmm_(rows.T, rows)
         self.targets.addmm_(rows.T, (final - normed).double())
 
     @property
     def is_usable(self) -> bool:
-        """Whether there is anything to fit, and all of it is finite."""
+        """Whether there are tokens to fit, and all sums are finite."""
         is_finite = bool(torch.isfinite(self.products).all() and torch.isfinite(self.targets).all())
         return is_finite and float(torch.diagonal(self.products)[:-1].mean()) > 0
 
     def solution(self, ridge: float) -> Tensor:
-        """Return B, (hidden + 1, hidden). ridge: relative to the mean square of a feature."""
+        """Return B, (hidden + 1, hidden), for a ridge relative to the mean square of a feature."""
         return torch.cholesky_solve(self.targets, torch.linalg.cholesky(self.products + self._penalty(ridge)))
 
     def energy(self, ridge: float) -> Tensor:
-        """Return the centred Gram matrix of the features with the ridge on its diagonal, (hidden, hidden)."""
+        """Return the features' centred Gram matrix (hidden, hidden), with the ridge added to its diagonal."""
         sums, inner = self.products[-1, :-1], self.products[:-1, :-1]
         return inner - torch.outer(sums, sums) / self.products[-1, -1] + self._penalty(ridge)[:-1, :-1]
 
     def bias(self, slope: Tensor) -> Tensor:
-        """Return the bias for W = slope: the mean residual less W times the mean."""
+        """Return the bias for W = slope: the mean residual minus the mean feature times W."""
         n_rows = self.products[-1, -1]
         return self.targets[-1] / n_rows - (self.products[-1, :-1] / n_rows) @ slope
 
     def _penalty(self, ridge: float) -> Tensor:
-        """Return the ridge as a diagonal matrix, which leaves the bias free."""
+        """Return the ridge as a diagonal matrix whose last entry, for the bias, is 0."""
         diagonal = torch.diagonal(self.products)[:-1]
         scale = float(diagonal.mean())
         penalty = torch.full((len(self.products),), ridge * scale, dtype=torch.float64)
@@ -75,7 +75,7 @@ class NormalEquations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMetric:
-    """The lm_head's metric: symmetric float64 matrices (hidden, hidden)."""
+    """Metric of the lm_head as symmetric float64 matrices (hidden, hidden)."""
 
     root: Tensor  # M
     inverse: Tensor  # M^-1
@@ -83,7 +83,7 @@ class HeadMetric:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectionTokens:
-    """Tokens to choose a map by, which the equations don't include."""
+    """Tokens for choosing among maps. The normal equations don't include them."""
 
     normed: Tensor  # (m, hidden), states at the exit layer
     final: Tensor  # (m, hidden), after the last layer
@@ -108,13 +108,15 @@ def head_metric(head: Weight) -> HeadMetric:
 def fit_exit_map(
     equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionTokens, lm_head: Callable[[Tensor], Tensor]
 ) -> ExitMap | None:
-    """Return the smallest map that is about as often right as any, None if none is clearly better than no map.
+    """Return the smallest map that is about as often right as the best, or None if none is clearly better than no map.
+
+    The map has fp16 values.
 
     Args:
         equations: Sums over the training tokens.
-        metric: The lm_head's.
-        chosen_by: Tokens to choose the ridge and the rank by.
-        lm_head: Maps normed states to logits. The map returned has fp16 values.
+        metric: Metric of the lm_head.
+        chosen_by: Tokens on which the ridge and the rank are chosen.
+        lm_head: Maps normed states to logits.
     """
     if not equations.is_usable:
         return None
@@ -136,13 +138,13 @@ def _is_right(logits: Tensor, rows: SelectionTokens) -> Tensor:
 
 
 def _is_better(mapped: Tensor, unmapped: Tensor) -> bool:
-    """Return whether the map is right significantly more often, by McNemar's test on the tokens that differ."""
+    """Return whether the map is right significantly more often, by McNemar's test on tokens where the choices differ."""
     gained, lost = int((mapped & ~unmapped).sum()), int((unmapped & ~mapped).sum())
     return gained - lost > SIGNIFICANT * math.sqrt(gained + lost)
 
 
 def ranks(hidden_size: int) -> list[int]:
-    """Return the ranks to try, ascending. hidden_size itself stands for full rank."""
+    """Return the ranks to try, in ascending order. The rank hidden_size means a full matrix."""
     if hidden_size > MAX_FULL_RANK_FEATURES:
         return [hidden_size // share for share in WIDE_RANK_SHARES]
     return [*sorted({max(1, hidden_size // share) for share in RANK_SHARES}), hidden_size]
@@ -151,8 +153,8 @@ def ranks(hidden_size: int) -> list[int]:
 def leading_vectors(symmetric: Tensor, n_vectors: int) -> Tensor:
     """Return eigenvectors (n, n_vectors) of the largest eigenvalues of a positive (n, n) matrix, largest first.
 
-    They are exact up to MAX_FULL_RANK_FEATURES. Larger matrices use subspace iteration from a fixed start, which is
-    accurate enough for a map of reduced rank; exact vectors of a width of 4096 need minutes.
+    They are exact for up to MAX_FULL_RANK_FEATURES. For larger matrices, subspace iteration from a fixed start is
+    accurate enough for a map of reduced rank, while exact vectors of a 4096-wide matrix need minutes.
     """
     if len(symmetric) <= MAX_FULL_RANK_FEATURES:
         exact: Tensor = torch.linalg.eigh(symmetric)[1]
@@ -166,13 +168,13 @@ def leading_vectors(symmetric: Tensor, n_vectors: int) -> Tensor:
 
 
 def _error(solution: Tensor, metric: HeadMetric, rows: SelectionTokens) -> float:
-    """Return the squared error in the lm_head's metric."""
+    """Return the squared error of a solution in the lm_head's metric."""
     residual = (rows.final - rows.normed).double() - rows.normed.double() @ solution[:-1] - solution[-1]
     return float((residual @ metric.root).square().sum())
 
 
 def _candidates(equations: NormalEquations, metric: HeadMetric, ridge: float) -> Iterator[ExitMap | None]:
-    """Yield a map for each rank, ascending; None if fp16 can't hold it."""
+    """Yield a map for each rank, in ascending order, or None if fp16 can't represent it."""
     slope = equations.solution(ridge)[:-1]
     weighted = slope @ metric.root
     tried = ranks(len(slope))

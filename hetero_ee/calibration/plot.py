@@ -1,4 +1,4 @@
-"""Draws a calibration: agreement, acceptance and exits by exit layer. Needs the extra [plot]."""
+"""Plots a calibration: agreement, acceptance and exits by exit layer. Needs the extra [plot]."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +21,7 @@ def picture_format(file: Path) -> str:
 
 
 def require_matplotlib() -> ModuleType:
-    """Return matplotlib.figure. Raises: UsageError: if it is missing, with the extra that contains it."""
+    """Return matplotlib.figure. Raises: UsageError: if it is missing; the message names the extra to install."""
     try:
         from matplotlib import figure
     except ImportError as error:
@@ -31,7 +31,10 @@ def require_matplotlib() -> ModuleType:
 
 
 def save_picture(figure: Any, file: Path) -> None:
-    """Save a matplotlib figure in the format of the file name, completely or not at all. Raises: UsageError."""
+    """Save a matplotlib figure in the format of the file name, completely or not at all.
+
+    Raises: UsageError: if the file can't be written.
+    """
     unfinished = file.with_name(file.name + UNFINISHED_SUFFIX)
     try:
         figure.savefig(unfinished, format=picture_format(file), dpi=120)
@@ -44,7 +47,7 @@ def save_picture(figure: Any, file: Path) -> None:
 
 
 def plot_exits(calibration: Calibration, file: Path) -> None:
-    """Draw the curves over the exit layers. Raises: UsageError: without matplotlib, or if the file can't be written."""
+    """Plot the curves over the exit layers. Raises: UsageError: without matplotlib, or if the file can't be written."""
     figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     exit_layers = [each.exit_layer for each in calibration.exit_layers]

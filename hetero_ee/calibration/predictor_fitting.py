@@ -1,17 +1,17 @@
 """Fits exit predictors and the joint gate.
 
-A predictor leads from a token's features to the probability that the exit layer's token is the full model's. Tokens
-whose features are not finite are left out. All others have the same weight, so that the output is a probability. If all
-labels agree, the predictor always answers (n_right + 1/2) / (n + 1), since a sample can't prove probability 0 or 1. All
-randomness comes from a seed, so that the same tokens give the same numbers.
+A predictor maps a token's features to the probability that the exit layer's token is the full model's. Tokens whose
+features are not finite are left out. All others have the same weight, so that the output is a probability. If all
+labels are equal, the predictor always returns (n_right + 1/2) / (n + 1), since a sample can't prove probability 0 or 1.
+All randomness comes from a seed, so that the same tokens give the same numbers.
 
-The joint gate is a logistic gate on a token's features at each of some exit layers, all fitted with one loss. A token
-exits at layer l with probability P_l = g_l (1 - g_1) ... (1 - g_{l-1}), and runs every layer otherwise. The loss is the
-expected cost: 1 for a wrong token, plus PRICE for all layers or their share of it. The gradient at gate l is
-S_l g_l (1 - g_l) (c_l - V_{l+1}): the probability S_l that the token arrives, times the cost c_l of exiting here less
-the expected cost V_{l+1} of continuing through the later gates. Source: JEI-DNN (arXiv 2310.09163, section 3). Its
-gates see four measures of uncertainty and its heads are trained with them. Here the heads are fitted before, and the
-gates use the features of features.py, so that every device can run them like other predictors.
+The joint gate consists of a logistic gate on a token's features at each of some exit layers, all fitted with one loss.
+A token exits at layer l with probability P_l = g_l (1 - g_1) ... (1 - g_{l-1}), and runs every layer otherwise. The
+loss is the expected cost: 1 for a wrong token, plus PRICE for all layers or their share of it. The gradient at gate l
+is S_l g_l (1 - g_l) (c_l - V_{l+1}): S_l is the probability that the token arrives, c_l the cost of exiting at l, and
+V_{l+1} the expected cost of continuing through the later gates. Source: JEI-DNN (arXiv 2310.09163, section 3). Its
+gates see four measures of uncertainty, and its heads are trained with them. In this project the heads are fitted first,
+and the gates use the features of features.py, so that every device can run them like other predictors.
 """
 
 import math
@@ -39,7 +39,7 @@ CLOSED = -2.0  # initial bias of a gate: most tokens pass every gate, so that ea
 
 @dataclass(frozen=True, slots=True)
 class PredictorTraining:
-    """AdamW on binary cross-entropy. The number of steps is fixed, so that the time doesn't depend on the text."""
+    """Settings of AdamW on binary cross-entropy. The number of steps is fixed, so the time doesn't depend on the text."""
 
     n_hidden: int = 64
     n_steps: int = 1500
@@ -47,7 +47,7 @@ class PredictorTraining:
 
 
 def fit_predictor(features: Floats, labels: Labels, training: PredictorTraining) -> ExitPredictor:
-    """Fit to features (m, n_features) and labels (m,). Raises: UsageError: if no token has finite features."""
+    """Fit a predictor to features (m, n_features) and labels (m,). Raises: UsageError: if no features are finite."""
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         raise ValueError(f"features {features.shape} and labels {labels.shape}, expected (m, n) and (m,)")
     finite = is_finite(features)
@@ -77,9 +77,9 @@ def calibrate_threshold(
 
     Args:
         probabilities: (m,), of tokens that the predictor was not fitted to. NaN never exits.
-        labels: (m,).
+        labels: (m,), whether each token is right.
         precision: Share of exits that have to be right.
-        min_exits: Tokens that have to exit at the threshold.
+        min_exits: Number of tokens that have to exit at the threshold.
     """
     known = ~np.isnan(probabilities)
     order = np.argsort(-probabilities[known], kind="stable")
@@ -92,9 +92,9 @@ def calibrate_threshold(
 
 
 def _trained(features: Floats, labels: Floats, training: PredictorTraining) -> list[Floats]:
-    """Train on standardised features (m, n_features) and labels (m,), 0 or 1. Returns an ExitPredictor's parameters.
+    """Train an ExitPredictor's parameters on standardised features (m, n_features) and labels (m,), 0 or 1.
 
-    Uses NumPy, since torch's threads need a hundred times as long for such small operations on a busy machine.
+    Uses NumPy: on a busy machine, torch's threads need a hundred times as long for matrices this small.
     """
     random = np.random.default_rng(training.seed)
     n_features, h = features.shape[1], training.n_hidden
@@ -122,7 +122,7 @@ def _descend(
     random: np.random.Generator,
     n_steps: int,
 ) -> None:
-    """Do n_steps of AdamW in place. Biases, at odd indices, don't decay. gradients: over the tokens chosen."""
+    """Take n_steps of AdamW in place, with gradients over randomly chosen tokens. Biases, at odd indices, don't decay."""
     moments = [(np.zeros_like(part), np.zeros_like(part)) for part in parameters]
     for step in range(n_steps):
         found = gradients(random.integers(0, n_tokens, BATCH_TOKENS))
@@ -137,7 +137,6 @@ def _descend(
 
 
 def _gradients(parameters: Sequence[Floats], features: Floats, labels: Floats) -> list[Floats]:
-    """Return the gradients of the mean cross-entropy over these tokens."""
     first, first_bias, second, second_bias = parameters
     inner = np.maximum(features @ first.T + first_bias, 0)
     chance = 0.5 * (1 + np.tanh(0.5 * (inner @ second + second_bias)))
@@ -156,10 +155,10 @@ def fit_gates(
         features: (n_layers - 1, m, n_features), by exit layer from 1 on.
         is_right: (n_layers - 1, m).
         exit_layers: Exit layers that get a gate.
-        training: Its steps and seed are used.
-        price: Cost of all layers, in wrong tokens.
+        training: Settings, of which only the number of steps and the seed are used.
+        price: Cost of running all layers, where a wrong token costs 1.
 
-    Raises: UsageError: No token has finite features.
+    Raises: UsageError: if no token has finite features.
     """
     if not exit_layers:
         return {}
@@ -185,7 +184,7 @@ def gradients(gates: Floats, costs: Floats, price: float) -> Floats:
 
     Args:
         gates: (n, m), exit probabilities g.
-        costs: (n, m), costs c of exiting there.
+        costs: (n, m), costs c of exiting at each gate.
         price: Cost of running all layers.
     """
     comes_by = np.cumprod(np.concatenate([np.ones_like(gates[:1]), 1 - gates[:-1]]), axis=0)
@@ -198,8 +197,10 @@ def gradients(gates: Floats, costs: Floats, price: float) -> Floats:
 
 
 def _trained_gates(features: Floats, costs: Floats, price: float, training: PredictorTraining) -> Sequence[Floats]:
-    """Train on standardised features (n, m, n_features) and costs (n, m). Returns slopes (n, n_features) and biases
-    (n,)."""
+    """Train gates on standardised features (n, m, n_features) and costs (n, m).
+
+    Returns: Slopes (n, n_features) and biases (n,).
+    """
     random = np.random.default_rng(training.seed)
     n, m, n_features = features.shape
     parameters = [np.zeros((n, n_features), np.float32), np.full(n, CLOSED, np.float32)]

@@ -1,6 +1,6 @@
-"""The run of a calibration: chunks through the full model, then fits and metrics. It can be resumed.
+"""Runs a calibration, and can resume it: chunks through the full model, then fits and metrics.
 
-The result depends only on the model, the chunks and the settings: a resumed run gives the same numbers.
+The result depends only on the model, the chunks and the settings. A resumed run gives the same numbers.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ MAP_SUMS = "map sums"  # a step
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSettings:
-    """Settings of a calibration. All but save_every_s decide its numbers."""
+    """Settings of a calibration. All but save_every_s affect its numbers."""
 
     precision: float = 0.9  # share of exits that have to be right when thresholds are chosen
     n_selection_tokens: int = 2048  # to choose ranks by
@@ -49,12 +49,12 @@ class CalibrationSettings:
 
     @property
     def identity(self) -> list[object]:
-        """A JSON value that differs between settings that give other numbers."""
+        """JSON value that differs between settings with different results."""
         return [ALGORITHM_VERSION, asdict(self) | {"save_every_s": None}]
 
 
 class CalibrationRun:
-    """Measures a model's exits and fits what predicts them. steps: where finished steps are kept."""
+    """Measures a model's exits and fits maps and predictors to them. `steps` stores finished steps."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class CalibrationRun:
 
         Args:
             chunks: At least SPLIT_CHUNKS, each of at least two tokens, the same in every run of the same identity.
-            description: Of the chunks, for people.
+            description: Description of the chunks for people.
 
         Raises:
-            UsageError: No token has finite features.
-            StoreError, DiskFullError: Progress can't be saved.
+            UsageError: if no token has finite features.
+            StoreError, DiskFullError: if progress can't be saved.
         """
         self._chunks, executor, settings = chunks, self._executor, self._settings
         activated = first_numbers(chunks, TRAIN, settings.n_activation_tokens)
@@ -124,7 +124,7 @@ class CalibrationRun:
             self._progress(CALIBRATING, self._n_done, self._n_all)
 
     def _map_exit_layers(self) -> list[int]:
-        """Return the exit layers that get a map: all, or evenly spread ones if memory allows no more."""
+        """Return the exit layers that get a map: all, or as many evenly spread ones as fit in memory."""
         n_exit_layers, hidden_size = self._executor.spec.n_layers - 1, self._executor.spec.hidden_size
         equation_bytes = 8 * (hidden_size + 1) * (2 * hidden_size + 1)
         n_maps = min(n_exit_layers, self._settings.max_equations_bytes // equation_bytes)

@@ -1,8 +1,8 @@
-"""The schedule of a calibration: the exit layers at which judging a token pays, measured in bytes read.
+"""Fits a calibration's schedule: the exit layers at which judging a token saves more bytes than it reads.
 
-SpecEE (arXiv 2504.08850, section 5.1): a few exit layers take most exits. A token that exits saves the layers after it.
-Judging it costs the whole lm_head at its first exit layer, and at every exit layer the map, the predictor and the
-candidates' rows of the lm_head. Bytes stand for time, since one token's pass is bound by memory.
+SpecEE (arXiv 2504.08850, section 5.1) found that a few exit layers have most exits. A token that exits saves the later
+layers. Judging it reads the whole lm_head at its first exit layer. Every exit layer reads the map, the predictor and
+the candidates' rows of the lm_head. Bytes stand for time, since one token's pass is bound by memory.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LAYERS_PER_EXIT_LAYER = 4  # at least: tokens are judged at up to 8 of 32, as in
 
 
 class Schedule(NamedTuple):
-    """Exit layers, ascending, and what a token saves on average by being judged there, in the unit of the costs."""
+    """Exit layers in ascending order, and the average saving per token from judging there, in the unit of the costs."""
 
     saved: float
     exit_layers: tuple[int, ...]  # ascending
@@ -34,7 +34,7 @@ NO_SCHEDULE = Schedule(0.0, ())
 
 @dataclass(frozen=True, slots=True)
 class ExitCosts:
-    """Costs and gains by exit layer from 0 on, in one unit. All tuples have n_layers values."""
+    """Costs and gains by exit layer, starting at 0, in one unit. All tuples have n_layers values."""
 
     histogram: tuple[float, ...]  # share of tokens that can exit there and later, but not before
     layer: tuple[float, ...]  # cost of the layer after it, saved by every token that exits
@@ -50,7 +50,7 @@ class ExitCosts:
 
 @dataclass(frozen=True, slots=True)
 class ReadBytes:
-    """Bytes read for one token."""
+    """Bytes that one token's pass reads."""
 
     layers: tuple[float, ...]  # of each layer
     head: float  # of the whole lm_head
@@ -58,7 +58,7 @@ class ReadBytes:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], weights: ModelWeights) -> "ReadBytes":
-        """Return the bytes of these decoder blocks, of which the lm_head is the last."""
+        """Return the bytes of these decoder blocks, the last of which is the lm_head."""
         layers: dict[int, float] = {}
         for block in blocks:
             if block.layer is not None:
@@ -71,14 +71,14 @@ class ReadBytes:
 
 
 def fit_schedule(fits: Sequence[FittedExitLayer], partial: PartialLogits, read: ReadBytes) -> Schedule:
-    """Return the best schedule in bytes, empty if none saves any or no exit layer has a partial predictor.
+    """Return the schedule that saves most bytes, empty if none saves any or no exit layer has a partial predictor.
 
-    How many tokens an exit layer lets exit depends on the exit layer that took their candidates, so that each first
-    exit layer has a histogram of its own. Only right exits count.
+    The first exit layer of a schedule chooses the candidates, which affects how many tokens exit later. So each
+    possible first exit layer has its own histogram. Only right exits count.
 
     Args:
-        fits: Of exit layer 1, 2, ...
-        partial: Partial logits of tokens to choose by.
+        fits: Fits of exit layer 1, 2, ...
+        partial: Partial logits of the tokens on which the schedule is chosen.
         read: Bytes of the model's parts.
     """
     n_layers = len(fits) + 1
@@ -98,10 +98,10 @@ def fit_schedule(fits: Sequence[FittedExitLayer], partial: PartialLogits, read: 
 
 
 def choose_exit_layers(costs: ExitCosts, n_most: int, first: int) -> Schedule:
-    """Return the up to n_most exit layers, beginning with `first`, that save most, empty if none saves any.
+    """Return the up to n_most exit layers, starting with `first`, that save most, empty if none saves any.
 
-    Exact by dynamic programming over the number of exit layers and the last of them, since an exit layer's gain depends
-    only on the nearest one before it.
+    Dynamic programming over the number of exit layers and the last of them finds the optimum, since an exit layer's
+    gain depends only on the nearest one before it.
     """
     n_layers = len(costs.histogram)
     exitable = tuple(accumulate(costs.histogram))
@@ -133,8 +133,7 @@ def exit_histogram(agrees: NDArray[np.bool_]) -> tuple[float, ...]:
     """Return the share of tokens by the first exit layer from which on every draft is right.
 
     Args:
-        agrees: (m, n_layers), whether a token's draft at each exit layer is the full model's. Exit layer 0 does not
-            count.
+        agrees: (m, n_layers), whether a token's draft at each exit layer is the full model's. Exit layer 0 is ignored.
     """
     m, n_layers = agrees.shape
     stays = np.logical_and.accumulate(agrees[:, ::-1], axis=1)[:, ::-1]
@@ -145,9 +144,9 @@ def exit_histogram(agrees: NDArray[np.bool_]) -> tuple[float, ...]:
 
 
 def _histogram(fits: Sequence[FittedExitLayer], first: int, partial: PartialLogits) -> tuple[float, ...]:
-    """Return the share of tokens by the exit layer from which on they exit rightly.
+    """Return the share of tokens by the first exit layer from which on they would exit, and rightly.
 
-    Assumes that `first` took the candidates and that the exit layer just before was evaluated last.
+    Assumes that `first` chose the candidates and that the exit layer just before was the last one to judge the token.
     """
     exits = np.zeros((partial.rank.shape[1], len(fits) + 1), np.bool_)
     for exit_layer in range(first, len(fits) + 1):
@@ -162,7 +161,7 @@ def _histogram(fits: Sequence[FittedExitLayer], first: int, partial: PartialLogi
 
 
 def _own_bytes(fitted: FittedExitLayer, read: ReadBytes) -> float:
-    """Return the bytes that judging a token at this exit layer reads, without the whole lm_head."""
+    """Return the bytes that this exit layer reads to judge a token, without the whole lm_head."""
     exit_map, predictor = fitted.exit_map, fitted.partial_predictor or fitted.predictor
     n_bytes = sum(each.nbytes for each in (predictor.first, predictor.first_bias, predictor.second))
     if exit_map is not None:

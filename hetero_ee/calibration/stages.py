@@ -1,10 +1,10 @@
-"""Measures a calibration's chunks: activations, sums from which exit maps are fitted, and drafts.
+"""Measures a calibration's chunks: activations, sums for fitting exit maps, and drafts.
 
-The data is split by chunk, never by token, since tokens of one text depend on each other. Of four chunks two train, one
-chooses (thresholds, ranks of maps, the schedule) and one is held out for the metrics.
+The data is split by chunk, never by token, since tokens of one text depend on each other. Of four chunks, two are for
+training, one for choosing (thresholds, ranks of maps, the schedule), and one is held out for the metrics.
 
-Activations are second moments of the matrices' inputs, which tell which columns' quantization errors matter, and how
-often FFN neurons are active. They are measured on the reference operations, which see every matrix with its input.
+Activations are the second moments of the matrices' inputs, which show which columns' quantization errors matter, and
+how often FFN neurons are active. They are measured with the reference operations, which see every matrix's input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def is_in(number: int, part: tuple[int, ...]) -> bool:
 
 
 def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int) -> list[int]:
-    """Return the numbers of the first chunks of a part that have n_tokens together."""
+    """Return the numbers of the first chunks of a part, up to n_tokens in total."""
     numbers, n_found = [], 0
     for number, chunk in enumerate(chunks):
         if is_in(number, part) and n_found < n_tokens:
@@ -51,7 +51,7 @@ def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int)
 
 
 class Activations(BatchedTorchOps):
-    """Sums of the inputs of the layers' matrices, in float64, by operations that see every matrix with its input.
+    """Reference operations that also sum up the inputs of the layers' matrices, in float64.
 
     `sums` has, by name, "<matrix>.second_moment": the sums of squares of each input feature, and
     "layers.*.ffn.active_share": the number of tokens at which a neuron was active (above 0 for ReLU, else above
@@ -104,7 +104,7 @@ class Activations(BatchedTorchOps):
                 self.n_tokens += len(counted)
 
     def _active(self, inner: Tensor) -> Tensor:
-        """Return which inputs of the second FFN matrix count as active, (m, ffn)."""
+        """Return a mask (m, ffn) of the active neurons, from the inputs of the second FFN matrix."""
         if self._spec.activation in ("relu", "fatrelu"):
             return inner != 0 if self._spec.gated else inner > 0
         size = inner.abs()
@@ -116,7 +116,7 @@ class Activations(BatchedTorchOps):
 
 
 def activation_names(spec: ModelSpec) -> dict[str, int]:
-    """Return the names that Activations sum under, with their numbers of features."""
+    """Return the names in `Activations.sums`, with their numbers of features."""
     sizes: dict[str, int] = {}
     for block in _watched(spec):
         for short, tensor in block.tensors.items():
@@ -129,12 +129,12 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
 
 
 def _watched(spec: ModelSpec) -> list[Block]:
-    """Return the layers' blocks without predictors of active neurons, which are not part of the store."""
+    """Return the layers' blocks without predictors of active neurons, because these are not part of the store."""
     return [block for block in decoder_blocks(replace(spec, predictor_rank=0)) if block.layer is not None]
 
 
 class MapSums:
-    """Normal equations over chunks of TRAIN, and tokens of CHOOSE to choose maps by, for these exit layers."""
+    """Normal equations over chunks of TRAIN, and tokens of CHOOSE for choosing maps, for each of these exit layers."""
 
     def __init__(self, executor: Executor, chunks: Sequence[Chunk], exit_layers: Sequence[int]) -> None:
         self._executor, self._chunks = executor, chunks
@@ -167,7 +167,7 @@ class MapSums:
                 self._selection[name.removeprefix(SELECTION)] = [torch.from_numpy(array)]
 
     def fitted(self) -> dict[int, ExitMap]:
-        """Return the exit maps that are better than none."""
+        """Return the exit maps that are better than no map."""
         if not self._equations or not self._selection:
             return {}
         executor = self._executor
@@ -184,14 +184,13 @@ class MapSums:
 
 
 def map_arrays(maps: Mapping[int, ExitMap]) -> Arrays:
-    """Return the arrays of exit maps, by exit layer."""
     arrays: Arrays = {"exit_layers": np.array([*maps], np.int64)}
     parts = ((exit_layer, found.parts) for exit_layer, found in maps.items())
     return arrays | {f"{layer}.{name}": part.numpy() for layer, of_map in parts for name, part in of_map.items()}
 
 
 def parsed_maps(arrays: Arrays) -> dict[int, ExitMap]:
-    """Return the exit maps with these arrays."""
+    """Return the exit maps that were saved as these arrays."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return {
         exit_layer: ExitMap.of_parts(
@@ -210,7 +209,7 @@ def draft_arrays(
 ) -> Arrays:
     """Draft on a chunk with the exit maps, and return the fields of its ChunkDrafts, the same in every run.
 
-    with_logits: also return the fields of its PartialLogits.
+    With with_logits, the fields of its PartialLogits are included.
     """
     drafts = drafts_of(executor, trace(executor, chunk), maps, with_unmapped=is_in(number, HELD_OUT))
     sampled = drafts.partial.sampled(np.random.default_rng(number))

@@ -1,4 +1,4 @@
-"""The finished steps of a fit, which a killed run resumes from."""
+"""Stores the finished steps of a fit, so that a killed run can be resumed."""
 
 import os
 import time
@@ -19,7 +19,7 @@ SAVING_SHARE = 0.05  # a wide model's equations have gigabytes
 
 
 class Summed(Protocol):
-    """Sums over a text's chunks, by their numbers, that can be continued in another run."""
+    """Sums over numbered chunks of a text that a later run can continue."""
 
     def add_chunk(self, number: int) -> None: ...
 
@@ -31,15 +31,15 @@ class Summed(Protocol):
 
 
 class KeptSteps:
-    """The arrays of a fit's finished steps, in memory and in one file that is always replaced as a whole.
+    """Arrays of a fit's finished steps, in memory and in one file that is always replaced as a whole.
 
-    A damaged file, and one of another hexadecimal `identity`, counts as none. All methods raise StoreError and
+    A damaged file, or one with another `identity` (hexadecimal), is ignored. All methods raise StoreError and
     DiskFullError.
 
     Args:
         file: None to save nothing.
-        save_every_s: Least time between two saves.
-        clock: In seconds.
+        save_every_s: Minimum seconds between two saves.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class KeptSteps:
 
     @property
     def exists(self) -> bool:
-        """Whether something was saved."""
         return self._file is not None and os.path.lexists(self._file)
 
     def once(self, step: str, make: Callable[[], Arrays], forgets: str = "") -> Arrays:
-        """Return the arrays (at least one) that `make` returns, or returned in an earlier run for this step.
+        """Return the arrays (at least one) of this step: those of an earlier run, or else what `make` returns.
 
         Args:
             forgets: Another step, or an array of one as "step/array", that is not needed once this step is done.
@@ -80,10 +79,10 @@ class KeptSteps:
         return dict(self._kept[step])
 
     def sum_up(self, step: str, sums: Summed, numbers: Sequence[int], added: Callable[[int], None]) -> None:
-        """Add the chunks with these numbers to the sums, from the first that no earlier run has added.
+        """Add the chunks with these numbers to the sums, except those that an earlier run has added.
 
         Args:
-            added: Called after each chunk, also after those that an earlier run has added.
+            added: Called after each chunk, including those of an earlier run.
         """
         kept = dict(self._kept.get(step, {}))
         n_added = int(kept.pop(N_ADDED, np.zeros(1))[0])
@@ -98,7 +97,7 @@ class KeptSteps:
             added(number)
 
     def remove(self) -> None:
-        """Remove the file, once the fit is complete."""
+        """Remove the file after the fit is complete."""
         if self._file is not None:
             with store_errors(self._file):
                 remove_if_there(self._file, self._files)
@@ -117,7 +116,8 @@ class KeptSteps:
         return self._file is not None and self._clock() - self._saved_s >= self._pause_s
 
     def _save_in_time(self) -> None:
-        """Save all arrays, at most every save_every_s and in at most SAVING_SHARE of the time."""
+        """Save all arrays, unless the last save was less than save_every_s ago or saving exceeds SAVING_SHARE of the
+        time."""
         if self._file is None or not self._is_time:
             return
         start_s = self._clock()

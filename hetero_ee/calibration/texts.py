@@ -1,4 +1,4 @@
-"""Chunks of tokens to calibrate on, from texts or written by the model itself."""
+"""Chunks of tokens for calibration, from the caller's texts or written by the model itself."""
 
 import hashlib
 import json
@@ -53,8 +53,10 @@ OPENINGS = (
 def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, context_tokens: int) -> list[Chunk]:
     """Return chunks of the texts, in order, with an equal share of the tokens from each text.
 
-    No chunk spans two texts. Each begins with the begin token if the model has one. Short texts make shorter chunks, so
-    that there are enough for the split. Raises: UsageError: the texts are too short.
+    No chunk spans two texts. Each begins with the begin token if the model has one. Short texts give shorter chunks, so
+    that there are enough for the split.
+
+    Raises: UsageError: if the texts are too short.
     """
     begin = begin_tokens(tokenizer)
     share = -(-n_tokens // max(1, len(texts)))
@@ -82,12 +84,12 @@ def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, conte
 def text_prompts(
     tokenizer: Tokenizer, texts: Sequence[str], n_prompts: int, context_tokens: int, n_fitted: int = 0
 ) -> list[Chunk]:
-    """Return prompts of 4 to 32 tokens to certify on: the beginnings of all texts, then their later pieces.
+    """Return prompts of 4 to 32 tokens for certification: the beginnings of all texts, then their later pieces.
 
     Args:
-        n_fitted: Tokens that text_chunks uses. Prompts start after them if enough text is left.
+        n_fitted: Number of tokens that text_chunks uses. Prompts start after them if enough text is left.
 
-    Raises: UsageError: The texts are too short.
+    Raises: UsageError: if the texts are too short.
     """
     begin, size = begin_tokens(tokenizer), prompt_tokens(context_tokens)
     share = -(-n_fitted // max(1, len(texts)))
@@ -106,10 +108,10 @@ def text_prompts(
 
 
 def own_prompts(write: Callable[[int], list[Chunk]], ending: Ending) -> Callable[[int], list[Chunk]]:
-    """Return a function that gives groups of prompts written by the model, sampled apart from calibration texts.
+    """Return a function that gives groups of prompts, which the model writes with other noise than calibration texts.
 
     Args:
-        write: From own_writer, for prompt_tokens tokens.
+        write: Function from own_writer, for prompt_tokens tokens.
     """
 
     def prompts(group: int) -> list[Chunk]:
@@ -121,28 +123,27 @@ def own_prompts(write: Callable[[int], list[Chunk]], ending: Ending) -> Callable
 
 
 def prompt_tokens(context_tokens: int) -> int:
-    """Return the size of the longest prompt to certify on."""
+    """Return the size of the longest prompt for certification."""
     return min(MOST_PROMPT_TOKENS, context_tokens // 2)
 
 
 def shortened(tokens: Chunk, number: int) -> Chunk:
-    """Cut the tokens to a prompt. Prompts have many lengths, which are the same in every run."""
+    """Cut the tokens to a prompt. The length depends on `number`, so that prompts vary but are the same in every run."""
     least = min(LEAST_PROMPT_TOKENS, len(tokens))
     return tokens[: int(np.random.default_rng(number).integers(least, len(tokens) + 1))]
 
 
 def chunk_tokens(context_tokens: int, n_tokens: int) -> int:
-    """Return the size of a chunk if there are n_tokens."""
+    """Return the size of a chunk for n_tokens of text in all."""
     return max(MIN_CHUNK_TOKENS + 1, min(CHUNK_TOKENS, context_tokens, n_tokens // MIN_CHUNKS))
 
 
 def chunks_identity(chunks: Sequence[Chunk]) -> str:
-    """Return a hash of the chunks."""
     return hashlib.sha256(json.dumps(chunks).encode()).hexdigest()
 
 
 def own_text_identity(tokenizer: Tokenizer, n_tokens: int, context_tokens: int) -> str:
-    """Return a hash that differs between texts that one model writes with other settings."""
+    """Return a hash that differs between settings with which one model writes different texts."""
     prompts = [tokenizer.encode(opening) for opening in OPENINGS]
     return hashlib.sha256(json.dumps(["own", prompts, n_tokens, context_tokens]).encode()).hexdigest()
 
@@ -150,9 +151,9 @@ def own_text_identity(tokenizer: Tokenizer, n_tokens: int, context_tokens: int) 
 def own_writer(
     executor: Executor, tokenizer: Tokenizer, ending: Ending, size: int, clock: Callable[[], float]
 ) -> Callable[[int], list[Chunk]]:
-    """Return a function that writes N_TOGETHER texts of `size` tokens, greedily in call 0 and sampled in others.
+    """Return a function that writes N_TOGETHER texts of `size` tokens, greedily in call 0 and sampled in later calls.
 
-    Every call has its own noise. A call in which the model ends every text at once returns none.
+    Every call has its own noise. If the model ends every text of a call at once, the call returns an empty list.
     """
     prompts = [ids for opening in OPENINGS if 0 < len(ids := tokenizer.encode(opening)) < size - 1]
 
@@ -172,9 +173,9 @@ def own_writer(
 def written_chunks(
     write: Callable[[int], Sequence[Chunk]], n_tokens: int, steps: KeptSteps, progress: Progress | None
 ) -> list[Chunk]:
-    """Return write(0), write(1), ... until they have n_tokens or a call gives none. `steps` keeps the chunks.
+    """Return write(0), write(1), ... until they have n_tokens or a call returns nothing. `steps` stores the chunks.
 
-    Raises: ModelError: if the model writes too few.
+    Raises: ModelError: if the model writes too few tokens.
     """
 
     def arrays(number: int) -> Arrays:

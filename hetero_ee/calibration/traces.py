@@ -1,9 +1,9 @@
-"""The full model's states on chunks of text, and the drafts of every exit layer, from which calibration learns.
+"""The full model's states on chunks of text, and the drafts of every exit layer, from which a calibration is fitted.
 
-Memory holds one chunk's states at a time. A chunk is a sequence of its own and starts at position 0.
+Memory holds one chunk's states at a time. A chunk is its own sequence and starts at position 0.
 
-A token's first exit layer takes candidates with the whole lm_head. Later exit layers compute the logits of these
-candidates only, the partial logits (SpecEE's sliced LM head).
+A token's first exit layer chooses candidates with the whole lm_head. Later exit layers compute only the logits of these
+candidates, the partial logits (SpecEE's sliced LM head).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ FIRST_COUNTED = 1  # position 0 has nothing to attend to: its states are special
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One chunk at full depth: m tokens, without position 0. All states have passed the final norm."""
+    """States of one chunk at every depth: m tokens, without position 0. All states have passed the final norm."""
 
     normed: tuple[Tensor, ...]  # after 1, 2, ..., n_layers - 1 layers, fp32 (m, hidden)
     final: Tensor  # after the last layer
@@ -39,7 +39,7 @@ class Trace:
 
 
 def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
-    """Return the trace of a chunk of at least two tokens. Other sequences in the executor's cache stay unchanged."""
+    """Return the trace of a chunk of at least two tokens. Other sequences in the KV cache stay unchanged."""
     sequence = executor.cache.open_new()
     try:
         batch = Batch.of_sequence(sequence, 0, list(token_ids))
@@ -54,18 +54,18 @@ def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
 
 
 def chosen_tokens(logits: Tensor) -> Tensor:
-    """Return the likeliest token of each row, (m, vocab) -> (m,). The lowest id wins a tie, as in the whole engine."""
+    """Return the likeliest token of each row, (m, vocab) -> (m,). The lowest id wins a tie."""
     return torch.from_numpy(logits.numpy().argmax(axis=1))
 
 
 def n_pairs(n_exit_layers: int) -> int:
-    """Count the pairs of an exit layer that took candidates and one at or after it."""
+    """Return the number of pairs of an exit layer that chose candidates and a same or later exit layer."""
     return n_exit_layers * (n_exit_layers + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialLogits:
-    """Logits of m tokens at every exit layer, for the candidates taken at that exit layer and at every earlier one."""
+    """Logits of m tokens at every exit layer, for the candidates chosen at the same and at every earlier exit layer."""
 
     values: (
         Floats  # fp32 (n_pairs, m, 4): at exit layer 1, 2, ..., each with the candidates taken at 1, 2, ... up to it
@@ -77,15 +77,15 @@ class PartialLogits:
         return len(self.rank)
 
     def at(self, first: int, exit_layer: int) -> Floats:
-        """Return the logits (m, 4) at `exit_layer` for the candidates taken at `first`."""
+        """Return the logits (m, 4) at `exit_layer` for the candidates chosen at `first`."""
         found: Floats = self.values[n_pairs(exit_layer - 1) + first - 1]
         return found
 
     def features(self, first: int, exit_layer: int, previous: int | None) -> Floats:
-        """Return the features (m, 12) at `exit_layer` for the candidates taken at `first`.
+        """Return the features (m, 12) at `exit_layer` for the candidates chosen at `first`.
 
         Args:
-            previous: The exit layer evaluated before, from which the change is counted; None if the candidates are new.
+            previous: The last exit layer that judged the tokens, to compute the change; None if the candidates are new.
         """
         changed_from = np.zeros_like(self.at(first, exit_layer))
         if previous is not None:
@@ -93,19 +93,18 @@ class PartialLogits:
         return exit_features(self.at(first, exit_layer), changed_from)
 
     def is_right(self, first: int, exit_layer: int) -> Flags:
-        """Return whether the likeliest candidate is the full model's token, (m,)."""
+        """Return whether the likeliest candidate at `exit_layer` is the full model's token, (m,)."""
         return np.asarray(self.at(first, exit_layer).argmax(1) == self.rank[first - 1])
 
     def sampled(self, random: np.random.Generator) -> tuple[Floats, Flags, NDArray[np.int64]]:
-        """Sample for each token and exit layer which earlier exit layer took its candidates and which was evaluated
-        last.
+        """Sample, for each token and exit layer, the earlier exit layers that chose its candidates and judged it last.
 
-        The first is drawn evenly from the exit layers before, the second evenly from those between, so that gaps vary
-        as they do during decoding. Exit layer 1 has none before it: its values are meaningless.
+        The first is drawn uniformly from the earlier exit layers, the second uniformly from those in between, so that
+        gaps vary as in decoding. Exit layer 1 has no earlier one, so its values are meaningless.
 
         Returns:
             Features (n_exit_layers, m, 12), whether the draft is right (n_exit_layers, m), and the exit layer that
-                took the candidates (n_exit_layers, m).
+                chose the candidates (n_exit_layers, m).
         """
         m = self.rank.shape[1]
         features = np.zeros((self.n_exit_layers, m, N_FEATURES), np.float32)
@@ -134,7 +133,7 @@ class Drafts:
 
     @property
     def features(self) -> Floats:
-        """Features (n_exit_layers, m, 12) if each exit layer is the first one evaluated."""
+        """Features (n_exit_layers, m, 12) of tokens at the exit layer that judges them first."""
         exit_layers = range(1, self.partial.n_exit_layers + 1)
         return np.stack([self.partial.features(exit_layer, exit_layer, None) for exit_layer in exit_layers])
 
@@ -147,7 +146,7 @@ def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, 
         found: States of the tokens.
         maps: Exit maps by exit layer.
         with_unmapped: Also compute is_right_unmapped at exit layers with a map, which needs another product of the
-            lm_head. Otherwise it is False there.
+            lm_head. Without it, those values are False.
     """
     tokens = found.tokens.numpy()
     taken: list[NDArray[np.int64]] = []
@@ -175,8 +174,8 @@ def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, 
 class ChunkDrafts:
     """Features and labels of a chunk's m tokens at every exit layer: arrays (n_exit_layers, m, ...).
 
-    The first three are for tokens judged there first. The partial ones are for tokens whose candidates an earlier exit
-    layer took (see PartialLogits.sampled; exit layer 1's are meaningless).
+    The first three are for tokens that the exit layer judges first. The partial ones are for tokens whose candidates an
+    earlier exit layer chose (see PartialLogits.sampled; those of exit layer 1 are meaningless).
     """
 
     features: NDArray[np.float32]  # (.., .., 12)
@@ -191,7 +190,7 @@ T = TypeVar("T", PartialLogits, ChunkDrafts)
 
 
 def fields_of(arrays: PartialLogits | ChunkDrafts) -> dict[str, NDArray[Any]]:
-    """Return the arrays by name."""
+    """Return the object's arrays by field name."""
     return {field.name: getattr(arrays, field.name) for field in fields(arrays)}
 
 
@@ -202,5 +201,5 @@ def joined(parts: Sequence[T]) -> T:
 
 
 def of_fields(kind: type[T], arrays: Mapping[str, NDArray[Any]]) -> T:
-    """Return the object whose arrays, and perhaps others, are given by name."""
+    """Return an object of this kind from arrays by field name. Other arrays are ignored."""
     return kind(*(arrays[field.name] for field in fields(kind)))

@@ -1,1 +1,1 @@
-"""Activation sparsity: which neurons of an FFN a token does without."""
+"""Activation sparsity: skipping FFN neurons that contribute little to a token."""

@@ -1,4 +1,4 @@
-"""Applies activation sparsity to a model: which neurons tokens leave out, and what planning expects of it."""
+"""Applies activation sparsity to a model: the neurons that tokens skip, and the shares that planning expects."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,11 @@ from hetero_ee.weights.store.reader import is_store
 def made_sparse(
     spec: ModelSpec, weights: ModelWeights, place: CalibrationPlace, request: SparsityRequest
 ) -> tuple[ModelSpec, ModelWeights]:
-    """Return the neuron-major model with the thresholds or the predictor that the request needs, as calibrated.
+    """Return the neuron-major model with the calibrated thresholds or predictor that the request needs.
 
     Raises:
-        UsageError: Nothing was calibrated.
-        StoreError: The calibration is damaged or belongs to other weights.
+        UsageError: if nothing was calibrated.
+        StoreError: if the calibration is damaged or belongs to other weights.
     """
     if request.is_predicted:
         predictor, expected = _predicted(spec, found_predictor(place))
@@ -42,10 +42,10 @@ def planned_sparse(
 ) -> ModelSpec:
     """Return the model that opening the folder with this request would plan for.
 
-    Like made_sparse, but a requested share is planned even if nothing was calibrated.
+    A requested share is planned even if nothing was calibrated, unlike in made_sparse.
 
     Args:
-        folder: None for a model of which only the shapes are known.
+        folder: None if only the model's shapes are known.
     """
     request.check(spec)
     place = None
@@ -62,9 +62,9 @@ def planned_sparse(
 
 
 def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves | None) -> ModelSpec:
-    """Return the neuron-major model with the shares of neurons that tokens should need, all if nothing is known.
+    """Return the neuron-major model with the expected shares of active neurons, or all neurons if nothing is known.
 
-    Raises: UsageError: the request is AUTO, and nothing was calibrated.
+    Raises: UsageError: if the request is AUTO and nothing was calibrated.
     """
     natural = 1.0 if curves is None else curves.active_share
     if request.share is None and curves is None:
@@ -86,7 +86,7 @@ def _predicted(spec: ModelSpec, predictor: NeuronPredictor | None) -> tuple[Neur
 
 
 def _known(place: CalibrationPlace, request: SparsityRequest) -> SparsityCurves | None:
-    """Return the calibration. One that can't be read is an error only if it decides which neurons to leave out."""
+    """Return the calibration. An unreadable one is an error only if it decides which neurons are skipped, else None."""
     try:
         return found_sparsity(place)
     except StoreError:

@@ -1,10 +1,10 @@
-"""Sparsity curves: quantiles of neuron scores, the error of leaving neurons out, and comparisons with the dense model.
+"""Sparsity curves: quantiles of neuron scores, the error of skipping neurons, and comparisons with the dense model.
 
-A neuron's score is |activation| x norm of its row of down: the most that it adds to the sum per unit of up (CATS, arXiv
-2404.08763, with the norm of WINA, arXiv 2505.19427). A neuron whose activation is 0 is never summed, so that a
-threshold of 0 leaves out only what changes nothing.
+A neuron's score is |activation| times the norm of its row of down: its largest contribution to the FFN's sum per unit
+of up (CATS, arXiv 2404.08763, with the norm of WINA, arXiv 2505.19427). A neuron whose activation is 0 contributes
+nothing, so a threshold of 0 changes no output.
 
-On disk the curves are a record next to the store, with the arrays "thresholds" and "errors", fp32.
+On disk the curves are a record next to the store, with the fp32 arrays "thresholds" and "errors".
 """
 
 import math
@@ -33,15 +33,16 @@ WAY_OUT = "run hetero-ee calibrate --sparsity auto"
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Thresholds per layer, fp32. target: the share of all neurons that they should leave out."""
+    """Score thresholds per layer, fp32, below which neurons are skipped. target: the share of all neurons to skip."""
 
     target: float
     per_layer: tuple[float, ...]
 
     def least(self, spec: ModelSpec, weights: ModelWeights) -> dict[str, Tensor]:
-        """Return the thresholds as the least |activation| of each neuron, fp32 (ffn,), below which it is left out.
+        """Return for each neuron the |activation| below which it is skipped, fp32 (ffn,).
 
-        The names are those that executors look up in a model's vectors, `least_activations` of each block.
+        The names are those of `least_activations` in each block, under which executors look them up in a model's
+        vectors.
         """
         smallest = torch.finfo(torch.float32).tiny
         return {
@@ -58,7 +59,7 @@ def down_norms(block: Block, weights: ModelWeights) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measurement of one target on held-out text."""
+    """Measurement of one target share on held-out text."""
 
     target: float
     share: float  # of neurons that were left out, including those that are 0
@@ -71,10 +72,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparsityCurves:
-    """Thresholds and errors of each layer by the share of neurons left out: fp32 (n_layers, n_shares), see SHARES.
+    """Thresholds and errors by the share of neurons skipped, fp32 (n_layers, n_shares). The shares are SHARES.
 
-    An error is the squared norm of what the FFN's sum lacks, relative to that of the residual stream after it, averaged
-    over tokens.
+    An error is the squared norm of what skipping takes from the FFN's sum, relative to that of the residual stream
+    after the FFN, averaged over tokens.
     """
 
     thresholds: NDArray[np.float32]
@@ -93,18 +94,19 @@ class SparsityCurves:
 
     @property
     def active_share(self) -> float:
-        """Share of all neurons that are not 0: to a step of SHARES, and never less than 1 minus the last of them."""
+        """Share of neurons that are not 0, rounded up to a step of SHARES, and at least 1 minus the last of SHARES."""
         n_zero = np.maximum(1, (self.thresholds == 0).sum(axis=1))
         return 1 - float(np.mean(np.array(SHARES)[n_zero - 1]))
 
     def at(self, target: float) -> Thresholds:
-        """Return the thresholds for a target share, above 0 up to the last of SHARES, distributed over the layers."""
+        """Return thresholds that skip this share of neurons, above 0 up to the last of SHARES, distributed over the
+        layers."""
         shares = dealt_shares(self.errors, target)
         between = (np.interp(share, SHARES, row) for share, row in zip(shares, self.thresholds, strict=True))
         return Thresholds(target, tuple(float(np.float32(threshold)) for threshold in between))
 
     def auto(self, max_kl_nats: float = MAX_KL_NATS) -> Thresholds:
-        """Return the thresholds of the largest target measured within the bound. Raises: UsageError: if none was."""
+        """Return the thresholds of the largest target within the bound. Raises: UsageError: if no target is."""
         within = [each.target for each in self.measured if each.kl_nats <= max_kl_nats]
         if not within:
             raise UsageError(
@@ -125,14 +127,16 @@ def largest_within(measure: Callable[[float], Measurement], max_kl_nats: float =
 
 
 def dealt_shares(errors: NDArray[np.float32], target: float) -> NDArray[np.float64]:
-    """Return each layer's share, (n_layers,), with the target as their mean, never worse than the same share
-    everywhere.
+    """Distribute a target share over the layers, never worse than the same share in every layer.
 
-    Greedy: each step goes to the layer where it adds the least error, as TEAL (arXiv 2408.14690) does within a block.
+    The distribution is greedy: each step goes to the layer where it adds the least error, as TEAL (arXiv 2408.14690)
+    does within a block.
 
     Args:
         errors: Each layer's errors at SHARES, (n_layers, n_shares).
         target: 0 to the last of SHARES.
+
+    Returns: Each layer's share, (n_layers,), with the target as their mean.
     """
     n_layers = len(errors)
     steps = np.zeros(n_layers, np.int64)
@@ -154,7 +158,7 @@ def total_error(errors: NDArray[np.float32], shares: NDArray[np.float64]) -> flo
 
 @dataclass(frozen=True, slots=True)
 class SparsityHeader:
-    """Sparsity curves without their arrays. text: what was calibrated on, for people."""
+    """Sparsity curves without their arrays. `text` describes the calibration text for people."""
 
     text: str
     measured: tuple[Measurement, ...]
@@ -164,7 +168,7 @@ SPARSITY = RecordKind(SparsityHeader, "calibration of sparsity", 1, WAY_OUT)
 
 
 def write_sparsity(curves: SparsityCurves, key: str, text: str, file: Path, files: FileSystem | None = None) -> None:
-    """Write the curves of the weights `key`, completely or not at all. Raises: StoreError, DiskFullError."""
+    """Write the curves for weights with this key, completely or not at all. Raises: StoreError, DiskFullError."""
     arrays = {"thresholds": curves.thresholds, "errors": curves.errors}
     SPARSITY.write(file, key, SparsityHeader(text, curves.measured), arrays, files)
 

@@ -1,8 +1,9 @@
 """Fits the factors of a predictor of active neurons: two matrices of low rank and a bias per FFN.
 
-Like Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456), it minimizes the cross-entropy of "is active". Unlike
-them, nothing is between the two factors, the start is the reduced-rank regression of the first matrix on the inputs,
-and each active neuron is weighted by its score (see `curves.py`), so that those that add most are found.
+Like Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456), the fit minimizes the cross-entropy of "is active".
+Unlike them, there is no nonlinearity between the factors, and the fit starts from the reduced-rank regression of the
+first matrix on the inputs. Each active neuron is weighted by its score (see `curves.py`), so that the fit favours the
+neurons that contribute most.
 """
 
 import math
@@ -22,7 +23,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class FactorTraining:
-    """Settings of the fit. The number of steps doesn't depend on the text, except that short texts get fewer."""
+    """Settings of the fit. The number of steps is the same for all texts, except that short texts get fewer."""
 
     n_steps: int = 300
     batch_tokens: int = 512
@@ -35,7 +36,10 @@ class FactorTraining:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """Logits that neurons are active: outer (inner x) + bias; fp32 (rank, hidden), (ffn, rank), (ffn,)."""
+    """Low-rank factors for the logits that neurons are active: outer (inner x) + bias.
+
+    Shapes, fp32: inner (rank, hidden), outer (ffn, rank), bias (ffn,).
+    """
 
     inner: Tensor
     outer: Tensor
@@ -43,7 +47,6 @@ class Factors:
 
 
 def rank_of(hidden_size: int) -> int:
-    """Return the rank of the factors for this hidden size."""
     return min(hidden_size, -(-hidden_size // (RANK_DIVISOR * RANK_MULTIPLE)) * RANK_MULTIPLE)
 
 
@@ -55,10 +58,8 @@ def fit_factors(
     Args:
         inputs: fp32 (m, hidden).
         scores: bf16 (m, ffn), 0 for inactive neurons.
-        first: (ffn, hidden); a neuron is active if first x + shift is above 0.
+        first: First matrix (ffn, hidden); a neuron is active if first x + shift is above 0.
         shift: (ffn,).
-        rank: Of both factors.
-        training: Settings.
     """
     start = _regressed(inputs, first, shift, rank)
     parameters = [start.inner, start.outer, start.bias]
@@ -77,9 +78,9 @@ def fit_factors(
 
 
 def _gradients(parameters: list[Tensor], inputs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the cross-entropy summed over neurons and averaged over tokens.
+    """Return the gradients of the cross-entropy, summed over neurons and averaged over tokens.
 
-    counts: (m, ffn), weights of active neurons, 0 for inactive ones, whose weight is 1.
+    counts, (m, ffn), has the weights of active neurons and 0 for inactive ones, whose weight is 1.
     """
     inner, outer, bias = parameters
     low = inputs @ inner.T
@@ -89,7 +90,7 @@ def _gradients(parameters: list[Tensor], inputs: Tensor, counts: Tensor) -> tupl
 
 
 def _step(part: Tensor, moments: tuple[Tensor, Tensor], gradient: Tensor, rate: float, step: int) -> None:
-    """Do one step of Adam in place. torch's Adam would load its compiler, which needs two seconds."""
+    """Take one step of Adam in place. torch's Adam would load its compiler, which needs two seconds."""
     first, second = moments
     first.lerp_(gradient, 1 - FIRST_DECAY)
     second.lerp_(gradient.square(), 1 - SECOND_DECAY)
@@ -98,7 +99,7 @@ def _step(part: Tensor, moments: tuple[Tensor, Tensor], gradient: Tensor, rate: 
 
 
 def _regressed(inputs: Tensor, first: Tensor, shift: Tensor, rank: int) -> Factors:
-    """Return the scaled factors of this rank whose products on these inputs are nearest to the first matrix's."""
+    """Return scaled factors of this rank whose products with these inputs are closest to those of the first matrix."""
     inputs, first = inputs.double(), first.double()
     moments = inputs.T @ inputs / len(inputs)
     moments.diagonal().add_(RIDGE * moments.diagonal().mean() + TINY)

@@ -38,8 +38,8 @@ class SparsityFit:
     A chunk's first tokens use all neurons and are not counted.
 
     Args:
-        scores: Neuron scores, None for those of the executors.
-        kept: Keeps both passes and every measurement, for the same model, chunks and scores.
+        scores: Neuron scores; None for the scores that executors use.
+        kept: Stores the results of both passes and all measurements, for one combination of model, chunks and scores.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class SparsityFit:
         self._kept = kept or KeptSteps()
 
     def curves(self) -> SparsityCurves:
-        """Fit the curves, without measurements."""
+        """Return fitted curves without measurements."""
         thresholds = self._kept.once("thresholds", lambda: {"": self._thresholds()})[""]
         errors = self._kept.once("errors", lambda: {"": self._errors(thresholds)})[""]
         return SparsityCurves(thresholds, errors, ())
 
     def measured(self, curves: SparsityCurves, targets: Sequence[float] = ()) -> SparsityCurves:
-        """Add measurements of these targets and of those that decide `auto`."""
+        """Add measurements of these targets and of the targets that `auto` needs."""
 
         def measured(target: float) -> NDArray[np.float64]:
             found = self.measure(curves.at(target))
@@ -79,7 +79,7 @@ class SparsityFit:
         return replace(curves, measured=tuple({each.target: each for each in found}.values()))
 
     def measure(self, thresholds: Thresholds) -> Measurement:
-        """Measure on held-out chunks which share is left out, and the effect on the next-token distribution."""
+        """Measure on held-out chunks the share of neurons skipped and the change of the next-token distribution."""
         least = thresholds.least(self._spec, self._weights)
         sparse = replace(self._weights, vectors=self._weights.vectors | least)
         kl_nats, neurons = self._held_out.divergence(self._spec, sparse)
@@ -102,7 +102,7 @@ class SparsityFit:
         return (errors / max(1, n_tokens)).numpy().astype(np.float32)
 
     def _passes(self, recorder: FfnRecorder) -> Iterator[tuple[int, Tensor]]:
-        """Run the training chunks layer by layer. Yields each layer with the states (m, hidden) after it."""
+        """Run the training chunks layer by layer, and yield each layer with the states (m, hidden) after it."""
         executor = ReferenceExecutor(self._spec, self._weights, max(map(len, self._fitted)), recorder)
         for number, chunk in enumerate(self._fitted):
             if self._progress:

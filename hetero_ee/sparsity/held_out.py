@@ -18,7 +18,7 @@ MEASURING = "Measuring sparsity"
 
 
 class HeldOut:
-    """The first chunks of HELD_OUT with n_tokens, and the dense model. A chunk's first tokens are not counted."""
+    """Held-out chunks with n_tokens in all, and the dense model. A chunk's first tokens are not counted."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SparsityOutcome:
-    """Sparsity curves that were made, or found."""
+    """Sparsity curves, either new or found next to the store."""
 
     curves: SparsityCurves
     file: Path
@@ -45,7 +45,7 @@ class SparsityOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PredictorOutcome:
-    """A predictor of active neurons that was made, or found."""
+    """A predictor of active neurons, either new or found next to the store."""
 
     predictor: NeuronPredictor
     file: Path
@@ -54,17 +54,17 @@ class PredictorOutcome:
 
 
 def found_sparsity(place: CalibrationPlace) -> SparsityCurves | None:
-    """Return the sparsity curves of the opened store, None if it has none. Raises: StoreError."""
+    """Return the opened store's sparsity curves, None if it has none. Raises: StoreError."""
     return read_sparsity(neuron_file(place.store, SPARSITY_SUFFIX), place.spec, place.key)
 
 
 def found_predictor(place: CalibrationPlace) -> NeuronPredictor | None:
-    """Return the predictor of the opened store's neurons, None if it has none. Raises: StoreError."""
+    """Return the opened store's predictor of active neurons, None if it has none. Raises: StoreError."""
     return read_predictor(neuron_file(place.store, PREDICTOR_SUFFIX), place.spec, place.key)
 
 
 def order_or_warn(place: CalibrationPlace, warn: Callable[[str], None]) -> NeuronOrder | None:
-    """Return the order of the opened store's neurons, None if it has none. Warns about one that can't be read."""
+    """Return the opened store's order of neurons, or None if it has none. Warns if the order can't be read."""
     try:
         return read_order(neuron_file(place.store, ORDER_SUFFIX), place.spec, place.key)
     except StoreError as error:
@@ -73,14 +73,14 @@ def order_or_warn(place: CalibrationPlace, warn: Callable[[str], None]) -> Neuro
 
 
 def calibrate_sparsity(job: CalibrationJob, targets: Sequence[float] = ()) -> SparsityOutcome:
-    """Fit the model's sparsity curves and write them next to its store, unless these targets are measured already.
+    """Fit the model's sparsity curves and write them next to its store, unless these targets are already measured.
 
-    A killed fit is resumed. FFNs have to be neuron-major, and the executor must leave out no neuron.
+    A killed fit is resumed. FFNs must be neuron-major, and the executor must not skip any neuron.
 
     Raises:
-        UsageError: FFNs are not neuron-major, or the texts are too short.
-        ModelError: The model writes no text.
-        StoreError, DiskFullError: The result can't be written.
+        UsageError: if FFNs are not neuron-major, or the texts are too short.
+        ModelError: if the model writes no text.
+        StoreError, DiskFullError: if the result can't be written.
     """
     spec, weights = job.executor.spec, job.executor.weights
     if not spec.neuron_major:
@@ -102,12 +102,12 @@ def calibrate_sparsity(job: CalibrationJob, targets: Sequence[float] = ()) -> Sp
 def calibrate_predictor(job: CalibrationJob) -> PredictorOutcome:
     """Fit a predictor of the model's active neurons and write it next to its store, unless one exists.
 
-    A killed fit is resumed. All FFNs have to be in rows, and the executor must leave out no neuron.
+    A killed fit is resumed. All FFNs must be in rows, and the executor must not skip any neuron.
 
     Raises:
-        UsageError: FFNs are not in rows, the texts are too short, or no predictor is good enough.
-        ModelError: The model writes no text.
-        StoreError, DiskFullError: The result can't be written.
+        UsageError: if FFNs are not in rows, the texts are too short, or no predictor is good enough.
+        ModelError: if the model writes no text.
+        StoreError, DiskFullError: if the result can't be written.
     """
     spec, weights, training = job.executor.spec, job.executor.weights, FactorTraining()
     if not spec.first_in_rows or spec.predictor_rank or spec.hot_curve:
@@ -126,7 +126,7 @@ def calibrate_predictor(job: CalibrationJob) -> PredictorOutcome:
 
 @dataclass(frozen=True, slots=True)
 class NeuronRecord(Generic[T]):
-    """How one kind of record of a store's neurons is found, fitted and written."""
+    """Functions that find, fit and write one kind of record about a store's neurons."""
 
     suffix: str  # of its file
     identity: list[object]  # JSON values that differ between fits with other numbers
@@ -137,7 +137,10 @@ class NeuronRecord(Generic[T]):
 
 
 def _calibrated(job: CalibrationJob, kind: NeuronRecord[T]) -> tuple[T, Path, float, bool]:
-    """Return the existing record, or fit one and write it and the order of neurons: the fields of an outcome."""
+    """Return the existing record, or fit and write one together with the order of neurons.
+
+    Returns: The fields of an outcome.
+    """
     file = neuron_file(job.place.store, kind.suffix)
     with job.locked():
         found = job.usable(kind.find)
@@ -153,7 +156,7 @@ def _calibrated(job: CalibrationJob, kind: NeuronRecord[T]) -> tuple[T, Path, fl
 
 
 def _write_order(job: CalibrationJob, chunks: Sequence[Chunk]) -> None:
-    """Write the order of neurons that are often 0, unless the model has one."""
+    """Write the order of the most active neurons first, unless the model has an order already."""
     spec, place = job.executor.spec, job.place
     if spec.activation in ZERO_ACTIVATIONS and not spec.hot_curve:
         order = fitted_order(spec, job.executor.weights, chunks)

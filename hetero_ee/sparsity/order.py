@@ -1,4 +1,4 @@
-"""The order of neurons by how often they are active, measured on text: the hottest come first.
+"""The order of neurons by how often they are active on text. The most active, or hottest, neurons come first.
 
 On disk it is a record next to the store, with the arrays "order", int64 (n_layers, ffn), and "curve", fp32.
 """
@@ -37,7 +37,7 @@ BIASES = tuple(f"{short}_bias" for short in ORDERED if short != "down")  # down'
 
 @dataclass(frozen=True, slots=True)
 class OrderHeader:
-    """An order has nothing but its arrays."""
+    """Header of an order, which has no fields of its own."""
 
 
 ORDER = RecordKind(OrderHeader, "order of neurons", 1, "delete it, then calibrate sparsity")
@@ -45,7 +45,7 @@ ORDER = RecordKind(OrderHeader, "order of neurons", 1, "delete it, then calibrat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeuronOrder:
-    """Neurons of every layer by number, the hottest first.
+    """Neuron numbers of every layer, the most active first.
 
     order: int64 (n_layers, ffn). curve: see ModelSpec.hot_curve, measured on other text than the order.
     """
@@ -65,7 +65,7 @@ class NeuronOrder:
             raise ValueError("its curve does not ascend from 0 to 1")
 
     def applied(self, spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
-        """Return the model with its neurons in this order, in new memory, and its spec with the curve for planning."""
+        """Return the spec with the curve for planning, and the weights copied into this order."""
         matrices, vectors, held_bytes = dict(weights.matrices), dict(weights.vectors), weights.held_bytes
         for block, row in zip(neuron_blocks(spec), torch.from_numpy(self.order), strict=True):
             for name in _names(block, ORDERED):
@@ -79,7 +79,7 @@ class NeuronOrder:
 
 
 class ActivityRecorder(FfnRecorder):
-    """Counts how often each neuron is active, int64 (n_layers, ffn), without the first tokens of each chunk."""
+    """Counter of how often each neuron is active, int64 (n_layers, ffn), without the first tokens of each chunk."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         super().__init__(spec, weights)
@@ -91,7 +91,10 @@ class ActivityRecorder(FfnRecorder):
 
 
 def fitted_order(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> NeuronOrder | None:
-    """Order the non-zero neurons on chunks of TRAIN, with the curve of HELD_OUT. Returns None if most are active."""
+    """Order the neurons by their activity on chunks of TRAIN, with a curve from HELD_OUT.
+
+    Returns None if most neurons are active at most tokens.
+    """
     fitted, held_out = (
         _activity(spec, weights, [chunks[number] for number in first_numbers(chunks, part, MEASURED_TOKENS)])
         for part in (TRAIN, HELD_OUT)
@@ -106,15 +109,15 @@ def fitted_order(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]
 
 
 def write_order(order: NeuronOrder, key: str, file: Path, files: FileSystem | None = None) -> None:
-    """Write the order of the weights `key`, completely or not at all. Raises: StoreError, DiskFullError."""
+    """Write the order for weights with this key, completely or not at all. Raises: StoreError, DiskFullError."""
     arrays: Arrays = {"order": order.order, "curve": np.array(order.curve, np.float32)}
     ORDER.write(file, key, OrderHeader(), arrays, files)
 
 
 def read_order(file: Path, spec: ModelSpec, key: str) -> NeuronOrder | None:
-    """Return the order in `file`, None if it does not exist or belongs to other weights, since nothing needs it.
+    """Return the order in `file`, or None if it does not exist or belongs to other weights; the order is optional.
 
-    Raises: StoreError: in one sentence with the way out, if it is damaged or of another version.
+    Raises: StoreError: if the file is damaged or of another version.
     """
 
     def make(header: OrderHeader, arrays: RecordArrays) -> NeuronOrder | None:

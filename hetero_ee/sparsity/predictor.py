@@ -1,6 +1,6 @@
 """A predictor of active neurons: for each FFN two int4 matrices of low rank, in tiles, and a bias.
 
-On disk it is a record next to the store, with the arrays of layer_arrays per layer, as "0/inner.tiles".
+On disk it is a record next to the store. Each layer has the arrays of layer_arrays, with names like "0/inner.tiles".
 """
 
 import math
@@ -32,7 +32,10 @@ WAY_OUT = "run hetero-ee calibrate --sparsity predicted"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPredictor:
-    """Logits that neurons are active: outer (inner x) + bias; (rank, hidden), (ffn, rank), fp32 (ffn,)."""
+    """Predictor of one FFN's active neurons, with logits outer (inner x) + bias.
+
+    Shapes: inner (rank, hidden), outer (ffn, rank), bias fp32 (ffn,).
+    """
 
     inner: TileWeight
     outer: TileWeight
@@ -41,7 +44,7 @@ class LayerPredictor:
 
 @dataclass(frozen=True, slots=True)
 class PredictorMeasurement:
-    """Measurement of one margin on held-out text. A neuron is computed if its logit is above -margin."""
+    """Measurement of one margin on held-out text. Neurons with a logit above -margin are computed."""
 
     margin: float
     recall: float  # of active neurons, those that were computed
@@ -58,7 +61,7 @@ class PredictorMeasurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeuronPredictor:
-    """Predictors of all layers, in order, and their measurements."""
+    """Predictors of all layers, in order, with measurements of several margins."""
 
     layers: tuple[LayerPredictor, ...]
     measured: tuple[PredictorMeasurement, ...]
@@ -68,7 +71,7 @@ class NeuronPredictor:
         return self.layers[0].inner.shape[0]
 
     def chosen(self, max_kl_nats: float = MAX_PREDICTED_KL_NATS) -> PredictorMeasurement:
-        """Return the measurement of the least margin within the bound. Raises: UsageError: if none is."""
+        """Return the measurement of the smallest margin within the bound. Raises: UsageError: if no margin is."""
         within = [each for each in self.measured if each.kl_nats <= max_kl_nats]
         if not within:
             least = min((each.kl_nats for each in self.measured), default=math.inf)
@@ -79,7 +82,7 @@ class NeuronPredictor:
         return min(within, key=lambda each: each.margin)
 
     def expected(self, spec: ModelSpec, measured: PredictorMeasurement) -> ModelSpec:
-        """Return the model with this predictor, and the shares of neurons for planning."""
+        """Return the spec with this predictor and the measured shares of active neurons, for planning."""
         active = measured.active_share
         return replace(
             spec,
@@ -91,7 +94,7 @@ class NeuronPredictor:
         )
 
     def merged(self, spec: ModelSpec, weights: ModelWeights, margin: float) -> ModelWeights:
-        """Return the weights with the predictor's. spec: from `expected`."""
+        """Return the weights together with the predictor's. `spec` comes from `expected`."""
         matrices, vectors = dict(weights.matrices), dict(weights.vectors)
         for block, layer in zip(neuron_blocks(spec), self.layers, strict=True):
             matrices[block.tensors["predictor_in"].name] = layer.inner
@@ -103,7 +106,7 @@ class NeuronPredictor:
 def least_within(
     measure: Callable[[float], PredictorMeasurement], max_kl_nats: float = MAX_PREDICTED_KL_NATS
 ) -> list[PredictorMeasurement]:
-    """Find the least of MARGINS within the bound by bisection, and return all measurements."""
+    """Find the smallest of MARGINS within the bound by bisection, and return all measurements."""
     found, low, high = [], -1, len(MARGINS)
     while high - low > 1:
         middle = (low + high) // 2
@@ -114,7 +117,7 @@ def least_within(
 
 @dataclass(frozen=True, slots=True)
 class PredictorHeader:
-    """A predictor without its arrays. text: what was calibrated on, for people."""
+    """A predictor without its arrays. `text` describes the calibration text for people."""
 
     text: str
     rank: int
@@ -127,7 +130,7 @@ PREDICTOR = RecordKind(PredictorHeader, "predictor of active neurons", 1, WAY_OU
 def write_predictor(
     predictor: NeuronPredictor, key: str, text: str, file: Path, files: FileSystem | None = None
 ) -> None:
-    """Write the predictor of the weights `key`, completely or not at all. Raises: StoreError, DiskFullError."""
+    """Write the predictor for weights with this key, completely or not at all. Raises: StoreError, DiskFullError."""
     layers = enumerate(predictor.layers)
     arrays = {f"{number}/{name}": array for number, layer in layers for name, array in layer_arrays(layer).items()}
     PREDICTOR.write(file, key, PredictorHeader(text, predictor.rank, predictor.measured), arrays, files)
@@ -144,7 +147,7 @@ def read_predictor(file: Path, spec: ModelSpec, key: str) -> NeuronPredictor | N
 
 
 def layer_arrays(layer: LayerPredictor) -> Arrays:
-    """Return the tiles, scales and codebook of both matrices, by names as "inner.tiles", and the bias."""
+    """Return the bias, and the tiles, scales and codebook of both matrices, with names like "inner.tiles"."""
     arrays: Arrays = {"bias": layer.bias.numpy()}
     for name, weight in (("inner", layer.inner), ("outer", layer.outer)):
         assert weight.codebook is not None, "int4 has one"
@@ -154,7 +157,7 @@ def layer_arrays(layer: LayerPredictor) -> Arrays:
 
 
 def parsed_layer(arrays: RecordArrays, prefix: str, spec: ModelSpec, rank: int) -> LayerPredictor:
-    """Take the arrays of a layer, whose names begin with `prefix`. Raises: ValueError: if no such layer has them."""
+    """Return the layer whose array names begin with `prefix`. Raises: ValueError: if an array doesn't fit the model."""
     if not 0 < rank <= spec.hidden_size:
         raise ValueError(f"its rank is {rank}")
     inner = _matrix(arrays, f"{prefix}inner", rank, spec.hidden_size)
@@ -174,7 +177,7 @@ def _matrix(arrays: RecordArrays, name: str, n_rows: int, n_columns: int) -> Til
 
 
 def _most_bytes(spec: ModelSpec) -> int:
-    """Return the size of the file of a predictor with the largest rank."""
+    """Return the maximum size of a predictor's file, which a predictor with the largest rank has."""
     shapes = (spec.hidden_size, spec.hidden_size), (spec.ffn_size, spec.hidden_size)
     n_bytes = sum(sum(region_bytes("int4", *shape)) for shape in shapes) + FLOAT_BYTES * spec.ffn_size
     return HEADER_BYTES + spec.n_layers * (n_bytes + LAYER_HEADER_BYTES)

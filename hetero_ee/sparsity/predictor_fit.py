@@ -1,4 +1,4 @@
-"""Fits a predictor of active neurons layer by layer, and measures what it costs."""
+"""Fits a predictor of active neurons layer by layer, and measures how it changes the model's output."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -48,7 +48,7 @@ class PredictorFit:
     not counted.
 
     Args:
-        kept: Keeps every layer and measurement, for the same model, chunks and training.
+        kept: Stores every layer and measurement, for one combination of model, chunks and training.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PredictorFit:
         self._rank = rank_of(spec.hidden_size)
 
     def predictor(self) -> NeuronPredictor:
-        """Fit the predictor and measure it near the bound. Raises: ModelError: if inputs are not finite."""
+        """Fit the predictor and measure margins near the bound. Raises: ModelError: if inputs are not finite."""
         layers, states = [], None
         for layer in range(self._spec.n_layers):
             if self._progress:
@@ -81,7 +81,7 @@ class PredictorFit:
         return replace(fitted, measured=tuple(least_within(partial(self._kept_measurement, fitted))))
 
     def measure(self, predictor: NeuronPredictor, margin: float) -> PredictorMeasurement:
-        """Measure on held-out chunks. Every layer's errors are in the inputs of later layers."""
+        """Measure the predictor on held-out chunks. The inputs of each layer include the errors of earlier layers."""
         spec = replace(self._spec, predictor_rank=predictor.rank)
         counter = ActiveNeurons(spec, self._weights)
         kl_nats, neurons = self._held_out.divergence(spec, predictor.merged(spec, self._weights, margin), counter)
@@ -96,7 +96,7 @@ class PredictorFit:
         return PredictorMeasurement(*self._kept.once(f"measured {margin}", measured)[""].tolist())
 
     def _layer(self, layer: int, before: NDArray[np.float32] | None) -> Arrays:
-        """Fit one layer. Returns its arrays, and the states (tokens, hidden) after it.
+        """Fit one layer and return its arrays and the states (tokens, hidden) after it.
 
         Args:
             before: States before the layer, None for the first.
@@ -124,7 +124,7 @@ class PredictorFit:
         return torch.cat([executor.embed(Batch.of_sequence(0, 0, list(chunk))) for chunk in self._fitted])
 
     def _through(self, layer: int, states: Tensor, inputs: "FfnInputs") -> Tensor:
-        """Run all chunks' states (tokens, hidden) through one layer, which is dequantized once."""
+        """Run all chunks' states (tokens, hidden) through one layer, whose weights are dequantized once."""
         spec, longest = self._spec, max(map(len, self._fitted))
         matrices = {name: each for name, each in self._weights.matrices.items() if name.startswith(f"layers.{layer}.")}
         weights = expanded(ModelWeights(matrices, self._weights.vectors))
@@ -138,7 +138,7 @@ class PredictorFit:
 
 
 class FfnInputs(BatchedTorchOps):
-    """Keeps the inputs of sparse FFNs and their neurons' scores. Run one whole chunk per pass."""
+    """Recorder of the inputs of sparse FFNs and of their neurons' scores. Each pass must be one whole chunk."""
 
     def __init__(self) -> None:
         self.inputs: list[Tensor] = []  # fp32 (m, hidden)
@@ -152,7 +152,7 @@ class FfnInputs(BatchedTorchOps):
 
 
 class ActiveNeurons(BatchedTorchOps):
-    """Counts active neurons, predicted or not. Run one whole chunk per pass."""
+    """Counter of active neurons, whether or not the predictor finds them. Each pass must be one whole chunk."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         names = (block.tensors[first_matrix(spec)].name for block in neuron_blocks(spec))

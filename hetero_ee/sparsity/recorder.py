@@ -1,6 +1,6 @@
-"""Operations that watch neuron-major FFNs: the distribution of neuron scores, and the error of leaving out the lowest.
+"""Operations that record neuron-major FFNs: the distribution of neuron scores, and the error of skipping low scores.
 
-A neuron's score is |activation| x norm of its row of down (see `curves.py`).
+A neuron's score is |activation| times the norm of its row of down (see `curves.py`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ N_BINS = 2**15  # by the upper 16 bits of a positive fp32: 128 for each power of
 
 
 class FfnRecorder(BatchedTorchOps):
-    """Calls `watch` with each FFN's layer and operands. One instance serves one executor."""
+    """Operations that call `watch` with each FFN's layer and operands. Each executor needs its own instance."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         blocks = neuron_blocks(spec)
@@ -39,7 +39,7 @@ class FfnRecorder(BatchedTorchOps):
 
 
 class ScoreRecorder(FfnRecorder):
-    """Counts scores by size, int64 (n_layers, N_BINS), without first tokens. Run one whole chunk per pass."""
+    """Histogram of scores, int64 (n_layers, N_BINS), without first tokens. Each pass must be one whole chunk."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, scores: Scores) -> None:
         super().__init__(spec, weights)
@@ -51,7 +51,7 @@ class ScoreRecorder(FfnRecorder):
         self.counts[layer] += np.bincount(bits.ravel(), minlength=N_BINS)
 
     def quantiles(self, shares: tuple[float, ...]) -> NDArray[np.float32]:
-        """Return the scores below which these shares are, (n_layers, n_shares), to a 128th."""
+        """Return the quantiles of the scores at these shares, (n_layers, n_shares), accurate to one part in 128."""
         edges = (np.arange(N_BINS + 1, dtype=np.int32) << 16).view(np.float32)
         below = np.concatenate([np.zeros((len(self.counts), 1)), self.counts.cumsum(1)], axis=1)
         below /= np.maximum(1, below[:, -1:])
@@ -59,7 +59,7 @@ class ScoreRecorder(FfnRecorder):
 
 
 class ErrorRecorder(FfnRecorder):
-    """Measures what the last FFN's sum lacks without the neurons below each threshold.
+    """Measures what the last FFN's sum lacks if the neurons below each threshold are skipped.
 
     thresholds: (n_layers, n_shares). missing: squared norms (n_shares, m).
     """

@@ -17,7 +17,7 @@ ZERO_ACTIVATIONS = ("relu", "fatrelu")  # that make most neurons exactly 0
 
 @dataclass(frozen=True, slots=True)
 class SparsityRequest:
-    """Share of a token's neurons to leave out. 0 with EXACT: only those that are 0; None with AUTO: as calibrated."""
+    """Requested share of neurons to skip: 0 with EXACT, which skips only neurons that are 0; None with AUTO."""
 
     share: float | None
     is_dense: bool = False  # only neurons that are 0 are left out
@@ -25,9 +25,9 @@ class SparsityRequest:
 
     @classmethod
     def parsed(cls, asked: str | float | None) -> Self | None:
-        """Parse EXACT, AUTO, DENSE, PREDICTED, UNPREDICTED or a share. None stands for FFNs that are not neuron-major.
+        """Parse EXACT, AUTO, DENSE, PREDICTED, UNPREDICTED or a share. None requests FFNs that are not neuron-major.
 
-        Raises: UsageError: it is something else.
+        Raises: UsageError: for any other value.
         """
         if asked is None:
             return None
@@ -60,7 +60,7 @@ class SparsityRequest:
         return self.first_in_rows and not self.is_dense
 
     def check(self, spec: ModelSpec) -> None:
-        """Check that the model has neurons that may be left out. Raises: UsageError."""
+        """Check that the model has neurons that can be skipped. Raises: UsageError: if it has none."""
         if self.is_exact and (self.first_in_rows or not self.is_dense) and spec.activation not in ZERO_ACTIVATIONS:
             raise UsageError(
                 f"{spec.architecture} has no neurons that are exactly 0 ({spec.activation}); give the share of neurons "

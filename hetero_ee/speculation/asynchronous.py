@@ -1,10 +1,10 @@
-"""Asynchronous drafting: while the CPU verifies, the GPU already runs the likeliest next token.
+"""Asynchronous drafting: while the CPU verifies drafts, the GPU already runs the likeliest next token.
 
-A step's last token has a likeliest successor too, its next-token guess, which is not drafted. If all drafts are right
-and the full model chooses the guess after them, the next step's first token has passed some layers already. Otherwise
-it is rolled back like a wrong draft. The pending tokens reach the CPU before the guess starts, so nothing waits for it.
-Emulated, with the rates published for Llama-2-7B: 9, 3 and 1 % faster with 25, 50 and 75 % of the layers on the CPU
-(docs/early_exit.md). Source: derived.
+The likeliest token after a step's last token is its next-token guess. The guess is not a draft of that step. If all
+drafts are right and the full model chooses the guess after them, the next step's first token has already passed some
+layers. Otherwise the guess is rolled back like a wrong draft. The CPU receives the pending tokens before the GPU starts
+the guess, so the guess delays nothing. On an emulated machine with the rates published for Llama-2-7B, this is 9, 3 and
+1 % faster with 25, 50 and 75 % of the layers on the CPU (docs/early_exit.md). Source: derived.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from hetero_ee.speculation.statistics import DraftCounts
 
 
 class AsyncDrafting:
-    """Next-token guesses of all requests; none if max_layers is 0 or the executor's devices don't overlap."""
+    """Next-token guesses of all requests. Off if max_layers is 0 or the executor's devices can't run in parallel."""
 
     def __init__(self, executor: Executor, exit_layer: int, max_layers: int, counts: DraftCounts) -> None:
         self._executor, self._exit_layer, self._counts = executor, exit_layer, counts
@@ -28,7 +28,7 @@ class AsyncDrafting:
         self._begun: dict[int, PendingToken] = {}  # by Request.kv_sequence
 
     def run_remaining_layers(self, steps: Sequence[DraftStep]) -> Tensor:
-        """Return all steps' states (m, hidden) after the last layer, and run the guesses meanwhile."""
+        """Return all steps' states (m, hidden) after the last layer, and run the guesses in parallel."""
         tokens = [token for step in steps for token in step.tokens]
         overlap = self._executor.overlap if self._max_layers else None
         guessing = [step for step in steps if overlap is not None and self._may_follow(step)]
@@ -44,7 +44,10 @@ class AsyncDrafting:
         return found
 
     def keep_if_right(self, request: Request) -> bool:
-        """Return whether the last verified token is the guess. If not, forget it; the caller rolls the cache back."""
+        """Return whether the request's newest token is its guess.
+
+        A wrong guess is forgotten, and the caller must roll back the cache.
+        """
         guess = self._begun.get(request.kv_sequence)
         if guess is None:
             return False
@@ -55,7 +58,7 @@ class AsyncDrafting:
         return True
 
     def take(self, request: Request) -> PendingToken | None:
-        """Return the request's last token if it was guessed."""
+        """Remove and return the guess of this request, which is its newest token, or None if there is no guess."""
         return self._begun.pop(request.kv_sequence, None)
 
     def drop(self, requests: Sequence[Request]) -> None:
@@ -69,7 +72,7 @@ class AsyncDrafting:
         return step.next_guess is not None and len(step.tokens) < step.request.tokens_left
 
     def _begin(self, steps: Sequence[DraftStep], n_layers: int) -> None:
-        """Start the guesses' first layers, without waiting for them."""
+        """Run the first n_layers layers of the guesses, and give up guessing if memory runs out."""
         guesses = {step.request.kv_sequence: _guess_of(step) for step in steps}
         try:
             advance(self._executor, list(guesses.values()), n_layers)

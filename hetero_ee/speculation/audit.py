@@ -1,9 +1,9 @@
-"""ExitAudit: whether exits in use differ from the full model's choice more often than was certified.
+"""Online audit: detects whether exits differ from the full model's choice more often than the certificate allows.
 
-A running test by betting (Ville's inequality; Ramdas et al., arXiv 2210.01948): purses stake on an audited exit to
-differ, at odds by which none gains on average while exits differ with chance `most`, whatever came before. That their
-mean ever becomes 1 / FALSE_ALARM then has a chance of FALSE_ALARM at most, however long it runs and whenever it is
-looked at. Exits of one text are not independent; audited ones are few and so far apart that a text has one or two.
+The test is a bet (Ville's inequality; Ramdas et al., arXiv 2210.01948). Purses bet that an audited exit differs. The
+odds are such that no purse gains on average while exits differ with a chance of at most `most`. The chance that the
+purses' mean ever reaches 1 / FALSE_ALARM is then at most FALSE_ALARM, however long the test runs and however often it
+is checked. Exits of one sequence are not independent, but audited exits are so rare that a sequence has one or two.
 """
 
 import hashlib
@@ -18,7 +18,10 @@ STAKES = (0.5, 0.25, 0.125, 0.0625)  # of the most that an exit that does not di
 
 
 class ExitAudit:
-    """most: the share of exits that may differ, as the risk over the share of tokens that exit; above 1 all may."""
+    """A running test of how often exits differ from the full model's choice.
+
+    `most` is the share of exits that may differ: the risk divided by the share of tokens that exit. Above 1, all may.
+    """
 
     def __init__(self, most: float) -> None:
         if not most > 0:  # false for NaN too
@@ -41,11 +44,11 @@ class ExitAudit:
 
     @property
     def is_breached(self) -> bool:
-        """Whether exits were found to differ too often, at any time."""
+        """Whether the audit has ever found that exits differ too often."""
         return self._log_best >= -math.log(FALSE_ALARM)
 
 
 def is_audited(seed: int, sequence: int, position: int, share: float = AUDITED_SHARE) -> bool:
-    """Return whether the exit at this position is audited: drawn by a hash, the same in every run."""
+    """Return whether the exit at this position is audited. A hash decides, so that every run audits the same exits."""
     data = struct.pack("<3Q", *(each % 2**64 for each in (seed, sequence, position)))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") < share * 2**64

@@ -1,4 +1,4 @@
-"""Drafting: what exact mode drafts with, and how far it goes."""
+"""The settings with which exact mode drafts: the exit layer or the sources, the draft length and the stop rule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ from hetero_ee.speculation.stop_rule import StopRule
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Drafts by early exit after `exit_layer` layers, or by sources if that is 0. Raises UsageError."""
+    """Drafts by early exit after `exit_layer` layers, or by draft sources if `exit_layer` is 0.
+
+    Raises: UsageError: if the exit layer or the draft length is out of range.
+    """
 
     exit_layer: int
     draft_length: int  # tokens of one request in one verification, 1 to MAX_DRAFT_LENGTH
@@ -36,11 +39,11 @@ class Drafting:
 
     @property
     def origin(self) -> str:
-        """Where drafts come from, in a few words."""
+        """A short description of where drafts come from."""
         return self.sources[-1].name if self.exit_end is None else f"exit after layer {self.exit_layer}"
 
     def close(self, sequence: int) -> None:
-        """Free what the sources keep of a sequence of the KV cache."""
+        """Free the draft sources' memory for a sequence of the KV cache."""
         for source in self.sources:
             source.close(sequence)
 

@@ -20,7 +20,7 @@ ABSENT = -1e30  # logit of a token that no draft can be: finite, for what temper
 
 @dataclass(slots=True, eq=False)
 class DraftStep:
-    """The drafts of one request that are verified together."""
+    """Drafts of one request that are verified together."""
 
     request: Request
     max_drafts: int
@@ -34,7 +34,7 @@ class DraftStep:
 
     @property
     def history(self) -> list[int]:
-        """All tokens of the request, with the drafts."""
+        """Token ids of the request, followed by the drafts of this step."""
         return [*self.request.token_ids, *(token.token_id for token in self.tokens[1:])]
 
     @property
@@ -43,11 +43,10 @@ class DraftStep:
         return len(self.origins) < self.max_drafts
 
     def end(self) -> None:
-        """Allow no further draft."""
+        """Stop drafting in this step."""
         self.max_drafts = len(self.origins)
 
     def add(self, token_id: int, origin: str, chance: float) -> None:
-        """Append a draft."""
         last = self.tokens[-1]
         self.tokens.append(PendingToken(token_id, last.sequence, last.position + 1))
         self.origins.append(origin)
@@ -55,7 +54,7 @@ class DraftStep:
         self.next_guess = None
 
     def add_forced(self) -> bool:
-        """Add the drafts that the grammar forces and return whether there are any. None may follow its end."""
+        """Add the drafts that the grammar forces, and return whether there are any. A complete grammar ends the step."""
         if self.request.constraint is None:
             return False
         forced = self.request.forced_after(self.history)[: self.max_drafts - len(self.origins)]
@@ -66,12 +65,13 @@ class DraftStep:
         return bool(forced)
 
     def judge(self, token_id: int, confidence: float) -> None:
-        """Remember the token judged to follow the last one, drafted or not."""
+        """Record the likeliest token after the step's last token, whether or not it becomes a draft, and its
+        confidence."""
         self.judged[len(self.tokens) - 1] = token_id, confidence
 
 
 class DraftSampler:
-    """Chooses drafts as the requests' sampling does, with the noise that verification uses at the same position."""
+    """Chooses drafts with each request's sampling settings and with the noise of verification at the same position."""
 
     def __init__(self) -> None:
         self.noise = RememberedNoise()
@@ -89,11 +89,14 @@ class DraftSampler:
         *,
         is_verified: bool = True,
     ) -> list[Drafted]:
-        """Sample a token after each of the states (m, hidden) and judge it. rows: the requests and their histories.
+        """Sample a token after each of the states (m, hidden), and return it with its confidence.
 
-        If the head is on the GPU, it chooses there, without filters. The CPU chooses exactly as the request samples if
-        penalties, a bias or a grammar change the logits, if it has the logits anyway, and for tokens that are not
-        verified.
+        A GPU that holds the head samples there, but without filters. The CPU samples with all of the request's settings
+        in three cases: penalties, a bias or a grammar change the logits; the CPU has the logits anyway; or the token
+        will not be verified.
+
+        Args:
+            rows: The request of each state, and its token ids up to that state.
         """
         by_gpu = executor.head_on_gpu and not any(
             request.params.changes_logits or request.constraint is not None for request, _ in rows

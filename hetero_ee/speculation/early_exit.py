@@ -1,9 +1,9 @@
-"""Early-exit decoding: a token that exits is emitted there, unverified, without running the layers behind.
+"""Early-exit decoding: a token that exits is emitted unverified, and the remaining layers are skipped.
 
-A step takes the last token of every request through the layers. A token that the policy lets exit stays pending: it
-catches up with a later token that goes deeper. This is exact, and cheaper than making up its keys and values
-(docs/exit_modes_results.md). Tokens that don't exit pass every layer and are what full mode chooses. Source: SpecEE
-(arXiv 2504.08850) for the exits, EE-LLM (arXiv 2312.04916) for catching up.
+A step runs the last token of every request through the layers. A token that the policy lets exit stays pending. It runs
+its skipped layers together with a later token that goes deeper. This catching up is exact, and cheaper than
+approximating the missing keys and values (docs/exit_modes_results.md). Tokens that don't exit pass every layer and are
+the same as in full mode. Source: SpecEE (arXiv 2504.08850) for the exits, EE-LLM (arXiv 2312.04916) for catching up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from hetero_ee.speculation.statistics import ExitCounts
 
 @dataclass(frozen=True, slots=True)
 class EarlyExits:
-    """How tokens exit, and what becomes of the layers that they skip."""
+    """Settings of early-exit decoding: the exit policy, the limit on pending tokens, and the audit."""
 
     policy: ExitPolicy
     max_pending: int  # tokens of one request that may wait; the next one passes every layer
@@ -38,13 +38,12 @@ class EarlyExits:
     warn: Callable[[str], None] | None = None  # told of a breach
 
     def close(self, sequence: int) -> None:
-        """Free what the draft head keeps of a sequence of the KV cache."""
         if self.candidates is not None:
             self.candidates.close(sequence)
 
 
 class Passed(NamedTuple):
-    """A sequence's last token, after the layers that it passed in a step."""
+    """State of a sequence's last token after the layers that it passed in a step."""
 
     request: Request
     depth: int  # layers passed
@@ -56,9 +55,11 @@ class Passed(NamedTuple):
 def score_early(
     executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int, exits: EarlyExits, counts: ExitCounts
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield what each token after the prompt would have been chosen from: logits (vocab,), and the layers passed.
+    """Yield, for each token after the prompt, the logits (vocab,) that predict it and the number of layers passed.
 
-    The keys and values are those that the mode leaves behind. Raises UsageError for a sequence without a prompt.
+    The KV cache is filled as it would be while generating in this mode.
+
+    Raises: UsageError: if the prompt is empty, or nothing follows it.
     """
     if not 0 < n_prompt_tokens < len(token_ids):
         raise UsageError(f"a request of {len(token_ids)} tokens has no {n_prompt_tokens} of prompt and some to score.")
@@ -80,9 +81,10 @@ def score_early(
 
 
 class EarlyExitMode(Mode):
-    """Sequences whose tokens are emitted at their exits. See Mode.
+    """A Mode in which sequences emit their tokens at early exits.
 
-    The last tokens of all sequences take each step together. What a policy decides may depend on that: see SkipDecode.
+    The last tokens of all sequences share each step. A policy such as SkipDecode may decide by all requests of the
+    step.
     """
 
     def __init__(self, executor: Executor, exits: EarlyExits, counts: ExitCounts, clock: Callable[[], float]) -> None:
@@ -121,11 +123,11 @@ class EarlyExitMode(Mode):
         self._exits.close(sequence)
 
     def logits(self, passed: Passed) -> Tensor:
-        """Return what the token's successor is chosen from, (vocab,)."""
+        """Return the logits (vocab,) from which the token after this one is chosen."""
         return self._judge.logits(passed.depth, passed.hidden[None])[0] if passed.logits is None else passed.logits
 
     def passed(self, requests: Sequence[Request]) -> Iterator[Passed]:
-        """Run the last token of every sequence until it exits, and yield each as soon as it has."""
+        """Run the last token of every sequence until it exits, and yield each token as soon as it has exited."""
         layers_of = {request.kv_sequence: self._exit_layers(request) for request in requests}
         going = list(requests)
         for request in requests:
@@ -143,7 +145,7 @@ class EarlyExitMode(Mode):
         yield from map(self._ended, self._all_layers(going))
 
     def _pending_of(self, request: Request) -> list[PendingToken]:
-        """The tokens before the last one that some layers lack."""
+        """Return the request's tokens, except the last one, that have not passed all layers."""
         if request.kv_sequence not in self._pending:
             sequence, ids = request.kv_sequence, request.token_ids
             lacking = range(self._executor.cache.length(sequence), len(ids) - 1)
@@ -151,7 +153,7 @@ class EarlyExitMode(Mode):
         return self._pending[request.kv_sequence]
 
     def _exit_layers(self, request: Request) -> Sequence[int]:
-        """Return no layer for a token that many others wait for."""
+        """Return the layers where the last token may exit: none if the audit is breached or max_pending is reached."""
         is_breached = self._exits.audit is not None and self._exits.audit.is_breached
         if is_breached or len(self._pending_of(request)) >= self._exits.max_pending:
             return ()
@@ -170,7 +172,7 @@ class EarlyExitMode(Mode):
         return [Passed(request, exit_layer, state, token_id, None) for request, state, token_id in rows]
 
     def _all_layers(self, requests: Sequence[Request]) -> list[Passed]:
-        """Run these sequences' tokens, and all that are pending before them, through the remaining layers."""
+        """Run these sequences' last tokens and pending tokens through all remaining layers."""
         if not requests:
             return []
         n_layers = self._executor.spec.n_layers
@@ -184,7 +186,7 @@ class EarlyExitMode(Mode):
         return [Passed(request, n_layers, state, None, row) for request, state, row in rows]
 
     def _audit(self, audited: Sequence[tuple[Request, PendingToken, int]], logits: Tensor) -> None:
-        """Compare what was emitted after these tokens with what the full model chooses, from its logits (m, vocab)."""
+        """Compare the token ids emitted at audited exits with the full model's choices, from its logits (m, vocab)."""
         for (request, token, token_id), row in zip(audited, logits, strict=True):
             audit, warn = self._exits.audit, self._exits.warn
             assert audit is not None, "there is something to audit"
@@ -197,7 +199,7 @@ class EarlyExitMode(Mode):
                 )
 
     def _ended(self, passed: Passed) -> Passed:
-        """Count the token. One that exited stays pending until a later one goes deeper."""
+        """Count the token and return it. A token that exited stays pending until a later token goes deeper."""
         request, pending = passed.request, self._pending[passed.request.kv_sequence]
         if passed.token_id is not None and self._exits.audit is not None:
             token = pending[-1]
@@ -222,7 +224,7 @@ def _fail(error: HeteroError) -> list[GeneratedToken]:
 
 
 def _states(tokens: Sequence[PendingToken]) -> Tensor:
-    """Return the hidden states (m, hidden) of tokens that have passed a layer."""
+    """Return the tokens' hidden states (m, hidden). Every token must have passed at least one layer."""
     hidden = stacked(tokens)
     assert hidden is not None, "they have passed a layer"
     return hidden

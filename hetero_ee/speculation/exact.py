@@ -1,11 +1,11 @@
-"""Exact speculative decoding: tokens are drafted, then verified by all layers, several in one pass.
+"""Exact speculative decoding: tokens are drafted, and one pass through all layers verifies several of them.
 
-A draft-verify step of a request has its last token and drafts after it, pending at the exit layer or before the first.
-One pass takes the pending tokens of all requests through the remaining layers, so those weights are read once. The full
-logits of token j choose the token after it, with that position's noise. Drafts equal to the chosen tokens are kept; at
-the first other one the chosen token replaces it, and everything after it is rolled back. So every token is what full
-mode chooses, from the same bits. Source: self-speculative decoding, LayerSkip (arXiv 2404.16710); derived for the
-shared noise.
+A draft-verify step of a request consists of its last token and the drafts after it. They are pending at the exit layer,
+or before the first layer. One pass takes the pending tokens of all requests through the remaining layers, so those
+weights are read once. The full model's logits after each token choose the next one, with the noise of its position.
+Drafts are kept while they equal the chosen tokens. The first wrong draft is replaced by the chosen token, and
+everything after it is rolled back. So every token is the one that full mode chooses, from the same bits. Source:
+self-speculative decoding, LayerSkip (arXiv 2404.16710); derived for the shared noise.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ from hetero_ee.speculation.statistics import DraftCounts
 
 
 class ExactMode(Mode):
-    """Draft-verify steps of several sequences, which share every pass. See Mode."""
+    """A Mode that runs draft-verify steps of several sequences, which share every pass."""
 
     def __init__(self, executor: Executor, drafting: Drafting, counts: DraftCounts, clock: Callable[[], float]) -> None:
         self._executor, self._drafting, self._counts, self._clock = executor, drafting, counts, clock
@@ -44,7 +44,7 @@ class ExactMode(Mode):
         self._has_warned = False
 
     def begin(self, request: Request) -> None:
-        """Make the draft sources forget what the cache does not hold."""
+        """Make the draft sources forget the positions that the KV cache does not hold."""
         for source in self._drafting.sources:
             with self._surviving(source, "forget what was rolled back"):
                 source.truncate(request.kv_sequence, self._executor.cache.length(request.kv_sequence))
@@ -54,11 +54,11 @@ class ExactMode(Mode):
         self._guesses.drop(requests)
 
     def close(self, sequence: int) -> None:
-        """Free what the draft sources keep of the sequence."""
+        """Free the draft sources' memory for the sequence."""
         self._drafting.close(sequence)
 
     def advance(self, requests: Sequence[Request]) -> list[Take]:
-        """Draft for every request and verify all drafts in one pass. The time of taking the tokens is added later."""
+        """Draft for every request and verify all drafts in one pass. The time of emitting the tokens is added later."""
         switch, start_s = self._drafting.switch, self._clock()
         steps = self._drafted(requests) if switch is None or switch.drafts else self._undrafted(requests)
         verified = self._verify(steps)
@@ -95,7 +95,7 @@ class ExactMode(Mode):
     def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Sequence[Tensor], Tensor]]:
         """Run all pending tokens through the remaining layers and the lm_head.
 
-        Returns each step with its states, as DraftSource.observe takes them, and its logits.
+        Returns: Each step with its normed and captured states (see DraftSource.observe) and its logits.
         """
         normed = self._executor.final_norm(self._guesses.run_remaining_layers(steps))
         logits, states = self._executor.lm_head(normed), (normed, *self._executor.captured)
@@ -106,10 +106,10 @@ class ExactMode(Mode):
     def _accepted(
         self, drafted: DraftStep, states: Sequence[Tensor], logits: Tensor, n_in_pass: int
     ) -> list[GeneratedToken]:
-        """Return the step's tokens up to the first draft that is wrong, corrected, and roll back the rest.
+        """Return the step's tokens up to and including the correction of the first wrong draft, and roll back the rest.
 
         Args:
-            n_in_pass: tokens of all requests in the pass.
+            n_in_pass: Number of tokens of all requests in the pass.
         """
         request, rule, n_verified = drafted.request, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
@@ -137,13 +137,13 @@ class ExactMode(Mode):
         return tokens
 
     def _origin(self, drafted: DraftStep, index: int, *, is_right: bool) -> TokenOrigin:
-        """Return the origin of the step's token at this index. is_right: whether a draft predicted it."""
+        """Return the origin of the step's token at this index. If is_right, a draft predicted the token."""
         name = drafted.origins[index] if is_right else FULL_MODEL
         depth = self._drafting.exit_layer if name == EXIT else self._executor.spec.n_layers
         return TokenOrigin(name, depth, index, len(drafted.origins))
 
     def _roll_back(self, request: Request, first_position: int, states: Sequence[Tensor]) -> None:
-        """Cut the cache to the request's tokens except the last, unless a right guess is that one already."""
+        """Cut the KV cache before the request's last token, unless a right guess has already started on that token."""
         n_true = len(request.token_ids) - 1
         if not self._guesses.keep_if_right(request):
             self._executor.cache.truncate(request.kv_sequence, n_true)
@@ -152,7 +152,7 @@ class ExactMode(Mode):
         self._observe(Batch.of_sequence(request.kv_sequence, first_position, token_ids), verified)
 
     def _read(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
-        """Let the sources read a chunk of a prompt, and count the time of each."""
+        """Let the sources read a chunk of a prompt, and measure the time of each source."""
         sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
             start_s = self._clock()
@@ -162,7 +162,7 @@ class ExactMode(Mode):
             self._counts.add_reading(source.name, self._clock() - start_s)
 
     def _observe(self, batch: Batch, states: Sequence[Tensor]) -> None:
-        """Pass one sequence's verified tokens to the sources, in place of their own guesses."""
+        """Replace what the sources hold for unverified tokens of one sequence by its verified tokens."""
         if not self._drafting.sources:
             return
         sequence, first_position = batch.sequences[0], batch.positions[0]
@@ -173,7 +173,7 @@ class ExactMode(Mode):
 
     @contextmanager
     def _surviving(self, source: DraftSource, what: str) -> Iterator[None]:
-        """Turn a source's lack of memory, also in the shared cache, into a warning: only its drafts are lost."""
+        """Turn a source's failure, such as lack of memory, into a warning. Only its drafts are lost."""
         try:
             yield
         except (DeviceMemoryError, DeviceLostError, UsageError) as error:
@@ -187,7 +187,7 @@ class ExactMode(Mode):
 
 @dataclass(slots=True)
 class _Timing:
-    """Adds up the time of one pass and of taking its tokens, for the switch."""
+    """Total time of one pass and of emitting its tokens, reported to the speculation switch."""
 
     switch: SpeculationSwitch | None
     n_left: int  # requests that have not taken their tokens yet
@@ -196,7 +196,7 @@ class _Timing:
     n_tokens: int = 0  # tokens emitted
 
     def add(self, seconds: float, n_tokens: int) -> None:
-        """Add the time in which a request took its tokens."""
+        """Add the time that one request needed to emit its tokens. The last request reports the total to the switch."""
         self.n_left, self.seconds, self.n_tokens = self.n_left - 1, self.seconds + seconds, self.n_tokens + n_tokens
         if self.switch is not None and not self.n_left:
             self.switch.ended(self.seconds, self.n_tokens)

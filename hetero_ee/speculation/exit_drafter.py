@@ -1,4 +1,4 @@
-"""ExitDrafter: drafts by early exit, from the states of pending tokens at the exit layer.
+"""Drafts by early exit, from the hidden states of pending tokens at the exit layer.
 
 Source: LayerSkip (arXiv 2404.16710) for self-speculation, SpecEE (arXiv 2504.08850) for the predictor that decides.
 """
@@ -15,7 +15,11 @@ from hetero_ee.speculation.stop_rule import StopRule
 
 
 class ExitDrafter:
-    """Drafts for all requests in lockstep: their tokens share each pass through the layers before the exit layer."""
+    """Drafts for all requests in lockstep: their tokens share each pass through the layers before the exit layer.
+
+    If guesses_next is true, the last token of a step is judged even if no draft may follow it, for asynchronous
+    drafting.
+    """
 
     def __init__(
         self,
@@ -28,12 +32,11 @@ class ExitDrafter:
         *,
         guesses_next: bool,
     ) -> None:
-        """guesses_next: also judge tokens that no draft may follow, for the next-token guess after them."""
         self._executor, self._exit_layer, self._end, self._rule = executor, exit_layer, end, rule
         self._sampler, self._warn, self._guesses_next = sampler, warn, guesses_next
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
-        """Add each step's drafts. All its tokens are then pending at the exit layer."""
+        """Add drafts to each step. Afterwards all tokens of the steps are pending at the exit layer."""
         together = steps
         while steps:
             pending = [token for step in steps for token in step.tokens if token.depth < self._exit_layer]
@@ -46,7 +49,8 @@ class ExitDrafter:
         return self._guesses_next and len(step.tokens) < step.request.tokens_left
 
     def _draft_once(self, steps: Sequence[DraftStep], n_in_pass: int) -> list[DraftStep]:
-        """Add a draft to each step whose last token exits here, and return those. n_in_pass: tokens of all so far."""
+        """Add a draft to each step whose last token exits, and return these steps. n_in_pass counts the tokens of all
+        steps."""
         if not steps:
             return []
         hidden = stacked([step.tokens[-1] for step in steps])
@@ -60,7 +64,7 @@ class ExitDrafter:
         return added
 
     def _try_draft(self, step: DraftStep, token_id: int, confidence: float) -> bool:
-        """Add the token that the head chose as a draft if it is worth it, and return whether it was added."""
+        """Add this token as a draft if it is worth its time, and return whether it was added."""
         if token_id == NO_TOKEN:
             self._warn("exits' logits are not finite")
             return False

@@ -1,4 +1,4 @@
-"""The exits of a plan in an early-exit mode, ready to run."""
+"""Opens the exits of a plan in an early-exit mode."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from hetero_ee.weights.model_weights import UNQUANTIZED
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
-    """The model and plan that a policy is made for. compiled: the model runs on kernels."""
+    """The model and plan that an exit policy is made for. If compiled, the model runs on kernels."""
 
     calibration: Calibration
     plan: Plan
@@ -39,7 +39,7 @@ class PolicyRequest:
 
     @property
     def schedule(self) -> tuple[int, ...]:
-        """Exit layers that always judge, the plan's or the calibration's. Raises: UsageError: if there are none."""
+        """Exit layers that judge every token, from the plan or calibration. Raises: UsageError: if there are none."""
         found = self.plan.exit_layers or self.calibration.schedule
         if not found:
             raise UsageError(
@@ -49,14 +49,14 @@ class PolicyRequest:
         return found
 
     def ends(self, exit_layers: Iterable[int]) -> Mapping[int, DraftEnd]:
-        """Return what makes tokens at these exit layers."""
+        """Return, for each of these exit layers, the end that chooses a token from a hidden state."""
         return {each: exit_end(self.calibration.at(each), compiled=self.compiled) for each in sorted(exit_layers)}
 
 
 def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], None]) -> EarlyExits | None:
-    """Return the exits of the plan, or None if it is in another mode.
+    """Return the exits of the plan, or None if the plan's mode is not an early-exit mode.
 
-    Raises: UsageError: if the model has no calibration, or lacks something else that the policy needs.
+    Raises: UsageError: if the policy lacks something, such as a calibration.
     """
     plan, calibration = opened.plan, knowledge.calibration
     if plan.mode not in EARLY_EXIT_MODES:
@@ -95,7 +95,7 @@ def _certified(request: PolicyRequest) -> ExitPolicy:
 def _specee(request: PolicyRequest) -> ExitPolicy:
     """Return the SpecEE policy.
 
-    Without a draft head, no layer before the schedule judges, because its candidates would be poor.
+    Without a draft head, layers before the schedule's first layer don't judge, because their candidates would be poor.
     """
     schedule, n_layers = request.schedule, request.calibration.n_layers
     layers = range(schedule[0] if request.candidates is None else 1, n_layers)

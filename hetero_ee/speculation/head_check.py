@@ -1,9 +1,9 @@
-"""Checks whether a draft head fits its model, on a text that the model writes: how often its drafts are right, and
-whether it sees the layers that it was trained on.
+"""Checks a draft head against its model: how often its drafts are right, and whether it reads the right layers.
 
-Publishers count captured layers in two ways, and a head that sees the wrong ones drafts as badly as an untrained one.
-So the first drafts are also tried with the states of one layer earlier and one later. A head without measured
-acceptance is checked once; the result is kept in the cache. Source: derived.
+The check uses text that the model writes. Publishers count captured layers in two ways, and a head that reads the wrong
+ones drafts as badly as an untrained one. So the first drafts are also tried with the states of one layer earlier and
+one later. A head whose acceptance was not measured is checked once, and the result is kept in the cache. Source:
+derived.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ CLEARLY = 2.0  # standard errors
 
 @dataclass(frozen=True, slots=True)
 class KeptAcceptance:
-    """The kept result of a self-check: the share of drafts accepted, by position."""
+    """Cached result of a self-check: the share of accepted drafts, by position."""
 
     acceptance: tuple[float, ...]
 
@@ -55,20 +55,20 @@ class KeptAcceptance:
 
 
 class HeadChecks:
-    """Self-checks of draft heads for one model, kept in a cache folder. quantizer: of the model's weights."""
+    """Self-checks of draft heads for one model and the quantizer of its weights, kept in a cache folder."""
 
     def __init__(self, cache: Path, spec: ModelSpec, quantizer: str, warn: Warn) -> None:
         self._folder, self._spec, self._quantizer, self._warn = cache / FOLDER, spec, quantizer, warn
 
     def known(self, knowledge: DraftKnowledge) -> DraftKnowledge:
-        """Add the acceptance found by an earlier check, if it is needed."""
+        """Add the acceptance found by an earlier check if a named head's acceptance is missing."""
         if knowledge.draft_head is None or not self.is_missing(knowledge, None):
             return knowledge
         kept = _acceptance(self._file(knowledge.draft_head))
         return replace(knowledge, acceptance=kept) if kept else knowledge
 
     def is_missing(self, knowledge: DraftKnowledge, mode: str | None) -> bool:
-        """Return whether a named head may draft although its acceptance is not known."""
+        """Return whether the caller named a head that may draft in this mode although its acceptance is unknown."""
         if knowledge.draft_head is None or not knowledge.is_asked or knowledge.acceptance:
             return False
         if mode == "full" or mode in EARLY_EXIT_MODES:
@@ -78,7 +78,7 @@ class HeadChecks:
     def checked(self, knowledge: DraftKnowledge, executor: Executor, prompt: list[int]) -> DraftKnowledge:
         """Check the head with this model and add its acceptance.
 
-        A remark reports the acceptance; a warning reports a head that reads the wrong layers. A head that can't be
+        A notice reports the acceptance, and a warning reports a head that reads the wrong layers. A head that can't be
         checked, for example for lack of memory, is used unchecked.
         """
         folder = knowledge.draft_head
@@ -104,7 +104,7 @@ class HeadChecks:
             write_record(KeptAcceptance(acceptance), self._file(head))
 
     def _file(self, head: Path) -> Path:
-        """Name the file by the head's files and the model."""
+        """Return the path of a check's result. Its name is a hash of the head's files and the model."""
         config, weights = find_file(head, CONFIG_FILE), find_file(head, SINGLE_FILE)
         parts = [json.dumps(asdict(self._spec), default=str, sort_keys=True), self._quantizer]
         parts += [f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in (config, weights) if file is not None]
@@ -112,7 +112,6 @@ class HeadChecks:
 
 
 def _acceptance(file: Path) -> tuple[float, ...]:
-    """Return the kept acceptance, empty if the file is missing or damaged."""
     try:
         return read_record(KeptAcceptance, file).acceptance
     except (OSError, ValueError):
@@ -121,8 +120,11 @@ def _acceptance(file: Path) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadCheck:
-    """Result of a check. acceptance: by position, the share of right drafts given that all before it are right.
-    first_drafts: the share of right first drafts by layer offset; only offset 0 for EAGLE-1."""
+    """Result of a check.
+
+    acceptance is, by position, the share of right drafts among those after right drafts only. first_drafts is the share
+    of right first drafts by layer offset; EAGLE-1 heads only have offset 0.
+    """
 
     n_tokens: int
     acceptance: tuple[float, ...]
@@ -130,7 +132,7 @@ class HeadCheck:
 
     @property
     def better_offset(self) -> int:
-        """The offset with clearly more right first drafts, or 0."""
+        """The layer offset with clearly more right first drafts than offset 0, or 0 if there is none."""
         here = self.first_drafts[0]
         best = max(self.first_drafts, key=self.first_drafts.__getitem__)
         there = self.first_drafts[best]
@@ -138,7 +140,7 @@ class HeadCheck:
         return best if there - here > CLEARLY * error else 0
 
     def warning(self, name: str, captured: Sequence[int]) -> str | None:
-        """Return a warning for a head that sees the wrong layers, or None."""
+        """Return a warning if the head reads the wrong layers, else None."""
         offset = self.better_offset
         if not offset:
             return None
@@ -151,8 +153,11 @@ class HeadCheck:
 
 
 def check_head(head: DraftHead, executor: Executor, prompt: Sequence[int], n_tokens: int = N_WRITTEN) -> HeadCheck:
-    """Check a head. The model writes n_tokens after the prompt, greedily, and reads them once more; the head drafts on
-    the CPU. The executor's captured layers are restored."""
+    """Check a draft head on text that the model writes.
+
+    The model writes n_tokens greedily after the prompt and reads them once more. The head drafts on the CPU. The
+    executor's captured layers are restored afterwards.
+    """
     captures = executor.capturing
     try:
         tokens = written(executor, prompt, n_tokens)
@@ -181,8 +186,11 @@ def accepted(
     n_drafts: int,
     sequence: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Draft after every token of a text from its prompt's end on. Return by position how many drafts were right, and
-    how many were tried because all before them were. `states`: see DraftSource.observe, for all tokens."""
+    """Draft after every token of a sequence from its prompt's end on, from `states` of all tokens (see
+    DraftSource.observe).
+
+    Returns: By position, the number of right drafts, and the number of drafts tried because all before them were right.
+    """
     right, tried = torch.zeros(n_drafts), torch.zeros(n_drafts)
     for position in range(n_prompt, len(tokens) - 1):
         first = 0 if position == n_prompt else position - 1
@@ -212,7 +220,7 @@ def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[in
 
 
 def greedy_choice(executor: Executor) -> Choose:
-    """Return a function that chooses the head's likeliest token."""
+    """Return a function that chooses the token with the head's largest logit."""
 
     def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
         place = int(executor.draft_logits(state, end)[0].argmax())
@@ -235,7 +243,7 @@ def _states(executor: Executor, tokens: Sequence[int]) -> list[Tensor]:
 
 
 def _shifted(head: DraftHead, n_layers: int) -> dict[int, DraftHead]:
-    """Return the head's variants by layer offset, as far as the model has the layers."""
+    """Return the head's variants by layer offset, without those that would read a layer that the model lacks."""
     assert head.eagle3 is not None, "the captured layers of EAGLE-3 can be shifted"
     found = {}
     for offset in OFFSETS:

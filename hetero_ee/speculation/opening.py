@@ -1,4 +1,4 @@
-"""The sources of a model's drafts, for the planner, and the drafting of a plan, ready to run."""
+"""Finds the sources of a model's drafts for the planner, and opens the drafting of a plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DraftKnowledge:
-    """Everything that the model can draft with."""
+    """Calibration, draft head and certificate that a model can draft with."""
 
     calibration: Calibration | None = None
     draft_head: Path | None = None
@@ -52,7 +52,9 @@ class DraftKnowledge:
     def found(
         cls, calibration: Calibration | None, draft_head: Path | None, folder: Path, spec: ModelSpec, warn: Warn
     ) -> "DraftKnowledge":
-        """Find what to draft with. The model folder's own head is left out with a warning if it can't be read.
+        """Find the model's draft head and add it to the calibration.
+
+        An unreadable head in the model's own folder is left out with a warning.
 
         Args:
             draft_head: The head that the caller named; None for the one in the model's folder.
@@ -75,9 +77,12 @@ class DraftKnowledge:
     def statistics(
         self, spec: ModelSpec, profile: HardwareProfile | None, threads: int, risk: float | None = None
     ) -> Statistics:
-        """Return the planner's statistics. risk: of mode certified.
+        """Return the planner's statistics about drafts and exits.
 
-        Raises: ModelError, UsageError: if the risk can't be promised.
+        Args:
+            risk: The risk of mode certified.
+
+        Raises: ModelError, UsageError: if the risk can't be certified.
         """
         exits = None if self.calibration is None else self.calibration.statistics()
         is_drafted = self.draft_head is not None
@@ -104,14 +109,20 @@ class DraftingRequest:
 
     @property
     def switch(self) -> SpeculationSwitch | None:
-        """Turns drafting off if it is slower; None if the user chose exact mode or the clock knows no Python."""
+        """Switch that turns drafting off while it is slower.
+
+        None if the user chose exact mode, or if the emulated clock does not include Python's time.
+        """
         wants_exact = self.opened.request is not None and self.opened.request.limits.mode == "exact"
         return None if self.opened.is_emulated or wants_exact else SpeculationSwitch()
 
     @property
     def draft_length(self) -> int:
-        """The length that a plan or a request gives. Otherwise the rule finds the length, within what a plan that was
-        made here keeps memory for."""
+        """Maximum number of drafted tokens per step.
+
+        A length that the plan or the caller specifies is kept. Otherwise the stop rule chooses the length during
+        decoding, up to the length that a plan made for this request reserves memory for.
+        """
         placement, planned = self.opened.request, self.opened.plan.draft_length
         is_chosen = placement is None or placement.plan is not None or placement.limits.draft_length is not None
         return planned if is_chosen or self.profile is None else max(planned, BEST_OF_DRAFTS)
@@ -120,8 +131,9 @@ class DraftingRequest:
 def open_drafting(
     knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, warn: Warn
 ) -> Drafting | None:
-    """Return the plan's way to draft, None for full mode. A draft head in the model's folder that can't be read is left
-    out.
+    """Return the plan's drafting, or None in full mode.
+
+    An unreadable draft head in the model's folder is left out.
 
     Raises:
         UsageError: if the plan drafts by exits that were not calibrated.
@@ -139,7 +151,7 @@ def open_drafting(
 
 
 def _warm_up(opened: Opened, end: DraftEnd) -> None:
-    """Prepare what a GPU needs for the end before a request does: compiled kernels, weights, a graph of one row.
+    """Prepare a GPU for drafting before the first request: compile kernels, load weights, capture a graph of one row.
 
     An emulated machine is left alone, since its clock would advance.
     """
@@ -149,7 +161,7 @@ def _warm_up(opened: Opened, end: DraftEnd) -> None:
 
 
 def _exits(request: DraftingRequest, exit_layer: int) -> Drafting:
-    """Draft by exits while that is worth its time, or up to the calibrated threshold if no costs are known."""
+    """Return drafting by early exits. Drafts stop at the calibrated threshold if no costs are known."""
     opened, calibration, plan = request.opened, request.knowledge.calibration, request.opened.plan
     if calibration is None:
         raise UsageError("the plan drafts by early exit and this model has no calibration; run hetero-ee calibrate.")
@@ -166,7 +178,7 @@ def _exits(request: DraftingRequest, exit_layer: int) -> Drafting:
 
 
 def _sequences(request: DraftingRequest) -> Drafting:
-    """Draft by all sources that can be opened."""
+    """Return drafting by all sources that can be opened."""
     sources = tuple(source for open_source in SOURCES if (source := open_source(request)) is not None)
     rule: StopRule = FixedThreshold(UNPRICED_CHANCE)
     if request.profile is not None:
@@ -176,8 +188,10 @@ def _sequences(request: DraftingRequest) -> Drafting:
 
 
 def _open_draft_head(request: DraftingRequest) -> DraftSource | None:
-    """Open the draft head on the device that the plan has memory on. Return None if there is no head, or one that the
-    caller did not name can't be read."""
+    """Open the draft head on the device where the plan reserves memory for it.
+
+    Returns: None if there is no head, or if the model folder's own head can't be read.
+    """
     knowledge, opened, profile = request.knowledge, request.opened, request.profile
     folder, executor = knowledge.draft_head, opened.executor
     if folder is None:

@@ -1,7 +1,7 @@
-"""Pending tokens: the one state of speculative and early-exit decoding.
+"""Pending tokens: the only state of speculative and early-exit decoding.
 
-A token of a sequence has passed `depth` layers, and its keys and values exist in exactly those. No token passes a layer
-before all earlier tokens of its sequence have. Source: pending tokens as in EE-LLM (arXiv 2312.04916); derived.
+A pending token has passed `depth` layers, and its keys and values exist in exactly those layers. No token passes a
+layer before all earlier tokens of its sequence have. Source: pending tokens as in EE-LLM (arXiv 2312.04916); derived.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from hetero_ee.runtime.executors.executor import Executor
 
 @dataclass(slots=True, eq=False)
 class PendingToken:
-    """One token between two passes."""
+    """A token that has passed only some of the layers."""
 
     token_id: int
     sequence: int  # of the KV cache
@@ -27,19 +27,20 @@ class PendingToken:
 
     @classmethod
     def last_of(cls, request: Request) -> "PendingToken":
-        """Return the request's last token before it has passed any layer."""
+        """Return the request's last token, before any layer."""
         return cls(request.token_ids[-1], request.kv_sequence, len(request.token_ids) - 1)
 
 
 def advance(executor: Executor, tokens: Sequence[PendingToken], to_layer: int) -> Tensor | None:
     """Run the tokens through the layers up to `to_layer`, the shallowest first.
 
-    Each pass includes all tokens that are pending where it begins, so weights are read once for all of them.
+    Each pass includes all tokens that are pending at the layer where it begins, so weights are read once for all of
+    them.
 
     Args:
-        tokens: By sequence, in order of position.
+        tokens: Grouped by sequence, each in order of position.
 
-    Returns: The states (m, hidden), None if no layer was passed.
+    Returns: The states (m, hidden), or None if no layer was passed.
     """
     while True:
         depth = min(token.depth for token in tokens)
@@ -56,7 +57,6 @@ def advance(executor: Executor, tokens: Sequence[PendingToken], to_layer: int) -
 
 
 def batch_of(tokens: Sequence[PendingToken]) -> Batch:
-    """Return the tokens as one batch."""
     return Batch(
         tuple(token.token_id for token in tokens),
         tuple(token.sequence for token in tokens),
@@ -65,7 +65,7 @@ def batch_of(tokens: Sequence[PendingToken]) -> Batch:
 
 
 def stacked(tokens: Sequence[PendingToken]) -> Tensor | None:
-    """Return their hidden states (m, hidden), None before the embedding."""
+    """Return the tokens' hidden states (m, hidden), or None for tokens that have not been embedded."""
     states = [token.hidden for token in tokens if token.hidden is not None]
     if len(states) < 2:
         return states[0][None] if states else None

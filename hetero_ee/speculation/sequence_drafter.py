@@ -1,4 +1,4 @@
-"""SequenceDrafter: drafts proposed by sources that need none of the model's layers."""
+"""Drafts of draft sources, which don't run the model's layers."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -17,7 +17,7 @@ from hetero_ee.speculation.stop_rule import StopRule
 
 
 class SequenceDrafter:
-    """Asks computing sources first, then free ones. A free source begins if it is expected to save more time."""
+    """Drafts with computing sources, then free ones. A free source goes first if it is expected to save more time."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SequenceDrafter:
         self._executor, self._rule, self._sampler, self._warn = executor, rule, sampler, warn
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
-        """Add each step's drafts. All its tokens are then pending before the first layer."""
+        """Add drafts to each step. Afterwards all tokens of the steps are pending before the first layer."""
         for step in steps:
             self._rule.n_beside = sum(len(each.tokens) for each in steps) - len(step.tokens)
             if self._computing and self._begun_by_a_free_source(step):
@@ -57,14 +57,14 @@ class SequenceDrafter:
     def _extend(self, step: DraftStep, source: DraftSource) -> None:
         """Add the source's drafts while they are worth their time.
 
-        A computing source always makes the first one, so that its chance stays known.
+        A computing source always makes its first draft, so that its acceptance stays known.
         """
         first = len(step.origins)
         while self._begins_again(step, source, first):
             pass
 
     def _begins_again(self, step: DraftStep, source: DraftSource, first: int) -> bool:
-        """Add drafts up to ones that the grammar forces, and return whether the source continues after those."""
+        """Add the source's drafts until the grammar forces some. Return whether the source continues after those."""
         if step.request.constraint is not None and not source.is_free and step.origins:
             n_before = len(step.origins)  # drafts, each of which it has to read
             if not self._is_worth(step, source, self._rule.mean_chance, n_before):
@@ -98,7 +98,7 @@ class SequenceDrafter:
             return None
 
     def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> None:
-        """Add the draft if it fits. A token that ends the request, or that the model lacks, ends the step's drafts."""
+        """Add the draft if there is room. A token that ends the request, or that the model lacks, ends the step."""
         if not step.has_room:
             return
         chance = draft.confidence
@@ -120,7 +120,7 @@ class SequenceDrafter:
 
 
 def _legal(step: DraftStep, drafts: Generator[Draft]) -> Generator[Draft]:
-    """Yield the drafts before the first that the request's grammar forbids."""
+    """Yield the drafts that precede the first one that the request's grammar forbids."""
     history = step.history
     with closing(drafts):
         for draft in drafts:

@@ -1,7 +1,8 @@
-"""SpeculationSwitch: whether drafting is faster than not, by the clock. Its answers change the speed, never a token.
+"""Decides by the clock whether drafting is faster than not drafting. This changes the speed, never a token.
 
-A plan weighs expected times; what Python, the sampler and this text's acceptance add to them shows only here. Steps of
-both kinds are timed, the faster kind goes on, and the other is tried again from time to time. Derived.
+A plan only estimates times. Python, the sampler and the actual acceptance change them, which shows only while decoding.
+So steps with and without drafts are timed, the faster kind continues, and the other is tried again from time to time.
+Derived.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ DECAY = 0.5  # of what was known of a kind, each time it is tried again
 
 @dataclass(slots=True)
 class _Kind:
-    """Timed steps of one kind, except the first of each trial, which is cold."""
+    """Total time and tokens of steps with or without drafts. The cold first step of each trial is not counted."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -29,7 +30,10 @@ class _Kind:
 
 @dataclass(slots=True)
 class SpeculationSwitch:
-    """Read `drafts` before a step and call `ended` after it. Keeps its state from request to request."""
+    """Switch between steps with and without drafts. Its state lasts from request to request.
+
+    Callers read `drafts` before a step and call `ended` after it.
+    """
 
     drafts: bool = True  # whether the next step drafts
     _kinds: dict[bool, _Kind] = field(default_factory=lambda: {True: _Kind(), False: _Kind()})
@@ -39,7 +43,7 @@ class SpeculationSwitch:
     _held: float = HELD_TOKENS
 
     def ended(self, seconds: float, n_tokens: int) -> None:
-        """Record a finished step, which drafted if `self.drafts` is set: its seconds and emitted tokens."""
+        """Record the seconds and emitted tokens of a finished step, which drafted if `drafts` is true."""
         if not self._is_cold:
             kind = self._kinds[self.drafts]
             kind.seconds, kind.tokens = kind.seconds + seconds, kind.tokens + n_tokens

@@ -1,4 +1,4 @@
-"""The gain of drafting, and the layers after which tokens were emitted, counted while decoding."""
+"""Counters for speculative and early-exit decoding: drafts, accepted drafts, and the depth of each token."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from hetero_ee.decoding.result import EXIT
 
 @dataclass(frozen=True, slots=True)
 class OriginCounts:
-    """Drafts of one origin."""
+    """Counts of the drafts from one origin."""
 
     origin: str
     n_drafted: int
@@ -18,7 +18,7 @@ class OriginCounts:
 
     @property
     def precision(self) -> float:
-        """Share of judged drafts that were right, 0 for none."""
+        """Share of verified drafts that were right, 0 if none was verified."""
         return self.n_accepted / self.n_checked if self.n_checked else 0.0
 
 
@@ -40,7 +40,7 @@ class DraftStatistics:
     prompt_s: dict[str, float] = field(default_factory=dict)  # of the prompts' time, what each origin took to read them
 
     def reading_shares(self, prompt_s: float) -> dict[str, float]:
-        """Return the share of the prompts' time that each origin needed to read them."""
+        """Return, by origin, the share of the prompts' time that its draft source needed to read them."""
         return {origin: seconds / (prompt_s or 1.0) for origin, seconds in self.prompt_s.items()}
 
     @property
@@ -53,29 +53,29 @@ class DraftStatistics:
 
     @property
     def acceptance(self) -> float:
-        """Share of drafts that became tokens, 0 for none."""
+        """Share of drafts that were accepted, 0 without drafts."""
         return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens for each time the later layers' weights were read, 0 for none."""
+        """Emitted tokens per pass through the later layers, 0 without passes."""
         return self.n_tokens / self.n_passes if self.n_passes else 0.0
 
     @property
     def known_after(self) -> dict[int, int]:
-        """Tokens by the layers after which they were known: those of right exits after fewer than all."""
+        """Number of tokens by depth: the exit layer for accepted early-exit drafts, all layers for other tokens."""
         n_exits = sum(counts.n_accepted for counts in self.origins if counts.origin == EXIT)
         return {self.exit_layer: n_exits, self.n_layers: self.n_tokens - n_exits}
 
     @property
     def mean_exit_depth(self) -> float:
-        """Layers after which a token was known; 0 for none."""
+        """Mean of `known_after`: layers after which a token was known, 0 without tokens."""
         return sum(n * count for n, count in self.known_after.items()) / self.n_tokens if self.n_tokens else 0.0
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts steps as they end; `statistics` is what they amount to so far."""
+    """Counters that each finished draft-verify step updates."""
 
     n_passes: int = 0
     n_tokens: int = 0
@@ -89,11 +89,11 @@ class DraftCounts:
     _accepted_runs: Counter[int] = field(default_factory=Counter)
 
     def add_reading(self, origin: str, seconds: float) -> None:
-        """Count the seconds in which the source of that name read a chunk of a prompt."""
+        """Add the seconds that a draft source needed to read a chunk of a prompt."""
         self._prompt_s[origin] = self._prompt_s.get(origin, 0.0) + seconds
 
     def add_step(self, origins: Sequence[str], n_accepted: int, n_tokens: int) -> None:
-        """Count a request's step: the origins of its drafts, in order, of which the first n_accepted were right."""
+        """Count a request's step with the origins of its drafts, in order, of which the first n_accepted were right."""
         self._drafted.update(origins)
         self._checked.update(origins[:n_tokens])  # each token came with a judgement of the draft in its place
         self._accepted.update(origins[:n_accepted])
@@ -102,7 +102,6 @@ class DraftCounts:
         self.n_tokens += n_tokens
 
     def statistics(self, n_layers: int, exit_layer: int) -> DraftStatistics:
-        """The counts so far."""
         n_steps = self._drafted_runs.total()
         return DraftStatistics(
             n_layers,
@@ -145,7 +144,7 @@ class ExitStatistics:
 
     @property
     def n_exited(self) -> int:
-        """Tokens that skipped layers."""
+        """Number of tokens that skipped layers."""
         return self.n_tokens - self.depths[-1]
 
     @property
@@ -155,7 +154,7 @@ class ExitStatistics:
 
     @property
     def judged_per_token(self) -> float:
-        """Exit layers at which a token was judged, on average; 0 for none."""
+        """Mean number of exit layers that judged a token, 0 without tokens."""
         return sum(self.judged) / self.n_tokens if self.n_tokens else 0.0
 
     def passes_per_token(self, layer: int) -> float:
@@ -165,14 +164,13 @@ class ExitStatistics:
 
 @dataclass(slots=True)
 class ExitCounts:
-    """Counts steps as they end; `statistics` is what they amount to so far."""
+    """Counters that each emitted token and each finished early-exit step updates."""
 
     n_judged: Counter[int] = field(default_factory=Counter)  # by exit layer
     _depths: Counter[int] = field(default_factory=Counter)
     _reached: Counter[int] = field(default_factory=Counter)
 
     def add_token(self, depth: int) -> None:
-        """Count a token that was emitted after `depth` layers."""
         self._depths[depth] += 1
 
     def add_step(self, depth: int) -> None:
@@ -180,7 +178,6 @@ class ExitCounts:
         self._reached[depth] += 1
 
     def statistics(self, n_layers: int) -> ExitStatistics:
-        """The counts so far."""
         found = (
             tuple(counts[n] for n in range(n_layers + 1)) for counts in (self._depths, self._reached, self.n_judged)
         )

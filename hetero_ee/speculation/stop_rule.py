@@ -1,13 +1,13 @@
-"""StopRule: whether one more draft is worth its time and its token in the verification.
+"""Stop rule: decides whether one more draft is worth its time and its token in the verification.
 
 A draft counts only if every draft before it is right, and costs its time whether it is right or not. With the chances
-p_1 ... p_n of a step's drafts, the n-th is worth making while
+p_1 ... p_n of a step's drafts, the n-th draft is worth computing while
 
-    p_1 p_2 ... p_n  x  seconds a token takes now  >  draft_s + verify_s(b + n + 1) - verify_s(b + n)
+    p_1 p_2 ... p_n  x  seconds per token  >  draft_s + verify_s(b + n + 1) - verify_s(b + n)
 
-b: tokens of other texts in the same pass, 0 where a text is alone. Derived: the marginal rule for the best ratio of
-tokens to seconds; "now" is the average over the last steps by the same costs, so that more is asked of a draft the
-better it goes. Its answers change the speed, never a token.
+b is the number of tokens of other requests in the same pass. Derived: the marginal rule for the best ratio of tokens to
+seconds. The seconds per token are an average over the last steps by the same costs. So the better decoding goes, the
+more a draft has to save. The rule changes the speed, never a token.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ STEP_DECAY = 0.98  # of seconds and tokens at each step: half is forgotten after
 
 
 class LearnedChances:
-    """Chances that drafts of several kinds are right: the means of Beta posteriors. priors: the first beliefs."""
+    """Chances that drafts of several kinds are right: the means of Beta posteriors, which start at `priors`."""
 
     def __init__(self, priors: Sequence[float]) -> None:
         self._priors = priors
@@ -38,17 +38,15 @@ class LearnedChances:
         return right / (PRIOR_DRAFTS * len(self._priors) + sum(self._checked))
 
     def of(self, kind: int) -> float:
-        """Return the chance that a draft of this kind is right."""
         return (PRIOR_DRAFTS * self._priors[kind] + self._right[kind]) / (PRIOR_DRAFTS + self._checked[kind])
 
     def add(self, kind: int, was_right: bool) -> None:
-        """Count whether a draft of this kind was right."""
         self._right[kind] = DRAFT_DECAY * self._right[kind] + was_right
         self._checked[kind] = DRAFT_DECAY * self._checked[kind] + 1
 
 
 class FixedThreshold:
-    """Continues while a draft's chance is at least `threshold`; for unknown costs. Learns nothing."""
+    """Drafts while a draft's chance is at least `threshold`. For machines with unknown costs; learns nothing."""
 
     mean_chance = 1.0  # another computed draft is always worth asking for
     draft_s = 0.0
@@ -58,15 +56,12 @@ class FixedThreshold:
         self._threshold = threshold
 
     def chance(self, confidence: float) -> float:
-        """See MarginalRule."""
         return confidence
 
     def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
-        """See MarginalRule."""
         return chances[-1] >= self._threshold
 
     def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
-        """See MarginalRule."""
         n_worth = next((n for n, chance in enumerate(chances) if chance < self._threshold), len(chances))
         return n_worth, 0.0  # no seconds are known, so that free drafts never begin where others are computed
 
@@ -81,10 +76,12 @@ class FixedThreshold:
 
 
 class MarginalRule:
-    """The marginal rule, with chances learned from what verification finds: the same answers for the same drafts.
+    """The marginal rule, with chances learned from verified drafts. The same drafts lead to the same decisions.
 
-    draft_s: one token through the layers before the exit layer, its exit judged; 0 where drafts come from elsewhere.
-    verify_s(m): m tokens through the rest and the lm_head.
+    Args:
+        draft_s: Seconds of one token through the layers before the exit layer, including its judgement; 0 if drafts
+        come from draft sources.
+        verify_s: Returns the seconds of m tokens through the remaining layers and the lm_head.
     """
 
     def __init__(self, draft_s: float, verify_s: Callable[[int], float]) -> None:
@@ -96,12 +93,12 @@ class MarginalRule:
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds per token at present, by the costs."""
+        """Recent seconds per token, by the costs and not by the clock."""
         return self._seconds / self._tokens
 
     @property
     def mean_chance(self) -> float:
-        """Chance that a draft is right whose confidence is unknown."""
+        """Chance that a draft of unknown confidence is right."""
         return self._chances.mean
 
     def chance(self, confidence: float) -> float:
@@ -109,11 +106,11 @@ class MarginalRule:
         return self._chances.of(bisect_right(BIN_EDGES, confidence))
 
     def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
-        """Return whether the last of these drafts is worth draft_s seconds and its token in the verification."""
+        """Return whether the last of these drafts is worth draft_s seconds and one more token in the verification."""
         return prod(chances) * self.seconds_per_token > draft_s + self._token_s(len(chances))
 
     def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
-        """Return how many of these drafts, each costing draft_s seconds, save most time, and how many seconds."""
+        """Return the number of these drafts, draft_s seconds each, that saves most time, and the seconds saved."""
         best, saved_s = (0, 0.0), 0.0
         for n in range(1, len(chances) + 1):
             saved_s += prod(chances[:n]) * self.seconds_per_token - draft_s - self._token_s(n)
@@ -121,24 +118,25 @@ class MarginalRule:
         return best
 
     def audit(self, confidence: float, was_right: bool) -> None:
-        """Learn from a verification whether a draft of this confidence, made or not, was right."""
+        """Learn from a verification whether a token of this confidence, drafted or not, was right."""
         self._chances.add(bisect_right(BIN_EDGES, confidence), was_right)
 
     def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
-        """Learn from a request's step: n_verified tokens were verified and n_tokens emitted.
+        """Learn from a request's step that verified n_verified tokens and emitted n_tokens.
 
-        n_in_pass: tokens of all requests in the pass, which share its time.
+        Args:
+            n_in_pass: Number of tokens of all requests in the pass, which share its time.
         """
         verify_s = self._verify_s(n_in_pass) * n_verified / n_in_pass
         self._seconds = STEP_DECAY * self._seconds + n_verified * self.draft_s + verify_s
         self._tokens = STEP_DECAY * self._tokens + n_tokens
 
     def spend(self, seconds: float) -> None:
-        """Add seconds that a step needs in addition to its tokens."""
+        """Add seconds that a step needed in addition to its tokens."""
         self._seconds += seconds
 
     def _token_s(self, n_tokens: int) -> float:
-        """Return the seconds that one more token adds to the verification of n_tokens of its request."""
+        """Return the seconds that one more token adds to a verification with n_tokens of the same request."""
         n_before = self.n_beside + n_tokens
         return self._verify_s(n_before + 1) - self._verify_s(n_before)
 

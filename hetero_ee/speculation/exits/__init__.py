@@ -1,1 +1,1 @@
-"""Early exits: where a token may exit, and its estimated final state there."""
+"""Early exits: the layers where a token may exit, and the estimate of its final hidden state at such a layer."""

@@ -1,4 +1,4 @@
-"""Calibration: measurements of a model's early exits and what was fitted to them."""
+"""Calibration of a model's early exits: measurements, and the maps and predictors fitted to them."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ NO_EXIT = 2.0  # a threshold that no probability reaches
 
 @dataclass(frozen=True, slots=True)
 class ExitLayerMetrics:
-    """Metrics of one exit layer, on held-out tokens.
+    """Metrics of one exit layer, measured on held-out tokens.
 
-    Acceptance is that of simulated draft-verify steps, which draft until the gate refuses, or MAX_DRAFTS times, and
-    keep drafts up to the first wrong one.
+    Acceptance comes from simulated draft-verify steps. Such a step drafts until the gate refuses or MAX_DRAFTS is
+    reached, and keeps the drafts before the first wrong one.
     """
 
     agreement: float  # share of tokens whose likeliest token here, without a map, is the full model's
@@ -41,13 +41,16 @@ class ExitLayerMetrics:
 
     @property
     def drafted_agreement(self) -> float:
-        """Agreement of the actual drafts: with the map if there is one."""
+        """Share of drafts that agree with the full model, using the exit map if there is one."""
         return self.agreement if self.mapped_agreement is None else self.mapped_agreement
 
 
 @dataclass(frozen=True, slots=True)
 class DepthMetrics:
-    """Exits at the first exit layer whose gate opens. Depth: layers run; all of them if a token never exits."""
+    """Statistics of the depth at which tokens exit, if each exits at the first exit layer whose gate opens.
+
+    The depth is the number of layers run. It is n_layers for a token that never exits.
+    """
 
     histogram: tuple[int, ...]  # tokens by depth 1..n_layers
     mean_depth: float
@@ -66,10 +69,10 @@ class DepthMetrics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedExitLayer:
-    """An exit after `exit_layer` layers. A token may exit if a predictor's probability reaches its threshold.
+    """A fitted exit after `exit_layer` layers. A token may exit if a predictor's probability reaches its threshold.
 
-    The partial predictor is for tokens whose candidates an earlier exit layer has chosen: only their logits are
-    computed here, and the features include the change since the exit layer evaluated last.
+    The partial predictor judges tokens whose candidates were chosen at an earlier exit layer. Only the logits of those
+    candidates are computed, and the features include the change since the last exit layer that judged the token.
     """
 
     exit_layer: int
@@ -81,8 +84,8 @@ class FittedExitLayer:
     gate: ExitPredictor | None = None  # of the joint gate; None if the schedule has no exit layer, and in older files
 
     def opens(self, features: NDArray[np.float32], *, is_partial: bool) -> NDArray[np.bool_]:
-        """Return (m,) which tokens may exit, from features (m, 12). is_partial: an earlier exit layer has chosen their
-        candidates."""
+        """Return a mask (m,) of the tokens that may exit, from features (m, 12). If is_partial, the partial predictor
+        judges."""
         if not is_partial:
             return np.asarray(self.predictor.probability(features) >= self.threshold)
         if self.partial_predictor is None:
@@ -99,7 +102,7 @@ class ExitLayerCalibration(FittedExitLayer):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """The calibration text. Tokens exclude position 0 of each chunk."""
+    """Size and origin of the calibration text. Token counts exclude position 0 of each chunk."""
 
     description: str  # for people
     n_train_tokens: int
@@ -114,7 +117,7 @@ class CalibrationText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """A model's calibration. All metrics are of held-out tokens."""
+    """Calibration of a model. All metrics are measured on held-out tokens."""
 
     n_layers: int
     hidden_size: int
@@ -126,12 +129,12 @@ class Calibration:
     specee_depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
 
     def at(self, exit_layer: int) -> ExitLayerCalibration:
-        """Return an exit layer, 1 to n_layers - 1."""
+        """Return the calibration of one exit layer, 1 to n_layers - 1."""
         return self.exit_layers[exit_layer - 1]
 
     @property
     def exits_digest(self) -> str:
-        """Return a digest of the maps and predictors, which distinguishes exits that choose or judge differently."""
+        """Return a digest of the exit maps and predictors. Calibrations with equal digests choose and judge alike."""
         found = hashlib.sha256()
         for each in self.exit_layers:
             maps = {} if each.exit_map is None else each.exit_map.parts
@@ -140,7 +143,7 @@ class Calibration:
         return found.hexdigest()
 
     def statistics(self) -> ExitStatistics:
-        """Return the planner's statistics for exact mode, where every token passes every layer in the end."""
+        """Return the planner's exit statistics for exact mode, where every token finally passes every layer."""
         rates = {}
         for each in self.exit_layers:
             known, rank = each.metrics, 0 if each.exit_map is None else each.exit_map.rank
@@ -148,10 +151,13 @@ class Calibration:
         return ExitStatistics(self._source, self.n_layers, rates)
 
     def depth_statistics(self, *, is_drafted: bool) -> tuple[DepthStatistics, ...]:
-        """Return the statistics of mode specee: tokens exit as measured without a draft head, and are judged at the
-        schedule's exit layers and near the last exits. None if that was not measured.
+        """Return the exit depths that the planner needs for mode specee, or () if they were not measured.
 
-        is_drafted: a draft head provides candidates, so that any exit layer may judge.
+        The depths were measured without a draft head. Tokens are judged at the schedule's exit layers and near the last
+        exits.
+
+        Args:
+            is_drafted: Whether a draft head provides candidates, so that any exit layer may judge.
         """
         if not self.specee_depths:
             return ()

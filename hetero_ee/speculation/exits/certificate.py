@@ -1,17 +1,17 @@
-"""Certificate: measured exits on prompts that nothing was fitted to, and the thresholds that they allow.
+"""Certificates of early exits: exits measured on prompts that nothing was fitted to, and the thresholds they allow.
 
-Unit: the prompt, as tokens of one text depend on each other. A prompt's loss is the share of its judged tokens that
-exit and are not the full model's choice, along the full model's own text. `certified_exit` finds the least confidence
-at which tokens may exit so that, with confidence 1 - delta over the draw of these prompts, the mean loss of prompts
-drawn alike is at most `risk`.
+The unit is the prompt, since tokens of one sequence depend on each other. The loss of a prompt is the share of its
+judged tokens that exit and differ from the full model's choice, along the full model's own continuation.
+`certified_exit` finds the lowest confidence at which tokens may exit. With confidence 1 - delta over the draw of the
+measured prompts, the mean loss of prompts from the same distribution is then at most `risk`.
 
-Why that holds (learn then test, Angelopoulos et al., arXiv 2110.01052): for one set of exit layers the thresholds are
-tested in an order fixed beforehand, strict to loose, each by a valid test of level delta_S (risk_bound.py), up to the
-first that is not rejected. The first threshold on this way whose mean loss is above the risk is passed with chance
-delta_S at most, and none after it is reached otherwise. Any set may be asked for, and the choice among them may depend
-on all that the certificate says: the levels delta_S = delta / 2^|S| / C(n_exit_layers, |S|) add up to less than delta
-over all sets, so that the chance that any of them fails is below delta (Bonferroni). A single exit layer thus pays
-log(2 n_exit_layers) nats, whatever else could have been asked for. One risk is promised at a time.
+Proof (learn then test, Angelopoulos et al., arXiv 2110.01052): for one set S of exit layers, thresholds are tested in a
+fixed order, strict to loose, up to the first that is not rejected. Each test is valid at level delta_S (risk_bound.py).
+The first threshold in this order whose mean loss is above the risk is accepted with a chance of at most delta_S, and
+the thresholds after it are only reached through it. The caller may choose any set, even after reading the certificate:
+the levels delta_S = delta / 2^|S| / C(n_exit_layers, |S|) add up to less than delta over all sets, so the chance that
+any set fails is below delta (Bonferroni). The margin of a single exit layer is therefore log(2 n_exit_layers) nats,
+whichever other sets exist. The promise holds for one risk at a time.
 """
 
 import math
@@ -35,12 +35,12 @@ WAY_OUT = "run hetero-ee calibrate --certify"
 
 
 def level_confidence(level: int) -> float:
-    """Return the least confidence of a level; 0 for level 0, where nothing exits."""
+    """Return the lowest confidence of a level. Level 0, at which nothing exits, has confidence 0."""
     return float(1 - 2.0 ** (-level / LEVELS_A_HALVING))
 
 
 def levels_of(confidences: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return the last level that each confidence reaches; 0 for NaN."""
+    """Return the highest level that each confidence reaches, 0 for NaN."""
     least = [level_confidence(level) for level in range(N_LEVELS)]
     found = np.searchsorted(least, confidences, side="right") - 1
     return np.where(np.isnan(confidences), 0, np.maximum(found, 0)).astype(np.uint8)
@@ -48,7 +48,7 @@ def levels_of(confidences: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class CertifiedExit:
-    """Certified exits: tokens exit at the first of the exit layers where their confidence reaches the threshold."""
+    """Certified exits: a token exits at the first of the exit layers where its confidence reaches the threshold."""
 
     exit_layers: tuple[int, ...]
     risk: float
@@ -61,7 +61,7 @@ class CertifiedExit:
 
 @dataclass(frozen=True, slots=True)
 class OnPolicy:
-    """Measured, not certified: tokens along texts that exit after one exit layer."""
+    """Measurement, without certification, of exits after one exit layer along text that those exits produced."""
 
     risk: float
     exit_layer: int
@@ -75,14 +75,13 @@ class OnPolicy:
 
     @property
     def changed(self) -> float:
-        """Share of all tokens that the full model would not have chosen."""
+        """Share of all tokens that differ from the full model's choice."""
         return self.n_changed / self.n_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Certificate:
-    """Judgements of each token at each exit layer: the exit's confidence and whether it was right. Tokens are ordered
-    by prompt."""
+    """Judgements of each token at each exit layer: the confidence and whether the exit was right, ordered by prompt."""
 
     key: str  # of the weights
     exits_digest: str  # of maps and predictors, see Calibration.exits_digest
@@ -106,7 +105,7 @@ class Certificate:
         return len(self.n_tokens)
 
     def require_kv_type(self, kv_type: str) -> None:
-        """Check the type of keys and values. Raises: UsageError: if it is not the certificate's."""
+        """Check the type of keys and values. Raises: UsageError: if it differs from the certificate's type."""
         if kv_type != self.kv_type:
             raise UsageError(
                 f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave out ",
@@ -115,7 +114,7 @@ class Certificate:
             )
 
     def depth_statistics(self, risk: float) -> tuple[DepthStatistics, ...]:
-        """Return the statistics of each single exit layer where tokens may exit.
+        """Return the exit depths for each single exit layer at which tokens may exit with this risk.
 
         Raises: UsageError: if the risk can't be certified.
         """
@@ -168,10 +167,13 @@ class Certificate:
             )
 
     def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for a threshold at each level, the wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at
-        each exit layer (n_columns, N_LEVELS).
+        """Count exits for a threshold at each level.
 
-        A token exits at an exit layer for the levels above all that it has reached before, up to the one it has there.
+        A token exits at an exit layer if the threshold is above every level that it reached at earlier exit layers, and
+        at most the level that it reaches at this one.
+
+        Returns: Wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at each exit layer (n_columns,
+        N_LEVELS).
         """
         prompts = np.repeat(np.arange(self.n_prompts), self.n_tokens)
         wrong = np.zeros((N_LEVELS, self.n_prompts), np.int64)
@@ -189,7 +191,7 @@ class Certificate:
 
 
 def check_risk(risk: object) -> None:
-    """Check a risk. Raises: UsageError: if it is not a share between 0 and 1."""
+    """Check the certified risk. Raises: UsageError: if it is not a share between 0 and 1."""
     if isinstance(risk, bool) or not isinstance(risk, int | float) or not 0 < risk < 1:  # false for NaN too
         raise UsageError(PLAN_OPTIONS["risk"], f" is {shown(risk)}; expected a number between 0 and 1, as 0.05.")
 

@@ -1,10 +1,10 @@
-"""ExitMap: estimates a hidden state's final value in the middle of the model by one linear map.
+"""Exit map: a linear map from a hidden state in the middle of the model to an estimate of its final value.
 
     y = x + x W + b
 
-x: normed hidden state after some layer, y: estimate of the normed state after the last. W is (hidden, hidden), or
-low-rank in two factors. The map is a correction: without evidence it is the identity. calibration/map_fitting.py fits
-it.
+x is the normed hidden state after some layer, and y estimates the normed state after the last layer. W is (hidden,
+hidden), or low-rank in two factors. Since W and b are a correction, a map without training data is the identity.
+calibration/map_fitting.py fits the map.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ MAP_QUANTIZER = "int8"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitMap:
-    """The map x + x W + b, W^T = up @ down."""
+    """Linear map x + x W + b with W^T = up @ down."""
 
     down: Tensor | None  # fp32 (rank, hidden); None for full rank, W^T = up then
     up: Tensor  # fp32 (hidden, rank)
@@ -41,18 +41,17 @@ class ExitMap:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """Its factors and its bias, by name."""
         down = {} if self.down is None else {"down": self.down}
         return {**down, "up": self.up, "bias": self.bias}
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, Tensor]) -> Self:
-        """Return the map with these `parts`."""
+        """Build a map from the tensors that `parts` returns."""
         return cls(parts.get("down"), parts["up"], parts["bias"])
 
     @torch.inference_mode()
     def apply(self, normed: Tensor) -> Tensor:
-        """Map (m, hidden) to (m, hidden). A token's bits don't depend on the batch: each is multiplied separately."""
+        """Map (m, hidden) to (m, hidden), each token by itself, so that its bits don't depend on the batch."""
         mapped = torch.empty_like(normed)
         for token, state in enumerate(normed):
             own = state.clone()  # a clone is aligned, a view need not be
@@ -61,7 +60,7 @@ class ExitMap:
         return mapped
 
     def packed(self, *, compiled: bool) -> StateMap:
-        """Return the map for executors: int8 tiles for the kernels, fp32 for the reference."""
+        """Return the map in the format of executors: int8 tiles for compiled kernels, fp32 for the reference."""
         up, down = (
             None if part is None else quantize(part, MAP_QUANTIZER) if compiled else DenseWeight(part)
             for part in (self.up, self.down)

@@ -1,9 +1,9 @@
 """The likeliest candidates of a token at one exit layer, and features of their logits.
 
-A predictor judges from the features whether the likeliest candidate is the full model's token. They are the twelve of
-SpecEE (arXiv 2504.08850, section 4) for k = 4 candidates: their logits from the normed hidden state (mapped if there is
-a map), the softmax over those four, and the change of that softmax since the exit layer evaluated last. Definition and
-numbers equal those of the GPU's kernel `draft`.
+From these features a predictor judges whether the likeliest candidate is the full model's token. They are the twelve
+features of SpecEE (arXiv 2504.08850, section 4) for k = 4 candidates: the candidates' logits from the normed hidden
+state (mapped if there is an exit map), the softmax over those four logits, and the change of that softmax since the
+last exit layer that judged the token. The GPU kernel `draft` computes the same features with equal numbers.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 
 class Candidates(NamedTuple):
-    """The likeliest tokens of m rows. A row with a NaN or infinite logit is not finite, and its tokens mean nothing."""
+    """The likeliest tokens of m rows. The tokens of a row with a NaN or infinite logit are meaningless."""
 
     token_ids: NDArray[np.int64]  # (m, k), best first
     logits: Floats  # (m, k)
@@ -42,10 +42,12 @@ def likeliest(logits: Tensor, n_candidates: int = N_CANDIDATES) -> Candidates:
 
 
 def exit_features(logits: Floats, previous: Floats) -> Floats:
-    """Return (m, 3k) logits, softmax and change from the candidates' logits (m, k).
+    """Return features (m, 3k) from the candidates' logits (m, k): the logits, their softmax, and the softmax's change.
 
-    previous: (m, k), the softmax at the exit layer evaluated last, zeros at first; updated in place. A token with a NaN
-    or infinite logit has features that are not finite and leaves `previous` so: the caller checks is_finite.
+    A token with a NaN or infinite logit has features and a softmax that are not finite; callers check is_finite.
+
+    Args:
+        previous: (m, k), the softmax at the last exit layer that judged the token, 0 at first. Updated in place.
     """
     m, k = logits.shape
     features = np.empty((m, 3 * k), np.float32)
@@ -61,5 +63,5 @@ def exit_features(logits: Floats, previous: Floats) -> Floats:
 
 
 def is_finite(features: Floats) -> NDArray[np.bool_]:
-    """Return (m,) which tokens a predictor can judge; the others pass every layer."""
+    """Return a mask (m,) of the tokens that a predictor can judge. The other tokens pass every layer."""
     return np.asarray(np.isfinite(features).all(1))

@@ -1,8 +1,8 @@
-"""The exit predictor: the chance that a token's likeliest candidate is the full model's token, from its features.
+"""The exit predictor: estimates from a token's features how likely its best candidate is the full model's token.
 
-It returns NaN for a token whose features are not finite. NaN reaches no threshold, so such a token passes every layer.
-A probability's last bits may depend on the other tokens of the batch, as matrix products do. That can change which
-drafts are made, never which tokens come out.
+A token whose features are not finite gets NaN. NaN reaches no threshold, so the token passes every layer. The last bits
+of a probability may depend on the other tokens of the batch, because matrix products do. This can change which drafts
+are made, but never which tokens are emitted.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from hetero_ee.speculation.exits.features import N_CANDIDATES, Floats, exit_feat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitPredictor:
-    """SpecEE's network, n_features - h - 1 with ReLU and sigmoid, fp32, in the layout of the GPU's kernel `draft`."""
+    """SpecEE's network in fp32: n_features inputs, a ReLU layer, a sigmoid. Its layout is that of the GPU kernel
+    `draft`."""
 
     first: Floats  # (h, n_features)
     first_bias: Floats  # (h,)
@@ -27,7 +28,7 @@ class ExitPredictor:
 
     @property
     def parts(self) -> dict[str, Floats]:
-        """Its arrays, by name."""
+        """Arrays of the network, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def probability(self, features: Floats) -> Floats:
@@ -43,10 +44,11 @@ class ExitPredictor:
 
 
 class ExitConfidence:
-    """A predictor's answers for single tokens.
+    """Predictor of single tokens' confidence. A token that can't be judged gets NaN.
 
-    compiled: by the CPU kernel, in microseconds; else by exit_features and the predictor, which agree to a few units of
-    fp32's last place. NaN: the token can't be judged.
+    Args:
+        compiled: Whether to use the CPU kernel, which takes microseconds. Otherwise exit_features and the predictor
+            compute the confidence in numpy; both agree to a few units in fp32's last place.
     """
 
     def __init__(self, predictor: ExitPredictor, *, compiled: bool) -> None:
@@ -55,19 +57,20 @@ class ExitConfidence:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the CPU kernel answers."""
+        """Whether the CPU kernel computes the confidence."""
         return self._compiled is not None
 
     @property
     def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See Judge.network."""
         parts = self._predictor.parts.values()
         first, first_bias, second, second_bias = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
         return first, first_bias, second, second_bias
 
     def of_row(self, logits: Tensor, softmax: Floats | None = None) -> float:
-        """Return the confidence from logits (vocab,) fp32 on the CPU, of which the N_CANDIDATES largest count. softmax:
-        see of_candidates; None at the token's first judgement.
+        """Return the confidence from the N_CANDIDATES largest of a token's logits (vocab,), fp32 on the CPU.
+
+        Args:
+            softmax: See of_candidates; None the first time the token is judged.
 
         Raises: ValueError: if there are fewer tokens than candidates.
         """
@@ -79,8 +82,11 @@ class ExitConfidence:
         return self._reference(torch.topk(logits, N_CANDIDATES).values.numpy(), softmax)
 
     def of_candidates(self, logits: Floats, softmax: Floats) -> float:
-        """Return the confidence from partial logits (k,) of candidates that an earlier exit layer chose, in their
-        order. softmax (k,): that of the last judgement, updated in place."""
+        """Return the confidence from logits (k,) of the candidates that an earlier exit layer chose, in their order.
+
+        Args:
+            softmax: (k,), the candidates' softmax when the token was last judged. Updated in place.
+        """
         if self._compiled is not None:
             return self._compiled(logits, softmax, False)
         return self._reference(logits, softmax)

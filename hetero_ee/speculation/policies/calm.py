@@ -1,9 +1,9 @@
-"""CALM: a token exits if the likeliest token is far enough ahead of the second; later tokens need less.
+"""CALM: a token exits if the likeliest token is far enough ahead of the second; the margin shrinks along the request.
 
-Confidence: top-1 minus top-2 softmax of the exit's logits, over the whole vocabulary (section 3, "softmax response").
-Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3, the decaying threshold; tau = 4 there),
-since early mistakes change more tokens. Source: CALM (arXiv 2207.07061). They bound the risk by choosing lambda; mode
-certified does that here. The logits are copied to the CPU, which computes the confidence.
+Confidence: top-1 minus top-2 softmax of the exit's logits over the whole vocabulary (section 3, "softmax response").
+Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3, the decaying threshold, with tau = 4),
+since early mistakes change more tokens. Source: CALM (arXiv 2207.07061). CALM chooses lambda so that the risk is
+bounded; in this project, mode certified does that. The logits are copied to the CPU, which computes the confidence.
 """
 
 import math
@@ -25,7 +25,7 @@ MAX_DECAY = 1000.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalmPolicy:
-    """CALM's policy. ends: by exit layer. Raises: UsageError: if a parameter is out of range."""
+    """CALM's exit policy, with the ends of all exit layers. Raises: UsageError: if a parameter is out of range."""
 
     ends: Mapping[int, DraftEnd]
     threshold: float = 0.9  # lambda

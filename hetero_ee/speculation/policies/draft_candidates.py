@@ -1,7 +1,7 @@
-"""Candidates from a draft head: its likeliest next tokens, known before any layer has run.
+"""Candidate tokens from a draft head, known before any layer has run.
 
-Source: SpecEE (arXiv 2504.08850), section 4. The head was trained on states after the last layer; for a token that has
-exited it gets the state at the exit, as in the paper.
+Source: SpecEE (arXiv 2504.08850), section 4. The head was trained on states after the last layer. For a token that has
+exited, it gets the state at the exit, as in the paper.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from hetero_ee.speculation.sources.source import DraftSource
 
 
 class DraftCandidates:
-    """Candidates of a draft head. warn: called when it finds no memory; tokens are then judged without it."""
+    """Candidates from a draft head. Without memory for the head, `warn` is called and tokens are judged without it."""
 
     def __init__(self, source: DraftSource, warn: Callable[[str], None]) -> None:
         self._source, self._warn = source, warn
@@ -43,18 +43,17 @@ class DraftCandidates:
         return found[0] if found else None
 
     def read_prompt(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
-        """See Observe: a chunk of one sequence's prompt."""
+        """Read a chunk of one sequence's prompt. See Observe."""
         with self._surviving():
             self._source.truncate(batch.sequences[0], batch.positions[0])
             self._source.read_prompt(batch.sequences[0], batch.positions[0], batch.token_ids, normed)
 
     def observe(self, sequence: int, position: int, token_id: int, normed: Tensor) -> None:
-        """Receive the token at this position, and its state (1, hidden) when the next token was emitted."""
+        """Pass a token to the head, with the normed state (1, hidden) from which the next token was chosen."""
         with self._surviving():
             self._source.observe(sequence, position, [token_id], normed)
 
     def close(self, sequence: int) -> None:
-        """Forget a sequence."""
         self._source.close(sequence)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Exit heads: how a token is judged at one exit layer, by an exit map, a predictor and its threshold."""
+"""Exit heads: judge a token at one exit layer with an exit map, a predictor and its threshold."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,8 +10,11 @@ from hetero_ee.speculation.exits.predictor import ExitConfidence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitHead:
-    """end: from a state to a token and its confidence. later: judges candidates that an earlier exit layer or a draft
-    head has chosen; None if it was not fitted."""
+    """Judges tokens at one exit layer.
+
+    `end` leads from a state to a token and its confidence. `later` judges candidates that an earlier exit layer or a
+    draft head has chosen; it is None if it was not fitted.
+    """
 
     end: DraftEnd
     judge: ExitConfidence  # the end's
@@ -21,7 +24,6 @@ class ExitHead:
 
     @classmethod
     def of(cls, fitted: FittedExitLayer, *, compiled: bool) -> "ExitHead":
-        """Return the head of a fitted exit layer."""
         end, partial = exit_end(fitted, compiled=compiled), fitted.partial_predictor
         later = None if partial is None else ExitConfidence(partial, compiled=compiled)
         assert isinstance(end.judge, ExitConfidence), "exit_end makes it"
@@ -32,11 +34,10 @@ ExitHeads = Mapping[int, ExitHead]  # by exit layer, ascending
 
 
 def exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
-    """Return what makes drafts at a fitted exit layer. compiled: the model runs on kernels, which multiply tiles."""
+    """Return the end that chooses drafts at a fitted exit layer. If compiled, its map is packed in kernels' tiles."""
     state_map = None if fitted.exit_map is None else fitted.exit_map.packed(compiled=compiled)
     return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor, compiled=compiled))
 
 
 def exit_heads(calibration: Calibration, exit_layers: Iterable[int], *, compiled: bool) -> ExitHeads:
-    """Return the heads of these exit layers."""
     return {layer: ExitHead.of(calibration.at(layer), compiled=compiled) for layer in sorted(exit_layers)}

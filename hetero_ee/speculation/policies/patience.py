@@ -1,8 +1,7 @@
-"""Patience: a token exits if several exit layers in a row agree.
+"""Patience: a token exits when enough exit layers in a row agree on the likeliest token.
 
-The likeliest token must be the same at that many judged layers in a row, counting the first. If the request is sampled,
-the token that its position's noise makes likeliest counts. Source: PABEE (arXiv 2006.04152, section 3.2), which counts
-agreements: its patience is this one minus one.
+The first of the agreeing layers counts. If the request is sampled, the token that its position's noise makes likeliest
+is compared. Source: PABEE (arXiv 2006.04152, section 3.2), whose patience counts agreements and is thus one smaller.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ MAX_PATIENCE = 1000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatiencePolicy:
-    """The patience policy. ends: by exit layer. Raises: UsageError: if the patience is out of range."""
+    """The patience policy, with the ends of all exit layers. Raises: UsageError: if the patience is out of range."""
 
     ends: Mapping[int, DraftEnd]
     patience: int = 3  # judged layers in a row

@@ -14,22 +14,22 @@ from hetero_ee.speculation.drafts import DraftSampler
 
 
 class ExitPolicy(Protocol):
-    """A model's policy for all its sequences. ends: what makes tokens at each exit layer."""
+    """Exit policy of a model. `ends` has, by exit layer, the DraftEnd that chooses a token from a hidden state."""
 
     @property
     def ends(self) -> Mapping[int, DraftEnd]: ...
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "ExitJudge[Any]":
-        """Return a judge for the sequences of one call."""
+        """Return a judge for the sequences of one decoding loop."""
 
 
 P = TypeVar("P", bound=ExitPolicy)
 
 
 class ExitJudge(ABC, Generic[P]):
-    """Judges the sequences of one call, by default at all exit layers of the policy.
+    """Judges the sequences of one decoding loop, by default at all exit layers of the policy.
 
-    It keeps a policy's memory of each sequence by Request.index.
+    It stores a policy's memory of each sequence by Request.index.
     """
 
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: P) -> None:
@@ -38,34 +38,37 @@ class ExitJudge(ABC, Generic[P]):
     def begin(self, request: Request) -> None:
         """Prepare for a sequence whose prompt is about to be read.
 
-        Raises: UsageError: if the policy can't judge its sampling.
+        Raises: UsageError: if the policy does not support the request's sampling.
         """
 
     def exit_layers(self, request: Request) -> Sequence[int]:
-        """Return where the sequence's last token is judged, ascending. Called once per token."""
+        """Return the layers that judge the sequence's last token, in ascending order. Called once per token."""
         return sorted(self._policy.ends)
 
     @abstractmethod
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
-        """Judge the last tokens of these sequences, (m, hidden) after exit_layer layers. Return each one's next token,
-        or None if it goes on."""
+        """Judge the last tokens of these sequences from their states (m, hidden) after exit_layer layers.
+
+        Returns: For each sequence its next token if the last one exits, else None.
+        """
 
     def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
-        """Return the logits (m, vocab) for tokens that exit there, from states (m, hidden)."""
+        """Return the logits (m, vocab) that choose the next tokens at this exit layer, from states (m, hidden)."""
         return self._executor.draft_logits(hidden, self._policy.ends[exit_layer])
 
     def given_out(self, request: Request, depth: int, hidden: Tensor) -> None:
-        """Note an emitted token. The sequence's last token had passed `depth` layers, with state (hidden,)."""
+        """Record that a token was emitted after the sequence's last one, which passed `depth` layers to state
+        (hidden,)."""
         self._sampler.noise.close(request.index)  # the noise of its position is no longer needed
 
     def drafted(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[Drafted]:
-        """Return the token that each sequence's sampling chooses at this exit layer, with the end's confidence."""
+        """Return the token that each sequence's sampling chooses at this exit layer, and its confidence."""
         rows = [(request, request.token_ids) for request in requests]
         return self._sampler.drafted(self._executor, hidden, self._policy.ends[exit_layer], rows, is_verified=False)
 
 
 def progress(request: Request) -> float:
-    """Return t / N: generated tokens as a share of the most that there may be, 0 to 1."""
+    """Return the generated tokens as a share, 0 to 1, of the request's maximum."""
     n_tokens = len(request.token_ids) - request.n_prompt_tokens
     return n_tokens / max(1, n_tokens + request.tokens_left)
 

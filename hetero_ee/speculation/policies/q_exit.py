@@ -1,8 +1,9 @@
-"""Q-exit: a token exits at the quantile q of the distribution over exit layers that its exit probabilities define.
+"""Q-exit: a token exits when the cumulative probability of exiting reaches a quantile q.
 
-p_l = lambda_l (1 - lambda_1) ... (1 - lambda_{l-1}), where lambda_l is the calibrated predictor's probability that exit
-layer l's token is right. The exit is the first l at which p_1 + ... + p_l reaches q; nothing is drawn. Source: PALBERT
-(arXiv 2204.03276, section 3.1), where lambda is trained with the model, after PonderNet (arXiv 2107.05407).
+The probability of exiting at layer l is p_l = lambda_l (1 - lambda_1) ... (1 - lambda_{l-1}). lambda_l is the
+calibrated predictor's probability that exit layer l's token is right. The exit is the first l at which p_1 + ... + p_l
+reaches q; nothing is random. Source: PALBERT (arXiv 2204.03276, section 3.1), where lambda is trained with the model,
+after PonderNet (arXiv 2107.05407).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from hetero_ee.speculation.policies.policy import ExitJudge, require_number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QExitPolicy:
-    """The q-exit policy. ends: by exit layer. Raises: UsageError: if the quantile is out of range."""
+    """The q-exit policy, with the ends of all exit layers. Raises: UsageError: if the quantile is out of range."""
 
     ends: Mapping[int, DraftEnd]
     quantile: float = 0.99

@@ -1,9 +1,10 @@
 """SkipDecode: the exit layer falls linearly with the position and is the same for all requests of a step.
 
-No token is judged. The depth falls from the share `first` of the layers at a request's first token to `last` at its
-longest, rounded up to an exit layer; the deepest request of a step counts. As the depth never grows, a token's keys and
-values exist wherever later tokens read them. Source: SkipDecode (arXiv 2307.02628, section 3), whose models are
-fine-tuned for it and keep their last layers. Here a token passes the first ones and leaves through the exit's head.
+Tokens are not judged. The depth falls from the share `first` of the layers at a request's first token to `last` at its
+maximum length, rounded up to an exit layer. The deepest request of a step decides. As the depth never grows, a token's
+keys and values exist wherever later tokens read them. Source: SkipDecode (arXiv 2307.02628, section 3). Its models are
+fine-tuned and keep their last layers. In this project, a token passes the first layers and leaves through the exit's
+head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from hetero_ee.speculation.policies.policy import ExitJudge, progress, require_n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SkipDecodePolicy:
-    """The SkipDecode policy. ends: by exit layer. Raises: UsageError: if a bound is out of range."""
+    """The SkipDecode policy, with the ends of all exit layers. Raises: UsageError: if a bound is out of range."""
 
     ends: Mapping[int, DraftEnd]
     first: float = 1.0  # share of the layers that a request's first tokens pass
@@ -43,7 +44,7 @@ class _SkipDecodeJudge(ExitJudge[SkipDecodePolicy]):
         self._requests: dict[int, Request] = {}  # by Request.index: all that were ever asked for
 
     def exit_layers(self, request: Request) -> Sequence[int]:
-        """Return one exit layer; at a request's first token all possible ones, as others may still be unknown."""
+        """Return the step's exit layer, or all possible ones for a new request, as others of the step may be deeper."""
         is_known = request.index in self._requests
         self._requests[request.index] = request
         depth = self._depth()
@@ -56,7 +57,7 @@ class _SkipDecodeJudge(ExitJudge[SkipDecodePolicy]):
         return [None if each.token_id == NO_TOKEN else each.token_id for each in found]
 
     def _depth(self) -> float:
-        """Return the layers that the step's tokens pass."""
+        """Return the number of layers that the tokens of the step pass, before rounding up to an exit layer."""
         n_layers, first, last = self._executor.spec.n_layers, self._policy.first, self._policy.last
         share = min(progress(request) for request in self._requests.values() if not request.finished)
         return n_layers * (first + (last - first) * share)

@@ -1,9 +1,9 @@
-"""SpecEE's policy: a predictor reads the logits of a few candidates. If it is sure, and the whole head's choice is one
-of them, the token exits.
+"""SpecEE's policy: a predictor judges the logits of a few candidates.
 
-Candidates come from the draft head, or are the likeliest tokens of the whole head at the first layer that judges. Later
-layers compute only their logits. The layers of the offline schedule judge, and those near where the request's last
-tokens exited (two-level scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
+If the predictor is sure, the whole head chooses a token, and the token exits if that choice is a candidate. Candidates
+come from the draft head, or are the likeliest tokens of the whole head at the first layer that judges. Later layers
+compute only the candidates' logits. Two groups of layers judge: those of the offline schedule, and those near where the
+request's last tokens exited (two-level scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from hetero_ee.speculation.policies.policy import ExitJudge
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidates:
-    """Candidates of one token on its way through the layers."""
+    """Candidates for one token's successor, kept while the token passes the layers."""
 
     token_ids: Tensor  # int64 (k,)
     softmax: Floats  # (k,), where the token was judged last; each judgement changes it
@@ -36,8 +36,10 @@ class _Candidates:
 
 
 class SpecEE:
-    """SpecEE's policy. heads: of the exit layers that may judge; schedule: those that always do; draft: the source of
-    candidates, None for the first layer that judges."""
+    """SpecEE's policy, with heads for the exit layers that may judge, and a schedule of those that judge every token.
+
+    `draft` is the source of candidates. If it is None, the first layer that judges chooses them.
+    """
 
     def __init__(
         self, heads: ExitHeads, schedule: Sequence[int], n_layers: int, draft: DraftCandidates | None = None
@@ -63,7 +65,7 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
         return [layer for layer in self._recent_of(request).active() if layer in self._policy.heads]
 
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
-        """See ExitJudge. Tokens without candidates take them here."""
+        """See ExitJudge. Tokens without candidates get them at this layer."""
         has_candidates = [request.index in self._candidates for request in requests]
         new = [row for row, known in enumerate(has_candidates) if not known]
         known = [row for row, known in enumerate(has_candidates) if known]
@@ -86,7 +88,7 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
         return self._recent.setdefault(request.index, RecentExits(self._policy.schedule, self._policy.n_layers))
 
     def _judge_new(self, exit_layer: int, hidden: Tensor, requests: dict[int, Request]) -> dict[int, int]:
-        """Take candidates from the whole head's logits, and return the next tokens of requests that exit, by row."""
+        """Choose candidates from the whole head's logits. Return the next tokens of requests that exit, by row."""
         head, logits = self._policy.heads[exit_layer], self.logits(exit_layer, hidden)
         best, found = likeliest(logits), {}
         for place, (row, request) in enumerate(requests.items()):
@@ -100,7 +102,7 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
         return found
 
     def _judge_known(self, exit_layer: int, hidden: Tensor, requests: dict[int, Request]) -> dict[int, int]:
-        """Judge by the logits of the known candidates, and return the next tokens of the requests that exit, by row.
+        """Judge by the logits of the known candidates. Return the next tokens of requests that exit, by row.
 
         If the predictor is sure, the whole head chooses, and its choice must be a candidate.
         """

@@ -1,7 +1,7 @@
 """Policies that compare the confidence of an exit's predictor or gate with one threshold: certified and joint gate.
 
-Source of the joint gate: JEI-DNN (arXiv 2310.09163, section 3). A token exits at the first exit layer whose gate opens;
-the gates were fitted together, by one loss (calibration/predictor_fitting.py says what is theirs and what is not).
+Source of the joint gate: JEI-DNN (arXiv 2310.09163, section 3). A token exits at the first exit layer whose gate opens.
+The gates were fitted together with one loss; calibration/predictor_fitting.py lists the differences from the paper.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from hetero_ee.speculation.policies.policy import ExitJudge, require_number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Certified:
-    """The certified policy. ends: by exit layer; allowed: the threshold at which tokens may exit."""
+    """The certified policy: `ends` by exit layer, and the certified threshold at which tokens may exit."""
 
     ends: Mapping[int, DraftEnd]
     allowed: CertifiedExit
@@ -42,7 +42,7 @@ class Certified:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointGatePolicy:
-    """The joint-gate policy. ends: by exit layer; each one's judge is its gate.
+    """The joint-gate policy: `ends` by exit layer, each judged by its gate.
 
     Raises: UsageError: if the threshold is out of range.
     """
@@ -58,7 +58,7 @@ class JointGatePolicy:
 
 
 class _ThresholdJudge(ExitJudge[Certified | JointGatePolicy]):
-    """Lets a token exit if its confidence reaches the policy's threshold. A confidence of NaN reaches none."""
+    """Lets a token exit if its confidence reaches the policy's threshold. A confidence of NaN never does."""
 
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
         found, least = self.drafted(exit_layer, hidden, requests), self._policy.threshold
@@ -72,7 +72,7 @@ class _GreedyJudge(_ThresholdJudge):
 
 
 def joint_gate(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> JointGatePolicy:
-    """Return the policy with its default threshold. Raises: UsageError: if the calibration has no gates."""
+    """Return the joint-gate policy with its default threshold. Raises: UsageError: if the calibration has no gates."""
     return JointGatePolicy({exit_layer: _gated(calibration, exit_layer, end) for exit_layer, end in ends.items()})
 
 

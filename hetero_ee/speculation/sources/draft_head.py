@@ -1,8 +1,8 @@
-"""DraftHeadSource: draft sequences from a draft head, which reads the model's last verified states.
+"""Drafts from a draft head, which reads the model's last verified states.
 
-Token i of a sequence joins the state at position i with the token at i + 1, and predicts the state at i + 1. Keys and
-values of verified states stay. Those of drafts, whose states are predictions, are dropped when the draft sequence ends.
-Source: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
+The head combines the state at position i with the token at i + 1 and predicts the state at i + 1. Keys and values of
+verified states stay. Those of drafts, whose states are predictions, are dropped when the draft sequence ends. Source:
+EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
 """
 
 import math
@@ -25,14 +25,14 @@ NOT_FINITE = "the draft head computed values that are not finite; decoding conti
 
 
 class StateRows:
-    """States (hidden,) of one sequence's verified tokens by number, fp32, on the device that computed them."""
+    """Hidden states of one sequence's verified tokens: fp32 rows (hidden,) on the device that computed them."""
 
     def __init__(self) -> None:
         self._pieces: list[Tensor] = []
 
     @torch.inference_mode()
     def put(self, first: int, rows: Tensor) -> None:
-        """Write rows (m, hidden) from row `first` on, at most the number of rows, replacing existing ones."""
+        """Write rows (m, hidden) from row `first` on, replacing existing ones. `first` must not leave a gap."""
         while rows.shape[0] and len(self._pieces) * PIECE_ROWS < first + len(rows):
             self._pieces.append(rows.new_empty(PIECE_ROWS, rows.shape[1]))
         for piece, inside, taken in self._places(first, first + len(rows)):
@@ -40,12 +40,13 @@ class StateRows:
 
     @torch.inference_mode()
     def rows(self, first: int, end: int) -> Tensor:
-        """Return (end - first, hidden). The rows must exist."""
+        """Return the rows `first` to `end` - 1, (end - first, hidden). They must exist."""
         found = [piece[inside] for piece, inside, _ in self._places(first, end)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _places(self, first: int, end: int) -> list[tuple[Tensor, slice, slice]]:
-        """Yield, for each piece with some of these rows, the piece and their positions in it and among all."""
+        """Return, for each piece of memory with some of these rows, the piece, their slice of it, and their slice of
+        all rows."""
         found = []
         for number in range(first // PIECE_ROWS, -(-end // PIECE_ROWS)):
             start = number * PIECE_ROWS
@@ -78,8 +79,11 @@ class _Sequence:
 
 
 class DraftHeadSource:
-    """A DraftSource that computes drafts. Verified states stay on the device of its layer. The device of the model's
-    head chooses drafts: a GPU returns only a draft's id and confidence."""
+    """A DraftSource that computes drafts with a draft head.
+
+    Verified states stay on the device of the head's layer. The device of the model's lm_head chooses the drafts. If
+    that is a GPU, it returns only a draft's id and confidence.
+    """
 
     name = "draft head"
     is_free = False
@@ -95,8 +99,8 @@ class DraftHeadSource:
         """Create a source.
 
         Args:
-            layer: Returns the layer to use now, or None. A new layer starts without state.
-            vocabulary: The drafted tokens; None for the model's vocabulary.
+            layer: Returns the current layer, or None if there is none. A new layer starts without states.
+            vocabulary: The tokens that can be drafted; None for the model's vocabulary.
             warn: Called once if a number is not finite. Tokens that depend on it are not drafted.
         """
         self._layer_now, self._target, self.end = layer, target, DraftEnd(is_normed=True, vocabulary=vocabulary)
@@ -107,7 +111,7 @@ class DraftHeadSource:
 
     @torch.inference_mode()
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """See DraftSource.drafts. Returns None unless the state before the newest token was observed."""
+        """See DraftSource.drafts. Yields nothing unless the state before the newest token was observed."""
         held = self._known(sequence, token_ids)
         if held is None:
             return
@@ -132,7 +136,7 @@ class DraftHeadSource:
     def observe(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """See DraftSource.observe. Replaces tokens already held; after a gap, drops what it holds."""
+        """See DraftSource.observe. Replaces tokens that it already holds. Forgets all tokens before a gap."""
         layer = self._current()
         if layer is None:
             return
@@ -150,7 +154,7 @@ class DraftHeadSource:
     def read_prompt(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """See DraftSource.read_prompt. The last position is computed with the token after it."""
+        """See DraftSource.read_prompt. The last position is computed when the token after it is known."""
         self.observe(sequence, first_position, token_ids, normed, *captured)
         held = self._sequences.get(sequence)
         if held is not None and held.end <= held.layer.cache.max_tokens:
@@ -174,7 +178,7 @@ class DraftHeadSource:
             held.layer.cache.close(held.slot)
 
     def _current(self) -> DraftHeadLayer | None:
-        """The layer to use now."""
+        """Return the current layer. If it is a new one, forget all sequences."""
         layer = self._layer_now()
         if layer is not self._layer:
             self._layer = layer
@@ -182,7 +186,7 @@ class DraftHeadSource:
         return layer
 
     def _known(self, sequence: int, token_ids: Sequence[int]) -> _Sequence | None:
-        """Return the sequence if everything before the newest token is known or was drafted."""
+        """Return the sequence's state, or None if the tokens before the newest one were not observed or don't fit."""
         self._current()
         held = self._sequences.get(sequence)
         if held is None or not held.token_ids or len(token_ids) <= held.end:
@@ -190,12 +194,12 @@ class DraftHeadSource:
         return held if held.end <= held.layer.cache.max_tokens else None
 
     def _after(self, held: _Sequence, token_id: int, state: Tensor) -> Tensor | None:
-        """Return the state after one more drafted token, from the head's prediction, or None if the cache is full."""
+        """Return the state after a drafted token, computed from the head's prediction, or None if the cache is full."""
         cache = held.layer.cache
         return None if cache.length(held.slot) == cache.max_tokens else self._predicted(held, [token_id], state)
 
     def _drafted(self, state: Tensor, history: list[int], choose: Choose) -> Draft | None:
-        """Return the token that this state (1, hidden) leads to, or None if a number is not finite."""
+        """Return the draft chosen from this state (1, hidden), or None if a number is not finite."""
         token_id, confidence = choose(state, self.end, history)
         if token_id != NO_TOKEN and math.isfinite(confidence):
             return Draft(token_id, confidence)
@@ -206,9 +210,11 @@ class DraftHeadSource:
 
     @torch.inference_mode()
     def _catch_up(self, held: _Sequence, *newest: int) -> None:
-        """Compute the verified positions, the last one with the newest token if it is known.
+        """Compute the verified positions that are missing in the head's cache, the last one with the newest token if
+        known.
 
-        The last position may have been computed with another token, since truncate() cuts before its position's token.
+        The last position may have been computed with another token, because truncate() cuts before its position's
+        token.
         """
         following = [*held.token_ids[len(held.inputs) :], *newest]  # the last input, then those to be computed
         if (
@@ -229,15 +235,14 @@ class DraftHeadSource:
             held.inputs += tokens
 
     def _forget(self, held: _Sequence, n_kept: int) -> None:
-        """Keep the first positions of the cache. The prediction of the last one is recomputed on demand."""
+        """Keep the first n_kept positions of the head's cache. The prediction after them is recomputed on demand."""
         if n_kept < len(held.inputs):
             del held.inputs[n_kept:]
             held.tip = None
             held.cut()
 
     def _predicted(self, held: _Sequence, token_ids: list[int], states: Tensor) -> Tensor | None:
-        """Return the next states (m, hidden) after the cached positions, or None if the model changed its plan when
-        asked for embeddings."""
+        """Return the next states (m, hidden), or None if the model changed its plan while it computed embeddings."""
         layer = held.layer
         batch = Batch.of_sequence(held.slot, layer.cache.length(held.slot), token_ids)
         embedded = layer.embed(token_ids)

@@ -1,5 +1,4 @@
-"""Costs of a draft head, on the CPU or next to the model's head on the GPU: seconds per draft and per prompt token, and
-memory."""
+"""Costs of a draft head on the CPU or the GPU: seconds per draft and per prompt token, and bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned
 
 @dataclass(frozen=True, slots=True)
 class HeadCosts:
-    """Costs of one head for a model of this shape with this many threads."""
+    """Costs of one draft head, for a model and a number of CPU threads."""
 
     facts: DraftHeadFacts
     spec: ModelSpec
@@ -39,13 +38,13 @@ class HeadCosts:
         return DraftHeadWorks(self.facts.spec, self.facts.eagle3)
 
     def rates(self, source: str) -> DraftRates:
-        """Return the rates for the planner: on the CPU, and on the GPU if there is one."""
+        """Return the planner's rates for the head on the CPU, and on the GPU if there is one."""
         by_gpu = None if self.profile.gpu is None else self._rates(source, on_gpu=True)
         return self._rates(source, on_gpu=False, by_gpu=by_gpu)
 
     def draft_s(self, head_on_gpu: bool, embedding_on_gpu: bool, *, on_gpu: bool) -> float:
-        """Return the seconds of one draft: the head's layer, the choice by the model's head, and the transfers of the
-        token's embedding, the state and the draft."""
+        """Return the seconds of one draft: the head's layer, the choice by the model's lm_head, and three transfers at
+        most."""
         batch = Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0])
         spec = replace(self.spec, vocab_size=self.facts.n_draft_tokens)
         head = HeadCost(BlockCost.of(spec, decoder_blocks(spec)[-1]))
@@ -56,7 +55,7 @@ class HeadCosts:
         return seconds + (n_transfers * link.transfer.value if link is not None else 0.0)
 
     def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
-        """Return the seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
+        """Return the seconds that the head's layer needs for m tokens, the last of a prompt of context_tokens."""
         firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
         pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
         works = self.works
@@ -64,8 +63,10 @@ class HeadCosts:
         return seconds + (self._works_s(works.fuse(m), on_gpu=on_gpu) if self.facts.eagle3 else 0.0)
 
     def verified_s(self, placements: Sequence[Placement], m: int, *, on_gpu: bool) -> float:
-        """Return the seconds that states of m verified tokens need before drafts can follow. For EAGLE-3, the states
-        captured on the other device are transferred together, then fc runs."""
+        """Return the seconds from m verified tokens to the next draft, excluding the draft itself.
+
+        For EAGLE-3, the states captured on the other device are transferred together, then fc runs.
+        """
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         if eagle3 is None:
             return 0.0
@@ -78,8 +79,10 @@ class HeadCosts:
         return seconds
 
     def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
-        """Return the bytes of weights, keys and values, verified states and, on a GPU, the layer's buffers. The head's
-        own embedding is only looked up and stays on the CPU."""
+        """Return the bytes of weights, keys and values, verified states and, on a GPU, the layer's buffers.
+
+        The head's own embedding stays on the CPU, since only single rows of it are read.
+        """
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         blocks = (fc_block(spec, eagle3), *layer_blocks(spec, eagle3))
         tensors = [tensor for block in blocks for tensor in block.tensors.values()]
@@ -98,8 +101,10 @@ class HeadCosts:
 
     @property
     def _rows_bytes(self) -> int:
-        """Return the bytes of the rows of a trimmed vocabulary, or of the head's own rows, on the device of the model's
-        head."""
+        """Return the bytes of the head's own rows of the lm_head, or of those for its trimmed vocabulary.
+
+        They are on the device of the model's lm_head.
+        """
         if self.facts.n_draft_tokens == self.spec.vocab_size and not self.facts.has_rows:
             return 0
         shape = (self.facts.n_draft_tokens, self.spec.hidden_size)

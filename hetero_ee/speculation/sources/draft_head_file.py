@@ -1,4 +1,4 @@
-"""Draft heads on disk: config.json and model.safetensors with EAGLE's names, checked before use."""
+"""Draft heads on disk: a config.json and a model.safetensors with EAGLE's tensor names, checked before use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,12 +56,11 @@ _IGNORED = (LAYER + "self_attn.rotary_emb.inv_freq", *IGNORED)  # what the layer
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadFacts:
-    """Facts from a head's config.json, and which tensors it has, known before its weights are read.
+    """Facts from a head's config.json and the header of its tensors, known before its weights are read.
 
-    has_embedding, has_rows: it has its own instead of the model's embedding and rows of the model's head. acceptance:
-    for each position of a draft sequence, the measured chance that its draft is right given that all before it are;
-    empty if not measured. eagle3: None for a head of EAGLE-1 or 2. token_ids: of EAGLE-1 heads with a trimmed
-    vocabulary.
+    has_embedding and has_rows: whether the head has its own embedding and its own rows of the lm_head. acceptance: for
+    each position of a draft sequence, the measured chance that its draft is right given that all before it are; empty
+    if not measured. eagle3: None for a head of EAGLE-1 or 2. token_ids: the trimmed vocabulary of an EAGLE-1 head.
     """
 
     spec: ModelSpec  # of the head's layer
@@ -77,7 +76,7 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
     """Return the facts of the head in `folder`.
 
     Raises:
-        ModelError: if it belongs to another model, or its config.json is invalid.
+        ModelError: if the head belongs to another model, or its config.json is invalid.
         CheckpointError: if its weights can't be read.
     """
     config, where = read_config_file(folder), str(folder)
@@ -116,7 +115,7 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
 
     Raises:
         ModelError: if its configuration doesn't fit.
-        CheckpointError: if files are missing, damaged or pickles, or have other tensors than required.
+        CheckpointError: if files are missing, damaged or pickles, or a tensor is missing or unexpected.
     """
     head = draft_head_facts(folder, model)
     spec, eagle3 = head.spec, head.eagle3
@@ -153,9 +152,9 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
 
 
 def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
-    """Check the head's layer.
+    """Check the shape of the head's layer.
 
-    Raises: ModelError: if the head in `folder` belongs to another model, or a head can't have such a layer.
+    Raises: ModelError: if the head in `folder` belongs to another model, or heads can't have this kind of layer.
     """
     for name, found, expected in (
         ("a vocabulary of", spec.vocab_size, model.vocab_size),
@@ -203,7 +202,7 @@ def _instead(folder: Path) -> str:
 
 
 def head_shapes(spec: ModelSpec, header: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every required tensor and of the optional ones that exist."""
+    """Return the shapes of all required tensors, and of the optional tensors that exist."""
     size, queries, keys = spec.hidden_size, spec.query_size, spec.kv_size
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (queries, size),
@@ -241,7 +240,7 @@ def _check_names(header: dict[str, StoredTensor], shapes: dict[str, tuple[int, .
 
 
 def _by_plain_name(file: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Return the names in the file, and its header, by plain names.
+    """Return two dictionaries by plain name: the names in the file, and its header.
 
     Raises: CheckpointError: if two tensors have the same plain name.
     """
@@ -254,7 +253,7 @@ def _by_plain_name(file: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]
 
 
 def _tensors(file: Path, names: dict[str, str]) -> dict[str, Tensor]:
-    """Return the tensors by plain name, in fp32 except for integers."""
+    """Read the tensors and return them by plain name. All but integers are converted to fp32."""
     get = _opened(file)
     tensors = {plain: get(name) for plain, name in names.items()}
     for name, values in tensors.items():

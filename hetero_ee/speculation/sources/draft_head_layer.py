@@ -1,8 +1,8 @@
-"""A draft head as a list of blocks, on any executor and device.
+"""A draft head as a list of blocks, which run on any executor and device.
 
-EAGLE-1 (arXiv 2401.15077): from the newest token's embedding e and the final normed state h that led to it, x = fc [e;
-h] passes one Llama layer without input norm: x += attention(x), then x += ffn(norm(x)). The result estimates the next
-state h. EAGLE-3: see eagle3.py; its kept states are those after fc.
+EAGLE-1 (arXiv 2401.15077): e is the newest token's embedding, and h is the final normed state that led to the token. x
+= fc [e; h] passes one Llama layer without input norm: x += attention(x), then x += ffn(norm(x)). The result estimates
+the next state h. EAGLE-3: see eagle3.py; its verified states are stored after fc.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,11 @@ EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM, FC_NORM = "embedding_norm", "hidden_norm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftHead:
-    """A head as in its file: fp32 matrices under the names of layer_blocks(spec); FC (d, 2d), optionally with a bias;
-    EMBEDDING (vocab, d) if it differs from the model's; HEAD_ROWS (k, d) if it has its own logits."""
+    """Weights of a head as in its file: fp32 matrices under the names of layer_blocks(spec).
+
+    FC is (d, 2d), optionally with a bias. EMBEDDING (vocab, d) exists if it differs from the model's, and HEAD_ROWS (k,
+    d) if the head has its own logits.
+    """
 
     spec: ModelSpec  # of its one layer
     weights: ModelWeights
@@ -42,7 +45,7 @@ class DraftHead:
 
 
 def layer_blocks(spec: ModelSpec, eagle3: Eagle3 | None = None) -> list[Block]:
-    """Return the attention, without input norm or, for EAGLE-3, with two normed states, and the FFN."""
+    """Return the attention and the FFN. The attention has no input norm; in EAGLE-3 it reads two normed states."""
     attention, ffn = (block for block in decoder_blocks(spec) if block.layer is not None)
     tensors = {short: tensor for short, tensor in attention.tensors.items() if short != "norm"}
     if eagle3 is not None:
@@ -65,7 +68,7 @@ def fc_block(spec: ModelSpec, eagle3: Eagle3 | None = None) -> Block:
 
 
 def _fc_norms(eagle3: Eagle3, size: int) -> dict[str, int]:
-    """Return names and sizes of the norms."""
+    """Return the sizes of the norms in fc, by name."""
     n_seen = len(eagle3.captured)
     if eagle3.fc_norm == NORM_EACH:
         return {f"{FC_NORM}.{number}": size for number in range(n_seen)}
@@ -73,10 +76,14 @@ def _fc_norms(eagle3: Eagle3, size: int) -> dict[str, int]:
 
 
 class DraftHeadLayer:
-    """Computes a head on the CPU or GPU of a machine, where its KV cache is too.
+    """Computes a head on the CPU or GPU of a machine, next to its KV cache.
 
-    executor: of fc_block and layer_blocks on that device. spec: of its one layer. embedding: its own, None for the
-    model's. A token's bits depend only on that token and its sequence.
+    A token's bits depend only on that token and its sequence.
+
+    Args:
+        executor: Runs fc_block and layer_blocks on that device.
+        spec: Spec of the head's one layer.
+        embedding: The head's own embedding; None to use the model's.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class DraftHeadLayer:
         self._works = DraftHeadWorks(spec, eagle3)
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        """Return the next states, (m, d) fp32 on its device, from the tokens' embeddings and the states before them."""
+        """Return the next states (m, d), fp32 on the head's device, from embeddings and last states, both (m, d)."""
         self.cache.admit(batch)
         here, ready = self._moved("verified states", states)
         entered, entered_ready = self._moved("draft embedding", embedded)
@@ -112,13 +119,13 @@ class DraftHeadLayer:
         return self._run(self._works.guess(batch), compute, (*ready, *entered_ready))
 
     def _joined(self, embedded: Tensor, states: Tensor, batch: Batch) -> tuple[Tensor, Batch, list[Block]]:
-        """Return the input of the remaining blocks; for EAGLE-1 these are all blocks."""
+        """Return the input of an EAGLE-1 head's blocks: fc of the embeddings and the states."""
         return self._executor.linear(torch.cat([embedded, states], 1), FC), batch, self._blocks
 
     def _attended(
         self, eagle3: Eagle3, embedded: Tensor, states: Tensor, batch: Batch
     ) -> tuple[Tensor, Batch, list[Block]]:
-        """Return the input of the remaining blocks after the attention of EAGLE-3."""
+        """Run the attention of EAGLE-3 and return the input of the remaining block."""
         executor, (attention, ffn) = self._executor, self._blocks
         normed = executor.normed(states, HIDDEN_NORM)
         x = torch.cat([executor.normed(embedded, EMBEDDING_NORM), normed], 1)
@@ -126,14 +133,15 @@ class DraftHeadLayer:
         return (normed if eagle3.norm_before_residual else states) + mixed, batch, [ffn]
 
     def normed(self, state: Tensor) -> Tensor:
-        """Return the normed state for logits, from a state (1, d) of `guess`."""
+        """Return the normed state, from which logits are computed, of a state (1, d) of `guess`."""
         if self._eagle3 is None or self._eagle3.norm_output:
             return state
         return self.on_device(lambda: self._marked(self._executor.normed(state, HEAD_NORM)))
 
     def keep(self, normed: Tensor, captured: Sequence[Tensor], put: Callable[[int, Tensor], None]) -> None:
-        """Call `put` with the first row and the kept states of verified tokens, (m, d) on its device: the final normed
-        states, or fc of the captured ones.
+        """Call `put` with states of verified tokens, (m, d) on the head's device, and the number of their first row.
+
+        The states are the final normed states, or fc of the captured ones for EAGLE-3.
 
         Raises: ValueError: if captured states are missing.
         """
@@ -153,7 +161,7 @@ class DraftHeadLayer:
     def _put_fused(
         self, eagle3: Eagle3, parts: Sequence[Tensor], first: int, put: Callable[[int, Tensor], None]
     ) -> None:
-        """Put fc of captured states, each (m, d)."""
+        """Call `put` with fc of the captured states, each (m, d)."""
         executor, fc_norm = self._executor, eagle3.fc_norm
         if fc_norm == NORM_EACH:
             parts = [executor.normed(part, f"{FC_NORM}.{number}") for number, part in enumerate(parts)]
@@ -162,7 +170,7 @@ class DraftHeadLayer:
         put(first, self._marked(executor.linear(x, FC)))
 
     def _gathered(self, states: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Event, ...]]:
-        """Return states (m, d) on its device; those of the other device are transferred together."""
+        """Move states (m, d) to the head's device. Those of the other device are transferred together."""
         copier, found = self._machine.copier, list(states)
         far = [number for number, each in enumerate(states) if copier.is_on_gpu(each) != self._on_gpu]
         if not far:
@@ -175,19 +183,19 @@ class DraftHeadLayer:
         return found, ready
 
     def _marked(self, x: Tensor) -> Tensor:
-        """Return x as a tensor of the device that computed it."""
+        """Return x as a tensor of the device that has computed it."""
         return self._machine.copier.to_gpu(x) if self._on_gpu else x
 
     def on_device(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return compute(), run on its device. Raises: DeviceMemoryError: if the result doesn't fit."""
+        """Run `compute` on the head's device. Raises: DeviceMemoryError: if the result doesn't fit."""
         return self._run([], compute)
 
     def embed(self, token_ids: list[int]) -> Tensor | None:
-        """Return (m, d) from the head's own embedding, which stays on the CPU, or None if it has none."""
+        """Return embeddings (m, d) from the head's own embedding on the CPU, or None if the head has none."""
         return None if self._embedding is None else self._embedding.rows(torch.tensor(token_ids))
 
     def warm_up(self, embedded: Tensor) -> None:
-        """Compute one token, embedded as (1, d), so that memory runs out now or not at all."""
+        """Compute one token from its embedding (1, d), so that a lack of memory shows before the first request."""
         sequence = self.cache.open_new()
         try:
             row, _ = self._moved("draft embedding", embedded)
@@ -204,7 +212,7 @@ class DraftHeadLayer:
 
 
 class DraftHeadWorks:
-    """Describes what a draft head computes, in 4 bits, to the device that runs it."""
+    """Descriptions of a 4-bit draft head's work, for the device that runs or emulates it."""
 
     def __init__(self, spec: ModelSpec, eagle3: Eagle3 | None) -> None:
         self._blocks, self._is_eagle1 = layer_blocks(spec, eagle3), eagle3 is None
@@ -213,7 +221,7 @@ class DraftHeadWorks:
         self._fc = Product("int4", spec.hidden_size, n_states * spec.hidden_size)
 
     def guess(self, batch: Batch) -> list[Work]:
-        """Return the work of one guess per token: the layer and, for EAGLE-1, fc."""
+        """Return the work of one guess for each token: the layer and, for EAGLE-1, fc."""
         attention, ffn = self._works.through(self._blocks, batch)
         fc = (self._fc,) if self._is_eagle1 else ()
         return [

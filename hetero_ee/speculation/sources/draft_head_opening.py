@@ -1,4 +1,4 @@
-"""Opens a draft head: chooses its code and its device on the machine that runs the model now."""
+"""Opens a draft head: chooses its code and its device on the machine that runs the model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,9 +40,11 @@ Running = Callable[[], PlannedExecutor]
 
 
 class DraftHeadOpener:
-    """The head's layer on the machine that runs the model now; reopened after a change of plan.
+    """Opens the head's layer on the machine that runs the model, and reopens it after a change of plan.
 
-    weights: see head_weights. warn: called for each plan that leaves no memory for the head.
+    Args:
+        weights: The weights from head_weights.
+        warn: Called for each plan that leaves no memory for the head.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class DraftHeadOpener:
         return self._layer
 
     def open(self) -> None:
-        """Open the layer on the machine that runs now.
+        """Open the layer on the machine that runs the model now.
 
         Raises: DeviceMemoryError: if the memory that the plan reserves for it is not available.
         """
@@ -84,7 +86,7 @@ class DraftHeadOpener:
         return None if self._running is None else self._running()
 
     def _opened(self, running: PlannedExecutor | None) -> DraftHeadLayer | None:
-        """Return the layer, or None if the model changed its plan when asked for an embedding."""
+        """Return the layer, or None if the model changed its plan while it computed an embedding."""
         machine = self._host if running is None else running.machine
         on_gpu = running is not None and running.plan.draft_device == GPU
         embedding = self._weights.matrices.get(EMBEDDING)
@@ -116,8 +118,8 @@ def open_draft_head(
     """Return a source of drafts for the target's model from the head in `folder`.
 
     Args:
-        running: Runs the target's plan now, if there is one. Its machine charges drafting, and its GPU has the head if
-            the plan says so.
+        running: Returns the machine that runs the target's plan; None without a plan. Drafting counts as work of that
+            machine, and its GPU holds the head if the plan says so.
         warn: See DraftHeadSource and DraftHeadOpener.
 
     Raises:
@@ -135,15 +137,18 @@ def open_draft_head(
 
 
 def head_parts(head: DraftHead, target: Executor) -> tuple[ModelWeights, DraftVocabulary | None]:
-    """Return the head's weights for the target's kind of code, and its vocabulary, None for the model's."""
+    """Return the head's weights in the target's format, and its vocabulary, None for the model's."""
     weights = head_weights(head, compiled=target.weights.quantizer != UNQUANTIZED)
     rows = weights.matrices.pop(HEAD_ROWS, None)
     return weights, None if head.draft_token_ids is None else draft_vocabulary(target, head.draft_token_ids, rows)
 
 
 def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool) -> ModelWeights:
-    """Return the head's weights. `compiled`: in tiles, for the CPU kernels and the GPU; the embedding and rows of the
-    head are then int8 as the model's, the rest is quantized by `quantizer`."""
+    """Return the head's weights, all quantized by `quantizer` unless they are compiled.
+
+    Compiled weights are tiles for the CPU kernels and the GPU. Their embedding and rows of the lm_head are int8 as in
+    the model, and `quantizer` quantizes the rest.
+    """
     if not compiled:
         return ModelWeights(dict(head.weights.matrices), head.weights.vectors)
     tiles: dict[str, Weight] = {
@@ -154,7 +159,7 @@ def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compile
 
 
 def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "ThreadPool | None") -> HostExecutor:
-    """Return an executor of these weights on the CPU. `pool`: threads for weights in tiles, None for plain torch."""
+    """Return an executor of these weights on the CPU. `pool` has the threads for tiles; it is None for plain torch."""
     cache = host_cache(spec, max_tokens, BESIDE_KV_TYPE)
     if pool is None:
         return ReferenceExecutor(spec, expanded(weights), max_tokens, cache=cache)
@@ -165,7 +170,7 @@ def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "
 
 @torch.inference_mode()
 def draft_vocabulary(target: Executor, token_ids: Tensor, rows: Weight | None = None) -> DraftVocabulary:
-    """Return a head that scores only these tokens with these rows, by default the model's."""
+    """Return the vocabulary of a head that scores only these tokens, by its own rows of the lm_head or the model's."""
     if rows is not None:
         return DraftVocabulary(rows, token_ids)
     matrix = target.weights.matrices[target.blocks[-1].tensors["tokens"].name]

@@ -1,9 +1,9 @@
 """EAGLE-3 heads (arXiv 2503.01840): their config.json and the tensors of their files, in the publishers' dialects.
 
-The head sees the model's states before a few of its layers, concatenated: g = fc [low; middle; high]. One layer follows
-whose attention reads [norm(embedding); norm(g)] and is added to g, or to its norm. The result replaces g for the next
-draft; its norm, times a head of a draft vocabulary, gives the logits. EAGLE-3.1 norms the inputs of fc and starts the
-next draft with the normed state.
+The head reads the model's states before a few layers, concatenated: g = fc [low; middle; high]. One layer follows. Its
+attention reads [norm(embedding); norm(g)], and its output is added to g, or to norm(g). The result replaces g for the
+next draft. Its norm, multiplied by the lm_head of a draft vocabulary, gives the logits. EAGLE-3.1 norms the inputs of
+fc and starts the next draft with the normed state.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ NORMS = {"embedding": f"{LAYER}input_layernorm.weight", "hidden": HIDDEN_NORM, "
 
 @dataclass(frozen=True, slots=True)
 class Eagle3:
-    """Properties of an EAGLE-3 head. captured: layers of the model before which it sees states, ascending."""
+    """Properties of an EAGLE-3 head. It reads the model's states before the layers in `captured`, which ascend."""
 
     captured: tuple[int, ...]
     norm_before_residual: bool = False  # the attention is added to the normed g
@@ -48,19 +48,19 @@ class Eagle3:
 
 
 def default_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the captured layers if config.json names none."""
+    """Return the captured layers of heads whose config.json names none."""
     return tuple(sorted({min(2, n_layers - 1), n_layers // 2, max(0, n_layers - 3)}))
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Return whether this config.json is an EAGLE-3 head's. Only their draft vocabulary reveals SafeAILab's."""
+    """Return whether this config.json is an EAGLE-3 head's. Only the draft vocabulary identifies SafeAILab's heads."""
     return _architecture(config) in (*OUTPUT_IDS, *INPUT_IDS, *NESTED) or DRAFT_VOCABULARY in config
 
 
 def layer_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of the head's layer as those of a Llama model with one layer.
+    """Return the head's layer as the configuration of a Llama model with one layer.
 
-    Raises: ModelError: if they are invalid.
+    Raises: ModelError: if a field is invalid.
     """
     if _architecture(config) not in NESTED:
         return dict(config) | PLAIN
@@ -88,7 +88,7 @@ def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Eagle3:
 
 
 def draft_vocabulary_size(config: Mapping[str, Any], vocab_size: int, where: str) -> int:
-    """Return how many of the model's tokens the head drafts. Raises: ModelError: if config.json is invalid."""
+    """Return the number of tokens that the head can draft. Raises: ModelError: if config.json is invalid."""
     return Fields(config, where).integer(DRAFT_VOCABULARY, vocab_size, largest=vocab_size)
 
 
@@ -118,8 +118,7 @@ def plain_name(name: str) -> str:
 def eagle3_shapes(
     spec: ModelSpec, eagle3: Eagle3, n_draft_tokens: int, layer: Mapping[str, tuple[int, ...]], *, has_head: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all required tensors by name. `layer`: shapes of a layer whose attention reads states of
-    this size."""
+    """Return the shapes of all required tensors by name. `layer` has those of the head's layer as a Llama layer."""
     size, n_seen = spec.hidden_size, len(eagle3.captured)
     shapes = dict(layer) | {"fc.weight": (size, n_seen * size)} | dict.fromkeys(NORMS.values(), (size,))
     for part in "qkv":
@@ -137,7 +136,7 @@ def eagle3_shapes(
 
 
 def eagle3_vectors(eagle3: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the norms by the engine's names. Norms of several states are concatenated, as the states are."""
+    """Return the norms by the engine's names. Norms of several states are concatenated like the states."""
     found = {f"{short}_norm": tensors[name] for short, name in NORMS.items()}
     if eagle3.fc_norm == NORM_ALL:
         found["fc_norm"] = tensors["input_norm.weight"]
@@ -148,7 +147,9 @@ def eagle3_vectors(eagle3: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def draft_rows(tensors: Mapping[str, Tensor], vocab_size: int, file: Path) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the head's own rows as HEAD_ROWS and their tokens, ascending; nothing if it has none.
+    """Return the head's own rows of the lm_head as HEAD_ROWS, and their token ids in ascending order.
+
+    Returns: An empty dictionary and None if the head has no own rows.
 
     Raises: CheckpointError: if d2t names tokens that the model lacks, or one twice.
     """

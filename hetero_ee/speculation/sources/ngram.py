@@ -1,7 +1,7 @@
-"""NgramSource: drafts the tokens that followed an earlier occurrence of the last tokens in the same text.
+"""Drafts the tokens that followed an earlier occurrence of the last tokens in the same sequence.
 
-Prompt lookup decoding with decreasing n-gram sizes. Such drafts cost nothing and are right if a text repeats its prompt
-or itself.
+This is prompt lookup decoding with decreasing n-gram sizes. Its drafts cost no computation, and are right if a sequence
+repeats its prompt or itself.
 """
 
 import itertools
@@ -18,7 +18,7 @@ PRIOR_ORDER = 4.0  # order of which one in two is believed to be right: low, as 
 
 
 class NgramSource:
-    """A free DraftSource. It prefers longer n-grams, then newer ones. Memory grows with the open sequences."""
+    """A free DraftSource. It prefers longer n-grams, then newer ones. Its memory grows with the open sequences."""
 
     name = "n-grams"
     is_free = True
@@ -29,8 +29,11 @@ class NgramSource:
         self._precision = MatchPrecision()
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """See DraftSource.drafts. Yields what followed the newest match of the longest n-gram, repeated past the text's
-        end. Each token's chance is how often matches of that length were right; the match grows with each token."""
+        """See DraftSource.drafts. Yields the tokens after the newest match of the longest n-gram.
+
+        At the end of the sequence, the drafted tokens continue the match. A draft's chance is how often matches of its
+        length were right; the match grows by one with each draft.
+        """
         text = self._texts.setdefault(sequence, _Text())
         text.become(token_ids)
         found = text.longest_match()
@@ -69,29 +72,27 @@ class NgramSource:
 
 
 class MatchPrecision:
-    """How often the token after a repeated n-gram equals the earlier one, by the match's length, up to MAX_ORDER.
+    """Share of right drafts by the length of the n-gram match, up to MAX_ORDER.
 
-    It starts at n / (n + PRIOR_ORDER) for n tokens.
+    The share for n tokens starts at n / (n + PRIOR_ORDER).
     """
 
     def __init__(self) -> None:
         self._chances = LearnedChances([order / (order + PRIOR_ORDER) for order in range(1, MAX_ORDER + 1)])
 
     def add(self, order: int, was_right: bool) -> None:
-        """Count whether the token after a match of this length was right."""
         self._chances.add(order - 1, was_right)
 
     def chance(self, order: int) -> float:
-        """Return the chance that the token after such a match is right."""
         return self._chances.of(min(order, MAX_ORDER) - 1)
 
 
 class _Text:
-    """A growing text with the last position of each of its n-grams, and exact rollback.
+    """A growing token sequence with the last position of each of its n-grams, and exact rollback.
 
-    For each order, a table from n-gram to the newest position after one, and for each position the previous one of the
-    same n-gram: the chains of LZ77 encoders. Appending and undoing cost O(MAX_ORDER) per token, whatever the length. If
-    Ctrl-C interrupts a change, the next change rebuilds the tables from the tokens.
+    For each order, a table maps an n-gram to the newest position after it. Another gives, for each position, the
+    previous one after the same n-gram: the chains of LZ77 encoders. Appending and undoing cost O(MAX_ORDER) per token,
+    whatever the length. If Ctrl-C interrupts a change, the next change rebuilds the tables from the tokens.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class _Text:
         self._is_changing = False
 
     def longest_match(self) -> tuple[int, int] | None:
-        """Return the order of the longest ending n-gram that occurred before, and the newest position after it."""
+        """Find the longest final n-gram that occurred before. Return its order and the newest position after it."""
         keys = self._last_keys()
         for order in range(len(keys), 0, -1):
             position = self._newest[order - 1].get(keys[order - 1])
@@ -111,7 +112,7 @@ class _Text:
         return None
 
     def become(self, token_ids: Sequence[int]) -> None:
-        """Change the text to these tokens. Verified tokens are equal."""
+        """Change the sequence to these tokens. Verified tokens must be equal; they are not compared."""
         if len(token_ids) < self.n_verified:
             raise ValueError(f"{len(token_ids)} tokens of a sequence of which {self.n_verified} are verified")
         position = self.n_verified

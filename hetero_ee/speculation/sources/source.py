@@ -1,4 +1,4 @@
-"""DraftSource: proposes tokens without the model's layers. A new one is one file here and a line in opening.py."""
+"""Draft sources, which propose tokens without running the model's layers; opening.py lists them."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol
@@ -12,44 +12,48 @@ Choose = Callable[[Tensor, DraftEnd, Sequence[int]], Drafted]
 
 
 class Draft(NamedTuple):
-    """A token that may come next if those before it are right."""
+    """A drafted token and its confidence."""
 
     token_id: int
     confidence: float  # of a free source the chance that it is right; else what tells sure drafts from unsure ones
 
 
 class DraftSource(Protocol):
-    """Proposes drafts for sequences of the KV cache. `observe` receives every position once it is verified."""
+    """Source of drafts for sequences of the KV cache. `observe` receives every position once it is verified."""
 
     @property
     def name(self) -> str:
-        """The origin of its drafts, in statistics and reports."""
+        """Name of the source, shown as the origin of its drafts in statistics and reports."""
 
     @property
     def is_free(self) -> bool:
-        """Whether drafts cost only their tokens in the verification, like those of a lookup."""
+        """Whether a draft costs nothing except its verification, as with an n-gram lookup."""
 
     @property
     def draft_s(self) -> float:
-        """Seconds to compute one draft."""
+        """Seconds that computing one draft needs."""
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
         """Yield the tokens that may follow token_ids, each computed on demand.
 
-        token_ids: the sequence from position 0 on, including unverified drafts. Closing the iterator drops their state.
+        Closing the iterator drops the drafts' state.
+
+        Args:
+            token_ids: The sequence from position 0 on, including unverified drafts.
         """
 
     def observe(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """Receive verified tokens from first_position on, with their final normed hidden states (m, hidden) and the
-        captured states."""
+        """Receive verified tokens from first_position on, their final normed states (m, hidden) and captured states."""
 
     def read_prompt(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """Receive the next chunk of a prompt like `observe`, and do all work for its tokens now, so that it counts as
-        prompt time."""
+        """Receive the next chunk of a prompt, like `observe`.
+
+        All work for its tokens happens during the call, so that it counts as prompt time.
+        """
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget every position from `length` on."""

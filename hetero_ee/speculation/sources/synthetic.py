@@ -1,8 +1,8 @@
-"""SyntheticSource: drafts with a given acceptance at the cost of a draft head. For benchmarks.
+"""Synthetic drafts with a given acceptance at the cost of a real draft head, for benchmarks.
 
 A head's training and the text decide which drafts are right, but not what they cost. So a head with any weights
-computes every draft, and the result is replaced: by the text's next token as often as the rates say, else by another.
-Everything else, verification included, is computed and timed as usual.
+computes every draft. Its result is then replaced: by the sequence's next token as often as the rates say, else by
+another token. Everything else, including verification, is computed and timed as usual.
 """
 
 import json
@@ -50,10 +50,12 @@ def write_synthetic_head(folder: Path, model: ModelSpec, rates: DraftRates, own:
 
 
 def synthetic(drafting: Drafting, text: Sequence[int], rates: DraftRates, vocab_size: int) -> Drafting:
-    """Return the drafting with only its draft head's drafts, replaced. `text`: the tokens that the model is going to
-    generate, from the sequence's first.
+    """Return the drafting with only its draft head, whose drafts are replaced by synthetic ones.
 
-    Raises: UsageError: if no draft head drafts.
+    Args:
+        text: All tokens of the sequence, including those that the model is going to generate.
+
+    Raises: UsageError: if the drafting has no draft head.
     """
     heads = [source for source in drafting.sources if not source.is_free]
     if not heads:
@@ -63,7 +65,7 @@ def synthetic(drafting: Drafting, text: Sequence[int], rates: DraftRates, vocab_
 
 
 class SyntheticSource:
-    """A DraftSource with the computed drafts of `inner`, right or wrong as drawn. Their confidence is the rate."""
+    """A DraftSource that randomly makes the drafts of `inner` right or wrong. Their confidence is the rate."""
 
     is_free = False
 
