@@ -1,6 +1,6 @@
-"""hetero_ee: large language models on a PC whose GPU memory is too small for them.
+"""hetero_ee: runs large language models on a PC whose GPU memory is too small for them.
 
-Names are resolved on first use, so that `import hetero_ee` costs nothing.
+Names are imported on first use, so that `import hetero_ee` costs nothing.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""CalibratingEngine: the calibrations of a model, which its store keeps for the next time the model is opened."""
+"""The part of an engine that calibrates its model and stores the results next to the model's store."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class CalibratingEngine(ABC):
 
     @abstractmethod
     def _ending(self, executor: Executor) -> Ending:
-        """Return when texts end."""
+        """Return the conditions that end texts."""
 
     def calibrate(
         self,
@@ -52,16 +52,15 @@ class CalibratingEngine(ABC):
     ) -> CalibrationOutcome:
         """Measure and fit this model's early exits, and write the calibration next to its store.
 
-        A calibration that exists already is returned as it is. A new one takes minutes; if interrupted, the next call
-        resumes it. This engine keeps running as it was opened. The next one drafts by the calibration if that is
-        faster.
+        An existing calibration is returned unchanged. A new one takes minutes; if interrupted, the next call resumes
+        it. This engine keeps running as it was opened. The next engine drafts with the calibration if that is faster.
 
         Args:
             request: What to calibrate. The keywords below change its fields.
             texts: Texts to calibrate on; None for the model's own.
-            tokens: Tokens of them to use.
+            tokens: Number of their tokens to use.
             force: True calibrates even if there is a calibration.
-            certify: True also certifies the exits, for mode "certified", unless that was done already.
+            certify: True also certifies the exits, for mode "certified", unless they are certified already.
 
         Raises:
             UsageError: if a value is impossible, there is too little text, or the weights are fp32.
@@ -75,9 +74,9 @@ class CalibratingEngine(ABC):
     def calibrate_sparsity(
         self, request: CalibrationRequest | None = None, progress: Progress | None = None, target: float | None = None
     ) -> SparsityOutcome:
-        """Measure which FFN neurons this model can do without, and keep that next to its store, for `sparsity`.
+        """Measure which FFN neurons this model can skip, and write the result next to its store, for `sparsity`.
 
-        The model has to be opened with sparsity="dense". Results that exist already are returned as they are.
+        The model has to be opened with sparsity="dense". Existing results are returned unchanged.
 
         Args:
             request: As in `calibrate`.
@@ -91,13 +90,13 @@ class CalibratingEngine(ABC):
     def calibrate_predictor(
         self, request: CalibrationRequest | None = None, progress: Progress | None = None
     ) -> PredictorOutcome:
-        """Fit the predictor of this model's active neurons, and keep it next to its store, for sparsity="predicted".
+        """Fit the predictor of this model's active neurons, and write it next to its store, for sparsity="predicted".
 
-        The model needs ReLU and has to be opened with sparsity="unpredicted". A predictor that exists already is
-        returned as it is.
+        The model needs ReLU and has to be opened with sparsity="unpredicted". An existing predictor is returned
+        unchanged.
 
         Args:
-            request: As in `calibrate`; None for 16,384 tokens of the model's own.
+            request: As in `calibrate`; None for 16,384 tokens of the model's own text.
 
         Raises: HeteroError: as `calibrate` does.
         """

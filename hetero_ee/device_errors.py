@@ -1,4 +1,4 @@
-"""Classifies errors of torch, Triton and the GPU's driver: out of memory, a failing device, or neither."""
+"""Classifies errors of torch, Triton and the GPU driver: out of memory, a failing device, or neither."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ WAYS_OUT = {
 def driver_errors(
     purpose: str, free_bytes: Callable[[], int], *, device: str = "gpu", n_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turn the driver's errors inside the block into DeviceMemoryError or DeviceLostError.
+    """Turn driver errors inside the block into DeviceMemoryError or DeviceLostError.
 
     Args:
         purpose: The work inside the block, for messages.
-        device: The device whose memory may run out, with free_bytes free.
+        device: The device that may run out of memory, with free_bytes free.
         n_bytes: The requested bytes, or None if only torch knows them.
     """
     try:
@@ -45,7 +45,7 @@ def _is_of_driver(error: RuntimeError) -> bool:
 
 
 def _asked_bytes(error: RuntimeError) -> int | None:
-    """Return the requested bytes from torch's own message."""
+    """Return the requested bytes from torch's error message."""
     found = ASKED.search(str(error))
     return round(float(found[1]) * UNITS[found[2]]) if found else None
 
@@ -65,7 +65,7 @@ def _lost(purpose: str, error: RuntimeError) -> DeviceLostError:
 
 
 def memory_error(device: str, purpose: str, n_bytes: int | None, free_bytes: int) -> DeviceMemoryError:
-    """Return the error for a device without n_bytes for `purpose`; None if their number is unknown."""
+    """Return the error for a device without n_bytes (None if unknown) for `purpose`."""
     free = f"{max(free_bytes, 0) / MIB:.1f} MiB"
     asked = f"more on the {device.upper()} than the {free} that are free"
     if n_bytes is not None:

@@ -1,4 +1,4 @@
-"""Engine: a model that generates text. It connects the other modules and does no maths itself."""
+"""The engine: a model that generates text. It connects the other modules and does no maths itself."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ from hetero_ee.weights.store.library import model_folder
 class Engine(CalibratingEngine):
     """A loaded model. Use it as a context manager, or call close().
 
-    Several threads or tasks may generate texts: these alternate, token by token. Everything else is for one thread.
+    Several threads or tasks may generate texts, which alternate token by token. All other methods are for one thread.
     """
 
     def __init__(self, model: OpenModel, progress: Progress | None = None) -> None:
@@ -127,12 +127,12 @@ class Engine(CalibratingEngine):
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of prompt and output together. It grows on demand, if it can."""
+        """Maximum number of tokens of prompt and output together. It grows on demand, if it can."""
         return self.executor.cache.max_tokens
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that runs, after any change for lack of memory; None if nothing was planned."""
+        """The current plan, including changes for lack of memory; None if the engine was opened without a plan."""
         if self._opened is None:
             return None
         running: Plan = getattr(self.executor, "plan", self._opened.plan)
@@ -157,49 +157,47 @@ class Engine(CalibratingEngine):
 
     @property
     def traffic(self) -> TextTraffic | None:
-        """Bytes that the latest call or reply moved; None on the CPU without traces."""
+        """Bytes that the latest call or reply moved; None if the CPU runs everything without traces."""
         return self._meter.traffic(self.executor)
 
     @property
     def neuron_share(self) -> float | None:
-        """Average share of FFN neurons that the latest call's generated tokens used; None if FFNs are dense."""
+        """Mean share of FFN neurons that the latest call's generated tokens used; None if FFNs are dense."""
         shares = self._meter.neuron_shares(self.executor)
         return None if shares is None else shares[0]
 
     @property
     def predicted_share(self) -> float | None:
-        """Average share of FFN neurons whose gate was computed; None without a predictor."""
+        """Mean share of FFN neurons whose gate was computed in the latest call; None without a predictor."""
         shares = self._meter.neuron_shares(self.executor) if self.spec.predictor_rank else None
         return None if shares is None else shares[1]
 
     @property
     def spans(self) -> list[Span]:
-        """Work of devices and links over time, on an emulated machine or with traces; see `write_trace`."""
+        """Work of devices and links over time, recorded on an emulated machine or with traces; see `write_trace`."""
         return [] if self._opened is None else self._opened.spans()
 
     @property
     def plan_request(self) -> PlanRequest | None:
-        """The request that the plan was made from: profile, limits and statistics. None if nothing was planned."""
+        """The profile, limits and statistics that the plan was made from; None if there is no plan."""
         return None if self._opened is None else self._opened.request
 
     @property
     def drafting(self) -> Drafting | None:
-        """Drafts of exact mode, for measurements; None in full mode."""
+        """The drafting of exact mode, for measurements; None in full mode."""
         return self._drafting
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
         return self._tokenizer.chat_template is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
         return self._tokenizer
 
     @property
     def draft_origin(self) -> str:
-        """Where drafts come from, in a few words; empty in full mode."""
+        """Short description of where drafts come from; empty in full mode."""
         return "" if self._drafting is None else self._drafting.origin
 
     def stream(
@@ -207,7 +205,7 @@ class Engine(CalibratingEngine):
     ) -> Generator[GeneratedToken]:
         """Yield each token as it is generated. Arguments are those of `generate`, for one prompt.
 
-        The prompt is checked at the call. Closing the iterator early frees its memory.
+        The prompt is checked immediately. Closing the iterator early frees its memory.
 
         Raises:
             UsageError: if the prompt or an option is impossible.
@@ -219,7 +217,7 @@ class Engine(CalibratingEngine):
     def astream(
         self, prompt: Prompt, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
     ) -> AsyncTokens:
-        """Yield tokens for asyncio: `async for token in engine.astream(...)`. Cancelling the task ends the text."""
+        """Yield tokens for asyncio: `async for token in engine.astream(...)`. Cancelling the task ends the request."""
         params, stop = self._params(sampling, changes), threading.Event()
         return AsyncTokens(self._tokens([self._prompt_ids(prompt)], params, stop), stop)
 
@@ -236,12 +234,12 @@ class Engine(CalibratingEngine):
     def generate(
         self, prompt: Prompt | PromptList, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
     ) -> GenerationResult | list[GenerationResult]:
-        """Return the whole text for one prompt, or a list of texts for several, which are generated together.
+        """Return the generated text for one prompt, or a list of texts for several, which are generated together.
 
-        A greedy text is the same as if its prompt were alone. Sampled, each prompt has noise of its own, by its index.
+        A greedy text does not depend on the other prompts. When sampling, each prompt has its own noise, by its index.
 
         Args:
-            prompt: Request or a list of token ids, or a list of such prompts.
+            prompt: Text or a list of token ids, or a list of such prompts.
             sampling: SamplingParams, a dictionary or a GenerationConfig; None for the model's own.
             changes: Sampling options to change, as in generate("...", temperature=0.8).
 
@@ -264,7 +262,7 @@ class Engine(CalibratingEngine):
         chat_template: str | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Conversation:
-        """Start a conversation. Close it like the engine, or with it.
+        """Start a conversation. Closing the conversation or the engine ends it.
 
         Args:
             system: Instructions before the first message.
@@ -290,15 +288,15 @@ class Engine(CalibratingEngine):
     def loop(self, someone_waits: Callable[[], bool] = lambda: False) -> DecodingLoop:
         """Start a decoding loop, for servers: sequences join and leave while others run.
 
-        In full and exact mode they share passes. In an early-exit mode each advances by itself, since some policies
-        decide by what all sequences of a pass are. `someone_waits`: see `DecodingLoop`.
+        In full and exact mode, sequences share passes. In an early-exit mode, each sequence has passes of its own,
+        since some policies decide by all sequences of a pass. For `someone_waits`, see `DecodingLoop`.
         """
         exits = self.exits
         mode = self._new_mode() if exits is None else SeparateModes(lambda: self._early_exit_mode(exits))
         return DecodingLoop(self._decoding(), mode, someone_waits)
 
     def close_sequence(self, sequence: int) -> None:
-        """Free a sequence of the KV cache, and what drafting keeps of it."""
+        """Free a sequence of the KV cache, and the memory that drafting needs for it."""
         self.executor.cache.close(sequence)
         for drafting in (self.drafting, self.exits):
             if drafting is not None:
@@ -321,17 +319,17 @@ class Engine(CalibratingEngine):
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a text found that the weights' file had been overwritten. The model must be opened again."""
+        """Whether the weights' file was found to be overwritten. The model must then be opened again."""
         return self._watch is not None and self._watch.damage is not None
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of `text` as a prompt."""
+        """Return the number of tokens of `text` when used as a prompt."""
         if not isinstance(text, str):
             raise UsageError(f"text is {shown(text)}; expected a string.")
         return len(self._tokenizer.encode(text))
 
     def close(self) -> None:
-        """Free the weights, and end the threads, every conversation and every text. Closing twice does nothing."""
+        """Free the weights, and end all threads, conversations and requests. Closing twice does nothing."""
         for conversation in list(self._conversations):
             conversation.close()
         self._turns.close()
@@ -348,9 +346,9 @@ class Engine(CalibratingEngine):
     def _tokens(
         self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER
     ) -> Generator[GeneratedToken]:
-        """Yield tokens in the plan's mode. `stop` ends the sequences, even while a prompt is read.
+        """Yield tokens in the plan's mode. `stop` ends the sequences, even during prefill.
 
-        Raises a HeteroError if the weights' file was written to, before the sequences or at their ends.
+        Raises HeteroError if the weights' file was changed before a sequence started or ended.
         """
         loop = DecodingLoop(self._decoding(), self._new_mode())
         return self._turns.taking(loop.generate(prompts, params, stop, self._meter), stop)
@@ -361,7 +359,7 @@ class Engine(CalibratingEngine):
         return Decoding(executor, lambda: self._ending(executor), *others)
 
     def _new_mode(self) -> Mode:
-        """Make the plan's mode, with statistics that start at zero."""
+        """Return a new mode as planned, with all statistics at zero."""
         if self.exits is not None:
             self._exit_counts = ExitCounts()
             return self._early_exit_mode(self.exits)
@@ -394,7 +392,7 @@ class Engine(CalibratingEngine):
 
     @property
     def executor(self) -> Executor:
-        """The executor that runs the model, for measurements. Raises HeteroError if the engine is closed."""
+        """The executor that runs the model, for measurements. Raises: HeteroError: if the engine is closed."""
         if self._executor is None:
             raise HeteroError(CLOSED)
         return self._executor

@@ -1,4 +1,5 @@
-"""All errors that the engine raises on purpose: one sentence that names the thing, the number and the way out."""
+"""All errors that the engine raises on purpose. Each message is one sentence with the thing, the number and the way
+out."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,11 +9,11 @@ from hetero_ee_profiles.errors import UsageError as UsageError
 
 
 class ModelError(HeteroError):
-    """A model can't be used: folder, configuration, architecture or tokenizer."""
+    """A model's folder, configuration, architecture or tokenizer can't be used."""
 
 
 class CheckpointError(ModelError):
-    """Weight files are missing, damaged, unsafe, or don't hold the tensors that the configuration promises."""
+    """Weight files are missing, damaged or unsafe, or lack tensors that the configuration requires."""
 
 
 class StoreError(HeteroError):
@@ -20,19 +21,19 @@ class StoreError(HeteroError):
 
 
 class DamagedStoreError(StoreError):
-    """A store's content is wrong: a checksum, a size, a value, a field of the manifest."""
+    """A store has a wrong checksum, size, value or field of its manifest."""
 
 
 class DiskFullError(StoreError):
-    """A disk has too little space, found before or during writing; nothing half-written is left."""
+    """A disk has too little space, found before or during writing. Partly written files are removed."""
 
 
 class GrammarError(HeteroError):
-    """A text can't be held to its grammar any more, since that needs too much time or memory, or leaves no token."""
+    """A grammar can't be enforced any more: it needs too much time or memory, or allows no token."""
 
 
 class DeviceMemoryError(HeteroError):
-    """A device has too little free memory; its content is unchanged. device: "cpu" or "gpu"."""
+    """A device ("cpu" or "gpu") has too little free memory. The data on it is unchanged."""
 
     def __init__(self, message: str, device: str = "gpu") -> None:
         super().__init__(message)
@@ -40,11 +41,11 @@ class DeviceMemoryError(HeteroError):
 
 
 class DeviceLostError(HeteroError):
-    """A device reports an error that no later work on it will survive: a fault, a reset, a removed card."""
+    """A device has failed for good: by a fault, a reset or removal of the card. No later work on it can succeed."""
 
 
 def shown(value: object) -> str:
-    """Return an external value as messages quote it, shortened."""
+    """Return an external value, shortened, as it is quoted in messages."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to write out integers of more than 4300 digits
@@ -53,7 +54,7 @@ def shown(value: object) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: a similar known name, else all known names."""
+    """Return the end of a message about an unknown name: a similar known name, else all known names."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."

@@ -1,4 +1,4 @@
-"""Opening of a model: its files, its plan, the executor that runs it, and its drafts. The engine does the rest."""
+"""Opens a model for the engine: its files, its plan, the executor that runs it, and its drafting."""
 
 import time
 from collections.abc import Callable
@@ -47,7 +47,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Content of a model's files."""
+    """Data read from a model's files."""
 
     folder: Path
     spec: ModelSpec
@@ -72,9 +72,9 @@ class OpenModel:
 
 
 def running_threads(n_asked: int, progress: Progress | None) -> int:
-    """Return how many threads run, and limit torch to one thread for the whole process.
+    """Return the number of threads to run, and limit torch to one thread for the whole process.
 
-    `progress` gets a remark if fewer threads run than were asked for, or if some are of little use.
+    `progress` receives a notice if fewer threads run than were requested, or if some are of little use.
     """
     n_run = usable_threads(n_asked)
     if problem := capped_threads(n_asked) or surplus_threads(n_run, physical_core_count()):
@@ -95,7 +95,7 @@ def read_model(
     A checkpoint's weights are converted, or opened from the cache if that was done before.
 
     Args:
-        quantizer: Of a converted checkpoint.
+        quantizer: The quantizer for converting a checkpoint.
         sparsity: If given, FFNs are laid out neuron by neuron.
 
     Raises:
@@ -137,9 +137,9 @@ def read_model(
 
 
 def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel:
-    """Open a model by a plan. Without one, the CPU runs everything.
+    """Open a model with a plan. Without a plan, the CPU runs everything.
 
-    A plan that was not asked for and can't be made or opened is only a remark.
+    If the caller requested no plan and none can be made or opened, `progress` receives a notice.
 
     Raises:
         UsageError, ModelError, StoreError, DeviceMemoryError: if the request can't be met.
@@ -165,7 +165,7 @@ def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: 
 
 
 def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel | None:
-    """Open the model by a plan. Return None if a plan would have to be made and there is no profile."""
+    """Open the model with a plan. Return None if there is no profile to make a plan from."""
 
     def automatic(spec: ModelSpec, folder: Path) -> HardwareProfile | None:
         return automatic_profile(spec, folder, threads, progress, measures=request.plan is None)
@@ -207,7 +207,7 @@ def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Pro
 def _in_order(files: ModelFiles, order: NeuronOrder, warn: Warn) -> ModelFiles:
     """Return the files with the sparse FFNs copied so that the most active neurons come first.
 
-    They stay as they are if the copy does not fit in RAM, since it can't be read from the disk while it is used.
+    FFNs stay unchanged if the copy does not fit in RAM, since a copy can't be read from the disk during inference.
     """
     n_bytes, available_bytes = files.weights.n_bytes, memory_info(this_host()).available_bytes
     if n_bytes > available_bytes:
@@ -221,9 +221,9 @@ def _in_order(files: ModelFiles, order: NeuronOrder, warn: Warn) -> ModelFiles:
 
 
 def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration | None:
-    """Return the calibration of the model's exits, None without one.
+    """Return the calibration of the model's exits, or None if there isn't one.
 
-    One that can't be used is a remark, except in modes that need it.
+    An unusable calibration leads to a notice, except in modes that need it.
 
     Raises:
         StoreError: if the mode needs a calibration that can't be used.
@@ -234,5 +234,5 @@ def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration
 
 
 def warner(progress: Progress | None) -> Warn:
-    """Return a function that passes remarks to `progress`."""
+    """Return a function that passes warnings and notices to `progress`."""
     return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))

@@ -104,8 +104,7 @@ class CertificateRun:
         return replace(certificate, on_policy=tuple(self._on_policy(certificate, prompts_of)))
 
     def _on_policy(self, certificate: Certificate, prompts_of: PromptSource) -> Iterator[OnPolicy]:
-        """Decode the first groups of prompts in certified mode, and yield the counts for each risk that can be
-        certified.
+        """Decode the first groups of prompts in certified mode, and yield the counts for each certifiable risk.
 
         Risks at which no token exits at the middle exit layer are left out.
         """
@@ -133,8 +132,7 @@ class CertificateRun:
         return known.n_tokens, known.n_exited, sum(different)
 
     def _judged(self, prompts_of: PromptSource, group: int, n_before: int) -> Arrays:
-        """Judge the tokens of a group of prompts, which follow n_before others. Sequences that end early have fewer
-        tokens."""
+        """Judge the tokens of a group of prompts, which follows n_before others. Sequences may end early."""
         self._started_s = self._clock()
         prompts = list(prompts_of(group))[: self._n_prompts - n_before]
         mode = _JudgingMode(self._executor, self._heads, lambda n_steps: self._tell(n_before, len(prompts), n_steps))

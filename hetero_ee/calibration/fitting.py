@@ -158,8 +158,7 @@ def opened(exit_layers: Sequence[FittedExitLayer], features: NDArray[np.float32]
 def exit_layer_metrics(
     is_right: Sequence[Flags], gate: Sequence[Flags], agreement: float, mapped_agreement: float | None
 ) -> ExitLayerMetrics:
-    """Return one exit layer's metrics, from flags per chunk whether each draft is right and whether each token may
-    exit."""
+    """Return one exit layer's metrics from flags per chunk: whether a draft is right, and whether a token may exit."""
     right, opened = np.concatenate(is_right), np.concatenate(gate)
     kept = [0] * (MAX_DRAFTS + 1)
     n_drafts = 0
@@ -210,8 +209,7 @@ def _first_depths(gate: Flags) -> NDArray[np.int64]:
 
 
 def _add_steps(is_right: Flags, gate: Flags, kept: list[int]) -> int:
-    """Simulate draft-verify steps on a chunk, count them in `kept` by accepted drafts, and return their number of
-    drafts."""
+    """Simulate draft-verify steps on a chunk and count them in `kept` by accepted drafts. Return the drafts made."""
     n_drafts = start = 0
     while start < len(gate):
         window = slice(start, start + MAX_DRAFTS)

@@ -77,7 +77,7 @@ class CalibrationRequest:
 
     @classmethod
     def of(cls, request: object, **changes: Any) -> "CalibrationRequest":
-        """Return the request, by default CalibrationRequest(), with all changes that are not None. Raises: UsageError."""
+        """Return the request, or the default one for None, with all changes that are not None. Raises: UsageError."""
         if request is not None and not isinstance(request, cls):
             raise UsageError(f"request is {shown(request)}; expected CalibrationRequest(...).")
         return replace(request or cls(), **{name: value for name, value in changes.items() if value is not None})

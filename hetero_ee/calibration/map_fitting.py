@@ -138,7 +138,7 @@ def _is_right(logits: Tensor, rows: SelectionTokens) -> Tensor:
 
 
 def _is_better(mapped: Tensor, unmapped: Tensor) -> bool:
-    """Return whether the map is right significantly more often, by McNemar's test on tokens where the choices differ."""
+    """Return whether the map is right significantly more often, by McNemar's test on tokens that it changes."""
     gained, lost = int((mapped & ~unmapped).sum()), int((unmapped & ~mapped).sum())
     return gained - lost > SIGNIFICANT * math.sqrt(gained + lost)
 

@@ -39,7 +39,7 @@ CLOSED = -2.0  # initial bias of a gate: most tokens pass every gate, so that ea
 
 @dataclass(frozen=True, slots=True)
 class PredictorTraining:
-    """Settings of AdamW on binary cross-entropy. The number of steps is fixed, so the time doesn't depend on the text."""
+    """Settings of AdamW on binary cross-entropy. With a fixed number of steps, every text needs the same time."""
 
     n_hidden: int = 64
     n_steps: int = 1500
@@ -122,7 +122,7 @@ def _descend(
     random: np.random.Generator,
     n_steps: int,
 ) -> None:
-    """Take n_steps of AdamW in place, with gradients over randomly chosen tokens. Biases, at odd indices, don't decay."""
+    """Take n_steps of AdamW in place, each on randomly drawn tokens. Biases, at odd indices, don't decay."""
     moments = [(np.zeros_like(part), np.zeros_like(part)) for part in parameters]
     for step in range(n_steps):
         found = gradients(random.integers(0, n_tokens, BATCH_TOKENS))

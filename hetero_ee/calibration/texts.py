@@ -128,7 +128,7 @@ def prompt_tokens(context_tokens: int) -> int:
 
 
 def shortened(tokens: Chunk, number: int) -> Chunk:
-    """Cut the tokens to a prompt. The length depends on `number`, so that prompts vary but are the same in every run."""
+    """Cut the tokens to a prompt whose length depends on `number`, so that lengths vary but not between runs."""
     least = min(LEAST_PROMPT_TOKENS, len(tokens))
     return tokens[: int(np.random.default_rng(number).integers(least, len(tokens) + 1))]
 

@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling, stopping, and the full-depth loop."""
+"""Decoding: sampling tokens from logits, ending texts, and the loop that runs all sequences."""

@@ -1,4 +1,4 @@
-"""Tokens for asyncio: each step runs in a thread, so that the event loop stays free."""
+"""Iterates over tokens in asyncio. Each step runs in a thread, so that the event loop stays free."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class AsyncTokens(AsyncIterator[GeneratedToken]):
-    """The tokens of one request. Nothing is computed before the first is awaited.
+    """Asynchronous iterator over the tokens of one request. Nothing is computed before the first is awaited.
 
-    Cancelling the waiting task, aclose() and leaving the loop end the request and free its memory.
+    Cancelling the waiting task, calling aclose() or leaving the loop ends the request and frees its memory.
     """
 
     def __init__(self, tokens: Generator[GeneratedToken], stop: Event) -> None:
-        """Wrap a generator of tokens. stop: set on cancellation, so that a long prompt ends after its current chunk."""
+        """Wrap a generator of tokens. `stop` is set on cancellation, so that prefill ends after its current chunk."""
         self._tokens, self._stop = tokens, stop
 
     async def __anext__(self) -> GeneratedToken:
@@ -31,11 +31,12 @@ class AsyncTokens(AsyncIterator[GeneratedToken]):
         return token
 
     async def aclose(self) -> None:
-        """End the request where it is. Closing twice does nothing."""
+        """End the request after the tokens so far. Closing twice does nothing."""
         await self._in_thread(lambda tokens: tokens.close())
 
     async def _in_thread(self, action: Callable[[Generator[GeneratedToken]], T]) -> T:
-        """Run the action in a thread. A cancellation waits for its end, since a running pass can't be interrupted."""
+        """Run the action in a thread. A cancellation waits until it has ended, since a running pass can't be
+        interrupted."""
         held = [self._tokens]
 
         def work() -> T:

@@ -1,4 +1,4 @@
-"""Timed runs as llama-bench makes them: a prompt of n tokens, or n tokens one after another, after a given depth."""
+"""Timed runs like those of llama-bench: a prompt of n tokens, or n generated tokens, after a given context length."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MakeMode = Callable[[], Mode]  # a mode of its own for each run
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """A run of n_prompt tokens at once, or of n_gen one by one."""
+    """Timed repetitions of a prompt of n_prompt tokens, or of n_gen generated tokens."""
 
     n_prompt: int
     n_gen: int
@@ -29,7 +29,7 @@ class BenchRun:
 
     @property
     def name(self) -> str:
-        """The name in llama-bench: pp512, tg128, with @ d1024 after that many tokens."""
+        """Name as in llama-bench: pp512 or tg128, with @ d1024 after a context of 1,024 tokens."""
         test = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
         return f"{test} @ d{self.n_depth}" if self.n_depth else test
 
@@ -49,17 +49,17 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Times an executor, by this clock, after one run that is not counted."""
+    """Benchmark of an executor by a clock. The first run of each test is a warm-up and not counted."""
 
     executor: Executor
     repetitions: int
     clock: Callable[[], float]
 
     def run(self, n_prompt: int, n_gen: int, n_depth: int, *, chunk_tokens: int) -> BenchRun:
-        """Time a prompt, or tokens one after another: one of n_prompt and n_gen is 0.
+        """Time a prompt or generated tokens. Either n_prompt or n_gen is 0.
 
-        The depth is filled before the clock starts. Tokens are those the model would choose greedily; tokenization is
-        left out.
+        The context of n_depth tokens is filled before the clock starts. Generated tokens are greedy and not turned into
+        text.
         """
         samples, executor = [], self.executor
         for repetition in range(self.repetitions + 1):
@@ -80,7 +80,10 @@ class Bench:
         return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
 
     def reading_run(self, warm_up: MakeMode, timed: MakeMode, n_prompt: int, n_depth: int) -> BenchRun:
-        """Time a prompt that draft sources read too, up to its first token. warm_up: the mode of what is not timed."""
+        """Time a prompt up to its first token, including the time in which draft sources read it.
+
+        The untimed warm-up and the filling of the context use the mode `warm_up`.
+        """
         samples, executor = [], self.executor
         for repetition in range(self.repetitions + 1):
             sequence, mode = executor.cache.open_new(), timed() if repetition else warm_up()
@@ -95,10 +98,10 @@ class Bench:
         return BenchRun(n_prompt, 0, n_depth, tuple(samples[1:]))
 
     def text_run(self, warm_up: MakeMode, timed: MakeMode, n_gen: int, n_depth: int) -> BenchRun:
-        """Time n_gen tokens of a speculative mode, after one run with the mode `warm_up` that is not timed.
+        """Time n_gen tokens of a speculative mode, after one untimed run with the mode `warm_up`.
 
-        Drafts come true in text alone, so it is the model's own, greedy and with no end: after n_depth tokens of it
-        come a first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
+        Drafts only come true in real text. So the text is the model's own greedy one, without an end: n_depth tokens,
+        an untimed first token, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
         """
         prompt, samples = self.text(n_depth), []
         for repetition in range(self.repetitions + 1):
@@ -107,12 +110,11 @@ class Bench:
         return BenchRun(0, n_gen, n_depth, tuple(samples[1:]))
 
     def text(self, n_tokens: int) -> list[int]:
-        """Return the tokens that text_run generates: a first one, and the model's greedy ones after it."""
+        """Return the tokens that text_run generates: a first one, and the model's greedy continuation."""
         text = [FIRST_TOKEN_ID]
         return [*text, *(each.token_id for each in self._generated(None, [text], n_tokens))] if n_tokens else text
 
     def _read(self, mode: Mode, sequence: int, n_tokens: int) -> float:
-        """Return the seconds until the first token after a prompt of n_tokens."""
         (token,) = self._generated(mode, Continuation(sequence, [FIRST_TOKEN_ID] * n_tokens), 1)
         return token.elapsed_s
 
@@ -122,7 +124,8 @@ class Bench:
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:
-    """Return the seconds per layer outside of kernels, for one token at a short context; None without CPU kernels."""
+    """Return the seconds per layer spent outside of kernels, for one token at a short context; None without CPU
+    kernels."""
     # The kernels look where to be cached when imported.
     from hetero_ee.profiling.pass_probe import probe_pass
     from hetero_ee.profiling.preset import PassSampling
@@ -135,7 +138,7 @@ def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> floa
 
 
 def _make_room(executor: Executor, sequence: int, length: int, n_tokens: int) -> None:
-    """Grow the cache before the clock runs: it doubles, a cost that a short run would pay for a long one."""
+    """Grow the KV cache before the clock runs. It doubles when full, which would make a short run look slow."""
     executor.cache.admit(Batch.of_sequence(sequence, length, [FIRST_TOKEN_ID] * n_tokens))
     executor.cache.truncate(sequence, length)
 

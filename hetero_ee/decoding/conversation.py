@@ -1,8 +1,8 @@
-"""A conversation: turns of messages over one sequence of the KV cache.
+"""A conversation with a model: messages and replies in one sequence of the KV cache.
 
-Every turn renders the whole conversation, encodes it, and computes only what follows the longest beginning that the
-cache already holds. So its ids are those of a fresh run over the whole text, whatever was said, changed or interrupted
-before. So are its tokens, since a row's bits depend on its own sequence alone.
+Every turn renders and encodes the whole conversation, and computes only what follows the longest prefix that is already
+in the cache. So its token ids are those of a fresh run over the whole text, whatever was changed or interrupted before.
+The reply is the same as well, since a token's bits depend only on its own sequence.
 """
 
 import weakref
@@ -23,10 +23,11 @@ Generate = Callable[[Continuation, SamplingParams], Iterator[GeneratedToken]]
 
 
 class Reply(Iterator[GeneratedToken]):
-    """The tokens of one turn. Nothing is computed before the first is asked for.
+    """Iterator over the tokens of one reply. Nothing is computed before the first token is requested.
 
-    sampling: what it is generated with. n_prompt_tokens: tokens of the conversation before it; n_cached_tokens: how
-    many of them the KV cache held already. n_forgotten_messages: of the oldest, left out because the context is full.
+    sampling: the parameters it is generated with. n_prompt_tokens: tokens of the conversation before the reply.
+    n_cached_tokens: how many of these the KV cache already held. n_forgotten_messages: number of oldest messages that
+    were dropped because the context is full.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Reply(Iterator[GeneratedToken]):
 
     @property
     def n_prefilled_tokens(self) -> int:
-        """Tokens of the conversation before it that were computed for it."""
+        """Tokens of the conversation before the reply that prefill had to compute."""
         return self.n_prompt_tokens - self.n_cached_tokens
 
     @property
@@ -54,7 +55,7 @@ class Reply(Iterator[GeneratedToken]):
         return collect(self._seen, self.n_cached_tokens) if self._seen else None
 
     def finish(self) -> GenerationResult:
-        """Generate the rest and return the whole. Raises HeteroError if it was ended before its first token."""
+        """Generate the rest and return the whole reply. Raises HeteroError if it was ended before its first token."""
         for _ in self:
             pass
         if self.result is None:
@@ -62,7 +63,7 @@ class Reply(Iterator[GeneratedToken]):
         return self.result
 
     def close(self) -> None:
-        """End the reply where it is."""
+        """End the reply after the tokens so far."""
         self._tokens.close()
 
     def __iter__(self) -> Self:
@@ -75,13 +76,14 @@ class Reply(Iterator[GeneratedToken]):
 
 
 class Conversation:
-    """Messages and what the KV cache holds of them. Use as a context manager, or call close(), which frees it.
+    """Messages of a conversation and their KV cache. Use it as a context manager, or call close() to free the cache.
 
-    A turn is the user's message and the reply to it. Its first token makes it part of the conversation: a turn that
-    fails before leaves no trace, one that is interrupted later keeps what was said. Where a turn does not fit into the
-    context with room for a reply (a quarter, or max_new_tokens where that is less), and the context can't grow, the
-    oldest turns are forgotten for good, as many as free another quarter if that leaves any, so that the next turns find
-    their beginning in the cache. The system message stays. Not for several threads at once.
+    A turn is the user's message and its reply. It becomes part of the conversation with the reply's first token: a turn
+    that fails earlier leaves no trace, and one that is interrupted later keeps the tokens so far. Each turn must leave
+    room for a reply (a quarter of the context, or max_new_tokens if that is less). If a turn does not fit and the
+    context can't grow, the oldest turns are forgotten for good. This frees another quarter if possible, so that the
+    next turns find their prefix in the cache. The system message stays. Only one thread may use a conversation at a
+    time.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Conversation:
         sampling: SamplingParams,
         system: str | None = None,
     ) -> None:
-        """generate: the way to decode. close_sequence: frees a sequence of the KV cache."""
+        """Start a conversation. `generate` decodes a continuation, and `close_sequence` frees a sequence of the KV
+        cache."""
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._generate, self._sampling = generate, sampling
         self._system: tuple[Message, ...] = ()
@@ -118,22 +121,22 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The system message, where there is one, then users' messages and replies alternately."""
+        """The system message, if there is one, then the user's messages and the replies alternately."""
         return (*self._system, *self._messages)
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and reply together."""
+        """Maximum number of tokens of prompt and reply together."""
         return self._executor.cache.max_tokens
 
     @property
     def n_cached_tokens(self) -> int:
-        """Tokens whose keys and values are kept for the next turn."""
+        """Number of tokens whose keys and values are kept for the next turn."""
         return len(self._cached_ids)
 
     @property
     def system(self) -> str | None:
-        """The system message, None without one. Raises: ModelError: if the template has no place for it."""
+        """The system message, or None. Setting it raises ModelError if the template does not support one."""
         return self._system[0].content if self._system else None
 
     @system.setter
@@ -144,11 +147,11 @@ class Conversation:
         self._system = system
 
     def send(self, text: str, **changes: Unpack[SamplingChanges]) -> Reply:
-        """Return the reply to `text`, an iterator; `changes` are SamplingParams fields to change for this turn.
+        """Return the reply to `text`, an iterator. `changes` are SamplingParams fields for this turn only.
 
-        A reply that is still being generated ends here.
+        A reply that is still being generated ends.
 
-        Raises: UsageError, ModelError: at the call; the conversation stays as it was.
+        Raises: UsageError, ModelError: immediately; the conversation then stays unchanged.
         """
         self._end_reply()
         params = self._sampling.changed(**changes)
@@ -157,7 +160,7 @@ class Conversation:
         return reply
 
     def regenerate(self, **changes: Unpack[SamplingChanges]) -> Reply:
-        """Return another reply to the last message, which replaces the last reply. The n-th time its seed is n higher.
+        """Replace the last reply by another one. The n-th time, its seed is higher by n.
 
         Raises: UsageError: if there is no reply yet.
         """
@@ -171,7 +174,7 @@ class Conversation:
         return reply
 
     def clear(self) -> None:
-        """Forget every message but the system message."""
+        """Forget all messages except the system message."""
         self._end_reply()
         self._messages = []
 
@@ -202,7 +205,7 @@ class Conversation:
         return self._reply
 
     def _fitted(self, earlier: list[Message], question: Message, params: SamplingParams) -> tuple[int, list[int]]:
-        """Return how many of the earlier messages must be forgotten, and the ids of the rest."""
+        """Return how many of the earlier messages must be forgotten, and the token ids of the other messages."""
         ids = self._encoded([*earlier, question])
         context, n_reply = self.context_tokens, room_for_reply(self.context_tokens, params)
         if len(ids) > context - n_reply:
@@ -225,7 +228,7 @@ class Conversation:
         return enough or (len(earlier), ids)
 
     def _encoded(self, messages: list[Message]) -> list[int]:
-        """Return the ids of the conversation with these messages. Only the template writes special tokens."""
+        """Return the token ids of a conversation with these messages. Special tokens come from the template only."""
         text, mark = chat_prompt(self._template, self._tokenizer, [*self._system, *messages])
         ids = self._tokenizer.encode(text, with_special_tokens=False, mark=mark)
         if not ids:
@@ -235,7 +238,7 @@ class Conversation:
     def _generated(
         self, messages: list[Message], ids: list[int], n_cached: int, params: SamplingParams
     ) -> Generator[GeneratedToken]:
-        """Yield the reply's tokens. Each step leaves a valid state, since Ctrl-C may make it the last."""
+        """Yield the reply's tokens. The state is valid after each step, since Ctrl-C may end the reply at any time."""
         n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
         n_cached = self._executor.cache.truncate(self._sequence, n_cached)
         self._cached_ids = ids[:n_cached]
@@ -263,6 +266,6 @@ def _message(role: str, text: str) -> Message:
 
 
 def _free(close_sequence: Callable[[int], None], sequence: int, template: ChatTemplate) -> None:
-    """Free the sequence and the template's process. Called once, at the latest when the conversation is collected."""
+    """Free the sequence and the template's process. Called once: by close(), or when the conversation is collected."""
     close_sequence(sequence)
     template.close()

@@ -16,14 +16,14 @@ from hetero_ee.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Fields of generation_config.json or, if there is none, of config.json, which formerly held them."""
+    """Fields of generation_config.json, or of config.json, which contained them formerly."""
 
     file: Path
     values: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the defaults of a model's folder. Raises: ModelError: if the file is invalid."""
+        """Read the defaults from a model's folder. Raises: ModelError: if the file is invalid."""
         file = find_file(folder, "generation_config.json") or folder / CONFIG_FILE
         return cls(file, read_config_file(file))
 
@@ -35,7 +35,7 @@ class GenerationDefaults:
             raise ModelError(f"{self.file}: {error}") from error
 
     def warn_of_ignored(self, context_tokens: int, warn: Callable[[str], None]) -> None:
-        """Report the unsupported fields. context_tokens: the model's own."""
+        """Warn about unsupported fields. context_tokens is the model's maximum context length."""
         if asked := generation_keys.ignored(self.values, context_tokens):
             warn(
                 f"{self.file.name} asks for {asked}, which hetero_ee does not do; the text may differ from "
@@ -43,7 +43,7 @@ class GenerationDefaults:
             )
 
     def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the end tokens that generation_config.json, config.json or else the tokenizer names."""
+        """Return the end tokens from generation_config.json, else config.json, else the tokenizer."""
         in_config = read_config_file(self.file.parent).get("eos_token_id")
         for named in (self.values.get("eos_token_id"), in_config, tokenizer.eos_token_id):
             ids = named if isinstance(named, list) else [named]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the model's own distribution, before temperature, penalty and filters."""
+"""Log-probabilities of tokens in the model's own distribution, before temperature, penalties and filters."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ NO_LOGPROBS = (
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the probabilities of the chosen token and the likeliest tokens."""
+    """Natural log-probabilities of the chosen token and of the likeliest tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # token ids and theirs, the likeliest first, of equals the lowest id
 
 
 def token_logprobs(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
-    """Return the log-probabilities of this token and of the n_top likeliest from logits (vocab,), in float64."""
+    """Return the float64 log-probabilities of this token and of the n_top likeliest, from logits (vocab,)."""
     values = logits.numpy(force=True).astype(np.float64)
     values -= values.max()
     values -= np.log(np.exp(values).sum())

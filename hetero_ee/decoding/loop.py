@@ -1,7 +1,7 @@
-"""The decoding loop: sequences join and leave between two steps, and every step advances all of them.
+"""The decoding loop: every step advances all sequences, and sequences join and leave between steps.
 
-Each token's bits depend only on its own sequence, so a sequence gets the tokens that it gets when decoded alone. Source
-of letting sequences join and leave between passes (continuous batching): Orca (OSDI 2022).
+Each token's bits depend only on its own sequence, so a sequence gets the same tokens as when it is decoded alone.
+Source for joining and leaving between passes (continuous batching): Orca (OSDI 2022).
 """
 
 import threading
@@ -37,32 +37,32 @@ Take = Callable[[], Sequence[GeneratedToken]]  # a sequence's tokens of one step
 
 
 class Mode(ABC):
-    """How sequences get their tokens once their prompts are read. One for the sequences of one loop.
+    """Way in which sequences get their tokens after prefill. Each loop has one mode for its sequences.
 
-    observe: called with each chunk of a prompt, None if nothing needs that.
+    `observe` is called with each chunk of a prompt; it is None if the mode does not need the chunks.
     """
 
     observe: Observe | None = None
 
     def begin(self, request: Request) -> None:  # noqa: B027
-        """Prepare for a sequence whose prompt is about to be read. The cache holds the part that was read before.
+        """Prepare for a sequence whose prompt is about to be read. The KV cache may already hold a prefix of it.
 
-        Raises: UsageError: if the mode does not support its sampling.
+        Raises: UsageError: if the mode does not support the request's sampling.
         """
 
     @abstractmethod
     def advance(self, requests: Sequence[Request]) -> Sequence[Take]:
-        """Run one step with all these sequences and return what each takes of it, in the same order."""
+        """Run one step for all these sequences. Return, in the same order, functions that emit each one's tokens."""
 
     def leave(self, requests: Sequence[Request]) -> None:  # noqa: B027
-        """Forget everything about the next step of these sequences, so that the cache holds no unverified token."""
+        """Discard preparations for the next step of these sequences, so that the cache holds only verified tokens."""
 
     def close(self, sequence: int) -> None:  # noqa: B027
-        """Free what belongs to a sequence of the KV cache that is being closed."""
+        """Free the mode's memory for a sequence of the KV cache that is being closed."""
 
 
 class FullMode(Mode):
-    """One token per sequence and step, by a pass through all layers."""
+    """Mode in which each step gives one token per sequence, by a pass through all layers."""
 
     def __init__(self, executor: Executor, clock: Callable[[], float]) -> None:
         self._executor, self._clock = executor, clock
@@ -76,7 +76,7 @@ class FullMode(Mode):
 
 
 class SeparateModes(Mode):
-    """A mode of its own for each sequence: they share no pass, and no policy sees more than one of them."""
+    """Mode that advances each sequence with its own mode, so that no policy sees more than one sequence."""
 
     def __init__(self, make: Callable[[], Mode]) -> None:
         self._make, self._shared = make, make()
@@ -106,7 +106,7 @@ class SeparateModes(Mode):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The yield of a step for one sequence: a token, or the error that ended it."""
+    """Result of a step for one sequence: a token, or the error that ended the sequence."""
 
     number: int  # of the sequence, as join() returned it
     outcome: GeneratedToken | HeteroError
@@ -120,8 +120,8 @@ class Stepped:
 class _Running:
     """A sequence in the loop.
 
-    owns_cache: the loop opened its sequence of the KV cache, and closes it. n_waited: steps in which others' prompts
-    were read instead of its own, since it was last read.
+    owns_cache: whether the loop opened its sequence of the KV cache, and thus closes it. n_waited: number of steps
+    since its prompt was last read in which other prompts were read instead.
     """
 
     number: int
@@ -132,16 +132,16 @@ class _Running:
 
     @property
     def is_read(self) -> bool:
-        """Whether the prompt is read: the first token exists then."""
+        """Whether the prompt is read, which is when the first token exists."""
         return len(self.request.token_ids) > self.request.n_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Everything that all sequences of a model share.
+    """Objects that all sequences of a model share.
 
-    ending: makes what ends sequences that join now. look: called before and after each sequence; raises HeteroError if
-    the weights changed meanwhile.
+    ending: returns the ends of sequences that join now. look: called before and after each sequence; raises HeteroError
+    if the weights have changed.
     """
 
     executor: Executor
@@ -153,29 +153,29 @@ class Decoding:
 
 
 class DecodingLoop:
-    """Decodes sequences that join and leave between two steps. For one thread.
+    """Decodes sequences that join and leave between two steps. Only one thread may use it.
 
-    A sequence that ended, with its last token or an error, has left. If it joined as a Continuation, its sequence of
-    the KV cache stays open.
+    A sequence leaves with its last token or an error. If it joined as a Continuation, its sequence of the KV cache
+    stays open.
     """
 
     def __init__(self, shared: Decoding, mode: Mode, someone_waits: Callable[[], bool] | None = None) -> None:
-        """Start without sequences.
+        """Create a loop without sequences.
 
         Args:
-            someone_waits: Whether a sequence waits to join, asked after each chunk of a prompt. A step then reads at
-                most one chunk, between steps of the others; more only while nothing else runs or waits. None to read
-                all prompts before any sequence advances.
+            someone_waits: Called after each chunk of a prompt; returns whether a sequence waits to join. With it, a
+            step reads at most one chunk, or more while no other sequence runs or waits. None to read all prompts before
+            any sequence advances.
         """
         self._shared, self._mode, self._someone_waits = shared, mode, someone_waits
         self._running: dict[int, _Running] = {}
         self._next_number = 0
 
     def join(self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER) -> list[int]:
-        """Add a sequence for each prompt and return their numbers. Their first tokens come from a later step.
+        """Add a sequence for each prompt and return their numbers. Later steps return their first tokens.
 
         Args:
-            stop: ends them when it is set, even while a prompt is read.
+            stop: Ends the sequences when it is set, even during prefill.
 
         Raises: UsageError: if the context cannot hold the longest prompt, or the mode does not support the sampling.
         """
@@ -199,7 +199,7 @@ class DecodingLoop:
         return joined
 
     def leave(self, *numbers: int) -> None:
-        """End these sequences where they are."""
+        """End these sequences after the tokens so far."""
         left = [self._running.pop(number) for number in numbers if number in self._running]
         self._mode.leave([each.request for each in left])
         for each in left:
@@ -208,9 +208,9 @@ class DecodingLoop:
                     close(each.request.kv_sequence)
 
     def step(self) -> list[Stepped]:
-        """Read prompts or a chunk of one, and advance the sequences whose prompts were read before.
+        """Advance all sequences whose prompts were read before, and read other prompts or a chunk of one.
 
-        Raises: Exception: anything but a HeteroError of a single sequence.
+        Raises: Exception: any error except a HeteroError of a single sequence, which is returned.
         """
         alone = self._shared.turns.alone
         reading = [each for each in self._running.values() if not each.is_read]
@@ -230,9 +230,9 @@ class DecodingLoop:
     def generate(
         self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER, meter: TextMeter | None = None
     ) -> Generator[GeneratedToken]:
-        """Yield the tokens of all prompts as they come, and count in `meter` what they move.
+        """Yield the tokens of all prompts as they are generated, and count in `meter` the bytes they move.
 
-        Closing the iterator ends the sequences. Raises the HeteroError of the first sequence that fails.
+        Closing the iterator ends the sequences. Raises: HeteroError: the error of the first sequence that fails.
         """
         executor = self._shared.executor
         try:
@@ -250,7 +250,7 @@ class DecodingLoop:
             self.leave(*self._running)
 
     def _read(self, reading: Sequence[_Running]) -> list[Stepped]:
-        """Read these prompts whole: the executor overlaps their chunks."""
+        """Read these prompts completely. The executor overlaps their chunks."""
         executor, observe, takes = self._shared.executor, self._mode.observe, list[Take]()
         stepped: list[Stepped] = []
         for each in reading:
@@ -268,7 +268,7 @@ class DecodingLoop:
         return stepped
 
     def _next_to_read(self, reading: Sequence[_Running]) -> _Running:
-        """Choose the prompt with the fewest tokens left, or one that has waited for MAX_WAITED steps."""
+        """Return the sequence with the shortest unread prompt, or one that has waited for MAX_WAITED steps."""
         cache = self._shared.executor.cache
 
         def order(each: _Running) -> tuple[bool, int]:
@@ -281,7 +281,7 @@ class DecodingLoop:
         return chosen
 
     def _read_part(self, running: _Running) -> list[Stepped]:
-        """Read one chunk of the prompt, or more while nothing else waits: the executor overlaps chunks."""
+        """Read one chunk of the prompt, or several overlapping ones while no other sequence runs or waits."""
         request, executor = running.request, self._shared.executor
         try:
             logits = prefill(executor, request, self._mode.observe, self._until_someone_waits)
@@ -301,7 +301,7 @@ class DecodingLoop:
         return [step(request, logits, self._shared.clock())]
 
     def _advanced(self, decoding: Sequence[_Running]) -> list[Stepped]:
-        """Advance these sequences. If that fails, advance each alone, so that one sequence's error ends no other."""
+        """Advance these sequences. If that fails, advance each alone, so that an error ends only its own sequence."""
         requests = [each.request for each in decoding]
         try:
             takes = self._mode.advance(requests)
@@ -315,7 +315,7 @@ class DecodingLoop:
         return [stepped for each, take in zip(decoding, takes, strict=True) for stepped in self._taken(each, take)]
 
     def _taken(self, running: _Running, take: Take) -> list[Stepped]:
-        """Take one sequence's tokens of a step."""
+        """Emit one sequence's tokens of a step, or return the error that ended the sequence."""
         try:
             tokens = take()
             if tokens[-1].finish_reason is not None:
@@ -334,6 +334,6 @@ def generate(
     clock: Callable[[], float],
     mode: Mode | None = None,
 ) -> Generator[GeneratedToken]:
-    """Yield the tokens of all prompts from a loop of their own, in full mode by default."""
+    """Yield the tokens of all prompts, decoded by a new loop, in full mode by default."""
     shared = Decoding(executor, lambda: ending, decode, clock, Turns(None))
     return DecodingLoop(shared, mode or FullMode(executor, clock)).generate(prompts, params)

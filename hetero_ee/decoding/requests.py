@@ -1,4 +1,4 @@
-"""The requests being decoded: how each begins, takes a token and ends, in every mode."""
+"""Requests: how each begins, gets a token and ends, in every mode."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ UNCACHED = -1  # no sequence of the KV cache has this number
 
 @dataclass(slots=True)
 class Ending:
-    """The ends of a request that its sampling parameters don't name."""
+    """Conditions that end a request in addition to its sampling parameters."""
 
     eos_token_ids: frozenset[int]
     context_tokens: int  # prompt and generated tokens together
@@ -34,7 +34,7 @@ class Ending:
     constrain: Callable[[SamplingParams], "Constraint | None"] | None = None  # makes the grammar of a new request
 
     def has_room(self, n_tokens: int) -> bool:
-        """Return whether the context holds n_tokens. If it does not, it grows if it can."""
+        """Return whether the context holds n_tokens. A context that is too short grows if it can."""
         if n_tokens > self.context_tokens and self.grow is not None:
             self.context_tokens = self.grow(n_tokens)
         return n_tokens <= self.context_tokens
@@ -42,10 +42,10 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A prompt whose first tokens are in a sequence of the KV cache already.
+    """A prompt whose first tokens are already in a sequence of the KV cache.
 
-    The sequence holds fewer tokens than the prompt and stays open. Whenever a token is emitted, it holds every token
-    before that one. After a pass that failed it may hold more, which are not to be trusted.
+    The sequence holds fewer tokens than the prompt and stays open. Whenever a token is emitted, it holds all earlier
+    tokens. After a failed pass it may hold more tokens, which must not be used.
     """
 
     kv_sequence: int
@@ -57,7 +57,7 @@ Prompts = Sequence[list[int]] | Continuation
 
 @dataclass(slots=True)
 class Request:
-    """A prompt and what was generated after it so far."""
+    """A prompt and the tokens generated after it so far."""
 
     index: int  # of the prompt in its list; a part of the noise it is sampled with
     token_ids: list[int]  # prompt and generated tokens
@@ -81,14 +81,14 @@ class Request:
         kv_sequence: int = UNCACHED,
         began_s: float = 0.0,
     ) -> "Request":
-        """Make the request for a prompt, with nothing generated yet."""
+        """Return a request for a prompt, with no generated tokens."""
         stream = TextStream(decode, prompt_ids, params.stop)
         constraint = None if ending.constrain is None else ending.constrain(params)
         ids = list(prompt_ids)
         return cls(index, ids, len(ids), stream, params, ending, kv_sequence, began_s, constraint=constraint)
 
     def choose(self, logits: Tensor, history: Sequence[int], noise: Noise | None = None) -> int:
-        """Sample the token after this history from logits (vocab,). noise: see choose_token."""
+        """Sample the token after this history from logits (vocab,). For `noise`, see choose_token."""
         params, n_prompt_tokens, allowed = self.params, self.n_prompt_tokens, self.allowed_after(history)
         return choose_token(
             logits,
@@ -102,7 +102,7 @@ class Request:
         )
 
     def allowed_after(self, history: Sequence[int]) -> Allowed | None:
-        """Return the tokens that may follow the history (prompt, tokens and drafts), None if all may."""
+        """Return a mask of the tokens that may follow the history (prompt, tokens and drafts), or None if all may."""
         return None if self.constraint is None else self.constraint.allowed(history[self.n_prompt_tokens :])
 
     def forced_after(self, history: Sequence[int]) -> list[int]:
@@ -110,19 +110,19 @@ class Request:
         return [] if self.constraint is None else self.constraint.forced(history[self.n_prompt_tokens :])
 
     def is_complete_after(self, history: Sequence[int]) -> bool:
-        """Return whether the grammar lets nothing follow the history."""
+        """Return whether the grammar allows no token after the history."""
         return self.constraint is not None and self.constraint.is_complete(history[self.n_prompt_tokens :])
 
     @property
     def tokens_left(self) -> int:
-        """Upper bound of the tokens still to be generated."""
+        """Upper bound on the number of tokens still to be generated."""
         in_context = self.ending.context_tokens - len(self.token_ids)
         if self.params.max_new_tokens is None:
             return in_context
         return min(in_context, self.n_prompt_tokens + self.params.max_new_tokens - len(self.token_ids))
 
     def ends_with(self, token_id: int) -> bool:
-        """Return whether this token ends the request; its request is then left out."""
+        """Return whether this token ends the request. An end token is not part of the text."""
         is_eos = token_id in self.ending.eos_token_ids and not self.params.ignore_eos
         return is_eos or token_id in self.params.stop_token_ids
 
@@ -130,7 +130,7 @@ class Request:
 def requests_of(
     prompts: Prompts, params: SamplingParams, decode: Decode, ending: Ending, began_s: float = 0.0
 ) -> list[Request]:
-    """Make a request for each prompt. Raises UsageError if the context can't hold the longest one."""
+    """Return a request for each prompt. Raises: UsageError: if the context can't hold the longest one."""
     longest = max(map(len, [prompts.token_ids] if isinstance(prompts, Continuation) else prompts), default=0)
     require_room(longest, ending)
     if isinstance(prompts, Continuation):
@@ -142,7 +142,7 @@ def requests_of(
 
 
 def require_room(n_prompt_tokens: int, ending: Ending) -> None:
-    """Raise UsageError if the context can't hold such a prompt and a token after it."""
+    """Check that the context can hold the prompt and a token after it. Raises: UsageError: if it can't."""
     if not ending.has_room(n_prompt_tokens + 1):
         raise UsageError(
             f"the prompt has {n_prompt_tokens} tokens, the context holds {ending.context_tokens}, and no plan for more "
@@ -151,12 +151,11 @@ def require_room(n_prompt_tokens: int, ending: Ending) -> None:
 
 
 def room_for_reply(context_tokens: int, params: SamplingParams) -> int:
-    """Return the tokens to keep free for a reply: a quarter of the context, or its most tokens if those are fewer."""
+    """Return the tokens to keep free for a reply: a quarter of the context, or max_new_tokens if that is less."""
     return min(params.max_new_tokens or context_tokens, max(1, context_tokens // 4))
 
 
 def common_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
@@ -166,9 +165,9 @@ def prefill(
     observe: Observe | None = None,
     some: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Tensor:
-    """Read what the cache lacks of the prompt, in chunks, and return the last token's logits (vocab,).
+    """Read the part of the prompt that is not cached, in chunks, and return the last token's logits (vocab,).
 
-    Reports the progress before each chunk and at the end. `some` selects the chunks that are read now.
+    Reports the progress before each chunk and at the end. `some` selects the chunks to read in this call.
     """
     executor.make_room({request.kv_sequence: request.n_prompt_tokens})
     n_cached = executor.cache.length(request.kv_sequence)
@@ -182,7 +181,7 @@ def prefill(
 
 
 def prompt_chunks(executor: Executor, request: Request, n_cached: int, tell: Progress | None = None) -> Iterator[Batch]:
-    """Yield what the cache lacks of the prompt, in chunks, and report the progress to `tell`."""
+    """Yield chunks of the part of the prompt that is not cached, and report the progress to `tell`."""
     prompt, n_tokens = request.token_ids[: request.n_prompt_tokens], executor.prompt_chunk_tokens
     for first in range(n_cached, len(prompt), n_tokens):
         if tell is not None:
@@ -200,14 +199,14 @@ def last_tokens(requests: Sequence[Request]) -> Batch:
 
 
 def step(request: Request, logits: Tensor, now_s: float, noise: Noise | None = None) -> GeneratedToken:
-    """Choose the request's next token and append it. noise: see choose_token."""
+    """Choose the request's next token and append it. For `noise`, see choose_token."""
     token_id = request.choose(logits, request.token_ids, noise)
     token, n_top = taken(request, token_id, now_s), request.params.logprobs
     return token if n_top is None else replace(token, logprobs=token_logprobs(logits, token_id, n_top))
 
 
 def taken(request: Request, token_id: int, now_s: float) -> GeneratedToken:
-    """Append a chosen token, which may end the request."""
+    """Append a chosen token to the request, and end the request if necessary."""
     position = len(request.token_ids)
     request.token_ids.append(token_id)
     is_end = request.ends_with(token_id)

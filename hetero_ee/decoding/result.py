@@ -1,4 +1,4 @@
-"""Results of generation: a record per token while it runs, and one for the whole."""
+"""Results of generation: one record per token, and one for the whole text."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,7 +11,7 @@ GRAMMAR = "grammar"  # of a token that had to follow, which is why it was drafte
 
 
 class FinishReason(StrEnum):
-    """Reason why a request ended."""
+    """Reason for the end of a request."""
 
     STOP = "stop"  # an end token, a stop token, a stop string, or the end of a grammar
     LENGTH = "length"  # max_new_tokens
@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenOrigin:
-    """Proposer of a token, the layers after which it was known, and its place in its step."""
+    """Source of a token, the number of layers after which it was known, and its place in its step."""
 
     name: str  # FULL_MODEL, EXIT, GRAMMAR, or of a draft source
     depth: int  # layers: of the exit, or all
@@ -29,13 +29,13 @@ class TokenOrigin:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether it was drafted and accepted."""
+        """Whether the token is an accepted draft."""
         return self.n_drafted > 0 and self.name != FULL_MODEL
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One generated token. The texts of all tokens, joined, are the whole text."""
+    """One generated token. Joining the texts of all tokens gives the whole text."""
 
     text: str  # what it adds: empty while part of a character or of a possible stop string is held back
     token_id: int
@@ -51,7 +51,7 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A whole generated text. Of prompts generated together, the seconds are those of the whole batch."""
+    """A whole generated text. If prompts were generated together, the seconds are those of the whole batch."""
 
     text: str  # without the prompt, the end token and the stop string
     token_ids: tuple[int, ...]  # every generated token, the ending one too
@@ -70,17 +70,17 @@ class GenerationResult:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """prompt_s by the name that benchmarks use."""
+        """Same as prompt_s, under the name that benchmarks use."""
         return self.prompt_s
 
     @property
     def tokens_per_s(self) -> float:
-        """generated_tokens_per_s by a shorter name."""
+        """Same as generated_tokens_per_s, under a shorter name."""
         return self.generated_tokens_per_s
 
     @property
     def n_prefilled_tokens(self) -> int:
-        """Tokens of the prompt that were computed."""
+        """Number of prompt tokens that were not cached."""
         return self.n_prompt_tokens - self.n_cached_tokens
 
     @property
@@ -94,12 +94,13 @@ class GenerationResult:
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Tokens after the first per second of generation time: the rate of decode steps. 0 for a single token."""
+        """Tokens after the first per second of generation time, which is the rate of decode steps. 0 for a single
+        token."""
         return (self.n_generated_tokens - 1) / self.generation_s if self.generation_s > 0 else 0.0
 
 
 def collect(tokens: list[GeneratedToken], n_cached_tokens: int = 0) -> GenerationResult:
-    """Return the result of one request's tokens, at least one. If cut short, its reason is `length`."""
+    """Return the result of one request's tokens, at least one. If it was interrupted, the finish reason is `length`."""
     first_s, last_s = tokens[0].elapsed_s, tokens[-1].elapsed_s
     return GenerationResult(
         text="".join(token.text for token in tokens),

@@ -1,8 +1,8 @@
 """Sampling: chooses the next token from logits and from noise that depends only on the position.
 
-Gumbel-max: argmax(logits / temperature + g), g = -log(-log(u)), draws from softmax(logits / temperature). The noise of
-a position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before
-it were computed: a draft can later be checked against the very token that the full model draws. Derived.
+Gumbel-max: argmax(logits / temperature + g) with g = -log(-log(u)) draws from softmax(logits / temperature). The noise
+of a position is a function of (seed, sequence, position). So it does not matter how, or in which batch, the previous
+tokens were computed, and a draft can be compared with the very token that the full model draws. Derived.
 """
 
 import math
@@ -33,12 +33,12 @@ def choose_token(
     n_prompt_tokens: int = 0,
     allowed: Allowed | None = None,
 ) -> int:
-    """Return the token at `position`, from logits (vocab,) fp32 and every token id before it. The lowest id wins a tie.
+    """Return the token at `position`, from logits (vocab,) fp32 and all previous token ids. The lowest id wins a tie.
 
     Args:
-        noise: Computes gumbel_noise or remembers it.
-        n_prompt_tokens: First tokens of the history that are the prompt.
-        allowed: The tokens to choose from, at least one; None for all.
+        noise: Returns the noise, like gumbel_noise or RememberedNoise.
+        n_prompt_tokens: Number of tokens at the start of the history that are the prompt.
+        allowed: Mask of the tokens to choose from, at least one; None for all.
 
     Raises: HeteroError: if the logits are not finite.
     """
@@ -53,13 +53,13 @@ def choose_token(
 
 
 class RememberedNoise:
-    """gumbel_noise of drafts' positions, computed once for choosing the draft and again used for its token."""
+    """Cache of gumbel_noise: the noise computed to choose a draft is used again to verify it."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, int, int], Tensor] = {}
 
     def of_draft(self, n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
-        """Return gumbel_noise and keep it."""
+        """Return gumbel_noise and keep it for the verification."""
         key = n_tokens, seed, sequence, position
         if key not in self._kept:
             self._kept[key] = gumbel_noise(*key)
@@ -70,7 +70,7 @@ class RememberedNoise:
         self._kept = {key: noise for key, noise in self._kept.items() if key[2] != sequence}
 
     def of_token(self, n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
-        """Return gumbel_noise and drop it."""
+        """Return gumbel_noise and drop it from the cache."""
         key = n_tokens, seed, sequence, position
         return self._kept.pop(key) if key in self._kept else gumbel_noise(*key)
 
@@ -82,20 +82,20 @@ def filtered_scores(
     n_prompt_tokens: int = 0,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """Return float64 (vocab,) whose softmax choose_token draws from at temperature > 0; -inf for excluded tokens."""
+    """Return scores (vocab,), float64, from whose softmax choose_token draws at temperature > 0; -inf excludes tokens."""
     scores = _only(allowed, _changed(logits, history, params, n_prompt_tokens))
     return _filtered(tempered(scores, params.temperature), params)
 
 
 def _only(allowed: Allowed | None, scores: Tensor) -> Tensor:
-    """Set all other tokens to -inf, before temperature and filters, which then apply to the allowed tokens."""
+    """Set tokens that are not allowed to -inf. Temperature and filters then apply to the allowed tokens."""
     if allowed is None:
         return scores
     return scores.cpu().masked_fill(torch.from_numpy(~allowed), -math.inf)
 
 
 def _changed(logits: Tensor, history: Sequence[int], params: SamplingParams, n_prompt_tokens: int) -> Tensor:
-    """Apply the repeat penalty first, then additive changes, so that these have their full size."""
+    """Apply the repeat penalty, then additive changes, in this order so that the penalty does not scale those."""
     if not params.changes_logits:
         return logits
     added = dict(params.logit_bias)
@@ -117,7 +117,7 @@ def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor
 
 
 def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Set every token that top-k, then top-p, then min-p exclude to -inf. Ties at the edge go to the lowest ids."""
+    """Set the tokens that top-k, then top-p, then min-p exclude to -inf. The lowest ids win ties at the edge."""
     n_kept = len(scores) if params.top_k == 0 else min(params.top_k, len(scores))
     if n_kept == len(scores) and params.top_p == 1 and params.min_p == 0:
         return scores
@@ -134,10 +134,10 @@ def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
-    """Return the ids of the n_kept greatest scores, greatest first, lowest id first among equals.
+    """Return the ids of the n_kept largest scores, largest first, lowest id first among equals.
 
-    It uses NumPy's fast partition and sort, which don't keep the order of equals, and corrects that: a tenth of the
-    time of a stable sort of everything.
+    NumPy's fast partition and sort don't keep the order of equals, which is then corrected. This needs a tenth of the
+    time of a stable sort of all scores.
     """
     n_left_out = len(scores) - n_kept
     if n_left_out > 0:

@@ -1,4 +1,4 @@
-"""The full model's logits and log-probabilities for given tokens."""
+"""Scores given tokens: the full model's logits and log-probabilities for them."""
 
 from collections.abc import Generator, Iterator, Sequence
 
@@ -13,7 +13,7 @@ SCORED_TOKENS = 128  # in one pass with other sequences: their logits, a vocabul
 
 
 def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield what each token after the prompt would be chosen from: logits (vocab,), and the layers passed (all)."""
+    """Yield, for each token after the prompt, the logits (vocab,) that predict it and the layers passed (all)."""
     sequence = executor.cache.open_new()
     try:
         for rows in _logits(executor, sequence, token_ids, n_prompt_tokens, executor.prompt_chunk_tokens):
@@ -28,7 +28,7 @@ def prompt_logprobs(
 ) -> Generator[list[TokenLogprobs]]:
     """Yield the log-probabilities of a prompt's tokens except the first, several per pass.
 
-    Its sequence must be empty, and then holds all tokens except the last.
+    The sequence of the KV cache must be empty, and then holds all tokens except the last.
 
     Raises: UsageError: if the context is too small.
     """
@@ -43,7 +43,7 @@ def prompt_logprobs(
 
 
 def n_changed(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> int:
-    """Count the tokens after the prompt that the full model would not have chosen greedily."""
+    """Return the number of tokens after the prompt that differ from the full model's greedy choice."""
     said = (int(logits.argmax()) for logits, _ in score(executor, token_ids, n_prompt_tokens))
     return sum(token_id != each for token_id, each in zip(token_ids[n_prompt_tokens:], said, strict=True))
 
@@ -51,7 +51,7 @@ def n_changed(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int
 def _logits(
     executor: Executor, sequence: int, token_ids: Sequence[int], n_prompt_tokens: int, size: int
 ) -> Iterator[Tensor]:
-    """Yield logits (m, vocab) that choose the tokens after the prompt, in passes of at most `size` tokens."""
+    """Yield logits (m, vocab) that predict the tokens after the prompt, in passes of at most `size` tokens."""
     for first in range(0, len(token_ids) - 1, size):
         chunk = list(token_ids[first : min(first + size, len(token_ids) - 1)])
         wanted = executor.hidden(Batch.of_sequence(sequence, first, chunk))[max(0, n_prompt_tokens - 1 - first) :]

@@ -1,4 +1,4 @@
-"""Simulation: time of a prompt and its text on an emulated machine, with the planner's prediction."""
+"""Simulates the time that a prompt and its text need on an emulated machine, next to the planner's prediction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 @dataclass(frozen=True, slots=True)
 class LaneTime:
-    """Seconds that one of timeline.LANES was busy for a prompt and for the generated tokens."""
+    """Seconds that a device or link (one of timeline.LANES) was busy for the prompt and for the generated tokens."""
 
     lane: str
     prompt_s: float
@@ -30,7 +30,7 @@ class LaneTime:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Emulated and predicted seconds. Nothing here was measured on the machine it names.
+    """Emulated and predicted seconds. None of them was measured on the named machine.
 
     text: None if only times were requested. predicted_generation_s: None if the acceptance of drafts is unknown.
     """
@@ -49,7 +49,6 @@ class Simulation:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Emulated prompt tokens per second."""
         return self.n_prompt_tokens / self.prompt_s if self.prompt_s else 0.0
 
     @property
@@ -61,9 +60,10 @@ class Simulation:
 def of_shapes(
     spec: ModelSpec, plan: Plan, profile: HardwareProfile, n_prompt_tokens: int, n_new_tokens: int
 ) -> tuple[Simulation, list[Span]]:
-    """Return the times of a prompt and a text of these lengths, without computing anything, and the spans of all work.
+    """Simulate a prompt and a text of these lengths without computing tokens. Return the times and the spans of all
+    work.
 
-    Raises: UsageError: if they exceed the plan's context, or the plan exceeds the machine.
+    Raises: UsageError: if the lengths exceed the plan's context, or the plan exceeds the machine.
     """
     if n_prompt_tokens + n_new_tokens > plan.context_tokens:
         raise UsageError(
@@ -85,7 +85,7 @@ def of_shapes(
 
 
 def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of the prompt and its first token. Closes the executor."""
+    """Run a prompt and its text, and return the seconds until the first token. Closes the executor."""
     try:
         sequence, chunk = executor.cache.open_new(), executor.prompt_chunk_tokens
         executor.prompt(
@@ -113,10 +113,10 @@ def simulated(
     """Return the simulation of an emulated engine's first request.
 
     Args:
-        statistics: Those that the plan was made with.
+        statistics: Statistics that the plan was made with.
         spans: All work of the emulated machine.
-        counts: Tokens of the prompt and of the text.
-        seconds: Of the prompt with its first token, and of the other tokens.
+        counts: Number of tokens of the prompt and of the text.
+        seconds: Seconds of the prompt including its first token, and of the other tokens.
     """
     reading = statistics.of_plan(plan).reading(plan.drafts)
     return Simulation(
@@ -133,7 +133,7 @@ def simulated(
 
 
 def lane_times(spans: Sequence[Span], start_s: float, prompt_s: float, generation_s: float) -> tuple[LaneTime, ...]:
-    """Return how long each lane was busy from start_s on, during the prompt's and the text's seconds."""
+    """Return the busy seconds of each device and link from start_s on, for the prompt and for the text."""
     middle_s = start_s + prompt_s
     end_s = middle_s + generation_s
     return tuple(

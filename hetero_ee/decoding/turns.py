@@ -1,4 +1,4 @@
-"""A lock by which threads that generate with one model alternate, step by step."""
+"""A lock with which threads that generate with one model alternate after each step."""
 
 import threading
 import weakref
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Lets one step run at a time. progress: called with the progress of prompts."""
+    """Lock that lets one step run at a time. `progress` is called with the progress of prompts."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -25,9 +25,9 @@ class Turns:
         self._is_closed = False
 
     def taking(self, tokens: Generator[T], stop: threading.Event = NEVER) -> Generator[T]:
-        """Yield the tokens, computing each step alone. stop: ends them, even while a prompt is read.
+        """Yield the tokens, and hold the lock while each is computed. `stop` ends them, even during prefill.
 
-        Raises HeteroError if everything was closed meanwhile.
+        Raises: HeteroError: if the lock was closed meanwhile.
         """
         self._texts.add(tokens)
         try:
@@ -38,21 +38,21 @@ class Turns:
                 tokens.close()
 
     def tell(self, stage: str, n_done: int, n_all: int) -> None:
-        """Report how far a prompt is read. Raises HeteroError if its request was stopped."""
+        """Report the progress of prefill. Raises: HeteroError: if its request was stopped."""
         if self._progress is not None:
             self._progress(stage, n_done, n_all)
         if self._stop.is_set():
             raise HeteroError("this text was stopped while its prompt was read.")
 
     def close(self) -> None:
-        """End all generation."""
+        """End all generation with this model."""
         with self._lock:
             self._is_closed = True
             for tokens in list(self._texts):
                 tokens.close()
 
     def alone(self, action: Callable[[], T], stop: threading.Event = NEVER) -> T:
-        """Run the action alone and return its result. stop: as in `taking`. Raises HeteroError if closed."""
+        """Run the action under the lock and return its result. For `stop`, see `taking`. Raises HeteroError if closed."""
         with self._lock:
             if self._is_closed:
                 raise HeteroError(CLOSED)

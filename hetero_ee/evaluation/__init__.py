@@ -1,1 +1,1 @@
-"""Modes side by side on a text: how fast each generates, and what it changes of what full mode says."""
+"""Compares modes on a text: the speed of each mode, and how its output differs from full mode's."""

@@ -1,10 +1,9 @@
-"""An engine as the model `hetero_ee` of lm-evaluation-harness, in its own process. Nothing else imports this file.
+"""Makes an engine available to lm-evaluation-harness as the model `hetero_ee`, in a process of its own.
 
     python -m hetero_ee.evaluation.lm_eval_model --model hetero_ee --model_args pretrained=./my-llama --tasks arc_easy
 
-This runs lm_eval's own command, which only knows models of other packages once they are imported. The results equal
-those
-of `local-completions` with a server, to the last digit.
+No other module imports this file. It runs lm_eval's own command, which only knows other packages' models after they are
+imported. The results equal those of `local-completions` with a server, to the last digit.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,10 @@ HARNESS = ("batch_size", "max_batch_size", "device")  # what lm_eval adds to eve
 
 @register_model("hetero_ee")
 class HeteroEE(TemplateLM):
-    """Reads texts without a begin token, lm_eval's default, one at a time: batches would not change a digit."""
+    """lm_eval's view of an engine. It reads one text at a time, without a begin token as is lm_eval's default.
+
+    Batches would not change a digit.
+    """
 
     def __init__(self, pretrained: str | None = None, add_bos_token: bool = False, **options: Any) -> None:
         """Open the model. `pretrained` and `options` are those of `Engine.from_pretrained`; None is the demo model.
@@ -42,7 +44,7 @@ class HeteroEE(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Most tokens that are read: the context minus one for the token that a server would generate."""
+        """Maximum number of tokens read: the context minus one for the token that a server would generate."""
         return self._engine.executor.most_tokens - 1
 
     @property
@@ -55,17 +57,17 @@ class HeteroEE(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before a text without context."""
+        """Id of the token that precedes a text without context."""
         begin = self._engine.tokenizer.special_tokens.get("bos_token")
         return self.eot_token_id if begin is None else self.tok_encode(begin, add_special_tokens=False)[0]
 
     @property
     def tokenizer_name(self) -> str:
-        """Name that distinguishes caches of requests."""
+        """Name of the tokenizer, which distinguishes cached requests of different models."""
         return f"{self._engine.spec.architecture}-{self._engine.spec.vocab_size}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return token ids. Raises: HeteroError: if the tokenizer fails."""
+        """Return the token ids of a text. Raises: HeteroError: if the tokenizer fails."""
         adds = self._adds_bos if add_special_tokens is None else add_special_tokens
         return self._engine.tokenizer.encode(string, with_special_tokens=adds)
 
@@ -74,7 +76,7 @@ class HeteroEE(TemplateLM):
         return self._engine.tokenizer.chat_template
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation. Raises: HeteroError: if the template refuses it."""
+        """Return a conversation as text. Raises: HeteroError: if the template refuses it."""
         source = self._engine.tokenizer.chat_template
         if source is None or not add_generation_prompt:
             raise UsageError("this model has no chat template, or none that goes on from a reply of its own.")
@@ -87,8 +89,7 @@ class HeteroEE(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, for each continuation given its context, the sum of its log-probabilities and whether each token is
-        the likeliest."""
+        """Return, for each continuation, the sum of its log-probabilities and whether all its tokens are the likeliest."""
         return [self._loglikelihood(context, continuation) for _, context, continuation in requests]
 
     def _loglikelihood(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -110,7 +111,7 @@ class HeteroEE(TemplateLM):
             cache.close(sequence)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, in windows if they exceed the context."""
+        """Return the log-likelihoods of whole texts. Texts that exceed the context are split into windows."""
         found = []
         for (text,) in (each.args for each in requests):
             windows = get_rolling_token_windows(
@@ -120,7 +121,7 @@ class HeteroEE(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return texts up to the first of their stop strings, greedy unless the task says otherwise."""
+        """Return generated texts up to the first of their stop strings. They are greedy by default."""
         return [self._generated(*each.args) for each in requests]
 
     def _generated(self, context: str, asked: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Material for comparing modes: prompts that each mode continues, and held-out texts that it predicts."""
+"""Texts for comparing modes: prompts that each mode continues, and held-out texts that it predicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +26,7 @@ class Material:
 def of_text(
     tokenizer: Tokenizer, text: str, n_prompts: int, n_prompt_tokens: int, n_new_tokens: int, description: str
 ) -> Material:
-    """Return chunks of n_prompt_tokens + n_new_tokens: first the beginnings of the text's documents, then what follows
-    them.
+    """Split a text into chunks of n_prompt_tokens + n_new_tokens, starting with the beginnings of its documents.
 
     Raises: UsageError: if the text has fewer chunks than n_prompts.
     """
@@ -53,7 +52,7 @@ def of_text(
 
 
 def of_the_model(tokenizer: Tokenizer, n_prompts: int) -> Material:
-    """Return openings of many kinds of text, which full mode continues.
+    """Return openings of many kinds of text as prompts, which full mode continues.
 
     Raises: UsageError: if n_prompts exceeds their number.
     """

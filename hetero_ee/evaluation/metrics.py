@@ -1,4 +1,4 @@
-"""Differences between a text and full mode's, how well a mode predicts a text, and figures over several texts."""
+"""Metrics that compare a text with full mode's and a mode's predictions with the text, and their confidence intervals."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 
 def n_equal(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return at how many positions two texts have the same token."""
+    """Return the number of positions at which two texts have the same token."""
     return sum(one == other for one, other in zip(ours, theirs, strict=False))
 
 
@@ -32,7 +32,7 @@ def first_divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def doubled_words(text: str) -> tuple[int, int]:
-    """Return how many words equal the one directly before them, ignoring case, and the number of words."""
+    """Return the number of words equal to the one directly before, ignoring case, and the number of all words."""
     found = WORD_OR_MARK.findall(text.casefold())
     is_word = [each[0].isalnum() or each[0] == "_" for each in found]
     n_doubled = sum(word and one == other for word, one, other in zip(is_word, found, found[1:], strict=False))
@@ -54,7 +54,7 @@ def nats_and_divergence(logits: Tensor, reference: Tensor, token_id: int) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with the bounds of its 95 % interval, which are None for a single text."""
+    """A value with the bounds of its 95 % interval, which are None for a single text."""
 
     value: float
     low: float | None = None
@@ -64,10 +64,11 @@ class Estimate:
 def ratio(
     parts: Sequence[float], wholes: Sequence[float], seed: int, of: Callable[[Array], Array] = lambda ratios: ratios
 ) -> Estimate | None:
-    """Return of(sum of parts / sum of wholes), with one of each per text, or None if the wholes are 0.
+    """Return of(sum of parts / sum of wholes) with an interval, or None if the sum of the wholes is 0.
 
-    The interval is a percentile bootstrap over the texts, not over tokens, which depend on each other (Efron and
-    Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). The same seed draws the same texts each time.
+    There is one part and one whole per text. The interval is a percentile bootstrap over texts, not over tokens, which
+    depend on each other (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). The same seed draws
+    the same texts each time.
     """
     pairs = np.array([parts, wholes], dtype=np.float64)
     if not pairs[1].sum():

@@ -1,4 +1,4 @@
-"""An open mode: continues prompts and predicts texts. Evaluation compares these."""
+"""A mode that is ready to run: it continues prompts and predicts texts, so that evaluation can compare modes."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ FULL = "full"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A mode to open. `risk` is None if the mode has none."""
+    """A mode to evaluate. `risk` is None if the mode has none."""
 
     mode: str
     risk: float | None = None
 
     @property
     def detail(self) -> str:
-        """The part of the name that distinguishes variants of a mode; may be empty."""
+        """Part of the name that distinguishes variants of one mode; may be empty."""
         return "" if self.risk is None else f"risk {self.risk:.3g}"
 
     @property
@@ -35,7 +35,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A mode's text for one prompt. The numbers exclude its first token, which prefill produces."""
+    """Text that a mode generated for one prompt. The numbers exclude its first token, which prefill produces."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -46,12 +46,12 @@ class Written:
 
     @property
     def seconds(self) -> float:
-        """Seconds on the requested machine."""
+        """Seconds on the emulated machine if there is one, else on this machine."""
         return self.clock_s if self.emulated_s is None else self.emulated_s
 
 
 class EngineMode:
-    """An engine's mode, which remembers nothing of earlier prompts. `emulates`: its clock is an emulated machine's."""
+    """The mode of an engine. Earlier prompts have no influence. `emulates`: whether the engine emulates a machine."""
 
     def __init__(self, engine: Engine, *, emulates: bool) -> None:
         self._engine, self._emulates = engine, emulates
@@ -72,15 +72,18 @@ class EngineMode:
         )
 
     def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
-        """Yield, for each token after the prompt, the logits (vocab,) that the mode would choose it from and the layers
-        passed. The KV cache is the one that the mode leaves behind."""
+        """Yield, for each token after the prompt, the logits (vocab,) that predict it in this mode and the layers
+        passed.
+
+        The KV cache is filled as it would be while generating in this mode.
+        """
         executor, exits = self._engine.executor, self._engine.exits
         if exits is None:
             return score(executor, token_ids, n_prompt_tokens)  # exact gives out what full does
         return score_early(executor, token_ids, n_prompt_tokens, exits, ExitCounts())
 
     def n_changed(self, prompt: Sequence[int], written: Written) -> int:
-        """Return how many tokens of a greedy text the full model would not have chosen after the same text."""
+        """Return the number of tokens of a greedy text that differ from the full model's choice after the same tokens."""
         return n_changed(self._engine.executor, [*prompt, *written.token_ids], len(prompt))
 
     def _depth_sum(self, n_tokens: int) -> float:
@@ -88,7 +91,7 @@ class EngineMode:
         return self._engine.spec.n_layers * n_tokens if exits is None else exits.mean_depth * exits.n_tokens
 
     def _cpu_passes(self, n_tokens: int) -> float:
-        """Return how often the CPU's layers were passed, averaged over them."""
+        """Return the number of passes through a layer on the CPU, averaged over these layers."""
         engine = self._engine
         parts = () if engine.plan is None else engine.plan.parts  # all are the CPU's where nothing was planned
         layers = {part.layer for part in parts if part.layer is not None and part.decode_placement.uses_cpu}

@@ -1,4 +1,4 @@
-"""Runs modes one after another on the same material and compares each with full mode, which runs first."""
+"""Runs modes one after another on the same texts and compares each with full mode, which runs first."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,7 +21,7 @@ WARM_UP_TOKENS = 4  # generated first, so that cold caches don't count
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Sums over the tokens after a held-out text's prompt, under one mode."""
+    """Sums over one held-out text's tokens after its prompt, as one mode predicts them."""
 
     n_tokens: int
     nats: float  # -log p of each
@@ -31,7 +31,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """Figures of one variant over the prompts or the held-out texts; None if nothing was counted."""
+    """Metrics of one variant over the prompts or the held-out texts; None if there was nothing to count."""
 
     variant: Variant
     tokens_per_s: Estimate | None  # by this machine's clock
@@ -51,7 +51,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A variant that could not be opened, with the reason."""
+    """A variant that could not be opened, and the reason."""
 
     variant: Variant
     reason: str
@@ -66,10 +66,10 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Iterator[ModeResult | Refused]:
-    """Yield the result of each variant, full mode first even if it was not requested.
+    """Yield the result of each variant, with full mode first even if it was not requested.
 
-    Texts are greedy, n_new_tokens long whatever would end them, and generated one at a time. `seed` draws the held-out
-    texts that full mode writes, and the intervals.
+    Texts are greedy, n_new_tokens long whatever would end them, and generated one at a time. `seed` determines the
+    held-out texts that full mode writes, and the intervals.
 
     Raises: HeteroError: if full mode can't run.
     """
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def _with_held_out(material: Material, mode: EngineMode, params: SamplingParams) -> Material:
-    """Return the material with what the mode writes after the prompts, each with its own seed."""
+    """Return the material with held-out texts that the mode writes after the prompts, each with its own seed."""
     texts = [
         (*prompt, *mode.generate(prompt, replace(params, seed=params.seed + number)).token_ids)
         for number, prompt in enumerate(material.prompts)
@@ -108,8 +108,10 @@ def _with_held_out(material: Material, mode: EngineMode, params: SamplingParams)
 
 
 def _scored(mode: EngineMode, material: Material, kept: IO[bytes], *, is_reference: bool) -> list[Scored]:
-    """Score the held-out texts. `kept` holds the reference's fp32 logits in a file: for a large vocabulary they need as
-    much memory as layers."""
+    """Score the held-out texts.
+
+    `kept` stores the reference's fp32 logits in a file, since they can need as much memory as layers.
+    """
     kept.seek(0)
     pairs = zip(material.prompts, material.held_out or (), strict=True)
     return [_scored_text(mode, text, len(prompt), kept, is_reference=is_reference) for prompt, text in pairs]

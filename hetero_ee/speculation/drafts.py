@@ -54,7 +54,7 @@ class DraftStep:
         self.next_guess = None
 
     def add_forced(self) -> bool:
-        """Add the drafts that the grammar forces, and return whether there are any. A complete grammar ends the step."""
+        """Add the drafts that the grammar forces and return whether there are any. A complete grammar ends the step."""
         if self.request.constraint is None:
             return False
         forced = self.request.forced_after(self.history)[: self.max_drafts - len(self.origins)]

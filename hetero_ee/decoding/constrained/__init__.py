@@ -1,1 +1,1 @@
-"""Constrained output: which tokens may follow, and which must."""
+"""Constrained output: restricts the tokens of a reply to a grammar or schema."""

@@ -1,8 +1,8 @@
-"""Constraint: the tokens that a grammar allows next in one text, by llguidance's matcher.
+"""Computes which tokens a grammar allows next in one sequence, with llguidance's matcher.
 
-A text may be queried with drafts after it, and then without them. What was found for the longer one is kept until it
-turns out otherwise, so that a verification finds the masks of its drafts. If the grammar forces bytes, the mask leaves
-only the token that the tokenizer would begin them with, so that forced tokens are certain.
+A sequence may be queried with drafts at its end, and then without them. The masks for the longer one are kept until its
+drafts turn out wrong, so that verification finds the masks of its drafts. If the grammar forces bytes, the mask allows
+only the token with which the tokenizer would begin them, so that forced tokens are certain.
 """
 
 import time
@@ -20,10 +20,13 @@ FREE_S, TOKEN_S = 2.0, 0.02
 
 
 class Constraint:
-    """The constraint of one text, for one thread. 20 to 120 microseconds per token (demo model, a busy 2-core Zen 4,
-    2026-11-24).
+    """Constraint of one sequence, for use by one thread. It needs 20 to 120 microseconds per token (demo model, a busy
+    2-core Zen 4, 2026-11-24).
 
-    matcher: at its beginning, not shared. n_tokens: the model's vocabulary. banned: tokens that may not end the text.
+    Args:
+        matcher: A new matcher that nothing else uses.
+        n_tokens: Size of the model's vocabulary.
+        banned: Tokens that may not end the sequence.
     """
 
     def __init__(self, matcher: LLMatcher, n_tokens: int, banned: Sequence[int] = ()) -> None:
@@ -33,7 +36,8 @@ class Constraint:
         self._masks: dict[int, NDArray[np.bool_]] = {}  # by the number of tokens before them
 
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """Return a mask (vocab,) of the tokens that may follow these. After the end, it has the end tokens.
+        """Return a mask (vocab,) of the tokens that may follow the generated ones. A complete grammar allows the end
+        tokens.
 
         Raises: GrammarError: if the grammar needs too much memory or time.
         """
@@ -56,13 +60,13 @@ class Constraint:
         return mask
 
     def forced(self, generated: Sequence[int]) -> list[int]:
-        """Return the tokens that must follow these, as far as there is no choice."""
+        """Return the tokens that must follow the generated ones, up to the first choice."""
         self._go_to(list(generated))
         found = self._matcher.compute_ff_tokens()
         return found if max(found, default=0) < self._n_tokens else []
 
     def is_complete(self, generated: Sequence[int]) -> bool:
-        """Return whether the grammar allows nothing after these tokens."""
+        """Return whether the grammar allows no token after the generated ones."""
         generated = list(generated)
         if len(generated) < len(self._taken) and self._begins_with(generated):
             return False  # something did
@@ -73,7 +77,7 @@ class Constraint:
         return self._taken[: len(generated)] == generated
 
     def _go_to(self, generated: list[int]) -> None:
-        """Move the matcher behind these tokens, each of which was allowed."""
+        """Move the matcher to the end of the generated tokens, each of which was allowed."""
         n_common, begin_s = len(self._taken), time.thread_time()
         if generated[:n_common] != self._taken:
             pairs = enumerate(zip(self._taken, generated, strict=False))
@@ -86,7 +90,7 @@ class Constraint:
         self._check(begin_s)
 
     def _check(self, begin_s: float) -> None:
-        """Check the matcher after work that began at `begin_s`, a time of this thread."""
+        """Check the time and the errors of the matcher after work that began at `begin_s` (thread time)."""
         self._used_s += time.thread_time() - begin_s
         if self._used_s > FREE_S + TOKEN_S * len(self._taken):
             used = f"{self._used_s:.1f} s for {len(self._taken)} tokens"

@@ -1,9 +1,9 @@
-"""The program that compiles grammars for a server, since some take all time and memory there is.
+"""Program that compiles grammars for a server in a process of its own, since some need unlimited time and memory.
 
 Its arguments are limits: seconds per grammar, and bytes in addition to those of the tokenizer. The first line of
-standard input is a JSON document with the parameters of Grammars. It prints [] when it is ready. Then it answers each
-line, a JSON document with fields of SamplingParams, with the parts of an error's message, none if the grammar can be
-used; the name of an option is a part in a list of its own. It ends at the end of standard input.
+standard input is a JSON document with the parameters of Grammars. The program prints [] when it is ready. Each further
+line is a JSON document with fields of SamplingParams. The answer is a list with the parts of an error message, empty if
+the grammar can be used. A part that names an option is a list of its own. The program ends with standard input.
 """
 
 import json
@@ -20,7 +20,7 @@ from hetero_ee.options.sampling import SamplingParams
 
 
 def answer(grammars: Grammars, fields: dict[str, Any]) -> list[str | list[str]]:
-    """Compile a grammar and compute its first mask, which does much of the work."""
+    """Compile a grammar and compute its first mask, which is much of the work. Return the parts of an error message."""
     try:
         constraint = grammars.constraint(SamplingParams(**fields))
         if constraint is not None:
@@ -31,7 +31,7 @@ def answer(grammars: Grammars, fields: dict[str, Any]) -> list[str | list[str]]:
 
 
 def _limit_memory(n_bytes: int) -> None:
-    """Limit the memory in addition to what is used already, if the system can."""
+    """Limit the memory that this process may use in addition to its present memory, if the system supports that."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -42,7 +42,7 @@ def _limit_memory(n_bytes: int) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Make the system end this process after that time, even if its parent was killed; 0 cancels that."""
+    """Make the system end this process after that time, even if its parent was killed. 0 cancels the timer."""
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(seconds))
 
@@ -53,7 +53,7 @@ def _write(answered: list[str | list[str]]) -> None:
 
 
 def main() -> None:
-    """Serve requests."""
+    """Answer requests from standard input until it ends."""
     seconds, n_bytes = float(sys.argv[1]), int(sys.argv[2])
     tokenizer, n_tokens, end_token_ids = json.loads(sys.stdin.readline())
     grammars = Grammars(lambda: tokenizer, n_tokens, end_token_ids, n_kept=0)

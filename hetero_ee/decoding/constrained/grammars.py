@@ -1,4 +1,4 @@
-"""Grammars of sampling parameters, compiled by llguidance for one model's tokenizer."""
+"""Compiles the grammars of sampling parameters for one model's tokenizer, with llguidance."""
 
 import json
 import re
@@ -26,7 +26,7 @@ UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class Grammars:
-    """Grammars of one model. For several threads."""
+    """Compiled grammars of one model. Several threads may share them."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class Grammars:
         end_token_ids: Collection[int],
         n_kept: int = MAX_KEPT,
     ) -> None:
-        """Take a tokenizer.
+        """Prepare a tokenizer.
 
         Args:
             tokenizer_json: Content of tokenizer.json.
             n_tokens: Size of the model's vocabulary.
-            n_kept: Compiled grammars to keep.
+            n_kept: Number of compiled grammars to keep.
         """
         self._n_kept = n_kept
         self._tokenizer_json, self._n_tokens = tokenizer_json, n_tokens
@@ -50,15 +50,17 @@ class Grammars:
         self._lock = threading.Lock()
 
     def described(self) -> tuple[str, int, list[int]]:
-        """Return tokenizer.json, the size of the vocabulary and the end tokens: parameters for another process."""
+        """Return the constructor's arguments, for a process of its own: tokenizer.json, vocabulary size and end tokens."""
         return self._tokenizer_json(), self._n_tokens, self._end_token_ids
 
     def knows(self, params: SamplingParams) -> bool:
-        """Return whether the parameters' grammar is compiled, or they have none."""
+        """Return whether the parameters have no grammar, or one that is already compiled."""
         return not params.is_constrained or _key(params) in self._kept
 
     def constraint(self, params: SamplingParams) -> "Constraint | None":
-        """Return a new text's constraint, or None without one. Compiles each grammar once, which may take a second.
+        """Return a constraint for a new sequence, or None if the parameters have no grammar.
+
+        Each grammar is compiled once, which may take a second.
 
         Raises: UsageError: if a grammar or schema is invalid or can't be enforced.
         """
@@ -133,7 +135,7 @@ def _grammar_text(params: SamplingParams) -> str:
 
 
 def _reason(error: str) -> str:
-    """Return the rest of a sentence about the error."""
+    """Return the second half of a sentence that explains llguidance's error."""
     if found := UNIMPLEMENTED.search(error):
         names = ", ".join(json.loads(f"[{found[1]}]"))
         return f"asks for {names}, which a text can't be held to here; leave that out"
@@ -141,7 +143,7 @@ def _reason(error: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line, or in a message of several lines the one with the reason."""
+    """Return the first line of an error message, together with the lines that begin with "error:"."""
     first, *others = [line.strip() for line in text.splitlines() if line.strip()] or ["it is refused"]
     line = " ".join([first, *(each for each in others if each.startswith("error:"))])[:300].rstrip(" .;:")
     return line if line.isprintable() else ascii(line)[1:-1]
