@@ -29,12 +29,12 @@ class CalibratingEngine(ABC):
     @property
     @abstractmethod
     def executor(self) -> Executor:
-        """The executor that runs the model."""
+        """The executor that runs the model and is measured."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
+        """The tokenizer with which calibration texts are encoded."""
 
     @abstractmethod
     def _ending(self, executor: Executor) -> Ending:

@@ -116,7 +116,7 @@ class KeptSteps:
         return self._file is not None and self._clock() - self._saved_s >= self._pause_s
 
     def _save_in_time(self) -> None:
-        """Save all arrays if the last save is long enough ago: save_every_s, and more if saving is slow (SAVING_SHARE)."""
+        """Save all arrays if the last save is save_every_s ago, or longer if saving is slow (see SAVING_SHARE)."""
         if self._file is None or not self._is_time:
             return
         start_s = self._clock()

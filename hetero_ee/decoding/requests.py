@@ -122,7 +122,7 @@ class Request:
         return min(in_context, self.n_prompt_tokens + self.params.max_new_tokens - len(self.token_ids))
 
     def ends_with(self, token_id: int) -> bool:
-        """Return whether this token ends the request. An end token is not part of the text."""
+        """Return whether this token is an end token or stop token of the request."""
         is_eos = token_id in self.ending.eos_token_ids and not self.params.ignore_eos
         return is_eos or token_id in self.params.stop_token_ids
 

@@ -82,7 +82,7 @@ def filtered_scores(
     n_prompt_tokens: int = 0,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """Return scores (vocab,), float64, from whose softmax choose_token draws at temperature > 0; -inf excludes tokens."""
+    """Return float64 scores (vocab,), from whose softmax choose_token draws at temperature > 0; -inf excludes."""
     scores = _only(allowed, _changed(logits, history, params, n_prompt_tokens))
     return _filtered(tempered(scores, params.temperature), params)
 

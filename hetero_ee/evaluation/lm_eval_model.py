@@ -89,7 +89,7 @@ class HeteroEE(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, for each continuation, the sum of its log-probabilities and whether all its tokens are the likeliest."""
+        """Return each continuation's summed log-probability, and whether all its tokens are the likeliest."""
         return [self._loglikelihood(context, continuation) for _, context, continuation in requests]
 
     def _loglikelihood(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:

@@ -1,4 +1,4 @@
-"""Metrics that compare a text with full mode's and a mode's predictions with the text, and their confidence intervals."""
+"""Metrics for comparing a mode's text and predictions with full mode's, and confidence intervals of the metrics."""
 
 import re
 from collections.abc import Callable, Sequence

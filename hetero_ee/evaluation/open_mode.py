@@ -83,7 +83,7 @@ class EngineMode:
         return score_early(executor, token_ids, n_prompt_tokens, exits, ExitCounts())
 
     def n_changed(self, prompt: Sequence[int], written: Written) -> int:
-        """Return the number of tokens of a greedy text that differ from the full model's choice after the same tokens."""
+        """Return how many tokens of a greedy text differ from the full model's choice after the same tokens."""
         return n_changed(self._engine.executor, [*prompt, *written.token_ids], len(prompt))
 
     def _depth_sum(self, n_tokens: int) -> float:

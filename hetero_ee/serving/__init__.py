@@ -1,5 +1,5 @@
-"""An HTTP server for one engine: OpenAI's and Anthropic's ways to ask, llama-server's and vLLM's names to watch it.
+"""An HTTP server for one engine, with OpenAI's and Anthropic's requests, and llama-server's and vLLM's monitoring.
 
-Functions that read a request raise a RequestError if it asks for something impossible; ClientDisconnect means that the
-client is gone. app.py turns errors into answers.
+Functions that read a request raise a RequestError if it asks for something impossible. ClientDisconnect means that the
+client has closed the connection. app.py turns errors into answers.
 """

@@ -1,4 +1,4 @@
-"""Answers as one JSON document or as events. Either ends its request when the client disconnects."""
+"""Sends an answer as one JSON document or as events. If the client disconnects, the request ends."""
 
 import asyncio
 import json
@@ -36,7 +36,10 @@ class Answer(Protocol):
 async def answered(
     request: Request, answer: Answer, generations: Sequence[Generation], ping_s: float | None
 ) -> Response:
-    """Answer with events, or with one document if `ping_s` is None, in ASCII: parts of it may be half a character."""
+    """Answer with events, or with one document if `ping_s` is None.
+
+    The JSON is ASCII, since parts of the answer may be half a character.
+    """
     if ping_s is not None:
         return EventStream(answer.events(ping_s), generations)
     document = await until_gone(request, answer.whole(), generations)
@@ -44,7 +47,7 @@ async def answered(
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations: Sequence[Generation] = ()) -> T:
-    """Return the result of `work` and close its generations, however it ends.
+    """Return the result of `work`. Its generations are closed, however it ends.
 
     Raises:
         ClientDisconnect: if the client disconnects first. `work` is then cancelled.
@@ -63,7 +66,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations
 
 
 class EventStream(Response):
-    """Server-sent events. When the client disconnects, they and their requests are closed."""
+    """Response of server-sent events. When the client disconnects, the events and their generations are closed."""
 
     def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Generation]) -> None:
         super().__init__(media_type=EVENTS_TYPE, headers={"cache-control": "no-store", "x-accel-buffering": "no"})

@@ -1,4 +1,4 @@
-"""Paths and their handlers. Every error has the format of the API at its path."""
+"""The server's paths and their handlers. Every error has the format of the API that its path belongs to."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -46,7 +46,7 @@ POSTS: dict[str, Answer] = {
 
 
 def create_app(served: ServedModel) -> ASGIApp:
-    """Return the server as an ASGI application. The caller closes `served`."""
+    """Return the server as an ASGI application. The caller must close `served`."""
     routes = [Route(path, _endpoint(answer, served), methods=["GET"]) for path, answer in GETS.items()]
     routes += [Route(path, _endpoint(answer, served), methods=["POST"]) for path, answer in POSTS.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})

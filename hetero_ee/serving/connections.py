@@ -1,7 +1,7 @@
-"""Limits on connections: how many are open, and how long a request's head may take to arrive.
+"""Limits the number of open connections, and the time in which the head of a request must arrive.
 
-uvicorn has neither: its limit_concurrency answers 503 and keeps the connection, and nothing ends one that sends no
-request. Without file descriptors asyncio would log thousands of tracebacks per second.
+uvicorn has neither limit: its limit_concurrency answers 503 and keeps the connection, and a connection that sends no
+request stays open forever. Without file descriptors, asyncio would log thousands of tracebacks per second.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0
 
 
 class Listener(socket.socket):
-    """A listening socket that closes further connections while `most` of its connections are open."""
+    """A listening socket that closes new connections while `most` connections are open."""
 
     most = MAX_CONNECTIONS
 
@@ -38,7 +38,8 @@ class Listener(socket.socket):
         """Accept a connection.
 
         Raises:
-            BlockingIOError: if there is none, or it was closed since there are too many or no file descriptor is left.
+            BlockingIOError: if no connection is pending, or if it was closed because too many connections are open or
+            no file descriptor is left.
         """
         try:
             connection, address = super().accept()
@@ -63,7 +64,7 @@ class Listener(socket.socket):
             self._spare = -1
 
     def _refuse_with_spare(self) -> None:
-        """Refuse a connection by means of the spare file descriptor, or it would be reported again at once."""
+        """Refuse a connection with the spare file descriptor. Otherwise the system would report it again at once."""
         spare, self._spare = self._spare, -1
         if spare >= 0:
             os.close(spare)
@@ -79,17 +80,17 @@ class Connection(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for the first request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Handle what has arrived. Called at the end of a response, too."""
+        """Handle received data. uvicorn also calls this at the end of a response."""
         super().handle_events()
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Cancel the timer."""
         super().connection_lost(exc)
         if self._head_timer is not None:
             self._head_timer.cancel()

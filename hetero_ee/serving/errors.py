@@ -1,4 +1,4 @@
-"""Errors as HTTP statuses and as OpenAI's and Anthropic's error objects."""
+"""Maps errors to HTTP statuses and to OpenAI's and Anthropic's error objects."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ANTHROPIC_TYPES = {
 
 
 class RequestError(UsageError):
-    """A request that gets an error. `param` is the field at fault, `code` a word for programs."""
+    """A request can't be answered. `param` names the field with the error, and `code` is a word for programs."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""One request as asyncio sees it: tokens from the engine's thread, their cost, and the end."""
+"""One request in asyncio: receives tokens from the engine's thread, measures times, and ends the request."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ class Echo:
 
 
 class Generation:
-    """A queued or running request. Iterate to its end or close it."""
+    """A queued or running request. Callers must iterate to its end or close it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Generation:
         """Queue the request.
 
         Args:
-            echo: The prompt, if the answer begins with it.
+            echo: The prompt, if the answer repeats it.
             keeps_tokens: Whether to collect the tokens in `kept`.
 
         Raises:
@@ -67,7 +67,7 @@ class Generation:
         scheduler.submit(self._job)
 
     async def tokens(self, ping_s: float | None = None) -> AsyncIterator[GeneratedToken | None]:
-        """Yield the tokens as they arrive, and None after each `ping_s` without one.
+        """Yield the tokens as they arrive, and None whenever no token has arrived for `ping_s` seconds.
 
         Raises:
             RequestError: after the request's timeout.
@@ -93,17 +93,17 @@ class Generation:
             self.close()
 
     async def finish(self) -> None:
-        """Wait for the whole text. Raises like `tokens`."""
+        """Wait until the whole text is generated. Raises: see `tokens`."""
         async for _ in self.tokens():
             pass
 
     def taken_echo(self) -> str:
-        """Return the echoed prompt at the first call, then an empty string."""
+        """Return the echoed prompt in the first call, and an empty string later."""
         text, self._untold = self._untold, ""
         return text
 
     def close(self) -> None:
-        """End the request within a step if it has not ended. Closing twice does nothing."""
+        """End the request within one step, if it is still running. Closing twice does nothing."""
         if not self._is_over:
             self._is_over = True
             self._scheduler.cancel(self._job)
@@ -111,11 +111,11 @@ class Generation:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's finish reason."""
+        """Reason for the end of the request, in OpenAI's words."""
         return "stop" if self.reason is FinishReason.STOP else "length"
 
     def timings(self) -> dict[str, float]:
-        """Return timings in llama-server's format. The prompt's time counts towards the first token."""
+        """Return timings in llama-server's format. The prompt's time includes the first token."""
         n_read, prompt_s = self.n_prompt_tokens - self.n_cached_tokens, self._first_s - self._begun_s
         n_steps, steps_s = max(0, self.n_tokens - 1), self._last_s - self._first_s
         drafts = {"draft_n": self._n_drafted, "draft_n_accepted": self._n_accepted} if self._n_drafted else {}
@@ -144,7 +144,7 @@ class Generation:
             raise RequestError(message, status=504, code="timeout") from None
 
     def _begin(self, event: Begun, at_s: float) -> None:
-        """Note that the request has started, or restarted for lack of memory."""
+        """Record that the request has started, or has restarted for lack of memory."""
         is_again, self._is_begun = self._is_begun, True
         self._begun_s, self.n_cached_tokens = at_s, event.n_cached_tokens
         self._metrics.begun(at_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens, is_again=is_again)

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests: first in a process that can be killed, then in threads of their own."""
+"""Compiles the grammars of requests: first in a process that can be killed, then in this process's own threads."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ MAX_ANSWER_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """What compiling one grammar, up to its first mask, may use."""
+    """Limits on the time and memory for compiling one grammar and computing its first mask."""
 
     seconds: float = 5.0
     memory_bytes: int = 512 * 2**20
@@ -31,7 +31,7 @@ DEFAULT_LIMITS = CompileLimits()
 
 
 class GrammarChecks:
-    """Compiles grammars for one server. close() ends its processes."""
+    """Compiler of grammars for one server. close() ends its processes."""
 
     def __init__(self, grammars: Grammars, limits: CompileLimits = DEFAULT_LIMITS) -> None:
         self._grammars, self._limits = grammars, limits
@@ -43,15 +43,15 @@ class GrammarChecks:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a grammar is compiled in this process for much longer than its check allowed."""
+        """Whether this process has been compiling a grammar for ten times longer than its check may take."""
         return any(time.monotonic() - each > 10 * self._limits.seconds for each in list(self._began_s.values()))
 
     async def require(self, params: SamplingParams) -> None:
-        """Compile the grammar of these parameters, if they have one. Being cancelled ends that.
+        """Compile the grammar of these parameters, if they have one. Cancelling the call ends the compilation.
 
         Raises:
             UsageError: if the grammar can't be used, or needs too much time or memory.
-            BusyError: if too many grammars wait.
+            BusyError: if too many grammars are waiting.
         """
         if self._grammars.knows(params):
             return

@@ -1,8 +1,8 @@
-"""Access control: key, Host, Origin and content type. An ASGI layer, so that streams pass through it unchanged.
+"""Access control by key, Host, Origin and content type, as an ASGI layer through which streams pass unchanged.
 
-A page of any site can make a browser send requests to 127.0.0.1, or to a name that its owner points there. Browsers
-send
-an Origin with such requests, which must be allowed. On a local address the Host must be one of this machine's names.
+A page of any site can make a browser send requests to 127.0.0.1, or to a name that the site's owner points to this
+address. Browsers send an Origin with such requests, which must be allowed. On a local address, the Host must be one of
+this machine's names.
 """
 
 import hmac
@@ -26,13 +26,13 @@ CORS_HEADERS = {
 
 
 def refusal(path: str, error: HeteroError) -> Response:
-    """Return the error in the format of the API at `path`."""
+    """Return the error as a response in the format of the API at `path`."""
     shape, status = anthropic_error if path.startswith(MESSAGES_PATH) else openai_error, status_of(error)
     return JSONResponse(shape(error), status, headers_of(status))
 
 
 class Guard:
-    """Passes allowed requests on, and answers browsers' preflight requests."""
+    """ASGI layer that forwards allowed requests and answers browsers' preflight requests."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -98,7 +98,7 @@ def _check_content(headers: Headers) -> None:
 
 
 async def _refuse_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse the request and close the connection, since a proxy may see its end elsewhere (RFC 9112, 6.1)."""
+    """Refuse a request with two lengths and close the connection, since a proxy may see another end (RFC 9112, 6.1)."""
     error = RequestError("Content-Length and Transfer-Encoding are both given; send one of them.")
     answer = refusal(scope["path"], error)
     answer.headers["connection"] = "close"
@@ -110,7 +110,7 @@ def _cors(origin: str) -> dict[str, str]:
 
 
 def _with_cors(send: Send, origin: str | None) -> Send:
-    """Return a `send` that adds CORS headers, which let pages of this origin read the answer."""
+    """Return a `send` that adds CORS headers, which let pages from this origin read the response."""
     if origin is None:
         return send
 

@@ -1,4 +1,4 @@
-"""Metrics under the names of vLLM's and llama-server's dashboards, with our prefix."""
+"""Prometheus metrics with the names that dashboards for vLLM and llama-server use, but with this project's prefix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class RequestCost:
 
 
 class Metrics:
-    """Metrics of one server, in its own registry."""
+    """Metrics of one server, with a registry of their own."""
 
     def __init__(self, model_name: str, scheduler: Scheduler) -> None:
         self._registry, self._model = CollectorRegistry(), model_name
@@ -82,7 +82,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def begun(self, queue_s: float, n_prompt_tokens: int, n_cached_tokens: int, *, is_again: bool) -> None:
-        """Count a request that has left the queue."""
+        """Count a request that has left the queue. `is_again`: whether it was restarted."""
         self._observe("request_queue_time_seconds", queue_s)
         self._count("num_preemptions", int(is_again))
         for name in ("prompt_tokens", "prefix_cache_queries"):
@@ -91,13 +91,13 @@ class Metrics:
             self._count(name, n_cached_tokens)
 
     def token(self, since_s: float, *, is_first: bool) -> None:
-        """Count a token that arrived `since_s` after the one before it, or after the request."""
+        """Count a token that arrived `since_s` seconds after the previous one or, if first, after the request."""
         self._count("generation_tokens")
         self._count("tokens_predicted")
         self._observe("time_to_first_token_seconds" if is_first else "inter_token_latency_seconds", since_s)
 
     def drafted(self, origin: TokenOrigin) -> None:
-        """Count the draft-verify or early-exit step of a token."""
+        """Count the drafts of a token's draft-verify step, and whether the token is an accepted draft."""
         if origin.index == 0 and origin.n_drafted:
             self._count("spec_decode_num_drafts")
             self._count("spec_decode_num_draft_tokens", origin.n_drafted)
@@ -106,7 +106,7 @@ class Metrics:
             self._accepted_at.labels(self._model, str(origin.index)).inc()
 
     def step(self, n_running: int, n_tokens: int) -> None:
-        """Count a step of the engine with `n_running` requests that yielded `n_tokens`."""
+        """Count a step of the engine with `n_running` requests that generated `n_tokens`."""
         self._n_steps, self._n_busy = self._n_steps + 1, self._n_busy + n_running
         self._count("n_decode")
         self._observe("iteration_tokens_total", n_tokens)

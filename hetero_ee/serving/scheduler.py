@@ -1,4 +1,4 @@
-"""The thread that the engine runs on: requests wait in a bounded queue, run in slots, and leave between two steps."""
+"""The engine's thread: requests wait in a bounded queue, run in slots, and leave between two steps."""
 
 import logging
 import threading
@@ -23,19 +23,19 @@ STOPPING = "the server is shutting down; send the request again when it is back.
 
 
 class BusyError(HeteroError):
-    """The server can't accept the request: the queue is full, or it is shutting down."""
+    """The server can't accept a request, because the queue is full or it is shutting down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request has left the queue."""
+    """Event: a request has left the queue."""
 
     n_cached_tokens: int  # of its prompt, in the KV cache already
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities of a prompt."""
+    """Event: the log-probabilities of a prompt's tokens are known."""
 
     logprobs: list[TokenLogprobs]  # of its tokens but the first
 
@@ -45,7 +45,7 @@ Event = Begun | Scored | GeneratedToken | HeteroError
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A request for the log-probabilities of the prompt's own tokens. They come before any generated token."""
+    """A request for the log-probabilities of the prompt's tokens, which are computed before any token is generated."""
 
     n_top: int  # likeliest tokens to report at each position
     is_all: bool  # nothing is generated afterwards
@@ -53,11 +53,11 @@ class Scoring:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request.
+    """One request, from the queue to its end.
 
     Args:
-        tell: Called from the engine's thread with each event. The last event is the last token, an error, or, if the
-            prompt is only scored, its Scored.
+        tell: Called from the engine's thread with each event. The last event is the last token, an error, or Scored if
+            the prompt is only scored.
         stop: Set by the client's side to cancel the request.
     """
 
@@ -78,14 +78,14 @@ class _Running:
 
 
 class Scheduler:
-    """Runs requests first come, first served, in free slots. close() ends the thread and every request."""
+    """Runs requests in free slots, first come, first served. close() ends the thread and every request."""
 
     def __init__(self, engine: Engine, n_slots: int, queue_size: int) -> None:
         """Start the engine's thread.
 
         Args:
-            n_slots: Requests that run at a time. One more short one may run while a long prompt is read.
-            queue_size: Requests that may wait.
+            n_slots: Number of requests that run at a time. An extra short one may run while a long prompt is read.
+            queue_size: Number of requests that may wait.
         """
         self._engine, self._loop, self.n_slots = engine, engine.loop(self._someone_waits), n_slots
         self._slots = Slots(engine.executor, n_slots + N_EXPRESS, engine.close_sequence)
@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def most_held_tokens(self) -> int:
-        """Tokens that the KV cache can hold before its context grows."""
+        """Number of tokens that the KV cache can hold before its context must grow."""
         return self._engine.context_tokens
 
     @property
@@ -121,7 +121,7 @@ class Scheduler:
     def _keeps_generated(self) -> bool:
         """Whether generated tokens may stay in the KV cache for a later prompt.
 
-        Tokens that exited early or skipped neurons leave other keys and values than prefill would compute.
+        Tokens that exited early or skipped neurons have other keys and values than prefill would compute.
         """
         return self._engine.exits is None and self._engine.executor.neurons.n_neurons == 0
 
@@ -143,7 +143,7 @@ class Scheduler:
             self._changed.notify()
 
     def stop_soon(self) -> None:
-        """End every request with an error, without waiting, so that a signal handler may call it."""
+        """End every request with an error, without waiting. Signal handlers may call it."""
         self._is_closing = True
         for running in list(self._running.values()):
             running.job.stop.set()
@@ -181,7 +181,7 @@ class Scheduler:
         return len(self._running) > 1 or self._next() is not None
 
     def _next(self) -> Job | None:
-        """Return the next job to run: the first in the queue, or None if no slot is free.
+        """Return the next job to start: the first in the queue, or None if no slot is free.
 
         While a long prompt is read and all regular slots are in use, the first short prompt gets the extra slot.
         """
@@ -197,7 +197,7 @@ class Scheduler:
             return next((job for job in self._queue if len(job.prompt_ids) <= n_short), None)
 
     def _wait(self) -> bool:
-        """Wait until there is something to do. Return False if the scheduler is closing."""
+        """Wait until there are requests. Return False if the scheduler is closing."""
         with self._changed:
             while not (self._running or self._queue or self._is_closing):
                 self._changed.wait()
@@ -234,7 +234,7 @@ class Scheduler:
         job.tell(Begun(0))
 
     def _join(self, job: Job, slot: Slot, n_cached: int) -> None:
-        """Add the job to the decoding loop. n_cached: tokens of its prompt that the KV cache holds already."""
+        """Add the job to the decoding loop. The KV cache already holds n_cached tokens of its prompt."""
         try:
             (number,) = self._loop.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
         except BaseException:
@@ -243,7 +243,7 @@ class Scheduler:
         self._running[number] = _Running(job, slot)
 
     def _score(self, number: int, running: _Running, scoring: Generator[list[TokenLogprobs]]) -> None:
-        """Run one pass of a prompt that is scored. After the last pass, generation begins if it was requested."""
+        """Run one pass over a prompt that is scored. After the last pass, generation starts if it was requested."""
         job, slot = running.job, running.slot
         try:
             said = next(scoring, None)
@@ -301,7 +301,7 @@ class Scheduler:
         """Queue a request again if memory ran out before its first token and idle sequences can be freed.
 
         Returns:
-            Whether it was queued again.
+            Whether the request was queued again.
         """
         running = self._running[number]
         is_of_memory = isinstance(error, DeviceMemoryError | UsageError)
@@ -317,7 +317,7 @@ class Scheduler:
     def _end(self, number: int, error: HeteroError | None) -> None:
         """Remove a request and give its slot back.
 
-        The slot keeps the sequence's valid prefix: nothing after an error or an unfinished prompt.
+        The slot keeps the valid prefix of the sequence. After an error or an unfinished prompt, it keeps nothing.
         """
         running = self._running.pop(number)
         try:
@@ -335,7 +335,7 @@ class Scheduler:
 
 
 def _failure(error: Exception) -> HeteroError:
-    """Return the error to send to clients. Unexpected errors are logged with a traceback; the server keeps running."""
+    """Return the error to send to the client. Unexpected errors are logged with a traceback; the server keeps running."""
     if isinstance(error, HeteroError):
         return error
     LOG.error("the engine failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""The model that a server serves: turns requests into queued generations."""
+"""The model of a server: turns requests into queued generations."""
 
 import asyncio
 import threading
@@ -28,10 +28,9 @@ LONG_TEXT = 2**15  # characters; encoding digits takes 0.15 s then (busy 2-core 
 
 
 class ServedModel:
-    """An engine with its queue.
+    """An engine with its queue of requests. Nothing else may use the engine until `close`.
 
-    Until `close` the engine is reserved for it. `usual` has the default sampling of requests; `marker_ids` has those of
-    MARKERS that are special tokens.
+    `usual` has the default sampling of requests. `marker_ids` has the MARKERS that are special tokens.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class ServedModel:
 
         Args:
             usual: Default sampling; None for the model's own.
-            chat_template: Replaces the model's own.
+            chat_template: Template instead of the model's own.
 
         Raises:
             HeteroError: if the template is invalid.
@@ -69,7 +68,7 @@ class ServedModel:
 
     @property
     def problem(self) -> str | None:
-        """Why requests fail, for everyone who asks; None if they are answered."""
+        """Reason why all requests fail; None if the server works."""
         if not self.scheduler.is_alive:
             return "the server is shutting down"
         if self.engine.is_damaged:
@@ -78,7 +77,7 @@ class ServedModel:
 
     @property
     def most_tokens(self) -> int:
-        """Longest possible context in tokens."""
+        """Maximum context length in tokens."""
         return self.engine.executor.most_tokens
 
     async def prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -97,7 +96,7 @@ class ServedModel:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], str]:
-        """Return token ids and text of a conversation.
+        """Render a conversation and return its token ids and text.
 
         Args:
             tools, variables: See `ChatTemplate.render`.
@@ -123,7 +122,7 @@ class ServedModel:
         """Return the text of these tokens.
 
         Raises:
-            RequestError: if one is not a token id.
+            RequestError: if one of them is not a token id.
         """
         n_tokens = self.engine.spec.vocab_size
         for each in token_ids:
@@ -141,7 +140,7 @@ class ServedModel:
         return await asyncio.to_thread(work)
 
     async def echo(self, prompt: Prompt, prompt_ids: list[int], scoring: Scoring | None) -> Echo:
-        """Return the echo of a prompt that `prompt_ids` has read."""
+        """Return the echo of a prompt from its token ids, which `prompt_ids` returned."""
 
         def work() -> Echo:
             stream, text, offsets = TextStream(self.engine.tokenizer.decode, []), "", []
@@ -173,7 +172,7 @@ class ServedModel:
             self._template.close()
 
     async def _working(self, work: Callable[[], T], n_characters: int) -> T:
-        """Do work on a text in a thread. Long texts share one, so that they never take all, even if clients leave."""
+        """Run `work` on a text in a thread. Long texts wait for each other, so that they never use all threads."""
         threads = None if n_characters <= LONG_TEXT else self._long_texts
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
@@ -196,7 +195,7 @@ class ServedModel:
         return ids
 
     def _refuse_by_beginning(self, text: str, mark: str = "") -> None:
-        """Refuse a text if a part of it has too many tokens already, before the rest is encoded."""
+        """Refuse a text if its beginning already has too many tokens, before the rest is encoded."""
         n_characters = LONG_TEXT
         while n_characters < len(text):
             n_tokens = len(self.engine.tokenizer.encode(text[:n_characters], mark=mark))

@@ -1,4 +1,4 @@
-"""Run the application on a socket until a signal ends it."""
+"""Runs the ASGI application on a socket until a signal ends it."""
 
 import socket
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SHUTDOWN_S = 5  # for answers to leave; then connections are cut
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, except that it doesn't wait for requests to end by themselves."""
+    """uvicorn's server, changed so that it does not wait for running requests when it shuts down."""
 
     def __init__(self, config: uvicorn.Config, served: ServedModel) -> None:
         super().__init__(config)
@@ -30,7 +30,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Return the listening socket, before a model is loaded.
+    """Return the listening socket, which is opened before the model is loaded.
 
     Raises:
         UsageError: if the address is not available.
@@ -56,7 +56,7 @@ def url_of(settings: ServerSettings, listening: socket.socket) -> str:
 
 
 def http_server(served: ServedModel) -> uvicorn.Server:
-    """Return the HTTP server, with limits on headers and connections."""
+    """Return uvicorn's server, with limits on headers and connections."""
     config = uvicorn.Config(
         create_app(served),
         loop="asyncio",  # others accept connections past the listener's limit
@@ -74,7 +74,7 @@ def http_server(served: ServedModel) -> uvicorn.Server:
 
 
 def serve(served: ServedModel, listening: socket.socket, begun: Callable[[], None]) -> None:
-    """Answer requests until SIGINT or SIGTERM, which is raised again at the end. Calls `begun` once it listens."""
+    """Answer requests until SIGINT or SIGTERM, then raise that signal again. `begun` is called once the server listens."""
     try:
         listening.listen()
         begun()

@@ -1,4 +1,4 @@
-"""ServerSettings: the options of the server."""
+"""Settings of the server, checked."""
 
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -12,7 +12,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How a server is reached, and how much it takes on.
+    """Address, access control and limits of a server.
 
     Raises:
         UsageError: if a value is impossible, or others can reach the address without a key.
@@ -76,7 +76,7 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the address."""
+        """Whether the address can only be reached from this machine."""
         if self.host == "localhost":
             return True
         try:

@@ -1,7 +1,7 @@
-"""Slots of the KV cache, which requests use one after the other: prefix reuse between requests.
+"""Slots of the KV cache that requests use one after the other, and prefix reuse between requests.
 
-A conversation's next request begins with all earlier turns. If it gets the slot that still holds them, they are not
-read again. A token's keys and values depend only on the tokens before it, so reuse never changes the output.
+A conversation's next request begins with all earlier turns. If it gets the slot that still holds them, prefill skips
+them. A token's keys and values depend only on earlier tokens, so reuse never changes the output.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ CLOSED = -1
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One sequence and its reusable prefix, which the request sets when it gives the slot back."""
+    """A sequence of the KV cache and its reusable prefix, which is set when a request gives the slot back."""
 
     sequence: int = CLOSED  # its number in the KV cache
     token_ids: list[int] = field(default_factory=list)  # the valid prefix that it holds
 
 
 class Slots:
-    """Pool of n_slots slots. close_sequence: frees a sequence of the KV cache."""
+    """Pool of n_slots slots. `close_sequence` frees a sequence of the KV cache."""
 
     def __init__(self, executor: Executor, n_slots: int, close_sequence: Callable[[int], None]) -> None:
         self._executor, self._close_sequence = executor, close_sequence
@@ -34,7 +34,7 @@ class Slots:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that all sequences hold together, in use or not."""
+        """Number of tokens that all sequences hold together, in use or not."""
         cache = self._executor.cache
         return sum(cache.length(each) for each in cache.sequences)
 
@@ -42,11 +42,11 @@ class Slots:
         """Reserve the idle slot that suits this prompt best.
 
         Args:
-            n_reply: Tokens that may be generated. Idle sequences are freed to fit them and the prompt.
+            n_reply: Number of tokens that may be generated. Idle sequences are freed to fit these and the prompt.
 
         Returns:
-            The slot, and how many of the prompt's first tokens its sequence holds: never the last, whose logits are
-            needed.
+            The slot, and the number of the prompt's first tokens that its sequence holds. The last token of the prompt
+            never counts, since its logits are needed.
         """
         slot, cache = self._best_for(token_ids), self._executor.cache
         self._make_room(slot, len(token_ids) + n_reply)
@@ -58,7 +58,7 @@ class Slots:
         return slot, n_held
 
     def give_back(self, slot: Slot, token_ids: list[int]) -> None:
-        """Make the slot idle. token_ids: the valid prefix of its sequence. If that is empty, the memory is freed."""
+        """Make the slot idle. `token_ids` is the valid prefix of its sequence; if it is empty, the memory is freed."""
         slot.token_ids = token_ids
         if not token_ids:
             self._free(slot)
@@ -88,7 +88,8 @@ class Slots:
                 self._free(slot)
 
     def _best_for(self, token_ids: list[int]) -> Slot:
-        """Return the slot with the longest common prefix if that is half of it, else an empty one, else the oldest."""
+        """Return the slot with the longest common prefix if at least half of its tokens match, else an empty or the
+        oldest one."""
         best = max(self._idle, key=lambda slot: common_length(slot.token_ids, token_ids))
         if 2 * common_length(best.token_ids, token_ids) >= max(1, len(best.token_ids)):
             return best

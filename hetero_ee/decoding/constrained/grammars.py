@@ -50,7 +50,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def described(self) -> tuple[str, int, list[int]]:
-        """Return the constructor's arguments, for a process of its own: tokenizer.json, vocabulary size and end tokens."""
+        """Return the constructor's arguments for another process: tokenizer.json, vocabulary size and end tokens."""
         return self._tokenizer_json(), self._n_tokens, self._end_token_ids
 
     def knows(self, params: SamplingParams) -> bool:

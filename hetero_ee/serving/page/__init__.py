@@ -1,1 +1,1 @@
-"""The chat at `/`: static files, which ask for nothing but what this server answers."""
+"""The chat page at `/`: static files that load nothing from other servers."""

@@ -1,4 +1,4 @@
-"""The page's files, each at its own path."""
+"""Serves the files of the chat page, each at its own path."""
 
 from pathlib import Path
 

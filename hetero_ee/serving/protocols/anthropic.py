@@ -1,4 +1,4 @@
-"""/v1/messages and its count_tokens, in Anthropic's format."""
+"""Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens."""
 
 import json
 import secrets
@@ -47,7 +47,7 @@ async def count_tokens(request: Request, served: ServedModel) -> Response:
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
-    """Return the template variable for thinking. Thinking budgets are ignored."""
+    """Return the template variable that turns thinking on or off. Thinking budgets are ignored."""
     thinking = fields.inner("thinking").text("type")
     return {} if thinking is None else {"enable_thinking": thinking != "disabled"}
 
@@ -60,7 +60,7 @@ def _form(fields: Fields) -> Form | None:
 
 
 class _Answer:
-    """One message. A streamed one consists of blocks, at least of one with text."""
+    """Answer with one message. A streamed message has blocks, at least one with text."""
 
     def __init__(self, model: str, reply: Reply) -> None:
         self._model, self._reply = model, reply
@@ -94,7 +94,7 @@ class _Answer:
         yield _named("message_stop")
 
     def _block_events(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the events of the next piece. It starts a block unless one of its kind is open."""
+        """Yield the events of the next piece. The piece starts a new block unless one of its kind is open."""
         if piece.kind == CALLED or piece.block != self._kind:
             yield from self._begin(piece.block)
         delta = {
@@ -124,7 +124,7 @@ class _Answer:
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's arguments, or nothing if the call was cut or is nested too deep."""
+    """Return a call's arguments, or an empty object if the call was cut off or is nested too deep."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -145,7 +145,8 @@ def _stop(reply: Reply) -> dict[str, Any]:
 
 
 def _usage(generation: Generation) -> dict[str, int]:
-    """Return Anthropic's usage. Its input tokens exclude cached ones, which a stream's first event doesn't know yet."""
+    """Return Anthropic's usage. Its input tokens exclude cached ones, which are still unknown in a stream's first
+    event."""
     n_cached = generation.n_cached_tokens
     return {
         "input_tokens": generation.n_prompt_tokens - n_cached,

@@ -1,4 +1,4 @@
-"""A request's body, read within limits, and its fields. Each error names its field."""
+"""Reads a request's body within limits, and its fields. Each error names its field."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _depth(value: Any) -> int:
-    """Return the depth of nested objects and lists. Counts without recursion and stops soon after MAX_DEPTH."""
+    """Return the nesting depth of objects and lists, counted without recursion. Stops soon after MAX_DEPTH."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         inner = [each for each in level if isinstance(each, dict | list)]
@@ -78,10 +78,10 @@ def _depth(value: Any) -> int:
 
 
 class Fields:
-    """Fields of an object. A null field counts as absent."""
+    """Fields of a JSON object. A null field counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
-        """Wrap `values`. `place` is the object's path in the body, for messages."""
+        """Wrap `values`. `place` is the path of the object in the body, for messages."""
         self.values, self._place = values, place
 
     def text(self, name: str) -> str | None:
@@ -95,7 +95,7 @@ class Fields:
         return self._of(name, int, "a whole number")
 
     def number(self, name: str) -> float | None:
-        """Return the field as a float, also if it is an integer."""
+        """Return the field, a float or an integer, as a float."""
         value = self._of(name, float, "a number")
         try:
             return None if value is None else float(value)
@@ -106,7 +106,7 @@ class Fields:
         return self._of(name, list, "a list")
 
     def inner(self, name: str) -> "Fields":
-        """Return the fields of an object, or none if the field is absent."""
+        """Return the fields of a nested object, empty if the field is absent."""
         return Fields(self._of(name, dict, "an object") or {}, f"{self._place}{name}.")
 
     def objects(self, name: str) -> list["Fields"]:
@@ -127,13 +127,13 @@ class Fields:
         return tuple(found)
 
     def refuse_unless(self, name: str, harmless: Sequence[Any], why: str) -> None:
-        """Refuse the field unless its value is one of `harmless`, the values without effect."""
+        """Raise an error unless the field's value is one of `harmless`, the values that have no effect."""
         value = self.values.get(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
             self.refuse(name, f"is {shown(value)}; {why}", code="unsupported_parameter")
 
     def refuse(self, name: str, why: str, code: str = "invalid_value") -> NoReturn:
-        """Raise an error about the field. `why` is the rest of the sentence."""
+        """Raise an error about the field. `why` completes the sentence."""
         raise RequestError(f"{self._place}{name} {why}.", f"{self._place}{name}", code=code)
 
     def _of(self, name: str, kind: type[T], expected: str) -> T | None:

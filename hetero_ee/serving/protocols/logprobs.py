@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two formats: parallel lists for completions, objects for chats."""
+"""Log-probabilities in OpenAI's two formats: parallel lists for completions, and objects for chats."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from hetero_ee.text.text_stream import REPLACEMENT
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token with its position in the answer's text."""
+    """A token with its log-probabilities and its position in the answer's text."""
 
     token_id: int
     offset: int  # characters before it
@@ -34,13 +34,13 @@ def asked_by_completion(fields: Fields) -> int | None:
 
 
 def ids_in(tokens: Iterable[PlacedToken]) -> set[int]:
-    """Return the token ids whose texts the formats below need."""
+    """Return the token ids whose texts the answer's log-probabilities need."""
     top = {token_id for each in tokens if each.logprobs is not None for token_id, _ in each.logprobs.top}
     return top | {each.token_id for each in tokens}
 
 
 def of_completion(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:
-    """Return lists as long as the tokens. The likeliest tokens always include the chosen one, as clients expect."""
+    """Return parallel lists, one entry per token. The likeliest tokens include the chosen one, as clients expect."""
     return {
         "tokens": [texts[each.token_id] for each in tokens],
         "token_logprobs": [None if each.logprobs is None else each.logprobs.logprob for each in tokens],
@@ -60,7 +60,7 @@ def of_chat(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str
 
 
 def _likeliest(token: PlacedToken, texts: Mapping[int, str]) -> dict[str, float] | None:
-    """Return log-probabilities by text. Of tokens with the same text, the likeliest counts."""
+    """Return log-probabilities by token text. Among tokens with the same text, the likeliest counts."""
     if token.logprobs is None:
         return None
     found: dict[str, float] = {}
@@ -70,5 +70,5 @@ def _likeliest(token: PlacedToken, texts: Mapping[int, str]) -> dict[str, float]
 
 
 def _named(text: str, logprob: float) -> dict[str, Any]:
-    """Return one token's object. Its bytes are None if the token is part of a character."""
+    """Return the object of one token. Its bytes are None if the token is only part of a character."""
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}

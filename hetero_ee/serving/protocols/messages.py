@@ -1,4 +1,4 @@
-"""Messages of a conversation in OpenAI's and Anthropic's formats."""
+"""Reads the messages of a conversation in OpenAI's and Anthropic's formats."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ def openai_messages(fields: Fields) -> list[Message]:
 
 
 def anthropic_messages(fields: Fields) -> list[Message]:
-    """Return the messages, starting with the system's if there is one."""
+    """Return the messages of an Anthropic request, starting with the system message if there is one."""
     messages = [message for one in _each(fields) for message in _anthropic_message(one)]
     if messages and messages[-1].role == "assistant":
         fields.refuse("messages", "ends with the assistant's; a reply that has begun already can't be continued here")
@@ -29,7 +29,7 @@ def anthropic_messages(fields: Fields) -> list[Message]:
 
 
 def with_tool_names(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each result's tool name, which some templates need."""
+    """Return the messages with the tool's name added to each tool result, which some templates need."""
     names = {call.id: call.name for each in messages for call in each.tool_calls}
     return [
         replace(each, name=names.get(each.tool_call_id or "")) if each.role == "tool" and each.name is None else each
@@ -97,7 +97,7 @@ def _openai_message(fields: Fields) -> Message:
 
 
 def _anthropic_message(fields: Fields) -> list[Message]:
-    """Return the messages in one of Anthropic's. Tool results in a user's message become messages of their own."""
+    """Convert an Anthropic message. Each tool result in a user's message becomes a message of its own."""
     role, content = _role(fields, ANTHROPIC_ROLES), fields.values.get("content")
     if not isinstance(content, list):
         return [Message(role, text_of(fields, "content"))]

@@ -1,4 +1,4 @@
-"""Paths of neither OpenAI nor Anthropic, and /v1/models: what the server runs, as llama-server and vLLM report it."""
+"""Paths of llama-server and vLLM, and /v1/models, which report the model and the state of the server."""
 
 from dataclasses import asdict
 
@@ -42,7 +42,7 @@ async def metrics(request: Request, served: ServedModel) -> Response:
 
 
 async def props(request: Request, served: ServedModel) -> Response:
-    """Answer with llama-server's properties, then from `plan` on with this server's own."""
+    """Answer with llama-server's properties, followed by this server's own, from `plan` on."""
     engine, usual = served.engine, asdict(served.usual)
     plan = engine.plan
     return JSONResponse(
@@ -65,7 +65,7 @@ async def props(request: Request, served: ServedModel) -> Response:
 
 
 def _placement(plan: Plan) -> dict[str, object]:
-    """Return where each part is placed, its memory, and the speed expected."""
+    """Return the placement and the memory of each part, and the expected speed."""
     parts = [
         {
             "name": each.name,
@@ -87,14 +87,14 @@ def _placement(plan: Plan) -> dict[str, object]:
 
 
 async def tokenizer_info(request: Request, served: ServedModel) -> Response:
-    """Answer with special tokens and the chat template, as vLLM does and lm-evaluation-harness needs."""
+    """Answer with the special tokens and the chat template, as vLLM does and lm-evaluation-harness needs."""
     special = served.engine.tokenizer.special_tokens
     names = ("bos_token", "eos_token", "pad_token")
     return JSONResponse({name: special.get(name) for name in names} | {"chat_template": served.template})
 
 
 async def tokenize(request: Request, served: ServedModel) -> Response:
-    """Answer with the tokens of llama-server's `content` or vLLM's `prompt`, which begins like prompts do."""
+    """Answer with the token ids of llama-server's `content`, or of vLLM's `prompt`, which gets a begin token."""
     fields = await read_body(request, served.settings)
     content, prompt = fields.text("content"), fields.text("prompt")
     if content is None and prompt is None:
@@ -113,7 +113,7 @@ async def detokenize(request: Request, served: ServedModel) -> Response:
 
 
 async def not_offered(request: Request, served: ServedModel) -> Response:
-    """Refuse a path that other servers have."""
+    """Refuse a path that other servers offer and this one does not."""
     raise RequestError(
         f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions, "
         "/v1/responses and /v1/messages.",

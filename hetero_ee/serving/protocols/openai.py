@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions, in OpenAI's format."""
+"""OpenAI's Chat Completions and Completions APIs: /v1/chat/completions and /v1/completions."""
 
 import secrets
 import time
@@ -75,7 +75,7 @@ async def completions(request: Request, served: ServedModel) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The requested form of the answer."""
+    """The form of the answer that a request asks for."""
 
     is_stream: bool
     has_usage: bool  # in an event of its own
@@ -90,7 +90,7 @@ class _Asked:
 
 
 class _Answer:
-    """The documents of one answer. `chat` is None for completions."""
+    """Answer to a chat or, if `chat` is None, to a completion."""
 
     def __init__(
         self, served: ServedModel, asked: _Asked, generations: Sequence[Generation], chat: Chat | None = None
@@ -115,7 +115,7 @@ class _Answer:
         return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self._timings()}
 
     async def events(self, ping_s: float) -> AsyncIterator[bytes]:
-        """Yield the texts piece by piece, one after another, with their finish reasons and, if requested, the usage."""
+        """Yield all texts piece by piece, with their finish reasons and, if requested, the usage."""
         try:
             for index, each in enumerate(self._replies):
                 if self._is_chat:
@@ -140,7 +140,7 @@ class _Answer:
     async def _choice(
         self, index: int, reply: Reply, said: dict[str, Any], finish_reason: str | None
     ) -> dict[str, Any]:
-        """Return a choice, with log-probabilities and origins of the tokens since the last one if requested."""
+        """Return a choice. If requested, it has log-probabilities and origins of the tokens since the previous choice."""
         tokens, reply.generation.placed = reply.generation.placed, []
         logprobs = None
         if tokens:
@@ -157,11 +157,11 @@ class _Answer:
         return event({**self._head, "object": self._event_object, "choices": choices, **usage, **more})
 
     def _timings(self) -> dict[str, Any]:
-        """Return the timings of a single text. Timings of parallel texts would mean little."""
+        """Return the timings if there is one text. Timings of parallel texts would mean little."""
         return {"timings": self._generations[0].timings()} if len(self._generations) == 1 else {}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage of all texts, of which every `n_each` share a prompt."""
+        """Return the total usage of all texts. Every `n_each` texts share a prompt."""
         prompts = self._generations[:: self._asked.n_each]
         n_prompt = sum(each.n_prompt_tokens for each in prompts)
         n_tokens = sum(each.n_tokens for each in self._generations)
@@ -178,7 +178,7 @@ def _finish_reason(reply: Reply) -> str:
 
 
 def _origin(token: GeneratedToken, n_layers: int) -> dict[str, Any]:
-    """Return where a token comes from, with its position in its draft-verify step and that step's drafts."""
+    """Return a token's origin, its position in its draft-verify step, and that step's number of drafts."""
     origin = token.origin or TokenOrigin(FULL_MODEL, n_layers)
     place = {"step_index": origin.index, "n_drafted": origin.n_drafted}
     return {"token_id": token.token_id, "text": token.text, "origin": origin.name, "depth": origin.depth, **place}
@@ -210,7 +210,7 @@ def _delta(piece: Piece, reply: Reply) -> dict[str, Any]:
 def _started(
     prompts: Sequence[tuple[list[int], Echo | None]], asked: _Asked, params: SamplingParams, served: ServedModel
 ) -> list[Generation]:
-    """Queue the texts of each prompt. The first gets the request's seed, the others the following ones."""
+    """Queue the texts of each prompt. The first text gets the request's seed, and the others the next ones."""
     generations: list[Generation] = []
     try:
         for ids, echo in prompts:
@@ -233,14 +233,14 @@ def _check_n(n_each: int, n_prompts: int, fields: Fields, served: ServedModel) -
 
 
 def _offered(n_logprobs: int | None, fields: Fields, served: ServedModel) -> int | None:
-    """Return `n_logprobs` if the model's mode has log-probabilities."""
+    """Return `n_logprobs`. Refuse it if the model's mode has no log-probabilities."""
     if n_logprobs is not None and served.engine.exits is not None:
         fields.refuse("logprobs", f"is {shown(fields.values['logprobs'])}; {NO_LOGPROBS}", code="unsupported_parameter")
     return n_logprobs
 
 
 def _prompts(fields: Fields) -> list[Any]:
-    """Return the prompts, each a text or a list of token ids."""
+    """Return the prompts, each of which is a text or a list of token ids."""
     prompt = fields.values.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         return prompt

@@ -1,4 +1,4 @@
-"""The OpenAPI document at /openapi.json, derived from the tables that the server reads and refuses fields by."""
+"""The OpenAPI document at /openapi.json, derived from the tables with which the server reads and refuses fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def _array(items: Schema, least: int = 0, most: int | None = None) -> Schema:
 
 
 def _tools(**fields: Schema) -> Schema:
-    """Return the schema of tools: functions with these fields in addition to their type."""
+    """Return the schema of a list of tools, which are functions with these fields in addition to their type."""
     return _array(_object({"type": {"const": "function"}, **fields}, "type", *fields), most=512)
 
 
@@ -157,10 +157,10 @@ def _posts() -> dict[str, Any]:
 
 
 def _asked(fields: Mapping[str, Schema], refused: Mapping[str, tuple[Any, ...]], *required: str) -> Schema:
-    """Return the schema of a request's body, in which null counts as absent.
+    """Return the schema of a request's body. Null fields count as absent.
 
     Args:
-        refused: Unsupported fields, and the neutral values that they may still have.
+        refused: Unsupported fields, and the neutral values that are still accepted.
         required: Names of the required fields.
     """
     named = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items() if name not in required}

@@ -1,4 +1,4 @@
-"""/v1/responses, OpenAI's newer interface. Nothing is stored: each request has the whole conversation."""
+"""OpenAI's Responses API: /v1/responses. The server stores nothing, so each request contains the whole conversation."""
 
 import secrets
 import time
@@ -50,7 +50,7 @@ async def responses(request: Request, served: ServedModel) -> Response:
 
 
 def _messages(fields: Fields) -> list[Message]:
-    """Return the messages in `instructions` and `input`. System messages before the first user message are joined."""
+    """Return the messages in `instructions` and `input`. Leading system messages are joined."""
     instructions = fields.text("instructions")
     found = [Message("system", instructions)] if instructions else []
     if isinstance(fields.values.get("input"), str):
@@ -87,7 +87,7 @@ def _add(fields: Fields, found: list[Message]) -> None:
 
 
 class _Answer:
-    """One response."""
+    """Answer with one response object."""
 
     def __init__(self, fields: Fields, model: str, chat: Chat, reply: Reply) -> None:
         self._reply, self._n_events, values = reply, 0, fields.values
@@ -120,7 +120,7 @@ class _Answer:
         return response
 
     async def events(self, ping_s: float) -> AsyncIterator[bytes]:
-        """Yield the response as numbered events."""
+        """Yield the response as events with sequence numbers."""
         try:
             async for each in self._told(ping_s):
                 yield PING if each is None else self._event(each)
@@ -130,7 +130,7 @@ class _Answer:
             yield self._event({"type": "response.failed", "response": failed})
 
     async def _told(self, ping_s: float | None = None) -> AsyncIterator[Event | None]:
-        """Yield the events, the last with the whole response, and None after each `ping_s` without a token."""
+        """Yield the events, the last of which has the whole response, and None after each `ping_s` without a token."""
         yield {"type": "response.created", "response": self._document("in_progress")}
         yield {"type": "response.in_progress", "response": self._document("in_progress")}
         async for piece in self._reply.pieces(ping_s):
@@ -168,7 +168,8 @@ class _Answer:
         }
 
     def _add(self, piece: Piece) -> Iterator[Event]:
-        """Add the next piece of the reply and yield its events. It starts an item unless one of its kind is open."""
+        """Add the next piece of the reply and yield its events. The piece starts an item unless one of its kind is
+        open."""
         kind = piece.block
         if piece.kind == CALLED or kind != self._kind:
             yield from self._close(COMPLETED)
@@ -190,7 +191,7 @@ class _Answer:
         yield {"type": f"response.{self._text}.delta", **place, "content_index": 0, "delta": piece.text, **more}
 
     def _end(self, status: str) -> Iterator[Event]:
-        """Yield the events that end the last item. An empty response gets an empty message."""
+        """Yield the events that end the last item. An empty response gets an empty message item."""
         if not self._items:
             self._kind = SAID
             yield from self._open({})

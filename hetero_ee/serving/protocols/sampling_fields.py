@@ -1,4 +1,4 @@
-"""A request's sampling fields: those that are read, by the table of sampling options, and those that are refused."""
+"""A request's sampling fields: reads the supported ones by the table of sampling options, and refuses others."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -70,14 +70,14 @@ READERS: dict[Any, Callable[[Fields, str], Any]] = {
 
 
 def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
-    """Check that no field asks for something this server does not offer."""
+    """Check that no field requests an unsupported feature. Raises: RequestError: names the first field that does."""
     for table in tables:
         for name, harmless in table.items():
             fields.refuse_unless(name, harmless, NOT_OFFERED)
 
 
 async def read_request(request: Request, settings: ServerSettings, *refused: dict[str, tuple[Any, ...]]) -> Fields:
-    """Return the fields of a request for text. Any model's name is accepted, since there is one model."""
+    """Return the fields of a request for text. Every model name is accepted, since there is only one model."""
     fields = await read_body(request, settings)
     refuse_unsupported(fields, *refused)
     fields.text("model")
@@ -86,7 +86,7 @@ async def read_request(request: Request, settings: ServerSettings, *refused: dic
 
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """The sampling options that a protocol's requests carry, and how they name them."""
+    """Sampling options in a protocol's requests, with the protocol's field names."""
 
     protocol: str  # "openai", "responses" or "anthropic"
     has_stand_ins: bool = True  # -1 for no limit, every candidate or a random seed
@@ -95,13 +95,13 @@ class SamplingFields:
     def read(
         self, fields: Fields, usual: SamplingParams, vocab_size: int, n_logprobs: int | None = None
     ) -> SamplingParams:
-        """Return the usual parameters with the values of a request; a request without a seed gets a random one.
+        """Return the usual parameters changed by a request's fields. A request without a seed gets a random one.
 
         Args:
-            n_logprobs: As `SamplingParams.logprobs`; each endpoint asks for it in its own way.
+            n_logprobs: Value of `SamplingParams.logprobs`, which each endpoint reads in its own way.
 
         Raises:
-            RequestError: if a field has an impossible value; it names the field that the request used.
+            RequestError: if a field has an impossible value; it names the field as in the request.
         """
         given: dict[str, Any] = {} if n_logprobs is None else {"logprobs": n_logprobs}
         used = {"logprobs": self.logprobs}
@@ -138,7 +138,7 @@ MESSAGES = SamplingFields("anthropic", has_stand_ins=False)
 def changed(
     usual: SamplingParams, values: Mapping[str, Any], used: Mapping[str, str], vocab_size: int
 ) -> SamplingParams:
-    """Return the usual parameters with these values. `used`: the field that a request uses for each option."""
+    """Return the usual parameters with these values. `used` has the request's field for each option."""
     try:
         params = usual.changed(**values)
         params.require_known(vocab_size)
@@ -150,7 +150,7 @@ def changed(
 
 
 def _bias(fields: Fields, name: str) -> list[Any] | None:
-    """Return the pairs of an object, whose names are text, or of a list of pairs, as llama-server takes them too."""
+    """Return the pairs of an object with text keys, or of a list of pairs as in llama-server."""
     value = fields.values.get(name)
     if value is None or isinstance(value, list):
         return fields.items(name)

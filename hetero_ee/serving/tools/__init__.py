@@ -1,1 +1,1 @@
-"""Tool calls: what a request offers, how a template writes calls, and how a reply is parsed."""
+"""Tool calls: the tools in requests, the formats in which templates write calls, and parsing of replies."""

@@ -1,4 +1,4 @@
-"""A chat request of any protocol as a prompt, sampling parameters and a way to read the reply."""
+"""Turns a chat request of any protocol into a prompt and sampling parameters, and selects how its reply is read."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from hetero_ee.text.chat_template import Message
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A requested form of a reply: a schema or a grammar, not both."""
+    """A requested form of a reply: either a schema or a grammar."""
 
     json_schema: str | None = None
     grammar: str | None = None
@@ -33,7 +33,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat request that is ready to be generated."""
+    """A chat request, ready for generation."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -45,7 +45,7 @@ class Chat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the whole reply is content, without thoughts or calls."""
+        """Whether the whole reply is content, without thoughts and calls."""
         return self.format is None and not self.thinks
 
     def reader(self) -> ReplyReader:
@@ -60,7 +60,7 @@ async def prepared(
     form: Form | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """Prepare a chat request. `variables` are those of the chat template."""
+    """Prepare a chat request. `variables` are passed to the chat template."""
     template = served.template or ""
     known = recognised(template)
     style = known or HERMES
@@ -87,7 +87,7 @@ async def prepared(
 async def _held(
     served: ServedModel, chat: Chat, use: ToolUse, form: Form | None, grammar: ReplyGrammar
 ) -> SamplingParams:
-    """Return the sampling parameters with the reply's grammar."""
+    """Return the sampling parameters with a grammar for the reply, if it needs one."""
     how: dict[str, Any] = {"thinks": chat.thinks, "is_thinking": chat.is_thinking}
     schema = None if form is None or form.json_schema is None else json.loads(form.json_schema)
     if chat.format is not None:
@@ -106,7 +106,8 @@ async def _held(
 async def constrained(
     served: ServedModel, params: SamplingParams, changes: Mapping[str, Any], field: str
 ) -> SamplingParams:
-    """Return the parameters with `changes`. `field` is the request's field that asks for the constraint."""
+    """Return the parameters with `changes`, and compile their grammar. `field` is the request's field for error
+    messages."""
     try:
         changed = params.changed(**changes)
         await served.grammars.require(changed)
@@ -122,13 +123,13 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short(call_id: str) -> str:
-    """Return an id of nine letters and digits, always the same for the same `call_id`."""
+    """Return an id of nine letters and digits. Equal ids stay equal."""
     is_short = len(call_id) == 9 and call_id.isascii() and call_id.isalnum()
     return call_id if is_short else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _told(messages: Sequence[Message], use: ToolUse) -> list[Message]:
-    """Return the conversation with tools, calls and results as text, for templates without tool support."""
+    """Rewrite the conversation with tools, calls and results as text, for templates without tool support."""
     found: list[Message] = []
     for each in messages:
         if each.role == "tool":
@@ -175,7 +176,7 @@ def asked_form(fields: Fields) -> Form | None:
 
 
 def schema_form(fields: Fields, kind: Any, schema_of: Fields, name: str) -> Form | None:
-    """Return the form of type text, json_object or json_schema, whose schema is a field of `schema_of`."""
+    """Return the form that a field of type text, json_object or json_schema requests. `schema_of` has the schema."""
     if kind == "text":
         return None
     if kind == "json_object":
@@ -197,7 +198,7 @@ def _response_format(fields: Fields, name: str) -> Form | None:
 
 
 def _schema(fields: Fields, name: str, field: str) -> Form | None:
-    """Return the form of a schema, an object or its text. An empty object asks for nothing, as in llama-server."""
+    """Return the form of a schema, given as an object or as text. An empty object requests no form, as in llama-server."""
     value = fields.values.get(name)
     if value is None or value == {}:
         return None

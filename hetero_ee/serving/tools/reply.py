@@ -1,4 +1,4 @@
-"""A reply as its pieces arrive, for any protocol."""
+"""Collects a reply as its pieces arrive, for any protocol."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ class Call:
 
 
 class Reply:
-    """The reply of one generation. `content`, `thought` and `calls` grow as its pieces arrive.
+    """Reply of one generation. `content`, `thought` and `calls` grow as its pieces arrive.
 
     Without a chat, all text is content, and the echo of the prompt comes first.
     """
@@ -29,11 +29,11 @@ class Reply:
 
     @property
     def has_called(self) -> bool:
-        """Whether the reply has ended with calls."""
+        """Whether the reply has ended with tool calls."""
         return bool(self.calls) and self.generation.reason is FinishReason.STOP
 
     async def pieces(self, ping_s: float | None = None) -> AsyncIterator[Piece | None]:
-        """Yield the pieces, and None after each `ping_s` without a token. Raises like `Generation.tokens`."""
+        """Yield the pieces, and None after each `ping_s` without a token. Raises: see `Generation.tokens`."""
         reader = None if self._chat is None else self._chat.reader()
         async for token in self.generation.tokens(ping_s):
             if token is None:
@@ -48,7 +48,7 @@ class Reply:
             yield self._added(each)
 
     async def finish(self) -> None:
-        """Wait for the whole reply. Raises like `Generation.tokens`."""
+        """Wait for the whole reply. Raises: see `Generation.tokens`."""
         async for _ in self.pieces():
             pass
 

@@ -1,4 +1,4 @@
-"""The grammar of a reply that may call tools, or think before it matches a schema, in llguidance's dialect of Lark."""
+"""Grammars, in llguidance's dialect of Lark, of replies that may call tools, or think before they match a schema."""
 
 import json
 import re
@@ -13,7 +13,7 @@ TEXT = r"TEXT: /(.|\n)*/"
 
 
 class ReplyGrammar:
-    """Writes grammars. `special_ids` has the markers that are special tokens of this model and have no text."""
+    """Writer of grammars. `special_ids` has the markers that are special tokens of this model and thus have no text."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._special_ids = special_ids
@@ -30,8 +30,12 @@ class ReplyGrammar:
     ) -> str:
         """Return the grammar of a reply that may call tools.
 
-        A required call comes at once; otherwise the reply is free until the format's trigger. `answer` is the schema of
-        a reply without calls, which may begin with thoughts (`thinks`), or which the prompt has begun (`is_thinking`).
+        A required call comes first. Otherwise the reply is free text until the format's trigger.
+
+        Args:
+            answer: Schema of a reply without calls.
+            thinks: Whether the reply may begin with thoughts.
+            is_thinking: Whether the prompt has begun the thoughts.
         """
         tools = use.callable_tools
         calls = self._literal((form.opening + form.head).removeprefix(form.trigger)) + " body"
@@ -53,13 +57,13 @@ class ReplyGrammar:
         return "\n".join(rules) + "\n"
 
     def of_schema(self, schema: Mapping[str, Any], *, is_thinking: bool) -> str:
-        """Return the grammar of a reply that may think and then matches the schema. `is_thinking`: the prompt has begun
-        the thoughts."""
+        """Return the grammar of a reply that may think and then matches the schema. `is_thinking`: thoughts have begun."""
         thought, more = self._thought(thinks=True, is_thinking=is_thinking)
         return "\n".join([TEXT, f"start: {thought} %json {_styled(schema)}", *more]) + "\n"
 
     def _free_rules(self, form: ToolFormat, calls: str, *, is_thought: bool) -> list[str]:
-        """Return the rules of a reply that is free until the trigger. Thought markers that are tokens are not text."""
+        """Return the rules of a reply that is free text until the trigger. Markers that are special tokens are not
+        text."""
         trigger, text = self._literal(form.trigger), "OTHER?" if form.at_start else "TEXT"
         marks = [self._literal(each) for each in (THINK, THINK_END) if is_thought and each in self._special_ids]
         start = f"start: ({text} ({' | '.join(marks)}))* " if marks else "start: "
@@ -78,7 +82,7 @@ class ReplyGrammar:
         return begin, [rule, r"BLANK: /\n{0,2}/"]
 
     def _literal(self, text: str) -> str:
-        """Return `text` as a literal, with special tokens by their ids."""
+        """Return `text` as a literal in which special tokens are given by their ids."""
         parts = [text] if self._split is None else [each for each in self._split.split(text) if each]
         return " ".join(
             f"<[{self._special_ids[each]}]>" if each in self._special_ids else _quoted(each) for each in parts

@@ -10,7 +10,7 @@ THOUGHT, SAID, CALLED, ARGUMENTS = "thought", "said", "called", "arguments"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one kind. For CALLED it is the tool's name; `index` counts the calls."""
+    """Text of one kind. For CALLED, it is the tool's name. `index` counts the calls."""
 
     kind: str
     text: str
@@ -18,17 +18,17 @@ class Piece:
 
     @property
     def block(self) -> str:
-        """The kind of the block that the piece belongs to: a call has a name and arguments."""
+        """Kind of the block that the piece belongs to. A call's name and arguments form one block."""
         return CALLED if self.kind == ARGUMENTS else self.kind
 
 
 class ReplyReader:
-    """Reads replies that match ReplyGrammar; all text of other replies is content. `form` is None without tools."""
+    """Reader of replies that match ReplyGrammar. Any other text is content. `form` is None without tools."""
 
     def __init__(
         self, form: ToolFormat | None, names: Sequence[str], *, thinks: bool = False, is_thinking: bool = False
     ) -> None:
-        """Start a reply. `thinks`: it may begin with thoughts; `is_thinking`: the prompt has begun them."""
+        """Start a reply. `thinks`: it may begin with thoughts. `is_thinking`: the prompt has already begun them."""
         self._form, self._names, self._buffer, self.n_calls = form, names, "", 0
         self._state: Callable[[], list[Piece] | None] = self._say
         if thinks or is_thinking:
@@ -36,7 +36,7 @@ class ReplyReader:
         self._has_said, self._scanner = False, _ObjectScanner()
 
     def read(self, text: str) -> list[Piece]:
-        """Add text and return the pieces that are certain."""
+        """Add text and return the pieces whose kind is certain."""
         self._buffer += text
         found: list[Piece] = []
         while (pieces := self._state()) is not None:
@@ -101,7 +101,7 @@ class ReplyReader:
         return _piece(SAID, self._take(len(self._buffer))) or None
 
     def _call(self) -> list[Piece] | None:
-        """Read a call up to its arguments."""
+        """Read a call up to the beginning of its arguments."""
         form = self._form
         assert form is not None
         before = (form.opening if self.n_calls == 0 else form.separator or "") + form.head
@@ -133,7 +133,7 @@ class ReplyReader:
 
 
 class _ObjectScanner:
-    """Finds the end of a JSON object whose text arrives in pieces."""
+    """Scanner that finds the end of a JSON object whose text arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
@@ -156,7 +156,7 @@ class _ObjectScanner:
 
 
 def _certain(text: str, marker: str) -> int:
-    """Return how many characters neither begin the marker nor are blanks before it."""
+    """Return the number of leading characters that can't be part of the marker or of the blanks before it."""
     n_begun = next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)
     return len(text[: len(text) - n_begun].rstrip())
 

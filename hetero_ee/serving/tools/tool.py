@@ -1,4 +1,4 @@
-"""Tools of a request in OpenAI's and Anthropic's formats, and whether they may be called."""
+"""Reads the tools of a request in OpenAI's and Anthropic's formats, and whether they may be called."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request and the calls that a reply may or must make."""
+    """The tools of a request, and whether a reply may or must call them."""
 
     tools: tuple[Tool, ...] = ()
     is_required: bool = False  # a call of one of them at least
@@ -42,8 +42,10 @@ class ToolUse:
 def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
     """Return the tools of a request.
 
-    Tools of other types than functions are dropped: agents send them, but nothing here could call them. `is_flat`: the
-    tools of /v1/responses have their fields one level higher.
+    Tools that are not functions are dropped: agents send them, but the server can't call them.
+
+    Args:
+        is_flat: Whether the tools' fields are one level higher, as in /v1/responses.
     """
     found = []
     for each in _listed(fields):

@@ -1,4 +1,4 @@
-"""The formats in which replies write tool calls. A new one is an entry of FORMATS."""
+"""Formats in which replies write tool calls. A new format is an entry of FORMATS."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A format of calls: `head`, the tool's name, `middle`, its arguments as a JSON object, and `tail`."""
+    """Format of calls: `head`, the tool's name, `middle`, its arguments as a JSON object, and `tail`."""
 
     name: str
     trigger: str  # from here on a reply is a call; opening and head begin with it
@@ -22,7 +22,7 @@ class ToolFormat:
     short_ids: bool = False  # the template wants ids of calls of 9 letters and digits
 
     def named(self, tool: str) -> str:
-        """Return the part of a call from the tool's name to its arguments."""
+        """Return the text of a call from the tool's name up to its arguments."""
         return json.dumps(tool, ensure_ascii=False)[1:-1] + self.middle
 
 
@@ -49,7 +49,7 @@ MARKERS = (THINK, THINK_END, CALL, "</tool_call>", CALLS, "[ARGS]")
 
 
 def recognised(template: str) -> ToolFormat | None:
-    """Return the format of calls that this chat template describes, or None if it has none that we know."""
+    """Return the format of calls that this chat template describes, or None if it is not in FORMATS."""
     if "tools" not in template or "<function=" in template:
         return None
     return next((found for found, signs in FORMATS if all(sign in template for sign in signs)), None)
