@@ -1,4 +1,4 @@
-"""The command line: each command parses, calls one library function and prints.
+"""The command line. Each command parses its options, calls one library function and prints the result.
 
-Functions raise a UsageError for a value, a file or a combination of options that can't be used; app.py reports it.
+Functions raise a UsageError for a value, a file or a combination of options that can't be used. app.py reports it.
 """

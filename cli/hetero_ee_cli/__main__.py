@@ -1,4 +1,4 @@
-"""Entry point of the process: `hetero-ee`, and `python -m hetero_ee_cli`."""
+"""Entry point of the process for `hetero-ee` and `python -m hetero_ee_cli`."""
 
 import errno
 import os

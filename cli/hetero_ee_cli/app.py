@@ -1,8 +1,8 @@
-"""The typer application. Only here do errors become exit codes.
+"""The typer application. Only this module turns errors into exit codes.
 
-0: success. 2: something typed is wrong: an option, its value, the file it names, or a model that is neither a folder
-nor an id. 1: it failed later, at the content of a model's folder, at the Hub, or for lack of memory. 28: disk full.
-130: interrupted (Ctrl-C). 141: broken pipe. 143: terminated.
+0: success. 1: a later failure: the content of a model's folder, the Hub, or lack of memory. 2: an error in the typed
+command: an option, its value, the file it names, or a model that is neither a folder nor an id. 28: disk full. 130:
+interrupted (Ctrl-C). 141: broken pipe. 143: terminated.
 """
 
 import errno
@@ -43,7 +43,7 @@ HELP = "Runs large language models on a PC whose GPU memory is too small for the
 
 
 def _answered(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with its endings turned into exit codes. typer's own codes for Ctrl-C and pipes differ."""
+    """Wrap the command so that its errors become exit codes. typer's own codes for Ctrl-C and pipes differ."""
 
     @functools.wraps(command)
     def answer(*args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _run_app() -> Any:
-    """Run the application. A refusal becomes one sentence; any other error is a bug and keeps its traceback."""
+    """Run the application. An expected error is printed as one sentence; any other is a bug and keeps its traceback."""
     try:
         return app(sys.argv[1:] or ["--help"], prog_name="hetero-ee", standalone_mode=False)
     except HeteroError as error:

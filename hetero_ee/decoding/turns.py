@@ -52,7 +52,7 @@ class Turns:
                 tokens.close()
 
     def alone(self, action: Callable[[], T], stop: threading.Event = NEVER) -> T:
-        """Run the action under the lock and return its result. See `taking` for `stop`. Raises: HeteroError: if closed."""
+        """Run the action under the lock and return its result. `stop`: see `taking`. Raises: HeteroError: if closed."""
         with self._lock:
             if self._is_closed:
                 raise HeteroError(CLOSED)

@@ -335,7 +335,7 @@ class Scheduler:
 
 
 def _failure(error: Exception) -> HeteroError:
-    """Return the error to send to the client. Unexpected errors are logged with a traceback; the server keeps running."""
+    """Return the error to send to the client. An unexpected error is logged, and the server keeps running."""
     if isinstance(error, HeteroError):
         return error
     LOG.error("the engine failed", exc_info=error)

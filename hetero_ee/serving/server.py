@@ -18,7 +18,7 @@ SHUTDOWN_S = 5  # for answers to leave; then connections are cut
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, changed so that it does not wait for running requests when it shuts down."""
+    """uvicorn's server, changed so that a shutdown ends running requests instead of waiting for them."""
 
     def __init__(self, config: uvicorn.Config, served: ServedModel) -> None:
         super().__init__(config)
@@ -74,7 +74,7 @@ def http_server(served: ServedModel) -> uvicorn.Server:
 
 
 def serve(served: ServedModel, listening: socket.socket, begun: Callable[[], None]) -> None:
-    """Answer requests until SIGINT or SIGTERM, then raise that signal again. `begun` is called once the server listens."""
+    """Answer requests until SIGINT or SIGTERM, then raise that signal again. Calls `begun` once it listens."""
     try:
         listening.listen()
         begun()

@@ -88,8 +88,7 @@ class Slots:
                 self._free(slot)
 
     def _best_for(self, token_ids: list[int]) -> Slot:
-        """Return the slot with the longest common prefix if at least half of its tokens match, else an empty or the
-        oldest one."""
+        """Return the slot of which at least half is a prefix of the prompt, else an empty slot, else the oldest."""
         best = max(self._idle, key=lambda slot: common_length(slot.token_ids, token_ids))
         if 2 * common_length(best.token_ids, token_ids) >= max(1, len(best.token_ids)):
             return best

@@ -1,4 +1,4 @@
-"""Checks of settings: the configuration file, HETERO_EE_ variables, and those of huggingface_hub."""
+"""Checks the settings: the configuration file, HETERO_EE_ variables, and those of huggingface_hub."""
 
 import difflib
 from pathlib import Path
@@ -14,7 +14,7 @@ TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def configuration(settings: Settings, problem: UsageError | None) -> Finding:
-    """Check the configuration file. `problem`: why the file can't be used; None if it can."""
+    """Check the configuration file. `problem` is the reason why it can't be used, or None."""
     try:
         if problem:
             raise problem
@@ -41,7 +41,7 @@ def variables(settings: Settings) -> Finding:
 
 
 def hugging_face(settings: Settings) -> Finding:
-    """Report whether there is a token, without reading it, and whether downloads are allowed."""
+    """Report whether a token exists, without reading it, and whether downloads are allowed."""
     from huggingface_hub import constants
 
     has_token = any(settings.environment.get(name) for name in TOKEN_VARIABLES)

@@ -1,4 +1,4 @@
-"""Findings of checks, and the runner of the checks. A check that fails does not end the command."""
+"""Results of checks, and the function that runs the checks. A failed check does not end the command."""
 
 import getpass
 import re
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Finding with its check's name, without private names."""
+    """A finding with the name of its check, without the user's name and home folder."""
 
     name: str
     status: Status
@@ -53,7 +53,7 @@ def fail(text: str, advice: str) -> Finding:
 
 
 def examine(checks: Mapping[str, Check]) -> list[Row]:
-    """Run all checks, several at a time, and return their rows in order."""
+    """Run all checks, several at a time. Return one row per check, in order."""
     pool = ThreadPoolExecutor(N_WORKERS)
     try:
         findings = list(pool.map(_found, checks.values()))
@@ -73,7 +73,7 @@ def _found(check: Check) -> Finding:
 
 
 def once(function: Callable[[], T]) -> Callable[[], T]:
-    """Return the function with its result cached. It runs once even if several threads call it."""
+    """Return a function that runs `function` in its first call only and caches the result, even if threads share it."""
     lock, kept = Lock(), list[T]()
 
     def run() -> T:
@@ -90,7 +90,7 @@ def gib(n_bytes: int) -> str:
 
 
 def presentable(text: str) -> str:
-    """Return one printable line without the home folder's path and the user's name."""
+    """Return the text as one printable line, without the home folder's path and the user's name."""
     line = "".join(c if c.isprintable() else " " for c in text)
     for home in _home_folders():
         line = re.sub(re.escape(home) + r"(?![\w.-])", "~", line)
@@ -100,7 +100,7 @@ def presentable(text: str) -> str:
 
 
 def _home_folders() -> list[str]:
-    """Return the home folder and the path it resolves to, but never a root folder."""
+    """Return the home folder and its resolved path, without root folders."""
     try:
         home = Path.home()
         return [str(folder) for folder in (home, home.resolve()) if folder != Path(folder.anchor)]

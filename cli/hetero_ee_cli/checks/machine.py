@@ -1,4 +1,4 @@
-"""Checks of the machine: system, processor, memory, GPU, clock."""
+"""Checks the machine: system, processor, memory, GPU, clock."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def processor(host: Host) -> Finding:
 def instructions(
     host: Host, environment: Mapping[str, str], compiled_for: Callable[[], str] = kernel_instruction_set
 ) -> Finding:
-    """Report which instruction set of the processor the kernels are compiled for."""
+    """Report the processor's instruction set for which the kernels are compiled."""
     has = system_instruction_set(cpu_info(host).features)
     try:
         uses = compiled_for()
@@ -79,7 +79,7 @@ def huge_pages(host: Host) -> Finding:
 
 
 def gpu(host: Host, torch: Callable[[], TorchBuild]) -> Finding:
-    """Report the GPUs that the drivers list and those that torch can use."""
+    """Report the GPUs that the drivers list, and the GPUs that torch can use."""
     inventory, build = gpu_inventory(host), torch()
     known_driver = next((found.driver for found in inventory.gpus if found.driver), None)
     if build.gpus:
@@ -118,7 +118,7 @@ def _listed(found: GpuInfo) -> str:
 
 
 def clock(now_s: float, installed: Path) -> Finding:
-    """Check the clock. If it is behind, downloads fail, since certificates seem not yet valid."""
+    """Check the clock. If it is behind, downloads fail because certificates seem not yet valid."""
     text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now_s))
     if now_s < installed.stat().st_mtime - 24 * 3600:
         return warn(f"{text}, before hetero_ee was installed", "Set the clock: downloads fail while it is wrong.")

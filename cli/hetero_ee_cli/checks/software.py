@@ -1,4 +1,4 @@
-"""Checks of the software: Python and the packages. Packages are imported only if nothing cheaper will do."""
+"""Checks the software: Python and the packages. A package is imported only if a cheaper check is not enough."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ Version = Callable[[str], str | None]
 
 
 def package_version(package: str) -> str | None:
-    """Return the version of an installed package that can be imported, else None."""
+    """Return the version of an installed package that can be imported, or None."""
     try:
         return version(package) if find_spec(package.replace("-", "_")) else None
     except (PackageNotFoundError, ValueError):
@@ -41,7 +41,7 @@ def python() -> Finding:
 
 
 def torch(build: Callable[[], TorchBuild]) -> Finding:
-    """Check torch, imported in a process of its own."""
+    """Check torch by importing it in a process of its own."""
     found = build()
     if not found.version:
         return fail(f"can't be imported ({found.problem})", "Run `python -c 'import torch'` to see why.")
@@ -54,7 +54,7 @@ def needed(package: str, version_of: Version = package_version) -> Finding:
 
 
 def untested_versions(version_of: Version = package_version, tested: Mapping[str, str] = TESTED_VERSIONS) -> Finding:
-    """Name the dependencies that are newer than any version the project's tests have run with."""
+    """Report dependencies that are newer than every version that the project's tests have run with."""
     newer = [
         f"{package} {found} (tested up to {newest})"
         for package, newest in tested.items()
@@ -66,7 +66,7 @@ def untested_versions(version_of: Version = package_version, tested: Mapping[str
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with: (2, 13, 0) for "2.13.0+cpu"."""
+    """Return the numbers at the beginning of a version: (2, 13, 0) for "2.13.0+cpu"."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()
 
@@ -79,7 +79,7 @@ def numba(version_of: Version = package_version) -> Finding:
 
 
 def openmp(host: Host) -> Finding:
-    """Look for the system's OpenMP. Only bitsandbytes needs it: the kernels use none, and torch ships its own."""
+    """Check the system's OpenMP. Only bitsandbytes needs it: the kernels use none, and torch includes its own."""
     if host.system != "linux":
         return ok("not checked on this system")
     found = host.run(["/sbin/ldconfig", "-p"], TIMEOUT_S)
@@ -92,8 +92,9 @@ def openmp(host: Host) -> Finding:
 def gpu_matmul(
     kind: Callable[[], str | None], version_of: Version = package_version, is_installed: IsInstalled = is_installed
 ) -> Finding:
-    """Report which implementation of GPU products the engine uses, and why. `kind`: kind of the GPU, as in the
-    registry; None without one.
+    """Report the implementation of GPU products that the engine uses, and the reason.
+
+    `kind` is the kind of the GPU, as in the registry, or None without a GPU.
     """
     installed = [name for name in ("triton", "bitsandbytes") if is_installed(name)]
     versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in installed)

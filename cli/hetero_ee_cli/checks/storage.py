@@ -1,4 +1,4 @@
-"""Checks of the cache folder: its disk, compiled kernels and converted models."""
+"""Checks the cache folder: its disk, compiled kernels and converted models."""
 
 import os
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def kernel_cache(cache: Path) -> Finding:
 
 
 def stores(cache: Path) -> Finding:
-    """Count the stores by listing the folder; no store is opened."""
+    """Count the stores in the cache folder without opening them."""
     folders = [entry for entry in _entries(cache / STORES_FOLDER) if entry.is_dir(follow_symlinks=False)]
     folders = [folder for folder in folders if not folder.name.endswith(REMOVED_SUFFIX)]
     n_bytes = sum(entry.stat().st_size for folder in folders for entry in _entries(Path(folder.path)))

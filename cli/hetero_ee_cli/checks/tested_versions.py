@@ -1,4 +1,4 @@
-"""The newest version of each dependency that CI has tested; written by .ci/requirements.py."""
+"""Newest version of each dependency that CI has tested. This file is written by .ci/requirements.py."""
 
 TESTED_VERSIONS = {
     "bitsandbytes": "0.50.2",

@@ -1,1 +1,1 @@
-"""Commands, one in each file."""
+"""The commands, one per file."""

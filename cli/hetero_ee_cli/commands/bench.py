@@ -1,4 +1,4 @@
-"""`hetero-ee bench`: tokens per second as llama-bench measures them, each with the plan's prediction."""
+"""`hetero-ee bench`: measures tokens per second like llama-bench, next to the plan's prediction."""
 
 import time
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def bench(
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The model and the machine that are measured."""
+    """The model to measure, and the machine."""
 
     spec: "ModelSpec"
     name: str
@@ -108,13 +108,13 @@ class _Subject:
 
 
 def _context_tokens(tests: list[Test], mode: str) -> int:
-    """Return the context that the longest test needs."""
+    """Return the context length that the longest test needs."""
     return max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A model that is ready to be measured."""
+    """A model that is open for measurements."""
 
     executor: "Executor"
     plan: "Plan"
@@ -123,14 +123,14 @@ class _Running:
 
     @property
     def sources(self) -> "tuple[DraftSource, ...]":
-        """The draft sources that read prompts in addition to the model."""
+        """Draft sources, which read prompts as the model does."""
         return () if self.drafting is None else self.drafting.sources
 
 
 def _rows(
     subject: _Subject, repetitions: int, tests: list[Test], modes: tuple[str, ...], thread_counts: tuple[int, ...]
 ) -> Iterator[Row]:
-    """Yield the rows as they are measured. With both modes, exact mode leaves out tests that full mode runs alike."""
+    """Yield each row as soon as it is measured. If both modes run, exact mode omits tests that equal full mode's."""
     from hetero_ee.decoding.benchmark import executor_s_per_layer
 
     for threads in thread_counts:
@@ -146,7 +146,7 @@ def _rows(
 
 
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> AbstractContextManager[_Running]:
-    """Open the model in the folder, or random weights, with a context of at least max_tokens."""
+    """Open the model, or random weights, with a context of at least max_tokens."""
     given = subject.placed.plan
     if given is not None and given.context_tokens < max_tokens:
         raise UsageError(
@@ -202,7 +202,7 @@ def _of_folder(subject: _Subject, limits: "Limits", folder: Path) -> Iterator[_R
 
 
 def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress) -> None:
-    """Warn if memory is now faster or slower than when the profile was measured."""
+    """Warn if memory is faster or slower now than when the profile was measured."""
     from hetero_ee.profiling.cpu import speed_since
 
     speed = speed_since(profile, threads, time.perf_counter)
@@ -255,7 +255,7 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
 def _synthetic_head(
     made: Path, spec: "ModelSpec", rates: "DraftRates", model_folder: Path | None, head: str | Path | None
 ) -> Path:
-    """Write the model's draft head, or one with random weights, into the folder `made`."""
+    """Write a copy of the model's draft head, or a head with random weights, into the folder `made`."""
     from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
     from hetero_ee.speculation.sources.synthetic import write_synthetic_head
 

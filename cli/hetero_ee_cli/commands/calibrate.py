@@ -1,4 +1,4 @@
-"""`hetero-ee calibrate`: after how many layers a model's tokens are known, measured and kept."""
+"""`hetero-ee calibrate`: measures after how many layers a model's tokens are known, and stores the result."""
 
 import shlex
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ MAX_NAMED = 3  # texts named in the description
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """The text to calibrate on, what is measured, and how the result is shown."""
+    """Options for the calibration text, the measurements, and the output."""
 
     text: Annotated[
         list[Path] | None,
@@ -54,7 +54,7 @@ class CalibrateOptions:
     as_json: Json = False
 
     def check(self) -> None:
-        """Check that the options go together, and that the plot can be written."""
+        """Check that the options are compatible and that the plot can be written."""
         if self.show and (self.force or self.certify or self.text or self.tokens is not None):
             others = "--force, --certify, --text and --tokens"
             raise UsageError(f"--show only prints the existing calibration; drop {others}, or drop --show.")
@@ -65,7 +65,7 @@ class CalibrateOptions:
             require_matplotlib()
 
     def request(self) -> "CalibrationRequest":
-        """Return the library's request, with the texts read."""
+        """Return the library's request. Reads the texts."""
         from hetero_ee.calibration.job import CalibrationRequest
 
         changes: dict[str, Any] = {"force": self.force, "certify": self.certify}
@@ -112,7 +112,7 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The calibrations of a model."""
+    """All calibrations of a model."""
 
     exits: "CalibrationOutcome"
     curves: "SparsityCurves | None" = None
@@ -120,7 +120,7 @@ class _Found:
 
 
 def _made(wanted: CalibrateOptions, options: dict[str, Any], asked: "SparsityRequest | None") -> _Found:
-    """Calibrate. The outcome is new if a part of it is, and has the seconds of all parts."""
+    """Calibrate. The outcome counts as new if any part is new, and includes the seconds of all parts."""
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.sparsity.job import PREDICTOR_TOKENS
@@ -148,7 +148,7 @@ def _made(wanted: CalibrateOptions, options: dict[str, Any], asked: "SparsityReq
 def _existing(
     engine: ModelOptions, options: dict[str, Any], model: str | None, asked: "SparsityRequest | None"
 ) -> _Found:
-    """Return the calibrations of the model that exist."""
+    """Return the model's existing calibrations."""
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
@@ -183,7 +183,7 @@ def _existing(
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
-    """Return the gain; None, and a remark, if this machine can't run a plan for the model."""
+    """Return the gain in speed, or None with a notice if this machine can't run a plan for the model."""
     from hetero_ee_cli.reports.gain import measured_gain
 
     try:
@@ -195,7 +195,7 @@ def _gain(options: dict[str, Any]) -> "Gain | None":
 
 
 def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
-    """Return the text of the calibration, its date, and its folder."""
+    """Return a line with the calibration's text, date and folder."""
     text = outcome.calibration.text
     what = f"{text.n_tokens:,} tokens of {printable(text.description)}"
     if outcome.is_new:
@@ -206,7 +206,7 @@ def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
 
 
 def _report(found: _Found) -> Iterator[str]:
-    """Yield the lines about exits, certified exits and neurons."""
+    """Yield the lines on exits, certified exits and neurons."""
     calibration = found.exits.calibration
     rows: list[tuple[str, ...]] = [
         ("exit layer", "agreement", "with map", "exit rate", "precision", "recall", "acceptance")
@@ -236,7 +236,7 @@ def _report(found: _Found) -> Iterator[str]:
 
 
 def _certified(certificate: "Certificate") -> "dict[float, list[CertifiedExit]]":
-    """Return the certified exits of each exit layer, by risk. Risks that need more prompts are left out."""
+    """Return the certified exits of each exit layer, by risk. Risks that would need more prompts are left out."""
     from hetero_ee.calibration.certify import RISKS
 
     found = {}

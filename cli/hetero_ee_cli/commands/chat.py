@@ -1,4 +1,4 @@
-"""`hetero-ee chat`: a conversation, on a terminal or through a pipe."""
+"""`hetero-ee chat`: a conversation with a model on a terminal or through a pipe."""
 
 import sys
 import time
@@ -36,7 +36,7 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation starts, and how it becomes a prompt."""
+    """Options for the start of a conversation and its chat template."""
 
     PANEL: ClassVar[str] = "Conversation"
 
@@ -51,7 +51,7 @@ class ChatOptions:
     ] = None
 
     def template(self) -> str | None:
-        """Return the text of the template's file, None without one."""
+        """The text in the template's file, or None without a file."""
         return None if self.chat_template_file is None else read_text("chat template", self.chat_template_file)
 
 
@@ -81,7 +81,7 @@ def chat(
 
 
 def converse(session: Session, conversation: "Conversation", first: str | None = None, *, has_seed: bool) -> None:
-    """Answer what is typed or piped until it ends. `first` is a message before that."""
+    """Answer messages and commands from a terminal or pipe until its end. `first` is an additional first message."""
     if not sys.stdin.isatty():
         Talk(session, conversation, is_interactive=False, has_seed=has_seed).run(piped_lines(), first)
         return
@@ -94,9 +94,9 @@ def converse(session: Session, conversation: "Conversation", first: str | None =
 
 
 class Talk:
-    """A talk that answers entries until they end.
+    """A chat session that answers messages and commands.
 
-    If interactive, it continues after an error. Unless it has a seed, each turn gets a new one.
+    If interactive, it continues after errors. If it has no seed, each turn gets a new one.
     """
 
     def __init__(self, session: Session, conversation: "Conversation", *, is_interactive: bool, has_seed: bool) -> None:
@@ -111,10 +111,10 @@ class Talk:
         }
 
     def run(self, read_line: ReadLine, first: str | None = None) -> None:
-        """Answer messages and commands; `first` is a message before those that are read.
+        """Answer messages and commands until the end. `first` is a message that precedes those from read_line.
 
         Raises:
-            KeyboardInterrupt: for a second Ctrl-C at the prompt, or for the first if not interactive.
+            KeyboardInterrupt: at the second Ctrl-C at the prompt, or at the first one if not interactive.
         """
         is_leaving = False  # Ctrl-C was pressed once at the prompt
         while True:
@@ -155,7 +155,7 @@ class Talk:
             )
 
     def _changes(self) -> dict[str, Any]:
-        """Return the sampling options that change in this turn."""
+        """Return the sampling options that differ in this turn."""
         return {} if self._has_seed else {"seed": new_seed()}
 
     def _print(self, reply: "Reply") -> None:

@@ -1,4 +1,4 @@
-"""`hetero-ee config show`: which value each setting has, and where it comes from."""
+"""`hetero-ee config show`: prints the value of each setting and its source."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def show(engine: ModelOptions, as_json: Json = False) -> None:
 
 
 def _paths(settings: Settings) -> dict[str, Path | None]:
-    """Return the paths by name. None stands for no path, for a user without a home folder."""
+    """Return the paths by name. A path is None for a user without a home folder."""
     from huggingface_hub import constants
 
     from hetero_ee.runtime.kernel_cache import kernel_cache_folder

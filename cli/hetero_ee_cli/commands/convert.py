@@ -1,4 +1,4 @@
-"""`hetero-ee convert` and `hetero-ee pull`: a checkpoint in, a store out, before the first generation."""
+"""`hetero-ee convert` and `hetero-ee pull`: turn a checkpoint into a store before the first generation."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,7 +38,7 @@ def pull(engine: ModelOptions, model: ModelArgument = None) -> None:
 
 
 def _print_made(store: Path) -> None:
-    """Print the store's path for scripts and, before it, the types of a GGUF file for people."""
+    """Print the store's path on standard output and, before it, the types in a GGUF file on standard error."""
     from hetero_ee.weights.store.import_report import imported_types
     from hetero_ee.weights.store.manifest import parsed_manifest
 
@@ -54,7 +54,7 @@ def _cells(row: "ImportedType") -> tuple[str, ...]:
 
 
 def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:
-    """Return the store of the model. `keeps_stores`: whether a model that is a store already is fine."""
+    """Return the store of the model. If keeps_stores is true, the model may already be a store."""
     options = engine.arguments(model)
     if options["model"] is None:
         raise UsageError("no model is named; give a Hugging Face id, or a folder with a checkpoint.")

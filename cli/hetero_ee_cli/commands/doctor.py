@@ -1,4 +1,4 @@
-"""`hetero-ee doctor`: what this machine has for the engine, and what is missing."""
+"""`hetero-ee doctor`: reports what this machine offers to the engine, and what is missing."""
 
 import dataclasses
 import os
@@ -47,7 +47,7 @@ def is_terminal() -> bool:
 
 
 def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
-    """Return all checks by name, in the order of their rows."""
+    """Return all checks by name, in the order of the output."""
     import hetero_ee
     from hetero_ee_cli.checks import configuration, machine, software, storage
     from hetero_ee_cli.checks.finding import once
@@ -84,7 +84,7 @@ def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
 
 
 def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
-    """Return one line for each row, with its advice on a line below."""
+    """Return one line per row, followed by a line with its advice if there is any."""
     width = max(len(row.name) for row in rows)
     shown = []
     for row in rows:
@@ -98,7 +98,7 @@ def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
 
 
 def _settings(environment: Mapping[str, str]) -> tuple[Settings, UsageError | None]:
-    """Return the settings, or those without the file and the error, if the file can't be used."""
+    """Return the settings and None. If the file can't be used, return the settings without it and the error."""
     try:
         return read_settings(environment), None
     except UsageError as error:
@@ -106,7 +106,7 @@ def _settings(environment: Mapping[str, str]) -> tuple[Settings, UsageError | No
 
 
 def _cache_folder(settings: Settings) -> Path:
-    """Return the cache folder, or the default one if the setting can't be used."""
+    """Return the cache folder, or the default one if the setting is invalid."""
     try:
         return cache_folder(settings)
     except UsageError:

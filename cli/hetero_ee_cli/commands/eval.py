@@ -1,4 +1,4 @@
-"""`hetero-ee eval`: modes side by side on a text, how fast each is and what it changes."""
+"""`hetero-ee eval`: compares modes on a text, their speed and how they change the output."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ STANDARD_INPUT = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """Which modes are compared, on which texts, and how the result is shown."""
+    """Options for the modes to compare, the texts, and the output."""
 
     text: Annotated[
         Path | None,
@@ -87,7 +87,7 @@ class EvalOptions:
     as_json: Json = False
 
     def held_out(self) -> tuple[str | None, str]:
-        """Return the text of --text and its name for people; None and an empty name if it was not given."""
+        """Return the text of --text and its name for people, or None and an empty name without --text."""
         if self.text is None:
             return None, ""
         is_input = str(self.text) == STANDARD_INPUT
@@ -95,7 +95,7 @@ class EvalOptions:
         return content, "standard input" if is_input else printable(self.text.name)
 
     def material(self, spec: "ModelSpec", folder: Path, content: str | None, name: str) -> "Material":
-        """Return the texts: chunks of the content, or openings for the model to continue."""
+        """Return the texts for evaluation: chunks of the content, or openings that the model continues."""
         from hetero_ee.evaluation.material import of_text, of_the_model
         from hetero_ee.text.tokenizer import Tokenizer
 
@@ -105,7 +105,7 @@ class EvalOptions:
         return of_text(tokenizer, content, self.n_prompts, self.n_prompt_tokens, self.max_new_tokens, name)
 
     def variants(self, usual: "Limits") -> "dict[Variant, Limits]":
-        """Return the modes, full mode first, with the limits each is planned by."""
+        """Return the modes, full mode first, with the limits for the plan of each."""
         from hetero_ee.evaluation.open_mode import FULL, Variant
 
         names = [FULL, *self._modes()]
@@ -187,7 +187,7 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """Options that open the modes, one after another."""
+    """Options with which the modes are opened, one after another."""
 
     engine: ModelOptions
     model: str | None

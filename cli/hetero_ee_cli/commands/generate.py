@@ -1,4 +1,4 @@
-"""`hetero-ee generate`: a prompt in, text out as it is generated."""
+"""`hetero-ee generate`: continues a prompt and prints the text while it is generated."""
 
 import sys
 import time
@@ -41,10 +41,10 @@ def generate(
 
 
 def continue_text(session: Session, text: str, changes: dict[str, Any], as_json: bool = False) -> None:
-    """Print the continuation of `text`, and its report.
+    """Print the continuation of `text`, followed by a report.
 
     Raises:
-        KeyboardInterrupt: at the end, if Ctrl-C was pressed.
+        KeyboardInterrupt: after the report, if Ctrl-C was pressed.
     """
     with ending_at_once():
         from hetero_ee.decoding.result import collect

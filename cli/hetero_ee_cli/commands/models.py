@@ -1,4 +1,4 @@
-"""`hetero-ee models`: converted models in the cache folder, listed, verified and removed."""
+"""`hetero-ee models`: lists, verifies and removes the converted models in the cache folder."""
 
 import os
 import sys
@@ -101,7 +101,7 @@ def verify(
 
 
 def _folders(stores: list[str]) -> list[Path]:
-    """Return the folders of these stores; of all finished stores if there are none."""
+    """Return the folders of these stores, or of all finished stores if `stores` is empty."""
     from hetero_ee.weights.store.library import StoreState, stored_model, stored_models
 
     cache = cache_folder()

@@ -1,4 +1,4 @@
-"""`hetero-ee plan`: where every part of a model would go, why, and how fast that should be."""
+"""`hetero-ee plan`: shows where every part of a model would be placed, why, and the expected speed."""
 
 import shlex
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCommandOptions:
-    """The machine and the drafts to plan with, and how the plan is shown."""
+    """Options for the machine and the drafts to plan with, and for the output."""
 
     random_weights: RandomWeights = None
     hardware: Hardware = None
@@ -49,7 +49,7 @@ class PlanCommandOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The model and the machine to plan for, as the user named them."""
+    """The model and the machine to plan for, as named by the user."""
 
     model: str | None
     wanted: PlanCommandOptions
@@ -58,13 +58,13 @@ class _Subject:
 
     @property
     def name(self) -> str | None:
-        """The model's name; None for the demo model, if no model is named."""
+        """Name of the model; None for the demo model."""
         return self.wanted.random_weights or read_settings().value("model", self.model)
 
     def words(self) -> list[str]:
-        """Return a command that runs such a plan, without the options that pin it.
+        """Return a command that runs this plan, without the options that pin it.
 
-        Statistics and weights that only some commands have decide which command it is.
+        Some statistics and weights are available in some commands only, which determines the command.
         """
         wanted = self.wanted
         named = ["-m", self.name] if self.name else []
@@ -146,9 +146,9 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
 def _own_statistics(
     spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", subject: _Subject, progress: Progress
 ) -> "Statistics":
-    """Return the statistics of the calibration and the draft head that opening this model would find.
+    """Return the statistics from the calibration and the draft head that opening this model would find.
 
-    `progress` gets a remark if they can't be read.
+    If they can't be read, `progress` receives a notice.
     """
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
@@ -175,7 +175,7 @@ def _own_statistics(
 
 
 def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:
-    """Print the plan in the file, and check that it fits a model if one is named."""
+    """Print the plan in the file. If a model is named, check that the plan fits it."""
     with ending_at_once():
         from hetero_ee.planning.plan import Plan
         from hetero_ee.planning.planner import check_fits

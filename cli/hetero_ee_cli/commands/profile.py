@@ -1,4 +1,4 @@
-"""`hetero-ee profile`: measures this machine at a model's shapes."""
+"""`hetero-ee profile`: measures this machine with a model's shapes."""
 
 import sys
 from collections.abc import Iterable
@@ -67,7 +67,7 @@ def profile_for(
     refresh: bool = False,
     threads: tuple[int, ...] = (),
 ) -> "HardwareProfile":
-    """Return this machine's profile for the model, kept or measured now. `folder`: None for random weights."""
+    """Return this machine's profile for the model, stored or measured now. `folder` is None for random weights."""
     import torch
 
     from hetero_ee.profiling.automatic import profile_here
@@ -79,7 +79,7 @@ def profile_for(
 
 
 def _closing_line(spec: "ModelSpec", found: "HardwareProfile", *, is_new: bool) -> str:
-    """Return whether the profile was measured or found, and where it is kept."""
+    """Return a line with the origin of the profile, measured or found, and its path."""
     from hetero_ee.config import data_folder
     from hetero_ee.profiling.kept import kept_file
 
@@ -109,8 +109,9 @@ def _shown(found: "HardwareProfile", name: str) -> str:
 
 
 def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
-    """Return a table in microseconds with a column for each number of tokens: products, overheads, attention. `title`:
-    the device and what was done with its memory, at the rate that follows.
+    """Return a table in microseconds of products, overheads and attention, with a column for each number of tokens.
+
+    `title` names the device and an operation on its memory, whose rate is appended.
     """
     read, counts = times.read_bytes_per_s, sorted({row.m for row in times.matmuls})
     lines = [
@@ -135,7 +136,7 @@ def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
 
 
 def _link_shown(link: "LinkTimes") -> list[str]:
-    """Return rates of copies, then the times of small steps between the devices."""
+    """Return lines with the rates of copies and the times of small steps between the devices."""
     rates = (
         ("copy to the GPU", link.to_gpu_bytes_per_s),
         ("the same with a busy CPU", link.beside_cpu_bytes_per_s),

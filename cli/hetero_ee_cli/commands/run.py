@@ -42,7 +42,7 @@ def run(
 
 
 def _piped_prompt(prompts: PromptOptions) -> str:
-    """Return the prompt from standard input, unless that is a terminal, where a prompt has to be given."""
+    """Return the prompt from standard input. On a terminal, an error asks for a prompt."""
     if sys.stdin.isatty():
         raise UsageError("this model has no chat template, so there must be a prompt to continue; give one.")
     return prompts.required(STANDARD_INPUT)

@@ -1,4 +1,4 @@
-"""`hetero-ee search`: models on the Hugging Face Hub that could be run."""
+"""`hetero-ee search`: finds models on the Hugging Face Hub that this engine can run."""
 
 from dataclasses import asdict
 from typing import Annotated

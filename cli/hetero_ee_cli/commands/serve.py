@@ -1,4 +1,4 @@
-"""`hetero-ee serve`: a model behind HTTP, as OpenAI's and Anthropic's clients ask for one."""
+"""`hetero-ee serve`: serves a model over HTTP to OpenAI's and Anthropic's clients."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ EXTRA = ("prometheus_client", "starlette", "uvicorn")  # packages of the extra `
 
 
 class ServerOptions(OptionGroup):
-    """The options of the server. Those that are not given keep their defaults."""
+    """Options of the server. An option that is not given has the library's default."""
 
     PANEL: ClassVar = "Server"
     OPTIONS: ClassVar = {name: each for name, each in SERVER_OPTIONS.items() if each.flags} | {"api_key_file": KEY_FILE}
@@ -82,7 +82,7 @@ def serve(
 
 
 def _without_prompts(progress: Progress) -> Progress:
-    """Return the progress without the prompts of requests, which the terminal does not show."""
+    """Return a progress function that ignores the reading of prompts, which a server's terminal should not show."""
 
     def tell(stage: str, n_done: int, n_all: int) -> None:
         if stage != READING:

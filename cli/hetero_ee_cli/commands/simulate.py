@@ -1,4 +1,4 @@
-"""`hetero-ee simulate`: the time a prompt would take on another machine, with the model's real tokens."""
+"""`hetero-ee simulate`: the time of a prompt on another machine, with the model's real tokens."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """A simulation with its plan and its drafts."""
+    """A simulation, with its plan and draft statistics."""
 
     simulation: "Simulation"
     plan: "Plan"
@@ -45,7 +45,7 @@ DEFAULT_PROMPT = "Once upon a time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """The machine, the lengths, and how the result is shown."""
+    """Options for the machine, the lengths and the output."""
 
     hardware: Annotated[
         str, typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names)
@@ -99,7 +99,7 @@ def simulate(
 
 
 def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, counts: tuple[int, int]) -> _Simulated:
-    """Simulate a model with random weights. `counts`: tokens of the prompt and of the text."""
+    """Simulate a model with random weights. `counts` has the numbers of tokens of the prompt and the text."""
     from hetero_ee.decoding.simulation import of_shapes
     from hetero_ee.planning.context import grown
     from hetero_ee.planning.planner import check_fits
@@ -180,7 +180,7 @@ def _report(found: _Simulated) -> str:
 
 
 def _on_gpu(plan: "Plan") -> str:
-    """Return the layers on the GPU in words: whole ones, single parts, and FFNs with some of their neurons there."""
+    """Describe the layers on the GPU: whole layers, single parts, and FFNs with some neurons on the GPU."""
 
     kinds = {
         kind: sum(part.decode_placement == "gpu" for part in plan.parts if part.name.endswith(f".{kind}"))
@@ -194,7 +194,7 @@ def _on_gpu(plan: "Plan") -> str:
 
 
 def _time_and_rate(n_tokens: int, seconds: float | None) -> tuple[str, str]:
-    """Return milliseconds and tokens per second."""
+    """Return the time in milliseconds and the tokens per second, as text."""
     if seconds is None:
         return "-", "-"
     return f"{1e3 * seconds:.2f}", f"{n_tokens / seconds if seconds else 0.0:.1f}"

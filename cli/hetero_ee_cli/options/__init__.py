@@ -1,1 +1,1 @@
-"""The options of the command line, each stated once."""
+"""Options of the command line, each defined once for all commands."""

@@ -1,4 +1,4 @@
-"""Options of `hetero-ee bench`, with llama-bench's names."""
+"""Options of `hetero-ee bench`, named like llama-bench's."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +21,7 @@ Test = tuple[int, int, int]  # tokens of prompt, text and depth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """Which tests run, how often, and how their rows are printed."""
+    """Options for the tests, their repetitions, and the output."""
 
     n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths, like 128,512; 0: none.")] = "512"
     n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens to generate; 0: none.")] = "128"
@@ -58,15 +58,15 @@ class BenchOptions:
 
     @property
     def single_mode(self) -> str | None:
-        """The mode for the planner; None if both are measured, or none was asked for."""
+        """The mode to plan for; None if both are measured or the user chose none."""
         return None if self.mode == ALL else self.mode
 
     def modes(self, usual: str) -> tuple[str, ...]:
-        """Return the modes to measure; `usual` if none was asked for."""
+        """Return the modes to measure: those that the user chose, or else `usual`."""
         return (FULL, EXACT) if self.mode == ALL else (self.mode or usual,)
 
     def tests(self) -> list[Test]:
-        """Return (prompt, text, depth) of each test, prompts first as in llama-bench."""
+        """Return (prompt tokens, generated tokens, depth) of each test, prompts first as in llama-bench."""
         prompts, texts = _numbers(self.n_prompt, "-p"), _numbers(self.n_gen, "-n")
         pairs = [*((n, 0) for n in prompts if n), *((0, n) for n in texts if n)]
         depths = _numbers(self.n_depth, "-d")
@@ -75,7 +75,7 @@ class BenchOptions:
         return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
 
     def thread_counts(self, usual: int) -> tuple[int, ...]:
-        """Return the numbers of threads to measure with; `usual` is what the settings say."""
+        """Return the numbers of threads to measure with. `usual` is the number in the settings."""
         with ending_at_once():
             from hetero_ee_profiles.host.process import processor_count, usable_threads
 
@@ -86,7 +86,7 @@ class BenchOptions:
         return tuple(usable_threads(count) for count in counts or [usual])
 
     def rates(self) -> "DraftRates | None":
-        """Return how often synthetic drafts are right, None for real drafts."""
+        """Return the rates at which synthetic drafts are right, or None for real drafts."""
         if self.synthetic_acceptance is None:
             return None
         from hetero_ee.planning.statistics import DraftRates
@@ -99,9 +99,7 @@ class BenchOptions:
             raise UsageError(f"--synthetic-acceptance is {shown(self.synthetic_acceptance)}; {expected}") from error
 
     def check(self, random_weights: str | None) -> None:
-        """Check the values, and that they are possible together. `random_weights`: the model's shapes, if its weights
-        are random.
-        """
+        """Check the values and that they are compatible. `random_weights` names the model if its weights are random."""
         if self.style not in FORMATS:
             raise UsageError(f"--output is {shown(self.style)}; expected one of {', '.join(FORMATS)}.")
         if not 1 <= self.repetitions <= MAX_REPETITIONS:

@@ -1,4 +1,4 @@
-"""A command of the command line: help in groups, and errors that name each option by the flag that was typed."""
+"""The command class: help in groups, and errors that name each option by the flag that the user typed."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -17,10 +17,10 @@ ARGUMENTS, OPTIONS = "Arguments", "Options"
 
 
 class HeteroCommand(TyperCommand):
-    """A command with its help in groups. typer groups only in rich's panels, which are slow and not plain in a pipe."""
+    """A command with help in groups. typer's own groups need rich's panels, which are slow and not plain in a pipe."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, the command's own options, then its groups."""
+        """Write the help of the arguments, then of the command's own options, then of its groups."""
         panels: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: []}
         for parameter in self.get_params(ctx):
             panel = getattr(parameter, "rich_help_panel", None) or OPTIONS
@@ -33,7 +33,7 @@ class HeteroCommand(TyperCommand):
                     formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the words for messages. A word like -ngl99 is not read as -n gl99."""
+        """Parse the words and store them for messages. Refuse a word like -ngl99 instead of reading it as -n gl99."""
         typed = ctx.meta[TYPED] = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -43,7 +43,7 @@ class HeteroCommand(TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Errors of the library name options by their flags, as they were typed."""
+        """Run the command. Errors of the library then name options by the flags that were typed."""
         try:
             return super().invoke(ctx)
         except HeteroError as error:
@@ -53,7 +53,7 @@ class HeteroCommand(TyperCommand):
             raise
 
     def _refuse_run_together(self, ctx: Any, typed: Sequence[str], error: Any) -> None:
-        """Raise a UsageError if the error is about a word such as -ngl99, whose first letter is another option."""
+        """Raise a UsageError if the error is about a word like -ngl99, which starts with another option's letter."""
         known = [flag for parameter in self.params for flag in _flags(parameter)]
         blamed = [*_flags(getattr(error, "param", None)), getattr(error, "option_name", "")]
         for word in typed:
@@ -65,7 +65,7 @@ class HeteroCommand(TyperCommand):
 
 
 def _source_of_model(given: Mapping[str, Any], message: str) -> str:
-    """Return the setting that names the model, and a colon, if the message is about a model no flag names."""
+    """Return the setting that names the model and a colon if the message is about that model, else an empty string."""
     if "model_flag" not in given or given["model_flag"] or given.get("model"):
         return ""
     settings = read_settings()
@@ -76,14 +76,14 @@ def _source_of_model(given: Mapping[str, Any], message: str) -> str:
 
 
 def typed_flags(typed: Sequence[str], known: Collection[str]) -> set[str]:
-    """Return the flags among the words that were typed, without their values."""
+    """Return the flags among the typed words, without their values."""
     # A word whose flag is not known by itself is a letter and its value: -c512.
     names = [(word.partition("=")[0], word[:2]) for word in typed]
     return {name if name in known else letter for name, letter in names}
 
 
 def as_typed(option: object, words: Collection[str]) -> str:
-    """Return `-c / --ctx-size` if -c was typed, else only the long flag. An option without flags keeps its name."""
+    """Return `-c / --ctx-size` if -c was typed, else the long flag. Options without flags keep their names."""
     if not isinstance(option, Option) or not option.flags:
         return str(option)
     given = next((flag for flag in option.flags if flag in words), option.flag)

@@ -1,4 +1,4 @@
-"""Options that say which model is opened and how."""
+"""Options for the model and the way it is opened."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -30,22 +30,23 @@ RandomWeights = Annotated[
 
 
 class ModelOptions(OptionGroup):
-    """Options that say which model is opened and how. Those that are not given come from the settings."""
+    """Options for the model and the way it is opened. An option that is not given has the value in the settings."""
 
     PANEL: ClassVar = "Model"
     OPTIONS: ClassVar = {MODEL_FLAG: MODEL} | MODEL_OPTIONS
     COMPLETIONS: ClassVar = {MODEL_FLAG: model_names}
 
     def named(self, argument: str | None) -> str | None:
-        """Return the model named by the argument or --model, None if neither is given."""
+        """Return the model named by the argument or --model, or None."""
         flag: str | None = self.given.get(MODEL_FLAG)
         if argument is not None and flag is not None and argument != flag:
             raise UsageError(f"two models are named, {shown(argument)} and {shown(flag)}; name one.")
         return flag if argument is None else argument
 
     def arguments(self, model: str | None = None) -> dict[str, Any]:
-        """Return `model` and the options of `Engine.from_pretrained`, settings included. `model`: the command's
-        argument.
+        """Return the keyword arguments of `Engine.from_pretrained`, including settings.
+
+        `model` is the command's argument.
         """
         settings, found = read_settings(), {"model": self.named(model)} | self.given
         found.pop(MODEL_FLAG, None)
@@ -55,7 +56,7 @@ class ModelOptions(OptionGroup):
         return found
 
     def model_folder(self, model: str | None, progress: Progress, *, configuration_only: bool = False) -> Path:
-        """Return the model's folder, and download the model if necessary."""
+        """Return the model's folder. The model is downloaded if necessary."""
         with ending_at_once():
             from hetero_ee.weights.store.library import model_folder
         from hetero_ee.config import cache_folder
@@ -73,10 +74,10 @@ class ModelOptions(OptionGroup):
     def model_spec(
         self, model: str | None, random_weights: str | None, progress: Progress, *, configuration_only: bool = False
     ) -> "tuple[ModelSpec, str, Path | None]":
-        """Return the model's shapes, its name for people, and its folder, None for random weights.
+        """Return the model's shapes, its name for people, and its folder, which is None for random weights.
 
-        With --sparsity, FFNs are neuron-major and expected to use as many neurons as calibrated. `configuration_only`
-        downloads only the configuration of a Hugging Face id.
+        With --sparsity, FFNs are neuron-major and expected to use the calibrated share of neurons. If
+        configuration_only is true, only the configuration of a Hugging Face id is downloaded.
         """
         from hetero_ee.hub.config_file import read_spec
         from hetero_ee.hub.model_id import model_name
@@ -90,7 +91,7 @@ class ModelOptions(OptionGroup):
         return self._sparse(read_spec(folder), folder), model_name(folder), folder
 
     def _sparse(self, spec: "ModelSpec", folder: Path | None) -> "ModelSpec":
-        """Return the shapes with the sparse FFNs that --sparsity asks for."""
+        """Return the shapes with the sparse FFNs that --sparsity requests."""
         sparsity: str | None = self.given.get("sparsity")
         if sparsity is None:
             return spec

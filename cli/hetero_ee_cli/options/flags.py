@@ -1,6 +1,6 @@
-"""How commands share options: a group states or names each option once, and typer sees its options as parameters.
+"""Lets commands share options: a group defines or names each option once, and typer sees its options as parameters.
 
-Completion runs at every press of Tab, so nothing heavy is imported.
+Completion runs each time the user presses Tab, so nothing slow is imported.
 """
 
 import functools
@@ -23,7 +23,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 
 class OptionGroup:
-    """Options of the library that a command has. `given` holds those that the user typed, by name."""
+    """A group of library options for a command. `given` holds the options that the user typed, by name."""
 
     PANEL: ClassVar[str]
     OPTIONS: ClassVar[Mapping[str, Option]]
@@ -38,7 +38,7 @@ def one_of(values: Sequence[str]) -> Completion:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Complete to converted models in the cache folder."""
+    """Return the names of converted models in the cache folder that complete the input."""
     try:
         found = sorted(file.parent.name for file in (cache_folder() / STORES_FOLDER).glob(f"*/{MANIFEST_FILE}"))
     except (HeteroError, OSError):  # completion never complains
@@ -47,27 +47,27 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def hardware_names(incomplete: str) -> list[str]:
-    """Complete to shipped profiles."""
+    """Return the names of shipped profiles that complete the input."""
     from hetero_ee_profiles.reference import reference_names
 
     return one_of(reference_names())(incomplete)
 
 
 def shape_names(incomplete: str) -> list[str]:
-    """Complete to models with known shapes."""
+    """Return the names of models with known shapes that complete the input."""
     from hetero_ee.models.known_shapes import SHAPES
 
     return one_of(tuple(SHAPES))(incomplete)
 
 
 def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
-    """Expand the parameters of a command that are groups: each of their options becomes an option of the command.
+    """Replace a command's parameters that are groups: each option of a group becomes an option of the command.
 
     A group is an `OptionGroup`, or a dataclass whose fields are Annotated with a typer.Option. The class attribute
-    PANEL is the heading of its options in the command's help. A group without one belongs to a single command.
+    PANEL is the heading of its options in the command's help. A group without PANEL belongs to a single command.
 
     Args:
-        without: Options that the command lacks or declares itself, and why. They keep their defaults.
+        without: Options that the command lacks or declares itself, with the reasons. They keep their defaults.
     """
     reasons = dict(without or {})
 

@@ -1,6 +1,6 @@
-"""Options that say where a model runs, within which limits and with which drafts, and the engine they open.
+"""Options for the placement of a model, its limits and its drafts, and for opening the engine with them.
 
-A plan is made by this machine's profile, which is measured at first use, unless the setting `profile` is off.
+The plan is made from this machine's profile, which is measured at first use, unless the setting `profile` is off.
 """
 
 import re
@@ -42,7 +42,7 @@ Hardware = Annotated[
 
 
 class LimitOptions(OptionGroup):
-    """Limits and pins of a plan. Those that are not given are the planner's choice."""
+    """Limits and pins of a plan. The planner chooses those that are not given."""
 
     PANEL: ClassVar = "Placement"
     OPTIONS: ClassVar = PLAN_OPTIONS
@@ -52,7 +52,7 @@ class LimitOptions(OptionGroup):
         return [self.OPTIONS[name].flag for name in self.given]
 
     def check_alone(self, plan_file: Path | None) -> None:
-        """Check that there is no plan as well, which would already decide."""
+        """Check that no limit is given together with a plan, which already decides everything."""
         if plan_file is not None and self.given:
             given = self.flags()[0]
             raise UsageError(f"a plan already decides what {given} would; drop {given} or --plan.")
@@ -72,7 +72,7 @@ class LimitOptions(OptionGroup):
 
 
 def _layers(text: str) -> int | None:
-    """Return the number of layers that -ngl asks for, None to leave it to the planner."""
+    """Return the number of layers that -ngl requests, or None to let the planner choose."""
     if text in LAYER_WORDS:
         return LAYER_WORDS[text]
     if not re.fullmatch(r"[0-9]{1,6}", text):
@@ -81,7 +81,7 @@ def _layers(text: str) -> int | None:
 
 
 def _with_our_device(override: str) -> str:
-    """Return the override with our names for the devices that other tools call CPU and CUDA0."""
+    """Return the override with this project's device names instead of other tools' CPU and CUDA0."""
     pattern, equals, device = override.rpartition("=")
     return f"{pattern}{equals}{DEVICE_WORDS.get(device.lower(), device)}"
 
@@ -91,7 +91,7 @@ DRAFT_HEAD = RUN_OPTIONS["draft_head"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementOptions:
-    """A plan to run, a draft head, and records of the run."""
+    """Options for a given plan, a draft head, and reports of the run."""
 
     PANEL: ClassVar[str] = "Plan and report"
 
@@ -106,7 +106,7 @@ class PlacementOptions:
     )
 
     def checked(self, limits: LimitOptions, engine: ModelOptions) -> "Placed":
-        """Check the options before any model is loaded, and load the plan."""
+        """Check the options and load the plan, before any model is loaded."""
         given = limits.flags()
         limits.check_alone(self.plan_file)
         requested = limits.limits(engine)
@@ -133,7 +133,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The options of a plan, checked."""
+    """Checked options of a plan."""
 
     asking: str  # the first given option that needs a plan, empty if there isn't one
     limits: "Limits"
@@ -146,8 +146,9 @@ class Placed:
 
 
 def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":
-    """Open the engine. If no option asks for a plan, a plan that can't be made is only a remark. `options`: `model` and
-    options of Engine.from_pretrained.
+    """Open the engine. If the plan can't be made and no option needs one, a notice is enough.
+
+    `options` has the model and other arguments of Engine.from_pretrained.
     """
     profile = options.get("profile") or read_settings().value("profile")
     if placed.asking and placed.plan is None and profile == OFF:
@@ -169,7 +170,7 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A model opened by a command that writes texts."""
+    """An opened model, for a command that writes texts."""
 
     engine: "Engine"
     model: str | None  # as the user named it
@@ -181,7 +182,7 @@ class Session:
 def session(
     model: ModelOptions, argument: str | None, limits: LimitOptions, placement: PlacementOptions
 ) -> Iterator[Session]:
-    """Open the model, and write the trace of what it ran at the end."""
+    """Open the model. At the end, write the trace if it is requested."""
     placed, options = placement.checked(limits, model), model.arguments(argument)
     start_s = time.perf_counter()
     with stage_progress() as progress, open_engine(options, placed, progress) as engine:

@@ -1,4 +1,4 @@
-"""Options that give the prompt."""
+"""Options for the prompt."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ PromptArgument = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """A prompt, as text or in a file."""
+    """Options that give the prompt as text or as a file."""
 
     PANEL: ClassVar[str] = "Prompt"
 
@@ -28,8 +28,9 @@ class PromptOptions:
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read it from a file.")] = None
 
     def given(self, argument: str | None = None) -> str | None:
-        """Return the prompt, None without one. A final newline of a file or standard input is dropped. `argument`: the
-        prompt given without a flag; - reads standard input.
+        """Return the prompt, or None. A final newline of a file or of standard input is dropped.
+
+        `argument` is a prompt that was typed without a flag; "-" reads standard input.
         """
         prompts = [each for each in (argument, self.prompt) if each is not None]
         if len(prompts) + (self.file is not None) > 1:
@@ -44,7 +45,7 @@ class PromptOptions:
         return text
 
     def required(self, argument: str | None = None) -> str:
-        """Return the prompt, as `given` does."""
+        """Return the prompt as `given` does. Raises: UsageError: if there is none."""
         if (text := self.given(argument)) is None:
             raise UsageError(ONE_PROMPT)
         return text

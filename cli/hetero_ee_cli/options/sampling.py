@@ -1,4 +1,4 @@
-"""Options that say how tokens are chosen and when a text ends."""
+"""Options for choosing tokens and for ending texts."""
 
 import time
 from dataclasses import replace
@@ -15,18 +15,18 @@ LENGTH_FLAGS = SAMPLING["max_new_tokens"].flags
 
 
 class SamplingOptions(OptionGroup):
-    """The sampling options with a flag. An option that is not given keeps the model's own value."""
+    """Sampling options that have a flag. An option that is not given keeps the model's own value."""
 
     PANEL: ClassVar = "Text"
     OPTIONS: ClassVar = {name: each for name, each in SAMPLING.items() if each.flags and name not in FORMS}
 
     @property
     def has_seed(self) -> bool:
-        """Whether the user asked for the same text each time."""
+        """Whether the user chose a seed, so that texts are repeatable."""
         return bool(self.given.get("seed", RANDOM) != RANDOM)
 
     def changes(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that were given, and always a seed."""
+        """Return the given fields of SamplingParams, and a seed in any case."""
         if "" in self.given.get("stop", ()):
             raise UsageError(SAMPLING["stop"], " is empty, which every text holds; give the string that ends the text.")
         length, option = self.given.get("max_new_tokens", 1), SAMPLING["max_new_tokens"]
@@ -43,7 +43,7 @@ class SamplingOptions(OptionGroup):
 
 
 class ConstraintOptions(OptionGroup):
-    """Files with a JSON Schema or a grammar."""
+    """Options for files with a JSON Schema or a grammar."""
 
     PANEL: ClassVar = "Text"
     OPTIONS: ClassVar = {name: replace(SAMPLING[name], typed=Path) for name in FORMS}

@@ -1,1 +1,1 @@
-"""Reports of runs, as text, table or JSON."""
+"""Reports on runs, as text, tables or JSON."""

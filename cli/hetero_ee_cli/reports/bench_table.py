@@ -1,4 +1,4 @@
-"""The rows of `hetero-ee bench`: llama-bench's keys and more, as a table, CSV or JSON."""
+"""Rows of `hetero-ee bench` with llama-bench's keys and some more, printed as a table, CSV or JSON."""
 
 import csv
 import io
@@ -32,10 +32,10 @@ def columns(
     predicted_s: float | None,
     found: "DraftStatistics | None",
 ) -> Row:
-    """Return the values of a row.
+    """Return the row of a run.
 
     Args:
-        predicted_s: Predicted seconds; None if the quality of the drafts is unknown.
+        predicted_s: Predicted seconds; None if the acceptance of the drafts is unknown.
         found: Draft statistics; None if nothing was drafted.
     """
     import datetime
@@ -80,7 +80,7 @@ def columns(
 
 
 def print_rows(rows: Iterable[Row], style: str) -> None:
-    """Print a line for each row as it is measured, or one document with all rows."""
+    """Print each row as soon as it is measured, or one document with all rows."""
     found: list[Row] = []
     for row in rows:
         found.append(row)
@@ -93,7 +93,7 @@ def print_rows(rows: Iterable[Row], style: str) -> None:
 
 
 def print_row(rows: list[Row], style: str) -> None:
-    """Print the last row, below the table's head if it is the first."""
+    """Print the last of these rows, and the table's head before the first one."""
     row, predicted = rows[-1], rows[-1]["predicted_ts"]
     if style == "jsonl":
         print(json.dumps(row), flush=True)
@@ -120,7 +120,7 @@ def _mode(row: Row) -> str:
 
 
 def footer(rows: list[Row]) -> str:
-    """Return a line on all rows: where the predictions come from, and the executor's own time."""
+    """Return a line about all rows: the source of the predictions, and the executor's overhead."""
     lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures again"]
     spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
     known = [

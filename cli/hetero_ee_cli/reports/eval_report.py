@@ -1,4 +1,4 @@
-"""Comparison of modes: a table, a document, and a picture of speed against quality."""
+"""Comparison of modes as a table, a JSON document, and a plot of speed against quality."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,9 @@ INTERVALS = "\N{PLUS-MINUS SIGN}: half of the 95 % interval over the texts."
 
 
 def eval_table(results: "Sequence[ModeResult]", plus_minus: str) -> str:
-    """Return a table with a row for each mode. Columns without any count are left out. `plus_minus`: the sign between a
-    value and its interval, as the output can show it.
+    """Return a table with one row per mode, without empty columns.
+
+    `plus_minus` is the sign between a value and its interval that the output can show.
     """
     shown = [each for each in COLUMNS if any(getattr(result, each[1]) is not None for result in results)]
     rows = [("", *(title for title, _, _ in shown))]
@@ -50,7 +51,7 @@ def _cell(estimate: "Estimate | None", style: str, plus_minus: str) -> str:
 
 
 def eval_rows(results: "Sequence[ModeResult | Refused]") -> list[dict[str, Any]]:
-    """Return the rows for JSON, where null stands for infinity."""
+    """Return the rows for JSON, with null instead of infinity."""
     fields = [(each.variant.name, asdict(each)) for each in results]
     return [_finite(each.pop("variant") | {"name": name} | each) for name, each in fields]
 
@@ -62,7 +63,7 @@ def _finite(value: Any) -> Any:
 
 
 def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> None:
-    """Plot speed over the divergence from full mode, with a line for each mode through its variants.
+    """Plot speed against the divergence from full mode, with a line through the variants of each mode.
 
     Perplexity is left out, since its interval mostly shows how much the texts differ in difficulty.
     """
@@ -87,14 +88,14 @@ def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> N
 
 
 def _points(result: "ModeResult") -> "Iterator[tuple[Estimate, Estimate, str]]":
-    """Return the position and the label of each mode; infinite positions are left out."""
+    """Yield the position and the label of each mode with finite values."""
     place, speed = result.kl_nats, result.emulated_tokens_per_s or result.tokens_per_s
     if place is not None and speed is not None and math.isfinite(place.value):
         yield place, speed, result.variant.detail
 
 
 def _bars(estimates: "Sequence[Estimate]") -> list[list[float]]:
-    """Return the lengths of the error bars below and above the values; 0 towards infinity."""
+    """Return the lengths of the error bars below and above the values. A bar to infinity has length 0."""
     ends = [(each.value, each.low, each.high) for each in estimates]
     below = [0.0 if low is None else value - low for value, low, _ in ends]
     return [below, [0.0 if high is None or not math.isfinite(high) else high - value for value, _, high in ends]]

@@ -1,4 +1,4 @@
-"""Gain of a calibration: tokens per second without it and with it, expected and measured."""
+"""The gain of a calibration: expected and measured tokens per second with it and without it."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ ABOUT_THE_MODE = ("Exact mode", "Drafts")  # the beginnings of a plan's reasons 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed of one plan."""
+    """Expected and measured speed of one plan."""
 
     mode: str
     drafts: str | None  # where they come from, None in full mode
@@ -69,7 +69,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A plan, and what was measured when it ran."""
+    """A plan and the measurements of its run."""
 
     spec: "ModelSpec"
     plan: "Plan"
@@ -78,9 +78,9 @@ class _Run:
 
 
 def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
-    """Open the model with plans made by this machine's profile, and generate texts with and without the calibration.
+    """Open the model with plans for this machine, and generate texts with and without the calibration.
 
-    A machine that was never measured for the model is measured first. `options`: those of Engine.from_pretrained.
+    If this machine has no profile for the model, it is measured first. `options` are those of Engine.from_pretrained.
     """
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.planner import plan as make_plan
@@ -137,7 +137,7 @@ def _run(options: dict[str, Any]) -> _Run:
 
 
 def _decoded(engine: "Engine", prompt: str, params: Any, limit_s: float) -> tuple[int, float]:
-    """Return the number of tokens after the first and their seconds, for as much of the text as time allows."""
+    """Return the number of tokens after the first and their seconds. Generation ends after limit_s seconds."""
     first_s = last_s = None
     n_new = -1
     for token in engine.stream(prompt, params):
@@ -149,5 +149,5 @@ def _decoded(engine: "Engine", prompt: str, params: Any, limit_s: float) -> tupl
 
 
 def _decided(made: "Plan") -> tuple[object, ...]:
-    """Return the parts of a plan that another calibration may change."""
+    """Return the parts of a plan that depend on the calibration."""
     return made.mode, made.drafts, made.exit_layer, made.draft_length, made.decode_placements

@@ -1,4 +1,4 @@
-"""Plan as `hetero-ee plan` prints it: advice, colours on a terminal, and the curve along the VRAM budget."""
+"""Output of `hetero-ee plan`: advice, colours on a terminal, and the curve over the VRAM budget."""
 
 import re
 import sys
@@ -28,7 +28,7 @@ LETTER_STYLES = {"G": "green", "b": "blue", "C": "yellow", "s": "magenta", "d": 
 
 
 def what_if_lines(request: "Request") -> list[str]:
-    """Return the speed with one thing changed at a time, the most helpful first, then the useless changes."""
+    """Return lines with the speed after one change each, the most helpful first and the useless ones last."""
     from hetero_ee.planning.reports.explanation import change
     from hetero_ee.planning.reports.what_if import what_if
 
@@ -69,7 +69,7 @@ def show(text: str) -> None:
 
 
 def curve_text(request: "Request") -> str:
-    """Return a bar of expected tokens per second for each VRAM budget."""
+    """Return a bar chart of expected tokens per second by VRAM budget."""
     from hetero_ee.planning.reports.what_if import vram_curve
 
     curve = vram_curve(request)
@@ -117,7 +117,7 @@ def _title(request: "Request") -> list[str]:
 
 
 def _out_of_reach(curve: "Curve") -> list[str]:
-    """Return how much more memory all layers need, if the card has too little."""
+    """Return a line with the memory that the card lacks for all layers, or no line if it has enough."""
     if curve.all_bytes <= curve.points[-1].vram_budget_bytes:
         return []
     return [f"{ALL} would take {curve.all_bytes / GIB:.2f} GiB"]

@@ -1,4 +1,4 @@
-"""Report of a run: its closing line, the tables of --stats, its keys in JSON."""
+"""Report on a run: its closing line, the tables of --stats, and its keys in JSON."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -29,13 +29,13 @@ def closing_lines(
     start_s: float,
     is_interrupted: bool,
 ) -> str:
-    """Return counts and rates of a text, remarks if it was cut or slow, and what --verbose and --stats ask for.
+    """Return counts and rates of a text, notices if it was cut or slow, and the details for --verbose and --stats.
 
     Args:
         prompt: The number of the prompt's tokens, in words.
-        seed: None if it did not matter.
+        seed: None if it had no influence.
         start_s: When the text began, by time.perf_counter.
-        is_interrupted: The speed of such a text is compared with nothing.
+        is_interrupted: Whether Ctrl-C ended the text. Its speed is then not compared with the plan's.
     """
     from hetero_ee.decoding.result import FinishReason
     from hetero_ee_profiles.host.process import peak_memory_bytes
@@ -65,10 +65,9 @@ def closing_lines(
 
 
 def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
-    """Return the tokens per second that the plan should reach for this text.
+    """Return the tokens per second that the plan predicts for this text.
 
-    None if nothing was planned, if there is no profile, if the quality of the drafts is unknown, or if the context grew
-    meanwhile.
+    None without a plan or a profile, if the acceptance of drafts is unknown, or if the context has grown since.
     """
     from hetero_ee.planning.times.prediction import predicted_text_s
 
@@ -85,7 +84,7 @@ def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
 
 
 def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool) -> list[str]:
-    """Return a sentence if the text needed more than twice the expected time."""
+    """Return a sentence if the text needed more than twice the expected time, else nothing."""
     rate = result.generated_tokens_per_s
     is_short = result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS
     if expected is None or is_short or rate >= SLOW * expected:
@@ -99,7 +98,7 @@ def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool)
 
 
 def _times(result: "GenerationResult", load_s: float) -> list[str]:
-    """Return the times of --verbose, with the names that ollama uses."""
+    """Return the times of --verbose, named like ollama's."""
     values = {
         "load time": f"{load_s:.3f} s",
         "time to first token": f"{result.prompt_s:.3f} s",
@@ -120,7 +119,7 @@ def run_document(
     exits: "ExitStatistics | None" = None,
     traffic: "TextTraffic | None" = None,
 ) -> dict[str, Any]:
-    """Return the plan's keys in JSON, with what exact mode drafted, early-exit modes exited and a token moved."""
+    """Return the plan as JSON keys, with draft or exit statistics and the bytes moved per token."""
     return {
         "mode": "full" if made is None else made.mode,
         "exit_layer": None if made is None else made.exit_layer,
@@ -146,7 +145,7 @@ def _predicted_bytes(made: "Plan") -> dict[str, float]:
 
 
 def traffic_lines(made: "Plan", traffic: "TextTraffic") -> list[str]:
-    """Return what a token moved, next to what the plan expected."""
+    """Return lines with the bytes that a token moved, next to those that the plan expected."""
     from hetero_ee.planning.reports.explanation import sized
 
     found, expected = traffic.per_token, _predicted_bytes(made)
@@ -165,7 +164,7 @@ def exits_document(found: "ExitStatistics | None") -> dict[str, Any] | None:
 
 
 def lane_lines(lanes: "Iterable[LaneTime]", prompt_s: float, generation_s: float) -> list[str]:
-    """Return how busy the devices and links were, without those that were not used."""
+    """Return lines with the busy share of each device and link that was used."""
     from hetero_ee.runtime.trace import TITLES
 
     return [
@@ -177,13 +176,13 @@ def lane_lines(lanes: "Iterable[LaneTime]", prompt_s: float, generation_s: float
 
 
 def reading_words(shares: "dict[str, float]") -> str:
-    """Return how much of a prompt's time each draft source used; empty if it is negligible."""
+    """Return the share of a prompt's time that each draft source needed, or an empty string if it is negligible."""
     words = [f"{origin} {share:.0%}" for origin, share in shares.items() if share >= LEAST_SHARE]
     return f" ({', '.join(words)})" if words else ""
 
 
 def draft_words(found: "DraftStatistics") -> str:
-    """Return tokens per pass of the later layers, acceptance and depth, in words."""
+    """Return the tokens per pass of the later layers, the acceptance and the depth, in words."""
     if not found.n_passes:
         return "nothing to draft"
     accepted = f"{found.acceptance:.0%} accepted, " if found.n_drafted else ""
@@ -191,7 +190,7 @@ def draft_words(found: "DraftStatistics") -> str:
 
 
 def draft_lines(found: "DraftStatistics") -> list[str]:
-    """Return drafts by origin, asynchronous drafts, steps by tokens drafted and accepted, and tokens by exit layer."""
+    """Return lines with drafts by origin, asynchronous drafts, drafts per step, and tokens by exit layer."""
     lines = [
         f"{'drafts':14}by {counts.origin}: {counts.n_drafted} drafted, {counts.n_accepted} accepted, "
         f"{counts.precision:.0%} of {counts.n_checked} verified were right"
@@ -207,7 +206,7 @@ def draft_lines(found: "DraftStatistics") -> list[str]:
 
 
 def exit_words(found: "ExitStatistics") -> str:
-    """Return the share of tokens that skipped layers, and how many layers they passed, in words."""
+    """Return the share of tokens that skipped layers and the mean number of layers passed, in words."""
     share = found.n_exited / (found.n_tokens or 1)
     return f"{share:.0%} exited, depth {found.mean_depth:.1f} of {found.n_layers}, unverified"
 
@@ -218,7 +217,7 @@ def exit_lines(found: "ExitStatistics") -> list[str]:
 
 
 def _mode(engine: "Engine") -> list[str]:
-    """Return the mode and why, with how drafting did in the latest text; empty if nothing was planned."""
+    """Return lines with the mode, its reason and the latest text's drafting; none without a plan."""
     from hetero_ee.planning.reports.explanation import change
     from hetero_ee.planning.schedule import is_worth_it
 
@@ -240,7 +239,7 @@ def _mode(engine: "Engine") -> list[str]:
 
 
 def _declined(engine: "Engine") -> list[str]:
-    """Return the planner's sentence on why it chose full mode, if no mode was asked for."""
+    """Return the planner's reason for full mode, if the user chose no mode."""
     asked = None if engine.plan_request is None else engine.plan_request.limits.mode
     if engine.plan is None or asked is not None:
         return []
@@ -248,7 +247,7 @@ def _declined(engine: "Engine") -> list[str]:
 
 
 def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) -> list[str]:
-    """Return where the time of one text went, device by device as far as recorded, and its drafts."""
+    """Return lines with one text's time by device, as far as recorded, and its drafts."""
     from hetero_ee.decoding.simulation import lane_times
 
     total_s, spans, found = result.prompt_s + result.generation_s or 1.0, engine.spans, engine.draft_statistics

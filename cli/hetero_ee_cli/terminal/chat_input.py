@@ -1,7 +1,7 @@
-"""Chat input, typed or piped: lines become messages and commands.
+"""Chat input, typed or piped: turns lines into messages and commands.
 
-A line is a message. One that ends in a backslash continues on the next; lines between two \"\"\" are one message. A
-line that begins with a slash is a command; a leading space makes it a message.
+A line is a message. A line that ends in a backslash continues on the next one. Lines between two \"\"\" are one
+message. A line that begins with a slash is a command; a leading space makes it a message.
 """
 
 import sys
@@ -20,14 +20,14 @@ MAX_LINE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Command typed in a chat."""
+    """A command typed in a chat."""
 
     name: str  # with its slash
     argument: str  # the rest of the line
 
 
 def read_entry(read_line: ReadLine) -> str | Command | None:
-    """Return the next message or command, None at the end."""
+    """Return the next message or command, or None at the end."""
     while (line := read_line(PROMPT)) is not None:
         if line.lstrip().startswith(FENCE):
             text = _fenced(line.lstrip(), read_line)
@@ -42,7 +42,7 @@ def read_entry(read_line: ReadLine) -> str | Command | None:
 
 
 def _fenced(line: str, read_line: ReadLine) -> str:
-    """Return the text between the fences, including what is on their lines."""
+    """Return the text between the fences, including text on the fences' lines."""
     text = line.removeprefix(FENCE)
     while not text.rstrip().endswith(FENCE):
         if (more := read_line(PROMPT_OF_MORE)) is None:
@@ -69,7 +69,7 @@ def _joined(text: str, line: str) -> str:
 
 
 def piped_lines() -> ReadLine:
-    """Return a reader of standard input that is not a terminal."""
+    """Return a function that reads a line from a pipe or file on standard input."""
     n_lines = 0
 
     def read(_prompt: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Line editor of a terminal: editing, history and completion by readline, if Python has it."""
+"""Line editor for a terminal, with editing, history and completion by readline if Python has it."""
 
 import os
 import sys
@@ -18,13 +18,13 @@ MAX_HISTORY_BYTES = 2**20
 
 
 def history_file() -> Path:
-    """Return the history's file in the platform's folder for state; None for a user without a home folder."""
+    """Return the history's path in the platform's folder for state, or None for a user without a home folder."""
     folder = own_folder(platformdirs.user_state_path)
     return Path(os.devnull) if folder is None else folder / "chat_history"
 
 
 class LineEditor:
-    """Reader of lines from the terminal. Tab completes `commands`; the file `history` keeps the lines."""
+    """Reads lines from the terminal. Tab completes `commands`, and the file `history` stores the lines."""
 
     def __init__(self, commands: Sequence[str], history: Path) -> None:
         self._commands, self._history = commands, history
@@ -46,7 +46,7 @@ class LineEditor:
             self._readline.set_completer(None)
 
     def read(self, prompt: str) -> str | None:
-        """Return a line without its end, None at Ctrl-D."""
+        """Return a line without its newline, or None at Ctrl-D."""
         try:
             line = self._line(prompt)
             line.encode("utf-8")  # if the locale is not UTF-8, Python reads other bytes as surrogates
@@ -59,7 +59,7 @@ class LineEditor:
         return line
 
     def _line(self, prompt: str) -> str:
-        """Read a line. Raises EOFError at the end, and a UnicodeError for bytes that are not text."""
+        """Read a line. Raises: EOFError: at the end. UnicodeError: if its bytes are not text."""
         if self._readline is not None:
             line = input(prompt)
             self._keep(line)
@@ -71,7 +71,7 @@ class LineEditor:
         return line.removesuffix("\n")
 
     def _load_history(self, readline: ModuleType) -> None:
-        """Read the history. Only its owner may read the file. A file that is not regular stays as it is."""
+        """Read the history, which is made readable only for its owner. A file that is not regular stays unchanged."""
         self._history.parent.mkdir(parents=True, exist_ok=True)
         if not self._history.exists():
             self._history.touch(mode=0o600)
@@ -81,7 +81,7 @@ class LineEditor:
                 readline.read_history_file(self._history)
 
     def _keep(self, line: str) -> None:
-        """Append the line at once, so that concurrent chats keep both histories and a killed one its own."""
+        """Append the line to the history at once, so that parallel chats both keep theirs, as does a killed chat."""
         append = getattr(self._readline, "append_history_file", None)  # libedit may have none
         if line and append is not None:
             with suppress(OSError):

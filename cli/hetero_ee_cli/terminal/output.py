@@ -1,4 +1,4 @@
-"""Output of commands: results on standard output, everything else in lines on standard error."""
+"""Output of commands: results go to standard output, and all other lines to standard error."""
 
 import json
 import os
@@ -20,11 +20,10 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 def print_tokens(
     tokens: "Iterator[GeneratedToken]", quiet: bool = False, prompt: str = ""
 ) -> "tuple[list[GeneratedToken], bool]":
-    """Print the text as it is generated. `prompt`: the text that is continued. It is shown with the first token: until
-    then, a terminal's line shows the progress of the prompt.
+    """Print the text while it is generated, and return its tokens and whether Ctrl-C ended them.
 
-    Returns:
-        The tokens, and whether Ctrl-C ended them.
+    `prompt` is the text that is continued. It is shown with the first token: until then, a terminal's line shows the
+    progress of the prompt.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="")  # type: ignore[union-attr]
     seen: list[GeneratedToken] = []
@@ -42,12 +41,12 @@ def print_tokens(
 
 
 def print_document(document: Mapping[str, Any], *, with_version: bool = False) -> None:
-    """Print one JSON document on one line, with the version of its schema and of hetero_ee."""
+    """Print a JSON document on one line, including the versions of its schema and of hetero_ee."""
     print(json.dumps({"schema": JSON_SCHEMA} | ({"version": __version__} if with_version else {}) | dict(document)))
 
 
 def table(rows: Sequence[Sequence[str]], numbers_from: int | None = None) -> str:
-    """Return aligned columns. `numbers_from`: columns from this one on are aligned to the right, as numbers are."""
+    """Return the rows as aligned columns. Columns from `numbers_from` on are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if numbers_from is None or n < numbers_from else str.rjust for n in range(len(widths))]
     return "\n".join(
@@ -57,12 +56,12 @@ def table(rows: Sequence[Sequence[str]], numbers_from: int | None = None) -> str
 
 
 def print_path(path: Path) -> None:
-    """Print a path that scripts use, unchanged except on a terminal."""
+    """Print a path for scripts. On a terminal, control characters are escaped."""
     print(printable(str(path)) if sys.stdout.isatty() else path)
 
 
 def encodable(text: str, instead: str) -> str:
-    """Return the text, or its replacement if standard output's encoding lacks its characters."""
+    """Return the text, or `instead` if standard output's encoding lacks a character."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -71,7 +70,7 @@ def encodable(text: str, instead: str) -> str:
 
 
 def echo_prompt(text: str) -> None:
-    """Show the text that is continued on a terminal, dim if possible. Pipes and files get nothing."""
+    """Print the text that is continued if standard output is a terminal, dimmed if possible."""
     if sys.stdout.isatty():
         lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         styled(sys.stdout).write(f"{DIM}{lines}{PLAIN}" if has_colours(sys.stdout) else lines)
@@ -79,7 +78,7 @@ def echo_prompt(text: str) -> None:
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that knows colours, and NO_COLOR is not set."""
+    """Return whether the stream is a terminal that supports colours, and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -93,7 +92,7 @@ def complain(message: str) -> None:
 
 
 def printable(message: str) -> str:
-    """Return one line with control characters escaped, since names of files and tensors come from outside."""
+    """Return the message on one line with control characters escaped, since names in it come from outside."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
 
 

@@ -1,6 +1,6 @@
 """Progress on standard error: a bar for each stage on a terminal, a line elsewhere, and nothing for quick stages.
 
-Prompts come again and again. They have a line of their own on a terminal and none elsewhere.
+Prompts are read again and again. Their progress has a line of its own on a terminal, and is not shown elsewhere.
 """
 
 import sys
@@ -23,8 +23,9 @@ LINE_EVERY_S = 10.0
 
 @contextmanager
 def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
-    """Yield the function that an engine calls with (stage, done, in all). With 0 in all, the stage is a remark.
-    `of_each_time`: whether these stages run each time, so that no line says that they happen only once.
+    """Yield the function that an engine calls with (stage, done, total). If the total is 0, the stage is a message.
+
+    `of_each_time`: whether these stages run each time. Other stages are announced as happening only once.
     """
     shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
     try:
@@ -34,7 +35,7 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
 
 
 class _Lines:
-    """Progress in logs and pipes: one line for each stage, and one every ten seconds of it."""
+    """Progress in logs and pipes: one line at the beginning of each stage, and one every ten seconds."""
 
     def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._said: set[str] = set()
@@ -63,7 +64,7 @@ class _Lines:
 
 
 class _Bars:
-    """Progress on terminals. rich is imported only when there is something to show."""
+    """Progress bars on terminals. rich is only imported when there is something to show."""
 
     def __init__(self, note: str = ", once") -> None:
         self._note = note

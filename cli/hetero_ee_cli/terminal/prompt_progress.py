@@ -1,4 +1,4 @@
-"""Progress of a long prompt: a line on a terminal's standard error, shown once reading takes more than a second."""
+"""Progress of a long prompt: a line on a terminal's standard error after one second of reading."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ USUAL_COLUMNS = 80
 class PromptProgress:
     """Progress of one prompt after the other. A thread redraws the line, and erases it when the prompt is read.
 
-    Most prompts take less than a second: rich's bars would cost them 40 ms of imports (AMD EPYC Milan, 2026-11-23).
+    Most prompts need less than a second. rich's bars would cost these 40 ms of imports (AMD EPYC Milan, 2026-11-23).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class PromptProgress:
         self._token_s = 0.0  # of the latest chunk: later ones see more, and take longer
 
     def update(self, n_done: int, n_all: int) -> None:
-        """Note that this many of the tokens are read. The first call for a prompt starts it."""
+        """Record the number of tokens read. The first call for a prompt starts its timer."""
         if n_done >= n_all:
             self.close()
             return
@@ -49,14 +49,14 @@ class PromptProgress:
                 self._drawing = drawing
 
     def close(self) -> None:
-        """Remove the line until the next update."""
+        """Erase the line until the next update."""
         self._is_over.set()
         if self._drawing is not None:
             self._drawing.join()
             self._drawing = None
 
     def line(self) -> str:
-        """Return the line as it looks now; empty at first."""
+        """Return the current line, which is empty at first."""
         now_s = self._clock()
         if now_s - self._start_s < SHOWN_AFTER_S:
             return ""
@@ -86,7 +86,7 @@ def _columns() -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return `12 s`, `3 min 05 s` or `1 h 02 min`."""
+    """Return the time as `12 s`, `3 min 05 s` or `1 h 02 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM. They become exceptions, so that half-written files are removed, and then exit codes."""
+"""Ctrl-C and SIGTERM become exceptions, so that partly written files are removed, and then exit codes."""
 
 import os
 import signal
@@ -16,9 +16,10 @@ def raise_on_sigterm() -> None:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End the process at once if a signal arrives within. For imports, while there is nothing to clean up.
+    """End the process at once if a signal arrives inside the block. Used for imports, when there is nothing to clean
+    up.
 
-    torch's C++ aborts the process if an exception interrupts it, or forgets it and leaves numpy half imported.
+    An exception during the import of torch makes its C++ code abort, or is lost and leaves numpy half imported.
     """
     codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     before = {number: signal.signal(number, lambda number, _: os._exit(codes[number])) for number in codes}
@@ -30,10 +31,10 @@ def ending_at_once() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once and silently, after flushing what can still be written. Everything is already unwound.
+    """End the process at once and silently, after flushing the output as far as possible.
 
-    sys.exit would flush again and complain. And if Ctrl-C came within an exec(), as importing torch does a lot, Python
-    would end itself by the signal and not with the code.
+    sys.exit would flush again and report errors. If Ctrl-C arrived during an exec(), which happens often while torch is
+    imported, Python would end with the signal instead of the code.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):

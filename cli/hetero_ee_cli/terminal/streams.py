@@ -1,7 +1,7 @@
-"""The three standard streams, prepared so that reading and writing never fail because of the streams themselves.
+"""Prepares the three standard streams, so that reading and writing never fail because of the streams themselves.
 
-Text for a terminal has no control characters except newline and tab. Otherwise a model's text and the
-names in its files could move the cursor, ring, or write to the clipboard. Pipes and files get everything as it is.
+Text for a terminal loses all control characters except newline and tab. Otherwise a model's text and the names in its
+files could move the cursor, ring, or write to the clipboard. Pipes and files get the text unchanged.
 """
 
 import io
@@ -30,7 +30,7 @@ class TerminalText(io.TextIOWrapper):
 
 
 class _Styled:
-    """Terminal stream that lets colours pass."""
+    """Terminal stream that passes colours through."""
 
     def __init__(self, terminal: TerminalText) -> None:
         self._terminal, self.write = terminal, terminal.write_styled
@@ -40,7 +40,7 @@ class _Styled:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """Return the stream for a text with colours. Its author has to clean what is put between them."""
+    """Return the stream for a text with colours. Callers must clean the text between the colours."""
     return cast(TextIO, _Styled(stream)) if isinstance(stream, TerminalText) else stream
 
 
@@ -56,7 +56,7 @@ def filter_terminals() -> None:
 def make_writable() -> None:
     """Replace closed streams (`>&-`) by the null device, and characters that an encoding lacks by others.
 
-    A closed stream's number would otherwise be given to the next file that is opened, which would receive its output.
+    Otherwise the next file to be opened would get a closed stream's number, and receive its output.
     """
     for number, name in enumerate(NAMES):
         if getattr(sys, name) is None:

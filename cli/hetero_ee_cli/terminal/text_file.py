@@ -1,4 +1,4 @@
-"""Text from a file or from standard input, bounded and checked."""
+"""Reads text from a file or standard input, with a limit on its size, and checks it."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ MAX_TEXT_BYTES = 64 * 2**20
 
 
 def read_text(what: str, file: Path | None) -> str:
-    """Return the file's text, or that of standard input if the file is None. `what`: its name in a message."""
+    """Return the text in the file, or from standard input if the file is None. Messages call it `what`."""
     name = f"the {what} from {file or 'standard input'}"
     try:
         if file is None:
@@ -21,7 +21,7 @@ def read_text(what: str, file: Path | None) -> str:
 
 
 def decoded(data: bytes, name: str, max_bytes: int) -> str:
-    """Decode UTF-8. `name`: its name in a message."""
+    """Decode UTF-8. Messages call the data `name`."""
     if len(data) > max_bytes:
         raise UsageError(f"{name} has more than {max_bytes // 2**20} MiB.")
     try:

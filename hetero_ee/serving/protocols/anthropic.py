@@ -145,8 +145,7 @@ def _stop(reply: Reply) -> dict[str, Any]:
 
 
 def _usage(generation: Generation) -> dict[str, int]:
-    """Return Anthropic's usage. Its input tokens exclude cached ones, which are still unknown in a stream's first
-    event."""
+    """Return Anthropic's usage. Its input tokens exclude cached ones, which a stream's first event does not know."""
     n_cached = generation.n_cached_tokens
     return {
         "input_tokens": generation.n_prompt_tokens - n_cached,

@@ -140,7 +140,7 @@ class _Answer:
     async def _choice(
         self, index: int, reply: Reply, said: dict[str, Any], finish_reason: str | None
     ) -> dict[str, Any]:
-        """Return a choice. If requested, it has log-probabilities and origins of the tokens since the previous choice."""
+        """Return a choice, with log-probabilities and origins of the tokens since the previous one if requested."""
         tokens, reply.generation.placed = reply.generation.placed, []
         logprobs = None
         if tokens:

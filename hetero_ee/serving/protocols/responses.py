@@ -168,8 +168,7 @@ class _Answer:
         }
 
     def _add(self, piece: Piece) -> Iterator[Event]:
-        """Add the next piece of the reply and yield its events. The piece starts an item unless one of its kind is
-        open."""
+        """Add the next piece of the reply and yield its events. It starts an item unless one of its kind is open."""
         kind = piece.block
         if piece.kind == CALLED or kind != self._kind:
             yield from self._close(COMPLETED)

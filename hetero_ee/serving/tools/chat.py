@@ -106,8 +106,7 @@ async def _held(
 async def constrained(
     served: ServedModel, params: SamplingParams, changes: Mapping[str, Any], field: str
 ) -> SamplingParams:
-    """Return the parameters with `changes`, and compile their grammar. `field` is the request's field for error
-    messages."""
+    """Return the parameters with `changes` and compile their grammar. Errors name the request's field `field`."""
     try:
         changed = params.changed(**changes)
         await served.grammars.require(changed)
@@ -198,7 +197,7 @@ def _response_format(fields: Fields, name: str) -> Form | None:
 
 
 def _schema(fields: Fields, name: str, field: str) -> Form | None:
-    """Return the form of a schema, given as an object or as text. An empty object requests no form, as in llama-server."""
+    """Return the form of a schema, given as object or text. An empty object requests no form, as in llama-server."""
     value = fields.values.get(name)
     if value is None or value == {}:
         return None

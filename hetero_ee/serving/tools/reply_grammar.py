@@ -57,13 +57,12 @@ class ReplyGrammar:
         return "\n".join(rules) + "\n"
 
     def of_schema(self, schema: Mapping[str, Any], *, is_thinking: bool) -> str:
-        """Return the grammar of a reply that may think and then matches the schema. `is_thinking`: thoughts have begun."""
+        """Return the grammar of a reply that thinks, or continues to if is_thinking, and then matches the schema."""
         thought, more = self._thought(thinks=True, is_thinking=is_thinking)
         return "\n".join([TEXT, f"start: {thought} %json {_styled(schema)}", *more]) + "\n"
 
     def _free_rules(self, form: ToolFormat, calls: str, *, is_thought: bool) -> list[str]:
-        """Return the rules of a reply that is free text until the trigger. Markers that are special tokens are not
-        text."""
+        """Return the rules of a reply that is free text until the trigger. Markers with a token id are not text."""
         trigger, text = self._literal(form.trigger), "OTHER?" if form.at_start else "TEXT"
         marks = [self._literal(each) for each in (THINK, THINK_END) if is_thought and each in self._special_ids]
         start = f"start: ({text} ({' | '.join(marks)}))* " if marks else "start: "
