@@ -139,7 +139,7 @@ class Engine(CalibratingEngine):
         return running
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of the weights, mapped or in memory, and of the KV cache of open sequences."""
+        """Return the bytes of the weights, mapped or in memory, and of the KV cache."""
         executor = self.executor
         return {"weights": executor.weights.n_bytes, "KV cache": executor.cache.n_bytes}
 

@@ -25,7 +25,7 @@ MAX_JUDGEMENTS = 2**28
 
 @dataclass(frozen=True, slots=True)
 class CertificateHeader:
-    """A certificate without its arrays."""
+    """Header of a certificate: all of it except the arrays."""
 
     exits_digest: str
     kv_type: str

@@ -59,7 +59,6 @@ def by_group(prompts: Sequence[Chunk]) -> PromptSource:
 
 
 def kv_type_of(executor: Executor) -> str:
-    """Return the type of the executor's keys and values."""
     plan = getattr(executor, "plan", None)
     return cast(HostExecutor, executor).kv_type if plan is None else str(plan.kv_type)
 
@@ -199,7 +198,6 @@ class _JudgingMode(FullMode):
 
 
 def _arrays_of(prompts: Sequence[Chunk], rows: Sequence[Sequence[NDArray[np.uint8]]], n_exit_layers: int) -> Arrays:
-    """Return the arrays of a group, with the rows of all prompts one after another."""
     judged = [row for of_prompt in rows for row in of_prompt]
     return {
         JUDGEMENTS: np.array(judged, np.uint8).reshape(-1, n_exit_layers),

@@ -47,7 +47,7 @@ MAX_HIDDEN = 4096  # units of a predictor
 
 @dataclass(frozen=True, slots=True)
 class ExitLayerRecord:
-    """An ExitLayerCalibration without its arrays."""
+    """Record of an ExitLayerCalibration: all of it except the arrays."""
 
     exit_layer: int
     map_rank: int | None  # None without a map, hidden_size for a full matrix
@@ -63,7 +63,7 @@ class ExitLayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationHeader:
-    """A calibration without its arrays."""
+    """Header of a calibration: all of it except the arrays."""
 
     n_layers: int
     hidden_size: int

@@ -148,10 +148,8 @@ def all_metrics(
 
 
 def opened(exit_layers: Sequence[FittedExitLayer], features: NDArray[np.float32]) -> Flags:
-    """Return the tokens for which each exit layer's gate opens if judged there first, (n_exit_layers, m).
-
-    The features are (n_exit_layers, m, 12).
-    """
+    """Return the tokens for which each exit layer's gate opens if judged there first, (n_exit_layers, m). The features
+    are (n_exit_layers, m, 12)."""
     return np.stack([each.opens(own, is_partial=False) for each, own in zip(exit_layers, features, strict=True)])
 
 

@@ -130,7 +130,6 @@ class CalibrationJob:
 
     @property
     def description(self) -> str:
-        """Description of the text, for people."""
         return OWN_TEXT if self.request.texts is None else self.request.description
 
     def locked(self) -> AbstractContextManager[None]:

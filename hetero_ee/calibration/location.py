@@ -100,7 +100,7 @@ class CalibrationPlace:
         return checkpoint_key(self.checkpoint, self.quantization)
 
     def where(self) -> Path | None:
-        """Return the folder of the calibration that `find` reads. Raises: StoreError."""
+        """Return the folder of the calibration that `find` returns, or None. Raises: StoreError."""
         shipped = [] if self.checkpoint is None or self.quantization is None else [self.checkpoint / SHIPPED_FOLDER]
         return next((each for each in (self.folder, *shipped) if calibration_file(each)), None)
 

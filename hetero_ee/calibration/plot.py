@@ -13,7 +13,7 @@ FORMATS = {".png": "png", ".svg": "svg"}
 
 
 def picture_format(file: Path) -> str:
-    """Return the format of the file name's suffix. Raises: UsageError: for any other suffix."""
+    """Return the picture format for the file name's suffix. Raises: UsageError: for an unsupported suffix."""
     found = FORMATS.get(file.suffix.lower())
     if found is None:
         raise UsageError(f"{shown(str(file))} is not a picture; expected a name that ends in .png or .svg.")
@@ -31,10 +31,8 @@ def require_matplotlib() -> ModuleType:
 
 
 def save_picture(figure: Any, file: Path) -> None:
-    """Save a matplotlib figure in the format of the file name, completely or not at all.
-
-    Raises: UsageError: if the file can't be written.
-    """
+    """Save a figure in the format of its file name, completely or not at all. Raises: UsageError: if it can't be
+    written."""
     unfinished = file.with_name(file.name + UNFINISHED_SUFFIX)
     try:
         figure.savefig(unfinished, format=picture_format(file), dpi=120)

@@ -72,7 +72,7 @@ class Activations(BatchedTorchOps):
 
     @property
     def means(self) -> dict[str, NDArray[np.float32]]:
-        """Means per token, by name."""
+        """Sums divided by the number of tokens, by name."""
         return {name: (sums / max(1, self.n_tokens)).astype(np.float32) for name, sums in self.sums.items()}
 
     def add_chunk(self, number: int) -> None:

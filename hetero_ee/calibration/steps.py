@@ -24,7 +24,7 @@ class Summed(Protocol):
     def add_chunk(self, number: int) -> None: ...
 
     def arrays(self) -> Arrays:
-        """Return everything that `restore` needs."""
+        """Return the sums so far as arrays, from which `restore` can continue."""
 
     def restore(self, arrays: Arrays) -> None:
         """Continue from the `arrays` of an earlier run."""

@@ -134,7 +134,7 @@ def shortened(tokens: Chunk, number: int) -> Chunk:
 
 
 def chunk_tokens(context_tokens: int, n_tokens: int) -> int:
-    """Return the size of a chunk for n_tokens of text in all."""
+    """Return the size of a chunk if the text has n_tokens."""
     return max(MIN_CHUNK_TOKENS + 1, min(CHUNK_TOKENS, context_tokens, n_tokens // MIN_CHUNKS))
 
 

@@ -34,7 +34,6 @@ class Trace:
     tokens: Tensor  # (m,), the full model's next tokens
 
     def at(self, exit_layer: int) -> Tensor:
-        """Return the normed states after `exit_layer` layers."""
         return self.normed[exit_layer - 1]
 
 

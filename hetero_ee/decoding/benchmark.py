@@ -35,7 +35,6 @@ class BenchRun:
 
     @property
     def samples_ts(self) -> tuple[float, ...]:
-        """Tokens per second of each repetition."""
         return tuple((self.n_prompt or self.n_gen) / seconds for seconds in self.samples_s)
 
     @property
@@ -80,10 +79,8 @@ class Bench:
         return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
 
     def reading_run(self, warm_up: MakeMode, timed: MakeMode, n_prompt: int, n_depth: int) -> BenchRun:
-        """Time a prompt up to its first token, including the time in which draft sources read it.
-
-        The untimed warm-up and the filling of the context use the mode `warm_up`.
-        """
+        """Time a prompt up to its first token, including the time in which draft sources read it. The untimed warm-up
+        and the filling of the context use the mode `warm_up`."""
         samples, executor = [], self.executor
         for repetition in range(self.repetitions + 1):
             sequence, mode = executor.cache.open_new(), timed() if repetition else warm_up()

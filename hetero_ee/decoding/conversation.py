@@ -51,7 +51,7 @@ class Reply(Iterator[GeneratedToken]):
 
     @property
     def result(self) -> GenerationResult | None:
-        """The reply so far, None before the first token."""
+        """Result of the reply so far, or None before the first token."""
         return collect(self._seen, self.n_cached_tokens) if self._seen else None
 
     def finish(self) -> GenerationResult:

@@ -1,4 +1,4 @@
-"""Generation defaults from a model's files: sampling and end tokens."""
+"""Reads a model's generation defaults: sampling parameters and end tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

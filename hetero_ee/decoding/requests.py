@@ -190,7 +190,6 @@ def prompt_chunks(executor: Executor, request: Request, n_cached: int, tell: Pro
 
 
 def last_tokens(requests: Sequence[Request]) -> Batch:
-    """Return the batch of each request's last token."""
     return Batch(
         tuple(request.token_ids[-1] for request in requests),
         tuple(request.kv_sequence for request in requests),

@@ -89,7 +89,6 @@ class GenerationResult:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Prompt tokens computed per second of prompt time."""
         return self.n_prefilled_tokens / self.prompt_s if self.prompt_s > 0 else 0.0
 
     @property

@@ -66,7 +66,6 @@ class RememberedNoise:
         return self._kept[key]
 
     def close(self, sequence: int) -> None:
-        """Drop the noise of a sequence that has ended."""
         self._kept = {key: noise for key, noise in self._kept.items() if key[2] != sequence}
 
     def of_token(self, n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:

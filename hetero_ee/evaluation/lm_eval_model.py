@@ -24,10 +24,8 @@ HARNESS = ("batch_size", "max_batch_size", "device")  # what lm_eval adds to eve
 
 @register_model("hetero_ee")
 class HeteroEE(TemplateLM):
-    """lm_eval's view of an engine. It reads one text at a time, without a begin token as is lm_eval's default.
-
-    Batches would not change a digit.
-    """
+    """lm_eval's view of an engine. It reads one text at a time, without a begin token as is lm_eval's default. Batches
+    would not change a digit."""
 
     def __init__(self, pretrained: str | None = None, add_bos_token: bool = False, **options: Any) -> None:
         """Open the model. `pretrained` and `options` are those of `Engine.from_pretrained`; None is the demo model.
@@ -72,7 +70,6 @@ class HeteroEE(TemplateLM):
         return self._engine.tokenizer.encode(string, with_special_tokens=adds)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the model's own template."""
         return self._engine.tokenizer.chat_template
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -136,7 +133,7 @@ class HeteroEE(TemplateLM):
 
 
 def _run() -> None:
-    """Run lm_eval's command line with this model registered."""
+    """Run lm_eval's command line, to which this model is registered."""
     import lm_eval.models  # noqa: F401  the others' names, which are not read where one is known already
     from lm_eval.__main__ import cli_evaluate
 

@@ -16,7 +16,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Prompts and held-out texts. If texts are given, prompts[i] is the beginning of held_out[i]."""
+    """Prompts and held-out texts for one comparison. Given held-out texts begin with the prompts."""
 
     prompts: tuple[Ids, ...]
     held_out: tuple[Ids, ...] | None  # None: full mode writes them

@@ -73,10 +73,7 @@ class EngineMode:
 
     def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
         """Yield, for each token after the prompt, the logits (vocab,) that predict it in this mode and the layers
-        passed.
-
-        The KV cache is filled as it would be while generating in this mode.
-        """
+        passed. The KV cache is filled as it would be while generating in this mode."""
         executor, exits = self._engine.executor, self._engine.exits
         if exits is None:
             return score(executor, token_ids, n_prompt_tokens)  # exact gives out what full does

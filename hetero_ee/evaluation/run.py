@@ -108,10 +108,8 @@ def _with_held_out(material: Material, mode: EngineMode, params: SamplingParams)
 
 
 def _scored(mode: EngineMode, material: Material, kept: IO[bytes], *, is_reference: bool) -> list[Scored]:
-    """Score the held-out texts.
-
-    `kept` stores the reference's fp32 logits in a file, since they can need as much memory as layers.
-    """
+    """Score the held-out texts. `kept` stores the reference's fp32 logits in a file, since they can need as much memory
+    as layers."""
     kept.seek(0)
     pairs = zip(material.prompts, material.held_out or (), strict=True)
     return [_scored_text(mode, text, len(prompt), kept, is_reference=is_reference) for prompt, text in pairs]

@@ -18,13 +18,13 @@ PING = b": ping\n\n"  # a comment, which clients skip
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """Return a server-sent event. Its JSON is ASCII, so that clients can't split it at unusual line ends."""
+    """Return a server-sent event. Its JSON is ASCII, so that unusual line ends can't make clients split it."""
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
 class Answer(Protocol):
-    """The documents that answer a request."""
+    """Interface of an answer to one request, as one document or as events."""
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer as one document."""
@@ -36,10 +36,8 @@ class Answer(Protocol):
 async def answered(
     request: Request, answer: Answer, generations: Sequence[Generation], ping_s: float | None
 ) -> Response:
-    """Answer with events, or with one document if `ping_s` is None.
-
-    The JSON is ASCII, since parts of the answer may be half a character.
-    """
+    """Answer with events, or with one document if `ping_s` is None. The JSON is ASCII, since parts of the answer may be
+    half a character."""
     if ping_s is not None:
         return EventStream(answer.events(ping_s), generations)
     document = await until_gone(request, answer.whole(), generations)

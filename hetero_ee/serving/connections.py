@@ -57,7 +57,6 @@ class Listener(socket.socket):
         return connection, address
 
     def close(self) -> None:
-        """Close the socket and its spare file descriptor."""
         super().close()
         if self._spare >= 0:
             os.close(self._spare)

@@ -17,7 +17,7 @@ from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler, Scored, Sc
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is repeated at the beginning of its answer."""
+    """Prompt that the answer repeats at its beginning."""
 
     text: str
     offsets: list[int]  # of its tokens in the text

@@ -132,8 +132,6 @@ class ServedModel:
         return await self._working(lambda: self.engine.tokenizer.decode(token_ids), len(token_ids))
 
     async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
-        """Return the text of each of these tokens."""
-
         def work() -> dict[int, str]:
             return {each: self.engine.tokenizer.token_text(each) for each in token_ids}
 

@@ -50,7 +50,6 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def url_of(settings: ServerSettings, listening: socket.socket) -> str:
-    """Return the server's URL."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{listening.getsockname()[1]}"
 

@@ -65,12 +65,10 @@ class Slots:
         self._idle.append(slot)
 
     def free_idle(self) -> None:
-        """Free the memory of all idle sequences."""
         for slot in self._idle:
             self._free(slot)
 
     def held_idle(self) -> bool:
-        """Return whether an idle sequence holds memory."""
         return any(slot.sequence != CLOSED for slot in self._idle)
 
     def _make_room(self, taken: Slot, n_tokens: int) -> None:

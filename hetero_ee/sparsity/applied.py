@@ -79,7 +79,7 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
 
 
 def _predicted(spec: ModelSpec, predictor: NeuronPredictor | None) -> tuple[NeuronPredictor, ModelSpec]:
-    """Return the predictor and the model with it. Raises: UsageError: if it was not calibrated."""
+    """Return the predictor and the spec with it. Raises: UsageError: if no predictor was calibrated."""
     if predictor is None:
         raise UsageError(f"this model has no calibrated predictor of active neurons; {PREDICTOR_WAY_OUT}.")
     return predictor, predictor.expected(spec, predictor.chosen())

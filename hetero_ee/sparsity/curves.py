@@ -52,7 +52,7 @@ class Thresholds:
 
 
 def down_norms(block: Block, weights: ModelWeights) -> Tensor:
-    """Return the L2 norms of the rows of down of a neuron-major FFN, fp32 (ffn,)."""
+    """Return the L2 norm of each row of a neuron-major FFN's down matrix, fp32 (ffn,)."""
     norms: Tensor = torch.linalg.vector_norm(weights.matrices[block.tensors["down"].name].dequantize(), dim=1)
     return norms
 
@@ -117,7 +117,7 @@ class SparsityCurves:
 
 
 def largest_within(measure: Callable[[float], Measurement], max_kl_nats: float = MAX_KL_NATS) -> list[Measurement]:
-    """Find the largest target of SHARES within the bound by bisection, and return all measurements."""
+    """Find the largest target share of SHARES within the bound by bisection, and return all measurements."""
     found, low, high = [], 0, len(SHARES)
     while high - low > 1:
         middle = (low + high) // 2

@@ -36,10 +36,8 @@ class FactorTraining:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """Low-rank factors for the logits that neurons are active: outer (inner x) + bias.
-
-    Shapes, fp32: inner (rank, hidden), outer (ffn, rank), bias (ffn,).
-    """
+    """Low-rank factors for the logits that neurons are active: outer (inner x) + bias. Shapes, fp32: inner (rank,
+    hidden), outer (ffn, rank), bias (ffn,)."""
 
     inner: Tensor
     outer: Tensor

@@ -117,6 +117,6 @@ class SparsityFit:
 
 
 def weighted_scores(spec: ModelSpec, weights: ModelWeights) -> Scores:
-    """Score neurons by |activation| x norm of their row of down."""
+    """Return a function that scores neurons by |activation| times the norm of their row of down."""
     norms = [down_norms(block, weights) for block in neuron_blocks(spec)]
     return lambda layer, active: active.abs() * norms[layer]

@@ -18,7 +18,7 @@ MEASURING = "Measuring sparsity"
 
 
 class HeldOut:
-    """Held-out chunks with n_tokens in all, and the dense model. A chunk's first tokens are not counted."""
+    """Held-out chunks of n_tokens together, and the dense model. A chunk's first tokens are not counted."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Calibrates sparsity on text and writes the results next to the store."""
+"""Runs the calibration of sparsity: fits curves or a predictor on text and writes them next to the store."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -137,10 +137,7 @@ class NeuronRecord(Generic[T]):
 
 
 def _calibrated(job: CalibrationJob, kind: NeuronRecord[T]) -> tuple[T, Path, float, bool]:
-    """Return the existing record, or fit and write one together with the order of neurons.
-
-    Returns: The fields of an outcome.
-    """
+    """Return the fields of an outcome: an existing record, or a new one, written with the order of neurons."""
     file = neuron_file(job.place.store, kind.suffix)
     with job.locked():
         found = job.usable(kind.find)

@@ -91,10 +91,8 @@ class ActivityRecorder(FfnRecorder):
 
 
 def fitted_order(spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> NeuronOrder | None:
-    """Order the neurons by their activity on chunks of TRAIN, with a curve from HELD_OUT.
-
-    Returns None if most neurons are active at most tokens.
-    """
+    """Order the neurons by their activity on chunks of TRAIN, with a curve from HELD_OUT. Returns None if most neurons
+    are active at most tokens."""
     fitted, held_out = (
         _activity(spec, weights, [chunks[number] for number in first_numbers(chunks, part, MEASURED_TOKENS)])
         for part in (TRAIN, HELD_OUT)

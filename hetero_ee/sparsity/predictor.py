@@ -32,10 +32,8 @@ WAY_OUT = "run hetero-ee calibrate --sparsity predicted"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPredictor:
-    """Predictor of one FFN's active neurons, with logits outer (inner x) + bias.
-
-    Shapes: inner (rank, hidden), outer (ffn, rank), bias fp32 (ffn,).
-    """
+    """Predictor of one FFN's active neurons, with logits outer (inner x) + bias. Shapes: inner (rank, hidden), outer
+    (ffn, rank), bias fp32 (ffn,)."""
 
     inner: TileWeight
     outer: TileWeight

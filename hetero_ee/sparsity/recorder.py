@@ -35,7 +35,7 @@ class FfnRecorder(BatchedTorchOps):
         return inner @ rows
 
     def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
-        """Record one FFN. active, inner: (m, ffn), rows: (ffn, hidden); the FFN's output is inner @ rows."""
+        """Record one FFN. Shapes: active, inner (m, ffn); rows (ffn, hidden). The FFN's output is inner @ rows."""
 
 
 class ScoreRecorder(FfnRecorder):

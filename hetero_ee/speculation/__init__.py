@@ -1,1 +1,1 @@
-"""Self-speculative decoding: draft, wait, verify."""
+"""Speculative and early-exit decoding: drafting tokens, verifying them, and skipping layers."""

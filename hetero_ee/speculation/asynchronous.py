@@ -44,10 +44,8 @@ class AsyncDrafting:
         return found
 
     def keep_if_right(self, request: Request) -> bool:
-        """Return whether the request's newest token is its guess.
-
-        A wrong guess is forgotten, and the caller must roll back the cache.
-        """
+        """Return whether the request's newest token is its guess. A wrong guess is forgotten, and the caller must roll
+        back the cache."""
         guess = self._begun.get(request.kv_sequence)
         if guess is None:
             return False

@@ -18,10 +18,8 @@ STAKES = (0.5, 0.25, 0.125, 0.0625)  # of the most that an exit that does not di
 
 
 class ExitAudit:
-    """A running test of how often exits differ from the full model's choice.
-
-    `most` is the share of exits that may differ: the risk divided by the share of tokens that exit. Above 1, all may.
-    """
+    """A running test of how often exits differ from the full model's choice. `most` is the share of exits that may
+    differ: the risk divided by the share of tokens that exit. Above 1, all may."""
 
     def __init__(self, most: float) -> None:
         if not most > 0:  # false for NaN too

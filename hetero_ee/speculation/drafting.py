@@ -50,7 +50,7 @@ class Drafting:
     def drafter(
         self, executor: Executor, sampler: DraftSampler, warn: Callable[[str], None]
     ) -> SequenceDrafter | ExitDrafter:
-        """Make the drafter for one loop. Raises UsageError if no layer is left after the exit layer."""
+        """Return a drafter for one decoding loop. Raises: UsageError: if no layer follows the exit layer."""
         spec, end = executor.spec, self.exit_end
         if self.exit_layer >= spec.n_layers:
             raise UsageError(f"exit layer is {self.exit_layer}; expected 0 to {spec.n_layers - 1}, of this model.")

@@ -1,4 +1,4 @@
-"""A request's draft-verify step, and how drafts are sampled."""
+"""The draft-verify step of one request, and the sampling of drafts."""
 
 import math
 from collections.abc import Sequence

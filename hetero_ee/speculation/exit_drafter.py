@@ -15,11 +15,8 @@ from hetero_ee.speculation.stop_rule import StopRule
 
 
 class ExitDrafter:
-    """Drafts for all requests in lockstep: their tokens share each pass through the layers before the exit layer.
-
-    If guesses_next is true, the last token of a step is judged even if no draft may follow it, for asynchronous
-    drafting.
-    """
+    """Drafts for all requests in lockstep: their tokens share each pass through the layers before the exit layer. If
+    guesses_next, a step's last token is judged even if no draft may follow it, for asynchronous drafting."""
 
     def __init__(
         self,

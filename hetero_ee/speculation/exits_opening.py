@@ -79,7 +79,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
 
 
 def _certified(request: PolicyRequest) -> ExitPolicy:
-    """Return the certified policy. Raises: UsageError: if the certificate is missing or forbids the plan."""
+    """Return the certified policy. Raises: UsageError: if there is no certificate, or it does not allow the plan."""
     plan, certificate = request.plan, request.certificate
     if certificate is None:
         raise UsageError(f"mode certified needs a certificate of this model's exits; {WAY_OUT}.")
@@ -104,7 +104,7 @@ def _specee(request: PolicyRequest) -> ExitPolicy:
 
 
 def _skipdecode(request: PolicyRequest) -> ExitPolicy:
-    """Return the SkipDecode policy. It judges no token, so any layer may be an exit layer."""
+    """Return the SkipDecode policy. Since it does not judge tokens, any layer can be an exit layer."""
     return SkipDecodePolicy(request.ends(request.plan.exit_layers or range(1, request.calibration.n_layers)))
 
 

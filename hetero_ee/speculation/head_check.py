@@ -120,11 +120,8 @@ def _acceptance(file: Path) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadCheck:
-    """Result of a check.
-
-    acceptance is, by position, the share of right drafts among those after right drafts only. first_drafts is the share
-    of right first drafts by layer offset; EAGLE-1 heads only have offset 0.
-    """
+    """Result of a check. acceptance is, by position, the share of right drafts among those after right drafts only.
+    first_drafts is the share of right first drafts by layer offset; EAGLE-1 heads only have offset 0."""
 
     n_tokens: int
     acceptance: tuple[float, ...]
@@ -153,11 +150,8 @@ class HeadCheck:
 
 
 def check_head(head: DraftHead, executor: Executor, prompt: Sequence[int], n_tokens: int = N_WRITTEN) -> HeadCheck:
-    """Check a draft head on text that the model writes.
-
-    The model writes n_tokens greedily after the prompt and reads them once more. The head drafts on the CPU. The
-    executor's captured layers are restored afterwards.
-    """
+    """Check a draft head on text that the model writes. The model writes n_tokens greedily after the prompt and reads
+    them once more. The head drafts on the CPU. The executor's captured layers are restored afterwards."""
     captures = executor.capturing
     try:
         tokens = written(executor, prompt, n_tokens)
@@ -186,11 +180,8 @@ def accepted(
     n_drafts: int,
     sequence: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Draft after every token of a sequence from its prompt's end on, from `states` of all tokens (see
-    DraftSource.observe).
-
-    Returns: By position, the number of right drafts, and the number of drafts tried because all before them were right.
-    """
+    """Draft after every token of a sequence from its prompt's end on, given `states` of all tokens. Return, by
+    position, the number of right drafts, and the number of drafts tried because all before them were right."""
     right, tried = torch.zeros(n_drafts), torch.zeros(n_drafts)
     for position in range(n_prompt, len(tokens) - 1):
         first = 0 if position == n_prompt else position - 1
@@ -207,7 +198,7 @@ def accepted(
 
 
 def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[int]:
-    """Return the prompt and the model's greedy continuation."""
+    """Return the prompt followed by the model's greedy continuation."""
     tokens, sequence = list(prompt), executor.cache.open_new()
     try:
         logits = executor.prompt([Batch.of_sequence(sequence, 0, tokens, is_prompt=True)])

@@ -41,7 +41,7 @@ class SequenceDrafter:
                 self._extend(step, source)
 
     def _begun_by_a_free_source(self, step: DraftStep) -> bool:
-        """Add a free source's drafts if they save more time than computed ones, and return whether they were added."""
+        """Add a free source's drafts if they save more time than computed ones. Return whether they were added."""
         chances = [self._rule.mean_chance] * step.max_drafts
         computed_s = max(self._rule.best_length(chances, source.draft_s)[1] for source in self._computing)
         for source in self._free:

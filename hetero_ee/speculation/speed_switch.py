@@ -30,10 +30,8 @@ class _Kind:
 
 @dataclass(slots=True)
 class SpeculationSwitch:
-    """Switch between steps with and without drafts. Its state lasts from request to request.
-
-    Callers read `drafts` before a step and call `ended` after it.
-    """
+    """Switch between steps with and without drafts. Its state lasts from request to request. Callers read `drafts`
+    before a step and call `ended` after it."""
 
     drafts: bool = True  # whether the next step drafts
     _kinds: dict[bool, _Kind] = field(default_factory=lambda: {True: _Kind(), False: _Kind()})

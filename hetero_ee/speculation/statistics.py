@@ -174,7 +174,6 @@ class ExitCounts:
         self._depths[depth] += 1
 
     def add_step(self, depth: int) -> None:
-        """Count a step whose deepest token passed `depth` layers."""
         self._reached[depth] += 1
 
     def statistics(self, n_layers: int) -> ExitStatistics:

@@ -78,10 +78,8 @@ class FixedThreshold:
 class MarginalRule:
     """The marginal rule, with chances learned from verified drafts. The same drafts lead to the same decisions.
 
-    Args:
-        draft_s: Seconds of one token through the layers before the exit layer, including its judgement; 0 if drafts
-        come from draft sources.
-        verify_s: Returns the seconds of m tokens through the remaining layers and the lm_head.
+    draft_s: seconds of one token through the layers before the exit layer and of its judgement; 0 with draft sources.
+    verify_s(m): seconds of m tokens through the remaining layers and the lm_head.
     """
 
     def __init__(self, draft_s: float, verify_s: Callable[[int], float]) -> None:

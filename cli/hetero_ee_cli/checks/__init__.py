@@ -1,1 +1,1 @@
-"""Checks of `hetero-ee doctor`. Each is a function that returns a finding."""
+"""Checks of `hetero-ee doctor`. Each check is a function that returns a finding."""

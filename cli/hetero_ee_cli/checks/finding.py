@@ -23,7 +23,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check, and advice if something is wrong."""
+    """Result of one check, with advice if something is wrong."""
 
     status: Status
     text: str

@@ -85,7 +85,6 @@ def curve_text(request: "Request") -> str:
 
 
 def save_curve(request: "Request", file: Path) -> None:
-    """Plot the curve of `curve_text` to a PNG or SVG file."""
     from hetero_ee.calibration.plot import require_matplotlib, save_picture
     from hetero_ee.planning.reports.what_if import vram_curve
 

@@ -1,1 +1,1 @@
-"""Input and output on a terminal or through a pipe."""
+"""Reading from and writing to a terminal or a pipe."""

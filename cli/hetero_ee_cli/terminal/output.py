@@ -83,7 +83,6 @@ def has_colours(stream: TextIO) -> bool:
 
 
 def say(lines: str) -> None:
-    """Print lines on standard error."""
     print(printable_lines(lines), file=sys.stderr, flush=True)
 
 

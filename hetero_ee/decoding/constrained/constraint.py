@@ -23,10 +23,8 @@ class Constraint:
     """Constraint of one sequence, for use by one thread. It needs 20 to 120 microseconds per token (demo model, a busy
     2-core Zen 4, 2026-11-24).
 
-    Args:
-        matcher: A new matcher that nothing else uses.
-        n_tokens: Size of the model's vocabulary.
-        banned: Tokens that may not end the sequence.
+    matcher: a new one that nothing else uses. n_tokens: size of the vocabulary. banned: tokens that may not end the
+    text.
     """
 
     def __init__(self, matcher: LLMatcher, n_tokens: int, banned: Sequence[int] = ()) -> None:

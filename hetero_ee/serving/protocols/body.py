@@ -88,7 +88,6 @@ class Fields:
         return self._of(name, str, "a string")
 
     def flag(self, name: str) -> bool:
-        """Return the field as a boolean, or False if it is absent."""
         return self._of(name, bool, "true or false") or False
 
     def whole(self, name: str) -> int | None:
@@ -110,7 +109,6 @@ class Fields:
         return Fields(self._of(name, dict, "an object") or {}, f"{self._place}{name}.")
 
     def objects(self, name: str) -> list["Fields"]:
-        """Return the fields of each object in a list."""
         found = self.items(name) or []
         for index, each in enumerate(found):
             if not isinstance(each, dict):

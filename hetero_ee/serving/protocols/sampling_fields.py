@@ -121,7 +121,6 @@ class SamplingFields:
         return changed(usual, given, used, vocab_size)
 
     def schemas(self) -> dict[str, Schema]:
-        """Return the JSON Schema of each field, for the OpenAPI document."""
         return {
             field: option.schema(with_stand_ins=self.has_stand_ins)
             for option in SAMPLING.values()

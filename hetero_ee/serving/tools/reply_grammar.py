@@ -30,12 +30,9 @@ class ReplyGrammar:
     ) -> str:
         """Return the grammar of a reply that may call tools.
 
-        A required call comes first. Otherwise the reply is free text until the format's trigger.
-
-        Args:
-            answer: Schema of a reply without calls.
-            thinks: Whether the reply may begin with thoughts.
-            is_thinking: Whether the prompt has begun the thoughts.
+        A required call comes first; otherwise the reply is free text until the format's trigger. `answer` is the schema
+        of a reply without calls. Thoughts may precede both if `thinks`, or if the prompt has begun them
+        (`is_thinking`).
         """
         tools = use.callable_tools
         calls = self._literal((form.opening + form.head).removeprefix(form.trigger)) + " body"

@@ -20,7 +20,6 @@ class Tool:
     is_strict: bool = False  # what its schema asks for and can't be held to is an error
 
     def as_variable(self) -> dict[str, Any]:
-        """Return the tool in the format of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -40,12 +39,9 @@ class ToolUse:
 
 
 def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
-    """Return the tools of a request.
+    """Return the tools of a request. If is_flat, their fields are one level higher, as in /v1/responses.
 
     Tools that are not functions are dropped: agents send them, but the server can't call them.
-
-    Args:
-        is_flat: Whether the tools' fields are one level higher, as in /v1/responses.
     """
     found = []
     for each in _listed(fields):

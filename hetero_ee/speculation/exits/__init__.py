@@ -1,1 +1,1 @@
-"""Early exits: the layers where a token may exit, and the estimate of its final hidden state at such a layer."""
+"""Early exits: maps that estimate a token's final hidden state, predictors that judge it, and their calibration."""

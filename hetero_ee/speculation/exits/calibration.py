@@ -47,10 +47,8 @@ class ExitLayerMetrics:
 
 @dataclass(frozen=True, slots=True)
 class DepthMetrics:
-    """Statistics of the depth at which tokens exit, if each exits at the first exit layer whose gate opens.
-
-    The depth is the number of layers run. It is n_layers for a token that never exits.
-    """
+    """Statistics of the depth at which tokens exit, if each exits at the first exit layer whose gate opens. The depth
+    is the number of layers run. It is n_layers for a token that never exits."""
 
     histogram: tuple[int, ...]  # tokens by depth 1..n_layers
     mean_depth: float

@@ -147,7 +147,7 @@ class Certificate:
         return CertifiedExit(tuple(exit_layers), risk, delta, level_confidence(level), shares, realised, bound)
 
     def _checked(self, exit_layers: Sequence[int]) -> list[int]:
-        """Return the columns of these exit layers."""
+        """Return the columns of these exit layers in `judgements`. Raises: UsageError: if one was not certified."""
         asked = list(exit_layers)
         if not asked or asked != sorted(set(asked)) or not set(asked) <= set(self.exit_layers):
             raise UsageError(
@@ -167,13 +167,11 @@ class Certificate:
             )
 
     def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Count exits for a threshold at each level.
-
-        A token exits at an exit layer if the threshold is above every level that it reached at earlier exit layers, and
-        at most the level that it reaches at this one.
-
-        Returns: Wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at each exit layer (n_columns,
+        """Return the wrong exits of each prompt (N_LEVELS, n_prompts) and all exits at each exit layer (n_columns,
         N_LEVELS).
+
+        The first dimension is the level of the threshold. A token exits at an exit layer if the threshold is above
+        every level that it reached at earlier exit layers, and at most the level that it reaches at this one.
         """
         prompts = np.repeat(np.arange(self.n_prompts), self.n_tokens)
         wrong = np.zeros((N_LEVELS, self.n_prompts), np.int64)

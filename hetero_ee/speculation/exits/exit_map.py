@@ -69,7 +69,7 @@ class ExitMap:
         return StateMap(up, down, self.bias)
 
     def rounded(self) -> Self:
-        """Return the map rounded to fp16, as stored on disk. Raises: ValueError: if a value is too large for fp16."""
+        """Return the map rounded to fp16, as on disk. Raises: ValueError: if a value is too large for fp16."""
         halves = {name: part.half().float() for name, part in self.parts.items()}
         if not all(bool(torch.isfinite(part).all()) for part in halves.values()):
             raise ValueError("the map has values that fp16 can't hold")

@@ -32,7 +32,7 @@ class ExitPredictor:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def probability(self, features: Floats) -> Floats:
-        """Return (m,) probabilities from features (m, n_features) fp32, NaN for tokens that are not finite."""
+        """Return probabilities (m,) from features (m, n_features) fp32, NaN for tokens with non-finite features."""
         n_features = self.first.shape[1]
         if features.ndim != 2 or features.shape[1] != n_features:
             raise ValueError(f"features of shape {features.shape}, expected (m, {n_features})")
@@ -83,10 +83,7 @@ class ExitConfidence:
 
     def of_candidates(self, logits: Floats, softmax: Floats) -> float:
         """Return the confidence from logits (k,) of the candidates that an earlier exit layer chose, in their order.
-
-        Args:
-            softmax: (k,), the candidates' softmax when the token was last judged. Updated in place.
-        """
+        `softmax` (k,) is the candidates' softmax when the token was last judged, and is updated in place."""
         if self._compiled is not None:
             return self._compiled(logits, softmax, False)
         return self._reference(logits, softmax)

@@ -27,7 +27,7 @@ class DraftCandidates:
         self._source, self._warn = source, warn
 
     def of(self, executor: Executor, request: Request) -> Tensor | None:
-        """Return int64 (k,) candidates for the next token, or None if the head has none."""
+        """Return candidates for the next token, int64 (k,), or None if the head can't draft."""
         found: list[Tensor] = []
 
         def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:

@@ -10,11 +10,8 @@ from hetero_ee.speculation.exits.predictor import ExitConfidence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitHead:
-    """Judges tokens at one exit layer.
-
-    `end` leads from a state to a token and its confidence. `later` judges candidates that an earlier exit layer or a
-    draft head has chosen; it is None if it was not fitted.
-    """
+    """Judges tokens at one exit layer. `end` leads from a state to a token and its confidence. `later` judges
+    candidates that an earlier exit layer or a draft head has chosen; it is None if it was not fitted."""
 
     end: DraftEnd
     judge: ExitConfidence  # the end's

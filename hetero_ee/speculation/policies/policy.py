@@ -1,4 +1,4 @@
-"""ExitPolicy: decides at which layers a token is judged and whether it exits there."""
+"""The interface of exit policies, which decide at which layers a token is judged and whether it exits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

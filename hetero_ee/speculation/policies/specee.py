@@ -37,9 +37,7 @@ class _Candidates:
 
 class SpecEE:
     """SpecEE's policy, with heads for the exit layers that may judge, and a schedule of those that judge every token.
-
-    `draft` is the source of candidates. If it is None, the first layer that judges chooses them.
-    """
+    `draft` is the source of candidates. If it is None, the first layer that judges chooses them."""
 
     def __init__(
         self, heads: ExitHeads, schedule: Sequence[int], n_layers: int, draft: DraftCandidates | None = None

@@ -33,7 +33,8 @@ class Certified:
 
     @property
     def most_different(self) -> float:
-        """Largest share of exits that may differ from the full model's choice."""
+        """Largest share of exits that may differ from the full model's choice: the risk by the share of tokens that
+        exit."""
         return self.allowed.risk / (sum(self.allowed.shares) or 1.0)
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_GreedyJudge":

@@ -57,7 +57,7 @@ class StateRows:
 
 @dataclass(slots=True)
 class _Sequence:
-    """The head's state of one sequence."""
+    """State of the draft head for one sequence."""
 
     layer: DraftHeadLayer  # that computes it
     slot: int  # its number in the layer's cache
@@ -73,17 +73,14 @@ class _Sequence:
         return self.first + len(self.token_ids)
 
     def cut(self) -> None:
-        """Keep only verified inputs in the cache. A sequence that was dropped with its plan has none."""
+        """Cut the cache to verified inputs. A sequence that a change of plan has dropped has no cache."""
         if self.slot in self.layer.cache.sequences:
             self.layer.cache.truncate(self.slot, len(self.inputs))
 
 
 class DraftHeadSource:
-    """A DraftSource that computes drafts with a draft head.
-
-    Verified states stay on the device of the head's layer. The device of the model's lm_head chooses the drafts. If
-    that is a GPU, it returns only a draft's id and confidence.
-    """
+    """A DraftSource that computes drafts with a draft head. Verified states stay on the device of the head's layer. The
+    device of the model's lm_head chooses the drafts. If that is a GPU, it returns only a draft's id and confidence."""
 
     name = "draft head"
     is_free = False

@@ -63,10 +63,8 @@ class HeadCosts:
         return seconds + (self._works_s(works.fuse(m), on_gpu=on_gpu) if self.facts.eagle3 else 0.0)
 
     def verified_s(self, placements: Sequence[Placement], m: int, *, on_gpu: bool) -> float:
-        """Return the seconds from m verified tokens to the next draft, excluding the draft itself.
-
-        For EAGLE-3, the states captured on the other device are transferred together, then fc runs.
-        """
+        """Return the seconds from m verified tokens to the next draft, excluding the draft itself. For EAGLE-3, the
+        states captured on the other device are transferred together, then fc runs."""
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         if eagle3 is None:
             return 0.0
@@ -79,10 +77,8 @@ class HeadCosts:
         return seconds
 
     def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
-        """Return the bytes of weights, keys and values, verified states and, on a GPU, the layer's buffers.
-
-        The head's own embedding stays on the CPU, since only single rows of it are read.
-        """
+        """Return the bytes of weights, keys and values, verified states and, on a GPU, the layer's buffers. The head's
+        own embedding stays on the CPU, since only single rows of it are read."""
         spec, eagle3 = self.facts.spec, self.facts.eagle3
         blocks = (fc_block(spec, eagle3), *layer_blocks(spec, eagle3))
         tensors = [tensor for block in blocks for tensor in block.tensors.values()]
@@ -101,10 +97,8 @@ class HeadCosts:
 
     @property
     def _rows_bytes(self) -> int:
-        """Return the bytes of the head's own rows of the lm_head, or of those for its trimmed vocabulary.
-
-        They are on the device of the model's lm_head.
-        """
+        """Return the bytes of the head's own rows of the lm_head, or of those for its trimmed vocabulary. They are on
+        the device of the model's lm_head."""
         if self.facts.n_draft_tokens == self.spec.vocab_size and not self.facts.has_rows:
             return 0
         shape = (self.facts.n_draft_tokens, self.spec.hidden_size)

@@ -175,7 +175,7 @@ def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
 
 
 def draft_token_ids(config: Mapping[str, Any], model: ModelSpec, folder: Path) -> tuple[int, ...] | None:
-    """Return the tokens that the head in `folder` drafts, ascending, or None for all.
+    """Return the ids of the tokens that the head in `folder` can draft, ascending, or None for all.
 
     Raises: ModelError: if config.json lists invalid tokens.
     """

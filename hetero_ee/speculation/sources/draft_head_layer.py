@@ -55,7 +55,7 @@ def layer_blocks(spec: ModelSpec, eagle3: Eagle3 | None = None) -> list[Block]:
 
 
 def fc_block(spec: ModelSpec, eagle3: Eagle3 | None = None) -> Block:
-    """Return FC, and the norms of EAGLE-3, as a block without a layer."""
+    """Return fc and, for EAGLE-3, its norms as a block that belongs to no layer."""
     size = spec.hidden_size
     vectors = {f"{FC}_bias": size}
     n_columns = 2 * size
@@ -76,15 +76,9 @@ def _fc_norms(eagle3: Eagle3, size: int) -> dict[str, int]:
 
 
 class DraftHeadLayer:
-    """Computes a head on the CPU or GPU of a machine, next to its KV cache.
-
-    A token's bits depend only on that token and its sequence.
-
-    Args:
-        executor: Runs fc_block and layer_blocks on that device.
-        spec: Spec of the head's one layer.
-        embedding: The head's own embedding; None to use the model's.
-    """
+    """Computes a head on the CPU or GPU of a machine, next to the head's KV cache. `executor` runs fc_block and
+    layer_blocks on that processor. `embedding` is the head's own; it is None to use the model's. A token's bits depend
+    only on that token and its sequence."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class DraftHeadOpener:
         self._beside: PlannedExecutor | None = None  # the executor for which the layer was opened or found no memory
 
     def __call__(self) -> DraftHeadLayer | None:
-        """Return the layer, or None if there is no memory for it."""
+        """Return the layer for the current plan, or None if there is no memory for it."""
         if not self._has_tried or self._beside is not self._now():
             try:
                 self.open()

@@ -29,11 +29,9 @@ class NgramSource:
         self._precision = MatchPrecision()
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """See DraftSource.drafts. Yields the tokens after the newest match of the longest n-gram.
-
-        At the end of the sequence, the drafted tokens continue the match. A draft's chance is how often matches of its
-        length were right; the match grows by one with each draft.
-        """
+        """See DraftSource.drafts. Yields the tokens after the newest match of the longest n-gram, and repeats them at
+        the end of the sequence. A draft's chance is how often matches of its length were right; each draft lengthens
+        the match."""
         text = self._texts.setdefault(sequence, _Text())
         text.become(token_ids)
         found = text.longest_match()
@@ -47,7 +45,7 @@ class NgramSource:
     def observe(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor | None, *captured: Tensor
     ) -> None:
-        """See DraftSource.observe; ignores the states. After a gap, `drafts` provides the missing tokens."""
+        """See DraftSource.observe. States are ignored. Tokens that were not observed are taken from `drafts` later."""
         text = self._texts.setdefault(sequence, _Text())
         text.truncate(first_position)
         if len(text.token_ids) < first_position:
@@ -63,7 +61,6 @@ class NgramSource:
     read_prompt = observe  # indexing its tokens is all that a prompt asks for
 
     def truncate(self, sequence: int, length: int) -> None:
-        """See DraftSource.truncate. A shorter sequence stays unchanged."""
         if sequence in self._texts:
             self._texts[sequence].truncate(length)
 
@@ -135,7 +132,7 @@ class _Text:
         self._is_changing = False
 
     def truncate(self, length: int) -> None:
-        """Restore the text's first `length` tokens. No effect on a shorter text."""
+        """Keep the first `length` tokens. A shorter sequence stays unchanged."""
         self.n_verified = min(self.n_verified, length)
         if len(self.token_ids) <= length:
             return

@@ -50,10 +50,8 @@ class DraftSource(Protocol):
     def read_prompt(
         self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
     ) -> None:
-        """Receive the next chunk of a prompt, like `observe`.
-
-        All work for its tokens happens during the call, so that it counts as prompt time.
-        """
+        """Receive the next chunk of a prompt, like `observe`. All work for its tokens happens during the call, so that
+        it counts as prompt time."""
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget every position from `length` on."""

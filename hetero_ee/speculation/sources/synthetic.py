@@ -76,7 +76,7 @@ class SyntheticSource:
         self.truncate, self.close = inner.truncate, inner.close
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
-        """See DraftSource.drafts. Ends with the known text."""
+        """See DraftSource.drafts. Drafts end where the known text ends."""
         with closing(self._inner.drafts(sequence, token_ids, choose)) as computed:
             for place, position in enumerate(range(len(token_ids), len(self._text))):
                 if next(computed, None) is None:
