@@ -56,7 +56,7 @@ class ModelFiles:
     eos_token_ids: frozenset[int]
     weights: ModelWeights
     calibrations: CalibrationPlace | None  # None for fp32 weights, which have no store
-    order: NeuronOrder | None = None  # of its sparse FFNs, for where a GPU may have the first
+    order: NeuronOrder | None = None  # order of the sparse FFNs' neurons, if a GPU may hold the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class OpenModel:
     executor: Executor
     threads: int
     opened: Opened | None = None  # None if nothing was planned
-    drafting: Drafting | None = None  # of exact mode alone
-    exits: EarlyExits | None = None  # of early-exit modes alone
+    drafting: Drafting | None = None  # None except in exact mode
+    exits: EarlyExits | None = None  # None except in early-exit modes
 
 
 def running_threads(n_asked: int, progress: Progress | None) -> int:

@@ -50,7 +50,7 @@ def _answered(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit) as ending:
-            for note in getattr(ending, "__notes__", ()):  # that the interrupted work can be resumed
+            for note in getattr(ending, "__notes__", ()):  # for example that the work can be resumed
                 complain(note)
             if isinstance(ending, KeyboardInterrupt):
                 leave(EXIT_INTERRUPTED)
@@ -132,10 +132,10 @@ def _run_app() -> Any:
     except HeteroError as error:
         code = EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
         _fail(str(error), EXIT_DISK_FULL if isinstance(error, DiskFullError) else code)
-    except typer.Abort:  # what typer makes of Ctrl-C outside of a command
+    except typer.Abort:  # typer's exception for Ctrl-C outside of a command
         leave(EXIT_INTERRUPTED)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # what click's errors have, and typer brings a click of its own
+        if not hasattr(error, "format_message"):  # click's errors have it; typer has its own copy of click
             raise
         message = str(error.format_message())
         path = getattr(getattr(error, "ctx", None), "command_path", "hetero-ee")

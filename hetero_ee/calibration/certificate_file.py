@@ -33,7 +33,7 @@ class CertificateHeader:
     exit_layers: tuple[int, ...]
     on_policy: tuple[OnPolicy, ...] = ()
 
-    ADDED_FIELDS: ClassVar = ("on_policy",)  # that a file of this version may lack
+    ADDED_FIELDS: ClassVar = ("on_policy",)  # fields that files of this version may lack
 
 
 CERTIFICATE = RecordKind(CertificateHeader, "certificate", 1, WAY_OUT)

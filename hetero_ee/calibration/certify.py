@@ -50,7 +50,7 @@ JUDGEMENTS, PROMPT_LENGTHS, N_TOKENS = "judgements", "prompt_lengths", "n_tokens
 
 PromptSource = Callable[[int], Sequence[Chunk]]  # prompts of the n-th group, none after the last
 MAX_PENDING = 7  # pending tokens of a sequence
-N_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 64  # of mode specee
+N_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 64  # for measuring mode specee
 
 
 def by_group(prompts: Sequence[Chunk]) -> PromptSource:

@@ -39,7 +39,7 @@ from hetero_ee.weights.store.record import (
     read_if_there,
 )
 
-FORMAT_NAME = "hetero_ee calibration"  # of calibration.json
+FORMAT_NAME = "hetero_ee calibration"  # format name in calibration.json
 MAX_JSON_BYTES = 4 * 2**20
 HEADER_BYTES = 256  # most that describe an array in the file's header, names being as short as ours
 MAX_HIDDEN = 4096  # units of a predictor
@@ -73,7 +73,7 @@ class CalibrationHeader:
     depths: DepthMetrics
     specee_depths: tuple[int, ...] = ()
 
-    ADDED_FIELDS: ClassVar = ("specee_depths",)  # that a file of this version may lack
+    ADDED_FIELDS: ClassVar = ("specee_depths",)  # fields that files of this version may lack
 
     def __post_init__(self) -> None:
         n_exit_layers = len(self.exit_layers)  # compared first: n_layers may be any number
@@ -145,7 +145,7 @@ def _load_two_files(file: Path, max_bytes: int, what: str) -> tuple[Body, Arrays
         raise ValueError(f"{file.name} is not a calibration")
     checksum = body.pop("tensors_sha256", None)
     if body.get("version") != CALIBRATION.version:
-        return body, {}  # it is refused by its version
+        return body, {}  # the caller refuses its version
     data = read_if_there(file.with_name(TWO_FILES[1]), max_bytes, what)
     if data is None or hashlib.sha256(data).hexdigest() != checksum:
         raise ValueError(f"{TWO_FILES[1]} is missing or does not match its checksum")

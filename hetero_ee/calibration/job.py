@@ -54,7 +54,7 @@ class CalibrationRequest:
 
     texts: Sequence[str] | None = None  # None for texts that the model writes itself
     n_tokens: int = CALIBRATION_TOKENS  # at most
-    description: str = "text"  # of the texts, for people
+    description: str = "text"  # description of the texts, for people
     settings: CalibrationSettings = field(default_factory=CalibrationSettings)
     force: bool = False  # even if there is a calibration already
     certify: bool = False  # also make a certificate of its exits
@@ -89,7 +89,7 @@ class CalibrationOutcome:
 
     calibration: Calibration
     folder: Path
-    seconds: float  # of this run; 0 if it was found
+    seconds: float  # duration of this run; 0 if the calibration was found
     is_new: bool = True  # False if it was found
     certificate: Certificate | None = None  # if one was requested
 

@@ -35,7 +35,7 @@ class CalibrationPlace:
 
     spec: ModelSpec
     store: Path
-    checkpoint: Path | None = None  # that the store was made from; None for a store that was opened directly
+    checkpoint: Path | None = None  # source of the store; None for a store opened directly
     quantization: Quantization | None = None  # by which it was made
 
     @classmethod

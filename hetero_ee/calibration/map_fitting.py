@@ -20,11 +20,11 @@ from hetero_ee.calibration.traces import chosen_tokens
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.weights.weight import Weight
 
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of a feature's mean square
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # relative to a feature's mean square
 RANK_SHARES = (16, 8, 4)  # the ranks tried are hidden_size over these, and full rank
 MAX_FULL_RANK_FEATURES = 1024  # larger full matrices are slower to read than some layers, and slow to decompose
 WIDE_RANK_SHARES = (64, 32, 16)  # for such models, without full rank
-SUBSPACE_STEPS = 8  # of the iteration that finds their eigenvectors
+SUBSPACE_STEPS = 8  # steps of the subspace iteration
 WORTH_A_RANK = 0.005  # agreement that a larger map has to gain
 SIGNIFICANT = 2.0  # standard deviations by which a map has to be better, since the best of several looks too good
 METRIC_BLOCK_TOKENS = 4096  # rows of the lm_head expanded at once

@@ -40,7 +40,7 @@ def save_picture(figure: Any, file: Path) -> None:
     except OSError as error:
         raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another path.") from error
     finally:
-        with suppress(OSError):  # it is not there any more, or never was
+        with suppress(OSError):  # the file may not exist
             unfinished.unlink()
 
 

@@ -33,7 +33,7 @@ BATCH_TOKENS = 256
 LEARNING_RATE = 5e-3  # falls to 0 along a cosine
 FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8  # Adam's, as published (arXiv 1412.6980)
 WEIGHT_DECAY = 1e-2  # decoupled (arXiv 1711.05101), of weights only
-PRICE = 0.3  # of running all layers, in wrong tokens
+PRICE = 0.3  # cost of running all layers, where a wrong token costs 1
 CLOSED = -2.0  # initial bias of a gate: most tokens pass every gate, so that each learns
 
 

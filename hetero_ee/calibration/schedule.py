@@ -52,9 +52,9 @@ class ExitCosts:
 class ReadBytes:
     """Bytes that one token's pass reads."""
 
-    layers: tuple[float, ...]  # of each layer
-    head: float  # of the whole lm_head
-    candidates: float  # of the candidates' rows of it
+    layers: tuple[float, ...]  # bytes of each layer
+    head: float  # bytes of the whole lm_head
+    candidates: float  # bytes of the candidates' rows of the lm_head
 
     @classmethod
     def of(cls, blocks: Sequence[Block], weights: ModelWeights) -> "ReadBytes":
@@ -107,7 +107,7 @@ def choose_exit_layers(costs: ExitCosts, n_most: int, first: int) -> Schedule:
     exitable = tuple(accumulate(costs.histogram))
     after = tuple(accumulate(reversed(costs.layer)))[::-1]  # cost of all layers from this one on
     gain = exitable[first] * after[first] - costs.predictor[first] - costs.first
-    best = {first: Schedule(gain, (first,))}  # of n_chosen exit layers, by the last of them
+    best = {first: Schedule(gain, (first,))}  # best schedule of n_chosen exit layers, by its last one
     found = NO_SCHEDULE
     for n_chosen in range(1, n_most + 1):
         found = max([found, *best.values()], key=lambda schedule: schedule.saved)

@@ -31,7 +31,7 @@ Chunk = tuple[int, ...]
 SPLIT_CHUNKS = 4
 TRAIN, CHOOSE, HELD_OUT = (0, 1), (2,), (3,)
 FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapSums' arrays
-ACTIVE_SHARE = 0.05  # of a token's largest activation in a layer; smaller ones count as inactive
+ACTIVE_SHARE = 0.05  # share of a token's largest activation; below, a neuron is inactive
 MOMENT, FREQUENCY = "second_moment", "active_share"  # ends of the names of activations
 
 

@@ -105,7 +105,7 @@ class Conversation:
         self._reply: Reply | None = None
         self._n_regenerated = 0
         self._sequence = executor.cache.open_new()
-        self._cached_ids: list[int] = []  # what the sequence holds for certain; it may hold more
+        self._cached_ids: list[int] = []  # tokens that the sequence holds for certain; it may hold more
         self._finalizer = weakref.finalize(self, _free, close_sequence, self._sequence, template)
         try:
             self.system = system

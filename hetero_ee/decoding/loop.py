@@ -108,7 +108,7 @@ class SeparateModes(Mode):
 class Stepped:
     """Result of a step for one sequence: a token, or the error that ended the sequence."""
 
-    number: int  # of the sequence, as join() returned it
+    number: int  # number of the sequence, from join()
     outcome: GeneratedToken | HeteroError
 
     @property

@@ -59,13 +59,13 @@ Prompts = Sequence[list[int]] | Continuation
 class Request:
     """A prompt and the tokens generated after it so far."""
 
-    index: int  # of the prompt in its list; a part of the noise it is sampled with
+    index: int  # index of the prompt in its list; selects its noise
     token_ids: list[int]  # prompt and generated tokens
     n_prompt_tokens: int
     stream: TextStream
     params: SamplingParams
     ending: Ending
-    kv_sequence: int = UNCACHED  # its sequence in the KV cache
+    kv_sequence: int = UNCACHED  # sequence number in the KV cache
     began_s: float = 0.0  # by the clock that its tokens are timed by
     finished: bool = False
     constraint: "Constraint | None" = None

@@ -7,7 +7,7 @@ from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.errors import shown
 
 FULL_MODEL, EXIT = "full", "exit"  # origins of tokens: all layers chose it; an exit did, or its draft was right
-GRAMMAR = "grammar"  # of a token that had to follow, which is why it was drafted
+GRAMMAR = "grammar"  # a drafted token that the grammar forces
 
 
 class FinishReason(StrEnum):
@@ -37,14 +37,14 @@ class TokenOrigin:
 class GeneratedToken:
     """One generated token. Joining the texts of all tokens gives the whole text."""
 
-    text: str  # what it adds: empty while part of a character or of a possible stop string is held back
+    text: str  # text added; empty while a partial character or stop string is held back
     token_id: int
     sequence: int  # index of the prompt in its list, from 0
     position: int  # index in its sequence, prompt included, from 0
     finish_reason: FinishReason | None  # None but for the last token
     elapsed_s: float  # since generation began, prompt included
     stopped_by: str | None = None  # the stop string that ended the text
-    logprobs: TokenLogprobs | None = None  # where they were asked for
+    logprobs: TokenLogprobs | None = None  # if requested
     # How it came, not what it is. None: the full model's own, in a pass without drafts.
     origin: TokenOrigin | None = field(default=None, compare=False, repr=False)
 
@@ -56,11 +56,11 @@ class GenerationResult:
     text: str  # without the prompt, the end token and the stop string
     token_ids: tuple[int, ...]  # every generated token, the ending one too
     finish_reason: FinishReason
-    n_prompt_tokens: int  # as the model saw them, a leading begin token included
+    n_prompt_tokens: int  # including a leading begin token
     prompt_s: float  # from the start until the first token was chosen
     generation_s: float  # from then to the last
-    n_cached_tokens: int = 0  # of the prompt, in the KV cache already from earlier turns of a conversation
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
+    n_cached_tokens: int = 0  # prompt tokens already cached by earlier turns
+    logprobs: tuple[TokenLogprobs, ...] = ()  # for each token, if requested
 
     def __repr__(self) -> str:
         return (

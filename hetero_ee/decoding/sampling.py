@@ -124,7 +124,7 @@ def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
     values = scores[order]
     probabilities = torch.softmax(values, 0)
     if params.top_p < 1:
-        before = torch.cumsum(probabilities, 0) - probabilities  # what better candidates already cover
+        before = torch.cumsum(probabilities, 0) - probabilities  # probability of all better candidates
         n_kept = max(1, int((before < params.top_p).sum()))
         values, order = values[:n_kept], order[:n_kept]
         probabilities = torch.softmax(values, 0)

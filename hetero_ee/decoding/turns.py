@@ -21,7 +21,7 @@ class Turns:
         self._progress = progress
         self._lock = threading.RLock()  # its own thread may take it again: where a step collects a dropped text
         self._texts: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
-        self._stop = NEVER  # of the request whose step runs
+        self._stop = NEVER  # stop event of the request whose step runs
         self._is_closed = False
 
     def taking(self, tokens: Generator[T], stop: threading.Event = NEVER) -> Generator[T]:

@@ -19,7 +19,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee.text.chat_template import ChatTemplate, Message
 
 MAX_GENERATED_TOKENS = 256  # where a task says nothing, as lm_eval's other models have it
-HARNESS = ("batch_size", "max_batch_size", "device")  # what lm_eval adds to every model's arguments
+HARNESS = ("batch_size", "max_batch_size", "device")  # arguments that lm_eval passes to every model
 
 
 @register_model("hetero_ee")

@@ -9,7 +9,7 @@ from hetero_ee.options.engine import N_PROMPT_TOKENS, N_PROMPTS
 from hetero_ee.text.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"  # between documents of one file, as the TinyStories files have it
-LEAST_SCORED_TOKENS = 16  # of a chunk behind its beginning
+LEAST_SCORED_TOKENS = 16  # least tokens after a chunk's beginning
 
 Ids = tuple[int, ...]
 

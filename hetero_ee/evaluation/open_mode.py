@@ -42,7 +42,7 @@ class Written:
     clock_s: float  # on this machine
     emulated_s: float | None  # on the emulated machine, if there is one
     depth_sum: float  # layers that tokens had passed when they were given out
-    n_cpu_passes: float  # of the CPU's layers
+    n_cpu_passes: float  # passes through the CPU's layers
 
     @property
     def seconds(self) -> float:

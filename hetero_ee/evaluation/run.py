@@ -38,15 +38,15 @@ class ModeResult:
     emulated_tokens_per_s: Estimate | None  # by the emulated machine's
     speedup: Estimate | None  # full mode's seconds for the same prompts over this one's, emulated where they are
     identity: Estimate | None  # share of tokens that are full mode's in the same place
-    tokens_before_divergence: Estimate | None  # of each text, all of them where it is full mode's
-    first_divergences: tuple[int | None, ...]  # of each text, None if it equals full mode's
+    tokens_before_divergence: Estimate | None  # per text; all its tokens if it equals full mode's
+    first_divergences: tuple[int | None, ...]  # per text, None if it equals full mode's
     changed: Estimate | None  # share of tokens that the full model would not have chosen after the same text
-    perplexity: Estimate | None  # of held-out text
-    kl_nats: Estimate | None  # a token
-    doubled_words: Estimate | None  # share of the generated
-    mean_depth: Estimate | None  # layers, of generated tokens
-    scored_mean_depth: Estimate | None  # of held-out ones
-    cpu_passes_per_token: Estimate | None  # the CPU's layers
+    perplexity: Estimate | None  # on held-out text
+    kl_nats: Estimate | None  # per token
+    doubled_words: Estimate | None  # share of the generated words
+    mean_depth: Estimate | None  # layers, for generated tokens
+    scored_mean_depth: Estimate | None  # layers, for held-out tokens
+    cpu_passes_per_token: Estimate | None  # passes through the CPU's layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Echo:
     """Prompt that the answer repeats at its beginning."""
 
     text: str
-    offsets: list[int]  # of its tokens in the text
+    offsets: list[int]  # offset of each token in the text
     scoring: Scoring | None  # None: without log-probabilities
 
 
@@ -59,7 +59,7 @@ class Generation:
         self._timeout_s, self._is_begun, self._is_over, self._echo = timeout_s, False, False, echo
         self.n_prompt_tokens, self.n_cached_tokens, self.n_tokens = len(prompt_ids), 0, 0
         self._untold = self.text = "" if echo is None else echo.text
-        self.placed: list[PlacedToken] = []  # those with log-probabilities
+        self.placed: list[PlacedToken] = []  # tokens with log-probabilities
         self.kept: list[GeneratedToken] = []
         self._keeps_tokens, self._n_drafted, self._n_accepted = keeps_tokens, 0, 0
         self.reason: FinishReason | None = None  # until the last token is there

@@ -39,7 +39,7 @@ class GrammarChecks:
         self._idle: list[ChildProcess] = []
         self._lock = threading.Lock()  # who kills a process, or gives it back
         self._n_asked, self._is_closed = 0, False
-        self._began_s: dict[object, float] = {}  # of those that are compiled in this process
+        self._began_s: dict[object, float] = {}  # start times of compilations in this process
 
     @property
     def is_stuck(self) -> bool:

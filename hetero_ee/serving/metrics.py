@@ -50,7 +50,7 @@ class RequestCost:
     prefill_s: float  # from leaving the queue to the first token
     decode_s: float  # from then to the last
     n_prompt_tokens: int
-    n_read_tokens: int  # of them, those that the KV cache lacked
+    n_read_tokens: int  # prompt tokens that were not cached
     n_tokens: int  # generated
 
 
@@ -70,7 +70,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by their position in the step", "position"
         )
         self._n_steps = self._n_busy = 0
-        self._longest_tokens = self._n_read = self._n_later = 0  # of requests that ended, as the seconds below
+        self._longest_tokens = self._n_read = self._n_later = 0  # over finished requests, like the seconds below
         self._prefill_s = self._decode_s = 0.0
         for name, (meaning, value) in self._gauges(scheduler).items():
             self._gauge(name, meaning).labels(model_name).set_function(value)

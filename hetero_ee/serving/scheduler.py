@@ -30,14 +30,14 @@ class BusyError(HeteroError):
 class Begun:
     """Event: a request has left the queue."""
 
-    n_cached_tokens: int  # of its prompt, in the KV cache already
+    n_cached_tokens: int  # prompt tokens that were already cached
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Event: the log-probabilities of a prompt's tokens are known."""
 
-    logprobs: list[TokenLogprobs]  # of its tokens but the first
+    logprobs: list[TokenLogprobs]  # for all prompt tokens except the first
 
 
 Event = Begun | Scored | GeneratedToken | HeteroError
@@ -95,7 +95,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._is_closing = False
         self.n_held_tokens = 0  # in the KV cache, after the latest step
-        self.memory = engine.memory()  # as the latest request left it
+        self.memory = engine.memory()  # after the latest request
         self.watch: Callable[[int, int], None] | None = None  # gets each step's number of sequences and new tokens
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

@@ -17,7 +17,7 @@ CLOSED = -1
 class Slot:
     """A sequence of the KV cache and its reusable prefix, which is set when a request gives the slot back."""
 
-    sequence: int = CLOSED  # its number in the KV cache
+    sequence: int = CLOSED  # sequence number in the KV cache
     token_ids: list[int] = field(default_factory=list)  # the valid prefix that it holds
 
 

@@ -25,8 +25,8 @@ from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.record import RecordArrays, RecordKind
 
 SHARE_STEP = 0.05
-SHARES = tuple(round(step * SHARE_STEP, 2) for step in range(20))  # of a layer's neurons, at which errors are measured
-MAX_KL_NATS = 0.005  # of `auto`: about what int4 weights cost the demo model (docs/quality.md)
+SHARES = tuple(round(step * SHARE_STEP, 2) for step in range(20))  # shares of a layer's neurons
+MAX_KL_NATS = 0.005  # bound of `auto`: about the loss by int4 (docs/quality.md)
 MAX_BYTES = 2**20
 WAY_OUT = "run hetero-ee calibrate --sparsity auto"
 
@@ -62,7 +62,7 @@ class Measurement:
     """Measurement of one target share on held-out text."""
 
     target: float
-    share: float  # of neurons that were left out, including those that are 0
+    share: float  # share of neurons skipped, including those that are 0
     kl_nats: float  # mean KL divergence of the next-token distribution, dense to sparse
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ class SparsityOutcome:
 
     curves: SparsityCurves
     file: Path
-    seconds: float  # of this run; 0 if it was found
+    seconds: float  # duration of this run; 0 if the curves were found
     is_new: bool = True
 
 
@@ -49,7 +49,7 @@ class PredictorOutcome:
 
     predictor: NeuronPredictor
     file: Path
-    seconds: float  # as above
+    seconds: float  # duration of this run; 0 if the predictor was found
     is_new: bool = True
 
 
@@ -128,7 +128,7 @@ def calibrate_predictor(job: CalibrationJob) -> PredictorOutcome:
 class NeuronRecord(Generic[T]):
     """Functions that find, fit and write one kind of record about a store's neurons."""
 
-    suffix: str  # of its file
+    suffix: str  # suffix of the file name
     identity: list[object]  # JSON values that differ between fits with other numbers
     n_tokens: int  # most that are used
     find: Callable[[], T | None]

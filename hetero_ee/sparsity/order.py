@@ -30,7 +30,7 @@ from hetero_ee.weights.weight import TileWeight, Weight
 MEASURED_TOKENS = 1024  # for the order, and the same number for the curve
 CURVE_POINTS = 32
 WORTH_IT = 0.9  # a token must need a smaller share of its neurons, or an order gains nothing
-HEADER_BYTES = 2**16  # of a file, and everything else that is not the order
+HEADER_BYTES = 2**16  # maximum bytes of a file without the order
 ORDERED = (*BY_NEURON, "predictor_out")  # matrices with a row per neuron
 BIASES = tuple(f"{short}_bias" for short in ORDERED if short != "down")  # down's bias belongs to its columns
 

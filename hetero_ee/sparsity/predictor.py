@@ -45,9 +45,9 @@ class PredictorMeasurement:
     """Measurement of one margin on held-out text. Neurons with a logit above -margin are computed."""
 
     margin: float
-    recall: float  # of active neurons, those that were computed
-    predicted_share: float  # of all neurons, those that were computed
-    active_share: float  # of all neurons, those that are not 0
+    recall: float  # share of the active neurons that were computed
+    predicted_share: float  # share of all neurons that were computed
+    active_share: float  # share of all neurons that are not 0
     kl_nats: float  # mean KL divergence of the next-token distribution, from all neurons to the predicted ones
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ from hetero_ee.weights.weight import Weight
 FITTED_TOKENS = 8192  # twice the hidden size of a 7B model, which the moments of its inputs need
 MEASURED_TOKENS = 1024
 FITTING = "Fitting the predictor"
-STATES = "states"  # of all chunks after a layer, from which the next layer's fit starts
+STATES = "states"  # states after a layer, from which the next layer's fit starts
 
 
 class PredictorFit:

@@ -17,7 +17,7 @@ from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
-Scores = Callable[[int, Tensor], Tensor]  # of a layer's activations (m, ffn), at least 0
+Scores = Callable[[int, Tensor], Tensor]  # maps a layer's activations (m, ffn) to scores of at least 0
 N_BINS = 2**15  # by the upper 16 bits of a positive fp32: 128 for each power of two
 
 

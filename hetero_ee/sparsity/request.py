@@ -11,8 +11,8 @@ EXACT, AUTO = "exact", "auto"
 DENSE = "dense"  # neuron-major without leaving neurons out, to calibrate which may be
 PREDICTED = "predicted"  # like EXACT, but neurons that a predictor calls inactive are not even computed
 UNPREDICTED = "unpredicted"  # in the layout of PREDICTED without predictions, to calibrate the predictor
-LARGEST_SHARE = 0.95  # of neurons left out
-ZERO_ACTIVATIONS = ("relu", "fatrelu")  # that make most neurons exactly 0
+LARGEST_SHARE = 0.95  # largest share of neurons to skip
+ZERO_ACTIVATIONS = ("relu", "fatrelu")  # activations that make most neurons exactly 0
 
 
 @dataclass(frozen=True, slots=True)

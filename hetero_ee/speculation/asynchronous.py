@@ -74,7 +74,7 @@ class AsyncDrafting:
         guesses = {step.request.kv_sequence: _guess_of(step) for step in steps}
         try:
             advance(self._executor, list(guesses.values()), n_layers)
-        except (DeviceMemoryError, UsageError):  # of memory, or of a cache that all requests share
+        except (DeviceMemoryError, UsageError):  # no memory, or no room in a shared cache
             # Guesses are optional: give them up, as later ones will hardly find memory either.
             self._max_layers = 0
             return

@@ -14,7 +14,7 @@ from hetero_ee.errors import UsageError, shown
 
 FALSE_ALARM = 0.01
 AUDITED_SHARE = 0.02
-STAKES = (0.5, 0.25, 0.125, 0.0625)  # of the most that an exit that does not differ may cost a purse
+STAKES = (0.5, 0.25, 0.125, 0.0625)  # shares of the purse that an exit costs if it does not differ
 
 
 class ExitAudit:

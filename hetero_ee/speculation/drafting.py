@@ -25,11 +25,11 @@ class Drafting:
     exit_layer: int
     draft_length: int  # tokens of one request in one verification, 1 to MAX_DRAFT_LENGTH
     rule: StopRule  # whether one more draft is worth it
-    exit_end: DraftEnd | None = None  # what makes drafts of states at the exit layer
+    exit_end: DraftEnd | None = None  # turns states at the exit layer into drafts
     sources: tuple[DraftSource, ...] = ()
     warn: Callable[[str], None] | None = None  # called, once per loop, if something could not draft
-    switch: SpeculationSwitch | None = None  # whether drafting is faster than not; None drafts always
-    async_layers: int = 0  # that a next-token guess passes on the GPU while the CPU verifies
+    switch: SpeculationSwitch | None = None  # turns slow drafting off; None to draft always
+    async_layers: int = 0  # layers that the GPU runs for a guess while the CPU verifies
 
     def __post_init__(self) -> None:
         if self.exit_layer < 0 or (self.exit_layer > 0) != (self.exit_end is not None):

@@ -33,9 +33,9 @@ class EarlyExits:
 
     policy: ExitPolicy
     max_pending: int  # tokens of one request that may wait; the next one passes every layer
-    candidates: DraftCandidates | None = None  # the policy's, which read the prompts too
+    candidates: DraftCandidates | None = None  # the policy's draft head, which also reads prompts
     audit: ExitAudit | None = None  # compares some exits with the full model; once it is breached nothing exits
-    warn: Callable[[str], None] | None = None  # told of a breach
+    warn: Callable[[str], None] | None = None  # called when the audit is breached
 
     def close(self, sequence: int) -> None:
         if self.candidates is not None:
@@ -48,7 +48,7 @@ class Passed(NamedTuple):
     request: Request
     depth: int  # layers passed
     hidden: Tensor  # (hidden,) after them
-    token_id: int | None  # that follows, chosen at an exit; None if all layers were passed
+    token_id: int | None  # next token, chosen at an exit; None if all layers were passed
     logits: Tensor | None  # (vocab,) of those that passed all layers
 
 
@@ -92,7 +92,7 @@ class EarlyExitMode(Mode):
         self._sampler = DraftSampler()
         self._judge = exits.policy.judging(executor, self._sampler)
         self._pending: dict[int, list[PendingToken]] = {}  # by sequence: its last token and those before it that exited
-        self._audited: dict[int, list[tuple[PendingToken, int]]] = {}  # of these, with the token emitted after each
+        self._audited: dict[int, list[tuple[PendingToken, int]]] = {}  # audited tokens and the token emitted after each
         self.observe = None if exits.candidates is None else exits.candidates.read_prompt
 
     def begin(self, request: Request) -> None:

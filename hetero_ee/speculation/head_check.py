@@ -37,7 +37,7 @@ from hetero_ee.speculation.sources.source import Choose
 from hetero_ee_profiles.records import read_record, write_record
 
 FOLDER = "draft_heads"  # in the cache
-OPENING = "It was a quiet morning in the old town, and"  # that the model continues
+OPENING = "It was a quiet morning in the old town, and"  # text that the model continues
 N_WRITTEN, N_DRAFTS = 64, 4  # tokens that the model writes; drafts after each
 OFFSETS = (-1, 0, 1)
 CLEARLY = 2.0  # standard errors

@@ -34,7 +34,7 @@ from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 
 DRAFT_HEAD_FOLDER = "draft_head"  # in a model's folder
-UNPRICED_CHANCE = 0.3  # that a draft of a sequence needs where no costs are known
+UNPRICED_CHANCE = 0.3  # least chance of a source's draft if costs are unknown
 Warn = Callable[[str], None]
 
 
@@ -44,9 +44,9 @@ class DraftKnowledge:
 
     calibration: Calibration | None = None
     draft_head: Path | None = None
-    is_asked: bool = False  # the head was named by the caller, so that one which can't be read is an error
-    certificate: Certificate | None = None  # of the calibration, where mode certified was asked for
-    acceptance: tuple[float, ...] = ()  # of the head's drafts by position, where its config.json has none
+    is_asked: bool = False  # the caller named the head, so that it must be readable
+    certificate: Certificate | None = None  # for mode certified, if that is requested
+    acceptance: tuple[float, ...] = ()  # by draft position, if the head's config.json has none
 
     @classmethod
     def found(

@@ -20,7 +20,7 @@ class PendingToken:
     """A token that has passed only some of the layers."""
 
     token_id: int
-    sequence: int  # of the KV cache
+    sequence: int  # sequence number in the KV cache
     position: int
     depth: int = 0  # layers passed
     hidden: Tensor | None = None  # (hidden,) after them; None before the embedding

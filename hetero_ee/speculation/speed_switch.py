@@ -7,10 +7,10 @@ Derived.
 
 from dataclasses import dataclass, field
 
-FIRST_TOKENS = 24  # of each kind before the first decision: the spread of a dozen steps
+FIRST_TOKENS = 24  # tokens of each kind before the first decision
 HELD_TOKENS = 160  # decoded in the faster way before the other is tried again; doubles while the decision stands
 MAX_HELD_TOKENS = 2560
-DECAY = 0.5  # of what was known of a kind, each time it is tried again
+DECAY = 0.5  # factor of a kind's old times when it is tried again
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class SpeculationSwitch:
             return
         faster = self._kinds[True].seconds_per_token <= self._kinds[False].seconds_per_token
         self._held = HELD_TOKENS if faster == self.drafts else min(MAX_HELD_TOKENS, 2 * self._held)
-        self._kinds[faster].fade()  # what it will be compared with later is what it does now
+        self._kinds[faster].fade()  # so that later comparisons use recent times
         self._begin(faster, self._held, is_trial=False)
 
     def _begin(self, drafts: bool, n_tokens: float, *, is_trial: bool) -> None:

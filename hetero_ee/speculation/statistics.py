@@ -13,8 +13,8 @@ class OriginCounts:
 
     origin: str
     n_drafted: int
-    n_checked: int  # that follow only right ones, so the full model judged them
-    n_accepted: int  # that it agreed with
+    n_checked: int  # drafts after right ones only, which the full model verified
+    n_accepted: int  # drafts that the full model agreed with
 
     @property
     def precision(self) -> float:
@@ -28,16 +28,16 @@ class DraftStatistics:
 
     n_layers: int
     exit_layer: int
-    n_passes: int  # of the later layers; each takes a step of every running request
-    n_steps: int  # of single requests
-    n_verified: int  # tokens that a verification took
-    n_tokens: int  # that came out
+    n_passes: int  # passes through the later layers, each with a step of every request
+    n_steps: int  # steps, counted for each request
+    n_verified: int  # tokens verified
+    n_tokens: int  # tokens emitted
     drafted_runs: tuple[int, ...]  # [n]: steps with n drafts
     accepted_runs: tuple[int, ...]  # [n]: steps with n accepted drafts
     origins: tuple[OriginCounts, ...]  # by where drafts come from
     n_ahead: int = 0  # next-token guesses that began while the tokens before them were verified
-    n_ahead_kept: int = 0  # those that were right
-    prompt_s: dict[str, float] = field(default_factory=dict)  # of the prompts' time, what each origin took to read them
+    n_ahead_kept: int = 0  # right guesses
+    prompt_s: dict[str, float] = field(default_factory=dict)  # seconds in which each source read prompts
 
     def reading_shares(self, prompt_s: float) -> dict[str, float]:
         """Return, by origin, the share of the prompts' time that its draft source needed to read them."""

@@ -18,9 +18,9 @@ from math import prod
 
 BIN_EDGES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)  # finer where a draft sequence needs it
 PRIOR_DRAFTS = 8.0  # drafts that the first belief in a kind weighs
-DRAFT_DECAY = 0.998  # of a kind's counts at each draft: half is forgotten after 350
+DRAFT_DECAY = 0.998  # factor of a kind's counts per draft: half is forgotten after 350
 PRIOR_TOKENS = 32.0  # tokens that full mode's time weighs at the start
-STEP_DECAY = 0.98  # of seconds and tokens at each step: half is forgotten after 35
+STEP_DECAY = 0.98  # factor of seconds and tokens per step: half is forgotten after 35
 
 
 class LearnedChances:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 MICROSECONDS = 1e6
-MAX_DRIFT = 0.2  # of the memory's speed since the profile was measured
+MAX_DRIFT = 0.2  # tolerated change of the memory's speed since the profile
 EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not timed
 
 
@@ -99,12 +99,12 @@ class _Subject:
     folder: Path | None  # None for random weights
     quantizer: str | None
     sparsity: str | None
-    context_tokens: int | None  # None: as many as the tests need
+    context_tokens: int | None  # None: up to the longest test
     profile: "HardwareProfile"
     placed: Placed
     progress: Progress
-    synthetic: "DraftRates | None" = None  # how often drafts are right; None: as often as they are
-    spans: "list[Span]" = field(default_factory=list)  # of everything so far, if recorded
+    synthetic: "DraftRates | None" = None  # acceptance of synthetic drafts; None for real drafts
+    spans: "list[Span]" = field(default_factory=list)  # all work so far, if recorded
 
 
 def _context_tokens(tests: list[Test], mode: str) -> int:

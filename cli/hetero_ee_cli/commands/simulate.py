@@ -35,8 +35,8 @@ class _Simulated:
     spans: "list[Span]"
     drafts: "DraftStatistics | None" = None  # None in full mode
     draft_origin: str = ""
-    predicted_tokens_per_pass: float | None = None  # None if nothing is known of how good the drafts are
-    exits: "ExitStatistics | None" = None  # of early-exit modes
+    predicted_tokens_per_pass: float | None = None  # None if the acceptance of drafts is unknown
+    exits: "ExitStatistics | None" = None  # None except in early-exit modes
     traffic: "TextTraffic | None" = None
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ALL_LAYERS = 2**20  # more than any model has
 LAYER_WORDS = {"auto": None, "-1": None, "all": ALL_LAYERS, "-2": ALL_LAYERS}  # the numbers as llama.cpp has them
-DEVICE_WORDS = {"cpu": "cpu", "cuda0": "gpu", "cuda:0": "gpu"}  # of other tools' overrides
+DEVICE_WORDS = {"cpu": "cpu", "cuda0": "gpu", "cuda:0": "gpu"}  # device names in other tools' overrides
 
 Hardware = Annotated[
     str | None,

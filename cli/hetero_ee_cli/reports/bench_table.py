@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("md", "csv", "json", "jsonl")
 NANOSECONDS = 1e9
-LEAST_US = 0.05  # of the executor's own time; less is what the clock's readings cost
+LEAST_US = 0.05  # least executor overhead shown; the clock itself costs less
 
 Row = dict[str, Any]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hetero_ee.evaluation.run import ModeResult, Refused
 
 RATE, SHARE, PLAIN, SMALL = "{:.1f}", "{:.1%}", "{:.2f}", "{:.4f}"
-COLUMNS = (  # of the table: title, field of ModeResult, how it is written
+COLUMNS = (  # of the table: title, field of ModeResult, format
     ("tokens/s", "tokens_per_s", RATE),
     ("emulated", "emulated_tokens_per_s", RATE),
     ("x full", "speedup", PLAIN),

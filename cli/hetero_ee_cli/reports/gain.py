@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hetero_ee.planning.request import PlanRequest
     from hetero_ee_profiles.hardware import HardwareProfile
 
-MAX_S = 3.0  # of decoding in one mode
+MAX_S = 3.0  # maximum seconds of decoding in one mode
 MIN_TOKENS, MAX_TOKENS = 64, 256  # a text that ends sooner is followed by another; of one text
 MEASURING = "Generating short texts with and without the calibration"
 ABOUT_THE_MODE = ("Exact mode", "Drafts")  # the beginnings of a plan's reasons that are
@@ -26,7 +26,7 @@ class Speed:
 
     mode: str
     drafts: str | None  # where they come from, None in full mode
-    expected_tokens_per_s: float | None  # by the planner; None if nothing is known of the drafts
+    expected_tokens_per_s: float | None  # by the planner; None if the acceptance is unknown
     measured_tokens_per_s: float
 
     @property

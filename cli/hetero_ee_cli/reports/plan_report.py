@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BAR_COLUMNS = 50
 USED, ALL = "you are here", "all layers on the GPU"
-NOTHING = 0.01  # of a rate: changes below it are within what predictions err by
+NOTHING = 0.01  # relative change of a rate below the error of predictions
 PROMPT = "Once upon a time"
 STYLES = {
     r"^[a-z][a-z ]*?(?=  )": "bold",

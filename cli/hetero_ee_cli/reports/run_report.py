@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
 BAR_COLUMNS = 40
-SLOW = 0.5  # of the expected speed; predictions are never that far off
-MIN_S, MIN_TOKENS = 1.0, 8  # of a text long enough to judge the speed by
-LEAST_SHARE = 0.005  # of a prompt's time: less is not worth a word
+SLOW = 0.5  # share of the expected speed; predictions err by less
+MIN_S, MIN_TOKENS = 1.0, 8  # least length of a text whose speed is judged
+LEAST_SHARE = 0.005  # least share of a prompt's time that is reported
 
 
 def closing_lines(

@@ -28,7 +28,7 @@ class LineEditor:
 
     def __init__(self, commands: Sequence[str], history: Path) -> None:
         self._commands, self._history = commands, history
-        self._readline = _readline() if sys.stdout.isatty() else None  # it writes the prompt to standard output
+        self._readline = _readline() if sys.stdout.isatty() else None  # readline writes the prompt to standard output
 
     def __enter__(self) -> Self:
         if self._readline is not None:

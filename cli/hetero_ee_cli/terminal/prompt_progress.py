@@ -27,7 +27,7 @@ class PromptProgress:
         self._is_over = threading.Event()
         self._n_done, self._n_all = 0, 0
         self._start_s, self._told_s = 0.0, 0.0
-        self._token_s = 0.0  # of the latest chunk: later ones see more, and take longer
+        self._token_s = 0.0  # of the latest chunk; later chunks attend to more tokens
 
     def update(self, n_done: int, n_all: int) -> None:
         """Record the number of tokens read. The first call for a prompt starts its timer."""

@@ -25,7 +25,7 @@ class TerminalText(io.TextIOWrapper):
         return len(text)
 
     def write_styled(self, text: str) -> int:
-        parts = _STYLES.split(text)  # what matched is at odd places
+        parts = _STYLES.split(text)  # matches have odd indices
         return super().write("".join(part if n % 2 else part.translate(_SAFE) for n, part in enumerate(parts)))
 
 
@@ -62,7 +62,7 @@ def make_writable() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, _null(number, "r" if number == 0 else "w"))
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError):  # what a test or another program has put there
+        with suppress(AttributeError, ValueError):  # a test's or another program's own stream
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 

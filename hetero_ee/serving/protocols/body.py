@@ -56,7 +56,7 @@ def json_in(text: str) -> Any:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         found = json_in(body.decode("utf-8"))
-    except ValueError as error:  # of UTF-8, too
+    except ValueError as error:  # including invalid UTF-8
         raise RequestError(f"the body is not valid JSON: {error}.") from error
     if not isinstance(found, dict):
         raise RequestError(f"the body is a {type(found).__name__}; expected a JSON object.")

@@ -78,9 +78,9 @@ class _Asked:
     """The form of the answer that a request asks for."""
 
     is_stream: bool
-    has_usage: bool  # in an event of its own
-    n_each: int  # texts of each prompt
-    has_origins: bool  # of tokens
+    has_usage: bool  # whether usage is sent in an event of its own
+    n_each: int  # number of texts per prompt
+    has_origins: bool  # whether tokens carry their origins
 
     @classmethod
     def of(cls, fields: Fields) -> "_Asked":

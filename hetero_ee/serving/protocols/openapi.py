@@ -70,7 +70,7 @@ COMPLETION: dict[str, Schema] = {
     "echo": FLAG,
     "logprobs": {"oneOf": [TOP, {"const": False}]},
 }
-COUNTED: dict[str, Schema] = {  # of a message, what a prompt's length depends on
+COUNTED: dict[str, Schema] = {  # fields that affect the length of a message's prompt
     "messages": _array({"$ref": "#/components/schemas/AnthropicMessage"}, 1),
     "system": CONTENT,
 }

@@ -24,7 +24,7 @@ class Form:
 
     json_schema: str | None = None
     grammar: str | None = None
-    field: str = "json_schema"  # of the request, which asks for it
+    field: str = "json_schema"  # the request's field that asks for the form
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -37,11 +37,11 @@ class Chat:
 
     prompt_ids: list[int]
     params: SamplingParams
-    format: ToolFormat | None  # of calls, where the reply may hold any
-    names: tuple[str, ...]  # of the tools
-    thinks: bool  # its template's replies may begin with thoughts
+    format: ToolFormat | None  # format of calls; None if the reply can't call
+    names: tuple[str, ...]  # names of the tools
+    thinks: bool  # replies may begin with thoughts
     is_thinking: bool  # the prompt has begun them
-    special_texts: Mapping[int, str] = field(default_factory=dict)  # of markers that are special tokens
+    special_texts: Mapping[int, str] = field(default_factory=dict)  # texts of markers that are special tokens
 
     @property
     def is_plain(self) -> bool:

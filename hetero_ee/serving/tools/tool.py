@@ -17,7 +17,7 @@ class Tool:
     name: str
     description: str
     parameters: dict[str, Any]  # JSON Schema of its arguments
-    is_strict: bool = False  # what its schema asks for and can't be held to is an error
+    is_strict: bool = False  # parts of the schema that can't be enforced are errors
 
     def as_variable(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
@@ -30,7 +30,7 @@ class ToolUse:
 
     tools: tuple[Tool, ...] = ()
     is_required: bool = False  # a call of one of them at least
-    is_parallel: bool = True  # of several, too
+    is_parallel: bool = True  # whether a reply may have several calls
     callable_names: frozenset[str] = field(default_factory=frozenset)
 
     @property

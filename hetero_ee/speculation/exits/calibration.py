@@ -27,11 +27,11 @@ class ExitLayerMetrics:
     agreement: float  # share of tokens whose likeliest token here, without a map, is the full model's
     mapped_agreement: float | None  # with the exit map, if there is one
     exit_rate: float  # share of tokens at which the gate opens
-    precision: float  # of these, share whose draft is right
-    recall: float  # of the tokens with a right draft, share that exits
+    precision: float  # share of the exits whose draft is right
+    recall: float  # share of the tokens with a right draft that exit
     acceptance: float  # share of drafts kept
     kept_drafts: tuple[int, ...]  # number of draft-verify steps by the drafts that they kept, from 0 on
-    refused_precision: float  # of the tokens that do not exit, share whose draft would have been right
+    refused_precision: float  # share of the other tokens whose draft would be right
 
     def __post_init__(self) -> None:
         shares = (self.agreement, self.exit_rate, self.precision, self.recall, self.acceptance, self.refused_precision)

@@ -54,7 +54,7 @@ class CertifiedExit:
     risk: float
     delta: float
     threshold: float  # NO_EXIT where not even the strictest keeps the promise
-    shares: tuple[float, ...]  # of the certificate's tokens that exit, by exit layer
+    shares: tuple[float, ...]  # share of the certificate's tokens that exit, by exit layer
     realised: float  # mean loss of the certificate's prompts
     bound: float  # on the mean loss, with the confidence that this set of exit layers is tested with; at most the risk
 
@@ -65,9 +65,9 @@ class OnPolicy:
 
     risk: float
     exit_layer: int
-    n_tokens: int  # of these texts, without each one's first
+    n_tokens: int  # tokens, without the first of each text
     n_exited: int
-    n_changed: int  # that the full model would not have chosen after the same text
+    n_changed: int  # tokens that differ from the full model's choice
 
     def __post_init__(self) -> None:
         if self.n_tokens < 1 or not 0 <= self.n_changed <= self.n_exited <= self.n_tokens:
@@ -83,8 +83,8 @@ class OnPolicy:
 class Certificate:
     """Judgements of each token at each exit layer: the confidence and whether the exit was right, ordered by prompt."""
 
-    key: str  # of the weights
-    exits_digest: str  # of maps and predictors, see Calibration.exits_digest
+    key: str  # key of the weights
+    exits_digest: str  # see Calibration.exits_digest
     kv_type: str
     text: str  # where the prompts come from, for people
     exit_layers: tuple[int, ...]  # ascending

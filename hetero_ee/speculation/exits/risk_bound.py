@@ -14,7 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-STAKES = (1.0, 0.5, 0.25, 0.125)  # of the most that can't be lost all at once
+STAKES = (1.0, 0.5, 0.25, 0.125)  # shares of the purse that a loss of 1 costs
 BISECTIONS = 24  # to 6e-8
 
 

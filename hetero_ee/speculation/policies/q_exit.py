@@ -48,6 +48,6 @@ class _QExitJudge(ExitJudge[QExitPolicy]):
 
     def _judged(self, sequence: int, drafted: Drafted) -> int | None:
         if drafted.token_id == NO_TOKEN or not isfinite(drafted.confidence):
-            return None  # its lambda counts as 0
+            return None  # this layer's lambda counts as 0
         self._cumulated[sequence] += drafted.confidence * (1 - self._cumulated[sequence])
         return drafted.token_id if self._cumulated[sequence] >= self._policy.quantile else None

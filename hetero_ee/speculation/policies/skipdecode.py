@@ -26,7 +26,7 @@ class SkipDecodePolicy:
 
     ends: Mapping[int, DraftEnd]
     first: float = 1.0  # share of the layers that a request's first tokens pass
-    last: float = 0.5  # that its last ones pass
+    last: float = 0.5  # share of the layers that its last tokens pass
 
     def __post_init__(self) -> None:
         require_number("first", self.first, 0, 1)

@@ -53,7 +53,7 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
     def __init__(self, executor: Executor, sampler: DraftSampler, policy: SpecEE) -> None:
         super().__init__(executor, sampler, policy)
         self._recent: dict[int, RecentExits] = {}  # by Request.index, as below
-        self._candidates: dict[int, _Candidates] = {}  # of each request's last token, once it has some
+        self._candidates: dict[int, _Candidates] = {}  # for the last token of each request, once known
 
     def exit_layers(self, request: Request) -> Sequence[int]:
         draft = self._policy.draft

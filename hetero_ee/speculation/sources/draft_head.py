@@ -59,11 +59,11 @@ class StateRows:
 class _Sequence:
     """State of the draft head for one sequence."""
 
-    layer: DraftHeadLayer  # that computes it
-    slot: int  # its number in the layer's cache
+    layer: DraftHeadLayer  # the layer that computes this sequence
+    slot: int  # number of the sequence in the layer's cache
     first: int  # position of the first verified token held
-    states: StateRows = field(default_factory=StateRows)  # of verified positions, on the layer's device
-    token_ids: list[int] = field(default_factory=list)  # of verified positions
+    states: StateRows = field(default_factory=StateRows)  # states of verified positions, on the layer's device
+    token_ids: list[int] = field(default_factory=list)  # tokens of verified positions
     inputs: list[int] = field(default_factory=list)  # the token that each position in the cache was computed with
     tip: Tensor | None = None  # (1, hidden) predicted by the last of them; None if it has to be recomputed
 

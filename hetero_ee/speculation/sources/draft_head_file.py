@@ -51,7 +51,7 @@ _PARTS = {  # rows of a matrix or vector of the layer's blocks, one after the ot
     "down": ["mlp.down_proj"],
     "norm": ["post_attention_layernorm"],
 }
-_IGNORED = (LAYER + "self_attn.rotary_emb.inv_freq", *IGNORED)  # what the layer's shape implies
+_IGNORED = (LAYER + "self_attn.rotary_emb.inv_freq", *IGNORED)  # tensors that follow from the layer's shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class DraftHeadFacts:
     if not measured. eagle3: None for a head of EAGLE-1 or 2. token_ids: the trimmed vocabulary of an EAGLE-1 head.
     """
 
-    spec: ModelSpec  # of the head's layer
-    n_draft_tokens: int  # of the vocabulary that it drafts
+    spec: ModelSpec  # spec of the head's layer
+    n_draft_tokens: int  # size of the vocabulary that the head drafts
     has_embedding: bool
     acceptance: tuple[float, ...]
     eagle3: Eagle3 | None = None

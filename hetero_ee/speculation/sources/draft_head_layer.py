@@ -38,7 +38,7 @@ class DraftHead:
     d) if the head has its own logits.
     """
 
-    spec: ModelSpec  # of its one layer
+    spec: ModelSpec  # spec of the head's layer
     weights: ModelWeights
     draft_token_ids: Tensor | None = None  # (k,) ascending int64, the tokens it drafts; None for all
     eagle3: Eagle3 | None = None  # None: EAGLE-1

@@ -30,10 +30,10 @@ PLAIN = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 HEAD_ROWS = "head.rows"  # the matrix of a head's own logits
 LAYER = "layers.0."
 D2T, LM_HEAD = "d2t", "lm_head.weight"
-PREFIXES = {"midlayer.": LAYER}  # of names, and what the same layer is called elsewhere
+PREFIXES = {"midlayer.": LAYER}  # prefixes of names, and other publishers' names for them
 MODEL_PREFIX = "model."
-IGNORED = ("t2d",)  # what d2t says too
-HIDDEN_NORM = f"{LAYER}hidden_norm.weight"  # that no head of EAGLE-1 has
+IGNORED = ("t2d",)  # tensors that only repeat d2t
+HIDDEN_NORM = f"{LAYER}hidden_norm.weight"  # a tensor that EAGLE-1 heads lack
 NORMS = {"embedding": f"{LAYER}input_layernorm.weight", "hidden": HIDDEN_NORM, "head": "norm.weight"}
 
 

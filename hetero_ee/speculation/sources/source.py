@@ -15,7 +15,7 @@ class Draft(NamedTuple):
     """A drafted token and its confidence."""
 
     token_id: int
-    confidence: float  # of a free source the chance that it is right; else what tells sure drafts from unsure ones
+    confidence: float  # chance of being right if the source is free; else a score
 
 
 class DraftSource(Protocol):

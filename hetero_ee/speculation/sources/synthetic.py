@@ -28,7 +28,7 @@ from hetero_ee.speculation.sources.draft_head_file import ACCEPTANCE, head_shape
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 
 SEED = 0
-RANDOM_VALUES = 2**20 - 3  # of a random head, repeated: odd, so that no two rows begin alike
+RANDOM_VALUES = 2**20 - 3  # numbers of a random head, repeated; odd, so that rows differ
 
 
 def write_synthetic_head(folder: Path, model: ModelSpec, rates: DraftRates, own: Path | None) -> None:
