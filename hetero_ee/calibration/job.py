@@ -150,8 +150,7 @@ class CalibrationJob:
 
     @contextmanager
     def steps(self, suffix: str, *identity: object) -> Iterator[KeptSteps]:
-        """Yield the steps of an earlier run of the same identity, and remove them after the block has written its
-        result.
+        """Yield the steps of an earlier run of the same identity. Remove them when the block has written its result.
 
         Args:
             suffix: Suffix of the file in which the steps are stored.

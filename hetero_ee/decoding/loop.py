@@ -162,10 +162,8 @@ class DecodingLoop:
     def __init__(self, shared: Decoding, mode: Mode, someone_waits: Callable[[], bool] | None = None) -> None:
         """Create a loop without sequences.
 
-        Args:
-            someone_waits: Called after each chunk of a prompt; returns whether a sequence waits to join. With it, a
-            step reads at most one chunk, or more while no other sequence runs or waits. None to read all prompts before
-            any sequence advances.
+        A step reads all prompts before any sequence advances. With `someone_waits`, which returns whether a sequence
+        waits to join, it reads at most one chunk, or more while no other sequence runs or waits.
         """
         self._shared, self._mode, self._someone_waits = shared, mode, someone_waits
         self._running: dict[int, _Running] = {}

@@ -60,8 +60,7 @@ class Simulation:
 def of_shapes(
     spec: ModelSpec, plan: Plan, profile: HardwareProfile, n_prompt_tokens: int, n_new_tokens: int
 ) -> tuple[Simulation, list[Span]]:
-    """Simulate a prompt and a text of these lengths without computing tokens. Return the times and the spans of all
-    work.
+    """Simulate a prompt and a text of these lengths, without real tokens. Return the times and the spans of all work.
 
     Raises: UsageError: if the lengths exceed the plan's context, or the plan exceeds the machine.
     """

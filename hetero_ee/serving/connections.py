@@ -38,8 +38,7 @@ class Listener(socket.socket):
         """Accept a connection.
 
         Raises:
-            BlockingIOError: if no connection is pending, or if it was closed because too many connections are open or
-            no file descriptor is left.
+            BlockingIOError: if none is pending, or it was closed for lack of file descriptors or above the limit.
         """
         try:
             connection, address = super().accept()

@@ -109,8 +109,8 @@ class DraftingRequest:
 
     @property
     def switch(self) -> SpeculationSwitch | None:
-        """Switch that turns drafting off while it is slower. None if the user chose exact mode, or if the emulated
-        clock does not include Python's time."""
+        """Switch that turns drafting off while it is slower. None if the user chose exact mode, or on an emulated
+        machine, whose clock does not include Python's time."""
         wants_exact = self.opened.request is not None and self.opened.request.limits.mode == "exact"
         return None if self.opened.is_emulated or wants_exact else SpeculationSwitch()
 

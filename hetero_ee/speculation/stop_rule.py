@@ -91,7 +91,7 @@ class MarginalRule:
 
     @property
     def seconds_per_token(self) -> float:
-        """Recent seconds per token, by the costs and not by the clock."""
+        """Recent average of the seconds per token, estimated from the costs."""
         return self._seconds / self._tokens
 
     @property

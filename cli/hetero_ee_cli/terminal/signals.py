@@ -16,8 +16,7 @@ def raise_on_sigterm() -> None:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End the process at once if a signal arrives inside the block. Used for imports, when there is nothing to clean
-    up.
+    """End the process at once if a signal arrives inside the block. Used for imports, which need no cleanup.
 
     An exception during the import of torch makes its C++ code abort, or is lost and leaves numpy half imported.
     """

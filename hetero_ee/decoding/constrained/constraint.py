@@ -20,11 +20,10 @@ FREE_S, TOKEN_S = 2.0, 0.02
 
 
 class Constraint:
-    """Constraint of one sequence, for use by one thread. It needs 20 to 120 microseconds per token (demo model, a busy
-    2-core Zen 4, 2026-11-24).
+    """Constraint of one sequence, for use by one thread.
 
-    matcher: a new one that nothing else uses. n_tokens: size of the vocabulary. banned: tokens that may not end the
-    text.
+    It needs 20 to 120 microseconds per token (demo model, a busy 2-core Zen 4, 2026-11-24). matcher: a new one that
+    nothing else uses. n_tokens: size of the vocabulary. banned: tokens that may not end the text.
     """
 
     def __init__(self, matcher: LLMatcher, n_tokens: int, banned: Sequence[int] = ()) -> None:
@@ -34,8 +33,7 @@ class Constraint:
         self._masks: dict[int, NDArray[np.bool_]] = {}  # by the number of tokens before them
 
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """Return a mask (vocab,) of the tokens that may follow the generated ones. A complete grammar allows the end
-        tokens.
+        """Return a mask (vocab,) of the tokens that may follow the generated ones, or of the end tokens at the end.
 
         Raises: GrammarError: if the grammar needs too much memory or time.
         """

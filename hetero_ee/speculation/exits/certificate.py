@@ -167,11 +167,11 @@ class Certificate:
             )
 
     def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the wrong exits of each prompt (N_LEVELS, n_prompts) and all exits at each exit layer (n_columns,
-        N_LEVELS).
+        """Count the exits for a threshold at each level.
 
-        The first dimension is the level of the threshold. A token exits at an exit layer if the threshold is above
-        every level that it reached at earlier exit layers, and at most the level that it reaches at this one.
+        A token exits at an exit layer if the threshold is above every level that it reached at earlier exit layers, and
+        at most the level that it reaches at this one. Returns the wrong exits of each prompt (N_LEVELS, n_prompts), and
+        all exits at each exit layer (n_columns, N_LEVELS).
         """
         prompts = np.repeat(np.arange(self.n_prompts), self.n_tokens)
         wrong = np.zeros((N_LEVELS, self.n_prompts), np.int64)

@@ -207,8 +207,7 @@ class DraftHeadSource:
 
     @torch.inference_mode()
     def _catch_up(self, held: _Sequence, *newest: int) -> None:
-        """Compute the verified positions that are missing in the head's cache, the last one with the newest token if
-        known.
+        """Compute the verified positions that the head's cache lacks. The last one needs the newest token.
 
         The last position may have been computed with another token, because truncate() cuts before its position's
         token.
