@@ -61,8 +61,6 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A model that is ready to run."""
-
     files: ModelFiles
     executor: Executor
     threads: int

@@ -61,7 +61,6 @@ class CalibrationPlace:
 
     @property
     def folder(self) -> Path:
-        """Folder to which this store's calibration is written."""
         return calibration_folder(self.store)
 
     @property

@@ -97,7 +97,6 @@ class KeptSteps:
             added(number)
 
     def remove(self) -> None:
-        """Remove the file after the fit is complete."""
         if self._file is not None:
             with store_errors(self._file):
                 remove_if_there(self._file, self._files)

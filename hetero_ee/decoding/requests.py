@@ -106,7 +106,6 @@ class Request:
         return None if self.constraint is None else self.constraint.allowed(history[self.n_prompt_tokens :])
 
     def forced_after(self, history: Sequence[int]) -> list[int]:
-        """Return the tokens that the grammar forces after the history."""
         return [] if self.constraint is None else self.constraint.forced(history[self.n_prompt_tokens :])
 
     def is_complete_after(self, history: Sequence[int]) -> bool:

@@ -53,7 +53,6 @@ class Simulation:
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Emulated tokens per second after the first token."""
         return (self.n_generated_tokens - 1) / self.generation_s if self.generation_s else 0.0
 
 

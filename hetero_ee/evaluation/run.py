@@ -51,8 +51,6 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A variant that could not be opened, and the reason."""
-
     variant: Variant
     reason: str
 

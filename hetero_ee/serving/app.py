@@ -70,7 +70,6 @@ def _endpoint(answer: Answer, served: ServedModel) -> Callable[[Request], Awaita
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """Refuse a request with an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = "is not supported" if status == 405 else "does not exist"
     message = f"{request.method} {request.url.path[:200]} {what}; docs/server.md lists all paths."

@@ -76,7 +76,6 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether the address can only be reached from this machine."""
         if self.host == "localhost":
             return True
         try:

@@ -34,7 +34,6 @@ class Slots:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens that all sequences hold together, in use or not."""
         cache = self._executor.cache
         return sum(cache.length(each) for each in cache.sequences)
 

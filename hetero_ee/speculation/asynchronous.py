@@ -60,7 +60,6 @@ class AsyncDrafting:
         return self._begun.pop(request.kv_sequence, None)
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Roll back the guesses of these requests."""
         for request in requests:
             guess = self._begun.pop(request.kv_sequence, None)
             if guess is not None and request.kv_sequence in self._executor.cache.sequences:

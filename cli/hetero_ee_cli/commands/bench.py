@@ -114,8 +114,6 @@ def _context_tokens(tests: list[Test], mode: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A model that is open for measurements."""
-
     executor: "Executor"
     plan: "Plan"
     statistics: "Statistics"

@@ -112,8 +112,6 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """All calibrations of a model."""
-
     exits: "CalibrationOutcome"
     curves: "SparsityCurves | None" = None
     predictor: "NeuronPredictor | None" = None
@@ -148,7 +146,6 @@ def _made(wanted: CalibrateOptions, options: dict[str, Any], asked: "SparsityReq
 def _existing(
     engine: ModelOptions, options: dict[str, Any], model: str | None, asked: "SparsityRequest | None"
 ) -> _Found:
-    """Return the model's existing calibrations."""
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder

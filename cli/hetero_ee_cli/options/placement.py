@@ -170,8 +170,6 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An opened model, for a command that writes texts."""
-
     engine: "Engine"
     model: str | None  # as the user named it
     placement: PlacementOptions

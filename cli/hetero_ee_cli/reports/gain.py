@@ -22,8 +22,6 @@ ABOUT_THE_MODE = ("Exact mode", "Drafts")  # the beginnings of a plan's reasons 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Expected and measured speed of one plan."""
-
     mode: str
     drafts: str | None  # where they come from, None in full mode
     expected_tokens_per_s: float | None  # by the planner; None if the acceptance is unknown

@@ -20,8 +20,6 @@ MAX_LINE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command typed in a chat."""
-
     name: str  # with its slash
     argument: str  # the rest of the line
 

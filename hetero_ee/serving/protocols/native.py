@@ -31,7 +31,6 @@ async def model(request: Request, served: ServedModel) -> Response:
 
 
 async def health(request: Request, served: ServedModel) -> Response:
-    """Report in the answer whether the server accepts requests."""
     if served.problem is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "error", "reason": served.problem}, 503)

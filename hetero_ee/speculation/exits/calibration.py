@@ -93,8 +93,6 @@ class FittedExitLayer:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExitLayerCalibration(FittedExitLayer):
-    """A fitted exit layer with its metrics."""
-
     metrics: ExitLayerMetrics
 
 

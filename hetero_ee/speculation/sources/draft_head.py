@@ -69,7 +69,6 @@ class _Sequence:
 
     @property
     def end(self) -> int:
-        """The first unverified position."""
         return self.first + len(self.token_ids)
 
     def cut(self) -> None:
