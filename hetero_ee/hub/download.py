@@ -159,7 +159,7 @@ class Download:
         self._done_bytes[name] = self._done_bytes.get(name, 0) + n_bytes
 
     def begin(self, name: str, n_bytes: int) -> None:
-        """Set the count of a file whose transfer starts or restarts to the `n_bytes` that were kept."""
+        """Reset a file's byte count when its transfer starts or restarts: `n_bytes` are on the disk already."""
         self._done_bytes[name] = n_bytes
 
     def _report(self) -> None:

@@ -40,7 +40,7 @@ class _Styled:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """Return the stream for a text with colours. Callers must clean the text between the colours."""
+    """Return a stream that passes colour codes on. Callers must strip such codes from untrusted text."""
     return cast(TextIO, _Styled(stream)) if isinstance(stream, TerminalText) else stream
 
 

@@ -102,7 +102,7 @@ class ThreadPool:
             self.leave(shared)
 
     def enter(self) -> int:
-        """Reserve the pool and return the address for `lead`; 0 if the caller must work alone. Pair with leave()."""
+        """Reserve the pool until leave(). Return its address for lead(), or 0 if the caller must compute alone."""
         if self.n_threads == 1 or not self._lock.acquire(blocking=False):
             return 0
         if not self._threads or self._asleep:

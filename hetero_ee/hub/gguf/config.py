@@ -28,7 +28,10 @@ TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>
 
 
 def hf_config(header: GgufHeader) -> dict[str, Any]:
-    """Return config.json, whose values are checked when it is read. Raises ModelError for what it can't express."""
+    """Translate the header to the fields of config.json. Most values are checked only when the config is read.
+
+    Raises: ModelError: if config.json can't express the model, or the engine does not support it.
+    """
     return _Reader(header).config()
 
 

@@ -121,7 +121,10 @@ class Executor(HeadExecutor, Protocol):
         return False
 
     def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
-        """Draft a token after each of the states (m, hidden). The head's device chooses and judges it."""
+        """Draft one token from each of the hidden states (m, hidden).
+
+        The device that holds the lm_head samples the tokens and computes their confidences.
+        """
         return drafted_of(self.draft_rows(hidden, noise, end))
 
     @property
