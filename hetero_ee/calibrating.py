@@ -105,7 +105,7 @@ class CalibratingEngine(ABC):
 
     def _job(self, what: str, request: CalibrationRequest, progress: Progress | None) -> CalibrationJob:
         if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
+            raise UsageError(f"progress is {shown(progress)}; expected a function (stage, done, total).")
         if self.calibrations is None:
             quantizer = MODEL_OPTIONS["quantizer"]
             raise UsageError(f"{what} belongs to a store, and ", quantizer, f" {UNQUANTIZED} has none; leave that out.")

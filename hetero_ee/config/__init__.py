@@ -15,7 +15,7 @@ __all__ = [
     "demo_model_folder",
 ]
 
-Progress = Callable[[str, int, int], None]  # (stage, done, in all), called while something takes its time
+Progress = Callable[[str, int, int], None]  # (stage, done, total), called during long work
 READING = "Reading the prompt"  # the stage of a prompt
 CONVERTING, DOWNLOADING = "Converting to int4", "Downloading"  # beginnings of stages whose progress is in bytes
 BYTE_STAGES = (CONVERTING, DOWNLOADING)

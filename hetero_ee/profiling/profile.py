@@ -50,7 +50,7 @@ class HardwareProfile(hardware.HardwareProfile):
                 raise UsageError(f"{name} is {shown(value)}; expected True or False.")
         MODEL_OPTIONS["threads"].check(threads)
         if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
+            raise UsageError(f"progress is {shown(progress)}; expected a function (stage, done, total).")
         folder = model_folder(model, cache_folder(), offline=offline, progress=progress, configuration_only=True)
         import torch
 

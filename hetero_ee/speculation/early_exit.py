@@ -62,7 +62,9 @@ def score_early(
     Raises: UsageError: if the prompt is empty, or nothing follows it.
     """
     if not 0 < n_prompt_tokens < len(token_ids):
-        raise UsageError(f"a request of {len(token_ids)} tokens has no {n_prompt_tokens} of prompt and some to score.")
+        raise UsageError(
+            f"the prompt has {n_prompt_tokens} of {len(token_ids)} tokens; expected at least 1, and fewer than all."
+        )
     params = SamplingParams(max_new_tokens=len(token_ids) - n_prompt_tokens)  # policies go by how far a request is
     ending = Ending(frozenset(), executor.cache.max_tokens)
     prompt_ids, sequence = list(token_ids[:n_prompt_tokens]), executor.cache.open_new()

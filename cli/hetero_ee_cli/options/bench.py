@@ -33,7 +33,7 @@ class BenchOptions:
     mode: Annotated[
         str | None,
         typer.Option(
-            help="full, exact (on text of the model's own), or all for both. [default: full]",
+            help="full, exact (on text that the model writes), or all for both. [default: full]",
             autocompletion=one_of((FULL, EXACT, ALL)),
         ),
     ] = None
