@@ -32,8 +32,8 @@ class ServerSettings:
     cors_origins: Annotated[
         tuple[str, ...],
         Option(
-            help="Allow web pages of this origin to send requests (CORS), such as http://localhost:3000; can be given more "
-            "than once.",
+            help="Allow web pages of this origin to send requests (CORS), such as http://localhost:3000; can be given "
+            "more than once.",
             typed=list[str],
             flags=("--cors-origin",),
         ),

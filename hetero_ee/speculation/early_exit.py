@@ -63,7 +63,7 @@ def score_early(
     """
     if not 0 < n_prompt_tokens < len(token_ids):
         raise UsageError(
-            f"the prompt has {n_prompt_tokens} of {len(token_ids)} tokens; expected at least 1, and fewer than all."
+            f"{n_prompt_tokens} of {len(token_ids)} tokens are the prompt; expected from 1 to all but one."
         )
     params = SamplingParams(max_new_tokens=len(token_ids) - n_prompt_tokens)  # policies go by how far a request is
     ending = Ending(frozenset(), executor.cache.max_tokens)

@@ -182,5 +182,5 @@ def test_scores_are_what_tokens_are_chosen_from(executor: Executor) -> None:
 
 def test_a_text_without_a_prompt_is_refused(executor: Executor) -> None:
     exits = EarlyExits(Scripted({}, executor.spec.n_layers), 8)
-    with pytest.raises(UsageError, match="has no 3 of prompt"):
+    with pytest.raises(UsageError, match="are the prompt; expected from 1"):
         list(score_early(executor, [1, 2, 3], 3, exits, ExitCounts()))
