@@ -35,7 +35,7 @@ def tested_file() -> str:
     versions = {needed.name: Version(version(needed.name)).public for needed in requirements()}
     rows = "".join(f'    "{name}": "{versions[name]}",\n' for name in sorted(versions))
     return (
-        '"""The newest version of each dependency that CI has tested; written by .ci/requirements.py."""\n\n'
+        '"""Newest version of each dependency that CI has tested. This file is written by .ci/requirements.py."""\n\n'
         f"TESTED_VERSIONS = {{\n{rows}}}\n"
     )
 

@@ -2,7 +2,7 @@
 
 TESTED_VERSIONS = {
     "bitsandbytes": "0.50.2",
-    "filelock": "4.2.12",
+    "filelock": "4.3.1",
     "gguf": "0.19.0",
     "huggingface_hub": "2.4.0",
     "jinja2": "3.1.6",
