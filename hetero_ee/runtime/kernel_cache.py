@@ -46,9 +46,9 @@ class KernelCache:
 
         try:
             names = read_own(self.folder / FILLED_FILE).decode("ascii").split()
+            return self.is_trusted and all((self.folder / name).is_file() for name in names)
         except (OSError, UnicodeDecodeError):
             return False
-        return self.is_trusted and all((self.folder / name).is_file() for name in names)
 
     def set_filled(self) -> None:
         """Mark the cache as filled with the files that it has now.
