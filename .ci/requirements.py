@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("gpu", "gguf", "sentencepiece", "server")
+EXTRAS = ("gpu", "sentencepiece", "server")
 TESTED_FILE = ROOT / "cli/hetero_ee_cli/checks/tested_versions.py"
 
 

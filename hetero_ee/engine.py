@@ -72,8 +72,8 @@ class Engine(CalibratingEngine):
 
         Args:
             model: A folder with a Hugging Face checkpoint or a store; the name of a store in the cache folder, or an
-                unambiguous beginning of one; a Hugging Face id (org/name), downloaded at first use into the cache of
-                huggingface_hub; None for the demo model.
+                unambiguous beginning of one; a Hugging Face id (org/name), or org/name:QUANTIZATION of a GGUF model,
+                downloaded at first use into the cache of huggingface_hub; None for the demo model.
             revision: Branch, tag or commit of an id. offline: Use only what is in the cache already.
             quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or
                 "none" (fp32, straight from the checkpoint). None keeps the codes of a quantized checkpoint (GPTQ, AWQ,

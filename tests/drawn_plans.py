@@ -10,7 +10,8 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import PlacedPart, Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.reference import reference_profile
+from tests.shipped import MACHINES
 
 MODELS = ("tinyllama-1.1b", "llama-2-7b", "llama-3-8b")
 PLACES = ("gpu", "cpu", "stream")
@@ -33,7 +34,7 @@ def drawn(seed: int, kinds: Sequence[str] = PLACES) -> Drawn:
     """The plan of this seed: parts in places of these kinds; prompts in chunks of some size, and of the CPU's parts
     those visit that the planner chose, or some, or none."""
     rng = random.Random(seed)
-    model, hardware = rng.choice(MODELS), rng.choice(reference_names())
+    model, hardware = rng.choice(MODELS), rng.choice(MACHINES)
     spec, profile = known_spec(model), roomy(reference_profile(hardware))
     if rng.random() < 0.3:
         spec = replace(spec, sliding_windows=tuple(rng.choice([None, WINDOW_TOKENS]) for _ in range(spec.n_layers)))

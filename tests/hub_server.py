@@ -160,8 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "", fault)
         else:
             model, _, rest = path.removeprefix("/").partition("/resolve/")
-            revision, _, name = rest.rpartition("/")
-            self._resolve(model, revision, name, fault)
+            known = (*self.hub.commits, *self.hub.revisions.get(model, ()))  # a revision may hold slashes, a file too
+            revision = next((each for each in known if rest.startswith(each + "/")), rest.rpartition("/")[0])
+            self._resolve(model, revision, rest.removeprefix(revision + "/"), fault)
 
     def _list(self, model: str, revision: str, fault: Fault) -> None:
         commit = self._commit(model, revision, fault)

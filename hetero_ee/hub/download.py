@@ -19,7 +19,7 @@ from hetero_ee.config import DOWNLOADING, Progress
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.errors import is_transient
 from hetero_ee.hub.model_files import CONFIG_FILE
-from hetero_ee.hub.model_id import CACHED_PREFIX
+from hetero_ee.hub.model_id import CACHED_PREFIX, is_commit
 from hetero_ee.hub.repository import RemoteFile, Repository
 from hetero_ee_profiles.opened_file import open_regular
 
@@ -93,10 +93,13 @@ class Download:
             files = last if n_files == 1 else f"{n_files} files, {last} among them,"
             self._progress(f"{self._repository.model}: {files} came without a checksum; only sizes were checked", 0, 0)
 
-    def name_revision(self, revision: str) -> None:
-        """Record in the cache that the branch or tag `revision` is this commit, so that offline runs find it."""
+    def name_revision(self, revision: str, file: str = CONFIG_FILE) -> None:
+        """Record in the cache that the branch or tag `revision` is this commit, so that offline runs find it.
+
+        `file` is one that was downloaded.
+        """
         with suppress(Exception):  # only an offline run would miss the name
-            self._ask_for(CONFIG_FILE, revision)
+            self._ask_for(file, revision)
 
     def is_cached(self, file: RemoteFile) -> bool:
         """Return whether the file is in the cache with the right size."""
@@ -233,6 +236,19 @@ def cached_file(model: str, name: str, revision: str) -> Path | None:
 
     path = try_to_load_from_cache(model, name, revision=revision)
     return Path(path) if isinstance(path, str) else None
+
+
+def cached_snapshot(model: str, revision: str) -> Path | None:
+    """Return the folder of a revision in the cache of huggingface_hub, None if no file of it is cached."""
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / (CACHED_PREFIX + model.replace("/", "--"))
+    try:
+        commit = revision if is_commit(revision) else (repository / "refs" / revision).read_text()
+        folder = repository / "snapshots" / commit
+        return folder if is_commit(commit) and folder.is_dir() else None
+    except (OSError, ValueError):  # not cached, or damaged
+        return None
 
 
 def retried(attempt: Callable[[], T], wait: Callable[[float], object], n_attempts: int = N_ATTEMPTS) -> T:

@@ -4,10 +4,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+from urllib.parse import unquote
 
 from hetero_ee.config import demo_model_folder
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.gguf.header import is_gguf
+from hetero_ee.hub.gguf.published import is_gguf_name
 from hetero_ee.hub.model_files import NO_DEVICE
 from hetero_ee.options.engine import MODEL_OPTIONS
 
@@ -21,25 +24,74 @@ _REVISION = re.compile(rf"(?!.*\.\.){_REVISION_PART}(?:/{_REVISION_PART})*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+# What follows the host in an address: a model, perhaps a quantization, perhaps a revision and a file.
+_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
+_PLACE = re.compile(
+    r"(?P<name>[^/:]+(?:/[^/:]+)?)(?::(?P<quantization>[^/:]+))?"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/]+)(?:/(?P<file>.+))?)?"
+)
+_QUANTIZATION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
+EXAMPLE = "Qwen/Qwen3-4B or unsloth/Qwen3-4B-GGUF:Q4_K_M"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelId:
-    """A model on the Hugging Face Hub and its revision. Its name is `org/name`, or a single name for early models."""
+    """A model on the Hugging Face Hub and its revision. Its name is `org/name`, or a single name for early models.
+
+    gguf: quantization or file of a GGUF model in the repository. None: the repository's files decide.
+    """
 
     name: str
     revision: str = "main"
+    gguf: str | None = None
+
+    @classmethod
+    def of(cls, model: str, revision: str | None = None) -> Self:
+        """Read an id, `org/name:QUANTIZATION`, or the address of a model or a GGUF file on the Hub.
+
+        Args:
+            revision: precedes the one in an address.
+
+        Raises:
+            UsageError: if `model` is anything else.
+        """
+        address = _ADDRESS.match(model)
+        found = _PLACE.fullmatch(re.split("[?#]", model[address.end() :])[0].rstrip("/") if address else model)
+        if not found or (found["quantization"] and "/" not in found["name"]):
+            return cls(model)  # refused there
+        file = unquote(found["file"] or "")
+        if file and not is_gguf_name(file):
+            raise UsageError(
+                f"{shown(file)} in {found['name']} is not a GGUF file; give {found['name']}, or the address of one."
+            )
+        revision = unquote(found["revision"] or "main") if revision is None else revision
+        return cls(found["name"], revision, file or found["quantization"])
 
     def __post_init__(self) -> None:
-        if not _ID.fullmatch(self.name):
-            why = "it is not a Hugging Face id either"
-            if ":" in self.name:  # such as Ollama's names
-                why = "names with a colon are not Hugging Face ids, which have the form org/name"
-            raise UsageError(
-                f"there is no folder {shown(self.name)}, and {why}; give a folder, or an id such as Qwen/Qwen3-4B."
-            )
+        is_named = self.gguf is None or is_gguf_name(self.gguf) or _QUANTIZATION.fullmatch(self.gguf)
+        if not _ID.fullmatch(self.name) or not is_named:
+            raise UsageError(f"there is no folder {shown(str(self))}, and {_why_not(self.name)}, such as {EXAMPLE}.")
         if not _is_revision(self.revision):
             raise UsageError(
                 MODEL_OPTIONS["revision"], f" is {shown(self.revision)}; expected a branch, a tag or a commit."
             )
+
+    def __str__(self) -> str:
+        return self.name if self.gguf is None else f"{self.name}:{self.gguf}"
+
+
+def _why_not(name: str) -> str:
+    """Return why a name is not an id, and what to give instead."""
+    if "://" in name or is_address(name):
+        return "it is not the address of a model or a GGUF file on huggingface.co; give one, or an id"
+    if ":" in name and "/" not in name:
+        return "ollama's short names are not known; give the id of the model on the Hugging Face Hub"
+    return "it is not a Hugging Face id either; give a folder, or an id"
+
+
+def is_address(model: str) -> bool:
+    """Return whether `model` begins like an address on the Hugging Face Hub."""
+    return _ADDRESS.match(model) is not None
 
 
 def is_commit(text: object) -> bool:
@@ -67,7 +119,7 @@ def local_folder(model: str | Path | None) -> Path | None:
     if isinstance(model, Path) or _is_path(model):
         raise UsageError(
             f"there is no folder {folder}; give one with a Hugging Face checkpoint, a store, a GGUF file, "
-            "or a Hugging Face id such as Qwen/Qwen3-4B."
+            f"or a Hugging Face id such as {EXAMPLE}."
         )
     return None
 
@@ -95,6 +147,8 @@ def _exists(folder: Path) -> bool:
 
 
 def _is_path(model: str) -> bool:
+    if "://" in model or is_address(model):
+        return False
     if model.lower().endswith(".gguf"):
         return True
     return model.startswith((".", "~", "/")) or model.count("/") > 1 or (os.sep != "/" and os.sep in model)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from hetero_ee.errors import CheckpointError, ModelError, shown
 from hetero_ee.hub.config_file import ADAPTER_FILE, MAX_CONFIG_BYTES
+from hetero_ee.hub.gguf.published import PublishedGguf, choose
 from hetero_ee.hub.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -64,6 +65,17 @@ class Repository:
         """Whether the weights are several files with an index. A single weight file takes precedence, as in folders."""
         return SINGLE_FILE not in self.files and INDEX_FILE in self.files
 
+    def gguf_model(self, wanted: str | None) -> PublishedGguf | None:
+        """Return the GGUF model to run; None to run the safetensors, which take precedence if `wanted` names no model.
+
+        Raises: ModelError: there is no such model.
+        """
+        has_safetensors = SINGLE_FILE in self.files or INDEX_FILE in self.files
+        models = [] if wanted is None and has_safetensors else PublishedGguf.listed(self.files)
+        if wanted and not models:
+            raise ModelError(f"{self.model} has no GGUF model, so there is no {shown(wanted)}; give {self.model}.")
+        return choose(models, wanted, self.model) if models else None
+
     def small_files(self) -> list[RemoteFile]:
         """Return the configuration, the tokenizer's files, and the index if the weights are in several files.
 
@@ -104,7 +116,7 @@ def _instead_of_weights(names: Collection[str]) -> str:
     if ".safetensors" in endings:
         return f"neither {SINGLE_FILE} nor {INDEX_FILE}; give a copy in the format transformers saves."
     if ".gguf" in endings:
-        return "only GGUF files; download one of them and give that file, or the original model."
+        return "only GGUF files that are no whole models, such as image projectors; give another repository."
     if endings & {".bin", ".pt", ".pth"}:
         return "its weights only as pickles, which can run code and are never read; give a copy in safetensors."
     return "no weights in safetensors; give the id of a model."

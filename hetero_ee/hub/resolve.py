@@ -1,4 +1,4 @@
-"""Find a model's folder: a path, or a Hugging Face id that is downloaded at first use."""
+"""Find a model's folder: a path, or a model on the Hugging Face Hub, which is downloaded at first use."""
 
 import logging
 import shutil
@@ -11,9 +11,10 @@ from pathlib import Path
 from hetero_ee.config import Progress
 from hetero_ee.errors import CheckpointError, DiskFullError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.hub.download import N_ATTEMPTS, Download, cached_file, retried
+from hetero_ee.hub.download import N_ATTEMPTS, Download, cached_file, cached_snapshot, retried
 from hetero_ee.hub.errors import hub_error, hub_host, is_transient
 from hetero_ee.hub.gguf.folder import gguf_folder
+from hetero_ee.hub.gguf.published import PublishedGguf, choose
 from hetero_ee.hub.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -38,9 +39,9 @@ def resolve_model(
     """Return the folder of a model, downloading or translating the model if necessary.
 
     Args:
-        model: a folder; a GGUF file, which is represented by a folder in the cache; an id such as org/name, whose
-            configuration, tokenizer and safetensors are downloaded into the cache of huggingface_hub; or None for the
-            demo model.
+        model: a folder; a GGUF file, which is represented by a folder in the cache; None for the demo model; or what
+            `ModelId.of` reads: an id such as org/name, or org/name:QUANTIZATION. Of an id, the configuration, tokenizer
+            and safetensors, or a GGUF file, are downloaded into the cache of huggingface_hub.
         revision: branch, tag or commit of an id; its main branch by default.
         offline: use only the cache.
         progress: called with (stage, bytes done, total bytes); a total of 0 marks `stage` as a one-line remark.
@@ -54,10 +55,9 @@ def resolve_model(
         raise UsageError(f"offline is {shown(offline)}; expected True or False.")
     folder = local_folder(model)
     if folder is None:
-        model_id = ModelId(str(model)) if revision is None else ModelId(str(model), revision)
         with silenced():
-            return _Hub(model_id, progress, configuration_only).folder(offline)
-    if revision is not None:
+            folder = _Hub(ModelId.of(str(model), revision), progress, configuration_only).found(offline)
+    elif revision is not None:
         option = MODEL_OPTIONS["revision"]
         raise UsageError(option, f" is {shown(revision)}, but {folder} is a folder; only a Hugging Face id has any.")
     return folder if folder.is_dir() else gguf_folder(folder, configuration_only=configuration_only)
@@ -69,17 +69,18 @@ class _Hub:
     def __init__(self, model: ModelId, progress: Progress | None, configuration_only: bool) -> None:
         self._model, self._progress, self._configuration_only = model, progress, configuration_only
 
-    def folder(self, offline: bool) -> Path:
+    def found(self, offline: bool) -> Path:
+        """Return the model's folder, or the (first) file of a GGUF model, downloading it if necessary."""
         from huggingface_hub import constants, is_offline_mode
 
         name, revision = self._model.name, self._model.revision
-        cached = self._cached_configuration() if self._configuration_only else self._cached_folder()
+        cached = self._cached()
         if cached and (offline or is_offline_mode() or is_commit(revision)):  # a commit never changes
             return cached
         if offline or is_offline_mode():
             raise ModelError(
-                f"{name} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and this is "
-                "offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
+                f"{self._model} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and this "
+                "is offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
             )
         if constants.HF_HUB_CACHE.startswith("~"):  # not expanded by huggingface_hub: it would create a folder ~ here
             raise UsageError(f"this user has no home folder to keep {name} in; set HF_HOME to a folder.")
@@ -88,9 +89,29 @@ class _Hub:
         except Exception as error:
             return self._without_answer(error, cached)
         try:
-            return self._fetched(repository)
+            model = repository.gguf_model(self._model.gguf)
+            return self._fetched_gguf(repository, model) if model else self._fetched(repository)
         except Exception as error:
             raise hub_error(error, self._model) from error
+
+    def _cached(self) -> Path | None:
+        """Return what the cache holds of the revision, if that is enough. Without a quantization, safetensors win."""
+        folder = None
+        if self._model.gguf is None:
+            folder = self._cached_configuration() if self._configuration_only else self._cached_folder()
+        return folder or self._cached_gguf()
+
+    def _cached_gguf(self) -> Path | None:
+        """Return the (first) file of the GGUF model if the cache holds it, else None."""
+        snapshot = cached_snapshot(self._model.name, self._model.revision)
+        if snapshot is None:
+            return None
+        files = sorted(file for file in snapshot.rglob("*.gguf") if file.is_file())
+        models = PublishedGguf.listed(file.relative_to(snapshot).as_posix() for file in files)
+        try:
+            return snapshot / choose(models, self._model.gguf, self._model.name).files[0] if models else None
+        except ModelError:
+            return None
 
     def _cached_configuration(self) -> Path | None:
         """Return the cached folder of the revision if it has a readable configuration, else None."""
@@ -153,11 +174,29 @@ class _Hub:
             download.name_revision(self._model.revision)
         return folder
 
+    def _fetched_gguf(self, repository: Repository, model: PublishedGguf) -> Path:
+        """Download the missing files of a GGUF model, and return the first of all."""
+        if self._model.gguf is None:
+            self._tell_choice(model, PublishedGguf.listed(repository.files))
+        files, download = [repository.files[name] for name in model.files], Download(repository, self._progress)
+        self._require_space(download.missing_bytes(files))
+        download.announce(files)
+        download.fetch(files)
+        download.tell_unchecked()
+        download.name_revision(self._model.revision, model.files[0])
+        return download.fetch_one(files[0])
+
+    def _tell_choice(self, chosen: PublishedGguf, models: list[PublishedGguf]) -> None:
+        """Report, in one line, which of several GGUF models was chosen by default, and how to choose another."""
+        name, others = self._model.name, list(dict.fromkeys(each.quantization for each in models if each != chosen))
+        if self._progress and others:
+            self._progress(f"{name}: using {chosen.files[0]}; for {', '.join(others)} give {name}:{others[0]}", 0, 0)
+
     def _require_space(self, needed_bytes: int) -> None:
         from huggingface_hub import constants
 
         cache = Path(constants.HF_HUB_CACHE)
-        free_bytes = shutil.disk_usage(cache).free
+        free_bytes = shutil.disk_usage(next(each for each in (cache, *cache.parents) if each.exists())).free
         if free_bytes < needed_bytes:
             raise DiskFullError(
                 f"{cache} has {free_bytes / 2**20:.0f} MiB free, {self._model.name} needs "

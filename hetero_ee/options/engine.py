@@ -167,8 +167,8 @@ class RunKeywords(TypedDict, total=False):
 
 
 MODEL = Option(
-    "Folder with a checkpoint, name from hetero-ee models, or Hugging Face id.",
-    ("-m", "--model"),
+    "Folder, GGUF file, name from hetero-ee models, Hugging Face id or address, or org/name:QUANTIZATION.",
+    ("-m", "--model", "-hf", "--hf-repo"),
     name="model",
     default_text="demo model",
     setting="model",

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from hetero_ee.errors import UsageError, shown
+from hetero_ee.errors import UsageError
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.records import read_record
 from hetero_ee_profiles.reference import reference_names, reference_profile
@@ -11,12 +11,8 @@ from hetero_ee_profiles.reference import reference_names, reference_profile
 
 def hardware_from(name: str | Path) -> HardwareProfile:
     """Return the shipped profile called `name`, or read the file `name`. Raises: UsageError: if neither works."""
-    if isinstance(name, str) and name in reference_names():
+    if isinstance(name, str) and (name in reference_names() or not re.search(r"[./\\]", name)):
         return reference_profile(name)
-    if isinstance(name, str) and not re.search(r"[./\\]", name):
-        raise UsageError(
-            f"{shown(name)} is not a shipped profile; choose one of {', '.join(reference_names())}, or name a file."
-        )
     try:
         return read_record(HardwareProfile, Path(name).expanduser())
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~name of a user who doesn't exist

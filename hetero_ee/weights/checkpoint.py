@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
-from hetero_ee.hub.config_file import read_saved_format
+from hetero_ee.hub.config_file import read_config_file, read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
@@ -182,10 +182,17 @@ class Checkpoint:
         return {name if name.startswith(head_name) else prefix + name: found for name, found in located.items()}
 
     def _use_saved_head(self) -> None:
-        """Use the head as embedding if a tied model saved only the head, as transformers does."""
+        """Use the head as embedding, or the embedding as head, if the model is tied and saved only that one.
+
+        transformers ties models that read images too if config.json says so, whatever its text_config says.
+        """
         [embedding], head_name = self._parts["embedding.tokens"], self._family.head_name
-        if self.spec.tied_head and embedding.hf_name not in self._located and head_name in self._located:
+        saved = {embedding.hf_name, head_name} & self._located.keys()
+        if saved == {head_name} and self.spec.tied_head:
             self._parts["embedding.tokens"] = [Part(head_name, embedding.shape)]
+        if saved == {embedding.hf_name} and not self.spec.tied_head and self._family.text_type:
+            is_tied = read_config_file(self.folder).get("tie_word_embeddings") is True
+            self._parts["head.tokens"] = [embedding] if is_tied else self._parts["head.tokens"]
 
     def _is_empty_bias(self, name: str) -> bool:
         """Return whether tensor `name` is a bias of zeros, which old GPTQ packers added to matrices without bias."""

@@ -11,13 +11,11 @@ Source: ggml-common.h.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import UsageError
 from hetero_ee.weights.blocks import Blocks
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 
@@ -35,21 +33,17 @@ def kept_blocks(raw: Tensor, kind: str) -> Blocks | None:
 
 
 def floats(raw: Tensor, kind: str) -> Tensor:
-    """Convert raw rows to fp32 (N, K). Raises UsageError for types that need the gguf package if it is missing."""
+    """Convert raw rows to fp32 (N, K)."""
     if kind in FLOATS:
         return raw.view(FLOATS[kind]).float()
     blocks = kept_blocks(raw, kind)
     return _by_package(raw, kind) if blocks is None else blocks.dequantize()
 
 
-def require_reader(kind: str) -> None:
-    """Raise UsageError if the type needs a package that is not installed."""
-    if kind not in FLOATS and kind not in KEPT:
-        _package(kind)
-
-
 def _by_package(raw: Tensor, kind: str) -> Tensor:
-    gguf = _package(kind)
+    import gguf
+    import gguf.quants
+
     number = gguf.GGMLQuantizationType[kind]
     n_weights, n_bytes = gguf.GGML_QUANT_SIZES[number]
     n_columns = raw.shape[1] // n_bytes * n_weights
@@ -59,15 +53,6 @@ def _by_package(raw: Tensor, kind: str) -> Tensor:
             chunk = gguf.quants.dequantize(raw[first : first + n_rows].numpy(), number)
             values[first : first + n_rows] = torch.from_numpy(chunk)
     return values
-
-
-def _package(kind: str) -> Any:
-    try:
-        import gguf
-        import gguf.quants
-    except ImportError as error:
-        raise UsageError(f'weights of type {kind} need the package gguf; run pip install "hetero-ee[gguf]".') from error
-    return gguf
 
 
 def _q4_0(raw: Tensor) -> Blocks:

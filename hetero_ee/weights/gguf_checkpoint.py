@@ -17,7 +17,7 @@ from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, KeptCodes, int4_tiles, int8_tiles
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
-from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, floats, kept_blocks, require_reader
+from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, floats, kept_blocks
 
 IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # of old files; computed instead
 
@@ -27,7 +27,6 @@ class GgufCheckpoint:
 
     Raises:
         CheckpointError: if a file is damaged or holds other tensors than its metadata says.
-        UsageError: if a tensor's type needs a package that is not installed.
     """
 
     def __init__(self, folder: Path, files: list[Path], spec: ModelSpec) -> None:
@@ -129,8 +128,6 @@ class GgufCheckpoint:
             elif len(shape) == 1 and found.type.name not in FLOATS:
                 wrong.append(f"{name} has type {found.type.name}, expected one of {', '.join(FLOATS)}")
         refuse(file, "does not fit its own metadata", wrong)
-        for name in expected:
-            require_reader(present[name].type.name)
 
 
 def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoint:

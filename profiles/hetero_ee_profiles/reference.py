@@ -10,6 +10,7 @@ rated bandwidth.
 
 from dataclasses import dataclass
 
+from hetero_ee_profiles.data_sheets import DataSheet, data_sheets
 from hetero_ee_profiles.errors import UsageError
 from hetero_ee_profiles.hardware import (
     DERIVED,
@@ -65,71 +66,18 @@ MANY_ROWS = 32768  # of a matrix, so that its time is mostly not the call's
 LAYOUT_BYTES = {"int4": 4.5 / 8, "int8": 8.5 / 8}  # per weight, including scales
 
 
-@dataclass(frozen=True, slots=True)
-class DataSheet:
-    """A machine's data sheet in decimal units: GB/s, GHz, TFLOPS; memory in GiB."""
-
-    name: str
-    cpu_model: str
-    n_cores: int
-    ghz: float  # sustained on all cores
-    vector_bytes: int  # of the widest integer instructions
-    has_dot: bool  # whether one instruction multiplies bytes and adds (VNNI)
-    ram_gib: int
-    ram_gb_s: float
-    gpu_model: str
-    vram_gib: int
-    vram_gb_s: float
-    fp32_tflops: float
-    link_gb_s: float
-    disk_gb_s: float  # of a drive from the machine's time
-
-
-# Sources: the makers' product pages; GPU boost clocks; PCIe 4.0 at 1.97 GB/s a lane; DDR at its rated transfer rate.
-# The 7950X executes 64-byte instructions in two halves.
-DATA_SHEETS = (
-    DataSheet(
-        "rtx-4060-laptop-8gb",
-        "Intel Core i7-13700H (6 performance cores counted)", n_cores=6, ghz=3.6, vector_bytes=32, has_dot=True,
-        ram_gib=32, ram_gb_s=83.2,
-        gpu_model="NVIDIA GeForce RTX 4060 Laptop GPU", vram_gib=8, vram_gb_s=256, fp32_tflops=14.6,
-        link_gb_s=15.8, disk_gb_s=3.5,
-    ),
-    DataSheet(
-        "rtx-3060-12gb",
-        "AMD Ryzen 5 5600X", n_cores=6, ghz=4.2, vector_bytes=32, has_dot=False,
-        ram_gib=32, ram_gb_s=51.2,
-        gpu_model="NVIDIA GeForce RTX 3060", vram_gib=12, vram_gb_s=360, fp32_tflops=12.7,
-        link_gb_s=31.5, disk_gb_s=3.5,
-    ),
-    DataSheet(
-        "rtx-4070-12gb",
-        "Intel Core i5-13600K (6 performance cores counted)", n_cores=6, ghz=5.0, vector_bytes=32, has_dot=True,
-        ram_gib=32, ram_gb_s=89.6,
-        gpu_model="NVIDIA GeForce RTX 4070", vram_gib=12, vram_gb_s=504, fp32_tflops=29.1,
-        link_gb_s=31.5, disk_gb_s=7.0,
-    ),
-    DataSheet(
-        "rtx-4090-24gb",
-        "AMD Ryzen 9 7950X", n_cores=16, ghz=4.8, vector_bytes=32, has_dot=True,
-        ram_gib=64, ram_gb_s=83.2,
-        gpu_model="NVIDIA GeForce RTX 4090", vram_gib=24, vram_gb_s=1008, fp32_tflops=82.6,
-        link_gb_s=31.5, disk_gb_s=7.0,
-    ),
-)  # fmt: skip
-
-
 def reference_names() -> list[str]:
     """Return the names of shipped profiles, which `--hardware` accepts in addition to files."""
-    return sorted(sheet.name for sheet in DATA_SHEETS)
+    return sorted(sheet.name for sheet in data_sheets())
 
 
 def reference_profile(name: str) -> HardwareProfile:
     """Return the shipped profile called `name`. Raises: UsageError: if there isn't one."""
-    found = next((sheet for sheet in DATA_SHEETS if sheet.name == name), None)
+    found = next((sheet for sheet in data_sheets() if sheet.name == name), None)
     if found is None:
-        known = ", ".join(reference_names())
-        raise UsageError(f"{name!r:.60} is not a shipped profile; choose one of {known}, or name a file.")
+        raise UsageError(
+            f"{name!r:.60} is not a shipped profile; `hetero-ee profile --list` lists them, or name a file."
+        )
     return derived_profile(found, DATE)
 
 

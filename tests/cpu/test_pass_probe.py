@@ -24,8 +24,9 @@ from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.measurement import Origin
-from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.reference import derived_profile
 from tests.families import config_of
+from tests.shipped import DATA_SHEETS
 from tests.stand_in_cpu import BYTE_S, EMBED_S, PLACE_S, PLACES_S, POSITION_S, WRITE_S, WorkClock
 
 ORIGIN = Origin("a test", "2026-11-21", "versions")

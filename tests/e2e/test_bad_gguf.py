@@ -11,14 +11,13 @@ import pytest
 
 from hetero_ee import HeteroError
 from hetero_ee.config import demo_model_folder
-from hetero_ee.errors import CheckpointError, ModelError, UsageError
+from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.hub.gguf.header import read_gguf_header
 from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
-from hetero_ee.weights.model_weights import load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
 from tests.families import random_model
@@ -235,22 +234,6 @@ def test_the_note_counts_in_the_cache_alone(good: Path, tmp_path: Path) -> None:
     shutil.copytree(gguf_folder(good), tmp_path / "copy")
     with pytest.raises(CheckpointError, match="holds no weights"):
         open_checkpoint(tmp_path / "copy", read_spec(tmp_path / "copy"))
-
-
-def test_what_takes_the_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    write_gguf(random_model("llama", **(SIZES | {"vocab_size": 64})), tmp_path / "m.gguf", lambda _: "Q5_1")
-    its = gguf_folder(tmp_path / "m.gguf", configuration_only=True)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UsageError, match=r'pip install "hetero-ee\[gguf\]"'):
-        open_checkpoint(its, read_spec(its))
-    write_gguf_without_package = tmp_path / "kept.gguf"
-    monkeypatch.undo()
-    write_gguf(random_model("llama", **(SIZES | {"vocab_size": 64})), write_gguf_without_package, lambda _: "Q8_0")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    kept = gguf_folder(write_gguf_without_package, configuration_only=True)
-    assert load_dense(open_checkpoint(kept, read_spec(kept))).n_weights > 0
 
 
 def test_values_that_8_bits_lack_are_quantized_anew(tmp_path: Path) -> None:

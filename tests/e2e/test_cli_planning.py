@@ -17,6 +17,7 @@ from hetero_ee_profiles.records import from_json, read_record, to_json, write_re
 from hetero_ee_profiles.reference import reference_names, reference_profile
 from tests.command_line import Cli
 from tests.emulation import LAPTOP
+from tests.shipped import MACHINES
 
 PAPER = ["--hardware", "rtx-4060-laptop-8gb", "--random-weights", "llama-2-7b"]
 
@@ -239,7 +240,7 @@ def test_bench_of_fp32_weights_times_no_kernels(cli: Cli, data: Path, tiny: Path
 
 
 BAD: dict[str, tuple[list[Any], str]] = {
-    "hardware": (["plan", "--hardware", "abacus"], "is not a shipped profile; choose one of rtx"),
+    "hardware": (["plan", "--hardware", "abacus"], "is not a shipped profile; `hetero-ee profile --list` lists"),
     "hardware file": (["plan", "--hardware", "./missing.json"], "can't be used"),
     "random weights": (["plan", "--random-weights", "gpt-9"], "choose one of tinyllama"),
     "both models": (["plan", "a/b", "--random-weights", "llama-2-7b"], "exclude each other"),
@@ -290,8 +291,17 @@ def test_a_plan_for_this_machine_has_no_more_threads_than_it_has_processors(cli:
     )
 
 
+def test_the_shipped_profiles_are_listed(cli: Cli, data: Path) -> None:
+    listed = cli("profile", "--list").out
+    rows = listed.splitlines()
+    assert rows[0].split()[:2] == ["profile", "CPU"] and rows[-1].startswith("DERIVED from data sheets")
+    assert [row.split()[0] for row in rows[1:-1]] == reference_names()
+    machines = json.loads(cli("profile", "--list", "--json").out)["machines"]
+    assert [machine["name"] for machine in machines] == reference_names()
+
+
 def test_every_shipped_profile_plans(cli: Cli, data: Path, tmp_path: Path) -> None:
-    for name in reference_names():
+    for name in MACHINES:
         assert cli("plan", "--random-weights", "llama-3-8b", "--hardware", name).code == 0
     write_record(reference_profile("rtx-3060-12gb"), tmp_path / "mine.json")
     ended = cli("plan", "--random-weights", "llama-3-8b", "--hardware", tmp_path / "mine.json")

@@ -26,10 +26,11 @@ from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.reference import DATA_SHEETS, reference_names, reference_profile
+from hetero_ee_profiles.reference import reference_profile
 from tests.drafted_generation import generate_exact
 from tests.drawn_plans import Drawn, drawn
 from tests.emulation import dummy, planned, prompt_of
+from tests.shipped import DATA_SHEETS, MACHINES
 
 N_PROMPT, N_NEW, CONTEXT_TOKENS = 1024, 16, 2048
 PROMISED, USUAL, MEDIAN = 0.05, 0.02, 1e-3  # differences: of any run, of those here, of half of them
@@ -76,7 +77,7 @@ def check(found: list[float]) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.few(7)
-@pytest.mark.parametrize("hardware", reference_names())
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("model", MODELS)
 def test_prediction_and_emulation_agree(model: str, hardware: str) -> None:
     spec, profile = known_spec(model), reference_profile(hardware)
@@ -152,7 +153,7 @@ def test_a_run_behind_others_has_the_same_rate(kinds: tuple[str, ...]) -> None:
     assert alone_s == pytest.approx(decode_s, rel=PROMISED)
 
 
-@pytest.mark.parametrize("hardware", reference_names())
+@pytest.mark.parametrize("hardware", MACHINES)
 def test_the_cpu_and_copies_at_once_read_no_more_than_the_ram_gives(hardware: str) -> None:
     spec, profile, timeline = known_spec("llama-2-7b"), reference_profile(hardware), Timeline()
     pins = (r"layers\.\d*[02468]\.ffn", "stream"), ("layers.*", "cpu")

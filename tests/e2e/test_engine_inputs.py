@@ -48,7 +48,10 @@ def refusal(kind: type[HeteroError] = UsageError, **options: Any) -> str:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "plan a number": ({"plan": 5}, "plan is 5; expected a Plan, or a file"),
     "plan a dictionary": ({"plan": {}}, "plan is {}; expected a Plan"),
-    "profile of no name": ({"profile": "laptop"}, "'laptop' is not a shipped profile; choose one of"),
+    "profile of no name": (
+        {"profile": "laptop"},
+        "'laptop' is not a shipped profile; `hetero-ee profile --list` lists",
+    ),
     "profile no file": ({"profile": Path("x")}, "the profile x can't be used ("),
     "profile no file, emulated": ({"profile": "./x", "emulate": True}, "the profile ./x can't be used ("),
     "profile a number": ({"profile": 1}, "profile is 1; expected 'auto', 'off', a HardwareProfile, the name"),

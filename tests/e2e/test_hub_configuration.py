@@ -106,7 +106,7 @@ def test_a_damaged_configuration_in_the_cache_is_fetched_anew(hub: Hub, tiny: Pa
 
 def test_what_cannot_be_run_is_not_planned_for_either(hub: Hub, tiny: Path) -> None:
     files = files_of(tiny)
-    hub.publish("org/gguf", {"model-Q4.gguf": b"x"})
+    hub.publish("org/gguf", {"imatrix.gguf": b"x"})
     hub.publish("org/no-config", {SINGLE: files[SINGLE]})
     hub.publish("org/unknown", files | {CONFIG: b'{"model_type": "mamba"}'})
     with pytest.raises(CheckpointError, match="only GGUF files"):

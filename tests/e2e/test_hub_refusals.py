@@ -57,7 +57,15 @@ def refusal(model: str | Path = ID, **options: object) -> HeteroError:
         "a" * 4096,
         "a?b",
         "a#b",
-        "a/b:c",
+        "a/b:",
+        "a/b:c:d",
+        "a/b:..",
+        "a/..:Q4_0",
+        "llama3.2:1b",
+        "https://huggingface.co/datasets/a/b",
+        "https://huggingface.co/a/..",
+        "https://example.com/a/b",
+        "hf.co//[",
     ],
 )
 def test_what_is_no_id_is_never_asked_for(
@@ -82,7 +90,9 @@ def test_what_can_only_be_a_path_is_no_id(hub: Hub, tmp_path: Path, monkeypatch:
 
 
 def test_names_of_other_programs_are_told_from_ids(hub: Hub, tmp_path: Path) -> None:
-    assert "names with a colon are not Hugging Face ids, which have the form org/name;" in str(refusal("llama3.1:8b"))
+    assert "ollama's short names are not known; give the id of the model" in str(refusal("llama3.1:8b"))
+    assert "not the address of a model or a GGUF file on huggingface.co" in str(refusal("https://ollama.com/a/b"))
+    assert "'model.safetensors' in a/b is not a GGUF file" in str(refusal("hf.co/a/b/blob/main/model.safetensors"))
     for model in ("model.GGUF", str(tmp_path / "model.gguf"), tmp_path / "model.gguf"):
         assert f"there is no folder {model}; give one with a Hugging Face checkpoint, a store, a GGUF file" in str(
             refusal(model)
@@ -128,7 +138,7 @@ def test_impossible_revisions_are_refused(hub: Hub, tiny: Path, revision: str) -
 WITHOUT_WEIGHTS = {
     "pickles": ({"pytorch_model.bin": b"\x80"}, "only as pickles"),
     "older pickles": ({"model.pth": b"\x80", "model.pt": b"\x80"}, "only as pickles"),
-    "GGUF": ({"tiny-Q4_K_M.gguf": b"GGUF"}, "only GGUF files"),
+    "GGUF": ({"mmproj-F16.gguf": b"GGUF"}, "only GGUF files that are no whole models"),
     "an adapter": ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"0"}, "an adapter and no model"),
     "another layout": ({"consolidated.safetensors": b"0"}, f"neither {SINGLE} nor {INDEX}"),
     "parts elsewhere": ({"unet/model.safetensors": b"0"}, "no weights in safetensors"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.known_shapes import SHAPES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.profiling.kept import keep_profile
 from hetero_ee.profiling.machine_profile import versions
@@ -18,8 +17,9 @@ from hetero_ee_profiles.hardware import MEASURED
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.machine import this_machine
 from hetero_ee_profiles.records import from_json
-from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import PROMPT, Cli
+from tests.shipped import MACHINES, SHAPES
 
 CARD = ["--hardware", "rtx-4060-laptop-8gb"]
 
@@ -50,7 +50,7 @@ def planned(cli: Cli, *arguments: object) -> str:
     return from_json(Plan, cli("plan", *arguments, "--json").out).sha256[:16]
 
 
-@pytest.mark.parametrize("card", reference_names())
+@pytest.mark.parametrize("card", MACHINES)
 @pytest.mark.parametrize("model", SHAPES)
 def test_models_on_cards(cli: Cli, model: str, card: str) -> None:
     subject = ["--random-weights", model, "--hardware", card]
@@ -61,7 +61,7 @@ def test_models_on_cards(cli: Cli, model: str, card: str) -> None:
     assert hash_of(json.loads(simulated.out)) == made
 
 
-@pytest.mark.parametrize("card", reference_names())
+@pytest.mark.parametrize("card", MACHINES)
 @pytest.mark.sample(0)
 def test_a_model_that_is_not_there_yet(cli: Cli, tmp_path: Path, card: str) -> None:
     """By its config.json alone, in a folder whose name a shell would take apart."""

@@ -41,6 +41,7 @@ def test_the_text_is_generates(cli: Cli, mode: str) -> None:
     ended = cli("simulate", "-p", PROMPT, *SHORT, "--mode", mode)
     assert ended.code == 0 and ended.out.startswith(f"{generated}\n\nSIMULATED on {LAPTOP}, derived from data sheets: ")
     assert f"{mode} mode" in ended.out and ("drafts  " in ended.out) == (mode == "exact")
+    assert "predicted ms" in ended.out and ("with its drafts ms" in ended.out) == (mode == "exact")  # or both are one
     document = json.loads(cli("simulate", "-p", PROMPT, *SHORT, "--mode", mode, "--json").out)
     assert document["text"] == generated and document["mode"] == mode
 

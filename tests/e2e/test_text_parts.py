@@ -31,6 +31,11 @@ def random_pair(name: str, folder: Path) -> Any:
             text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=130
         )
         model = transformers.Gemma3ForConditionalGeneration(config)
+    elif name == "mistral3":
+        text = FAMILIES["mistral"][1] | {"tie_word_embeddings": False, "model_type": "mistral"}
+        vision |= {"image_size": 8, "patch_size": 4, "head_dim": 4, "model_type": "pixtral"}
+        config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+        model = transformers.Mistral3ForConditionalGeneration(config)
     else:
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
         text = FAMILIES["qwen2"][1] | {"tie_word_embeddings": False, "rope_parameters": rope}
@@ -78,6 +83,18 @@ def test_a_tensor_of_two_names_is_refused(tmp_path: Path) -> None:
     }
     save_file(tensors | others, file)
     with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is in both"):
+        Checkpoint(tmp_path, read_spec(tmp_path))
+
+
+def test_a_tied_model_with_an_untied_text_part_needs_no_head(tmp_path: Path) -> None:
+    """Only the first flag counts in transformers."""
+    model = random_pair("mistral3", tmp_path)
+    expected_tokens, expected = reference_greedy(model, PROMPT, N_TOKENS)
+    tokens, steps = greedy(executor_of(tmp_path), [PROMPT], N_TOKENS)
+    assert tokens[0] == expected_tokens
+    assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lacks tensors: lm_head\.weight"):
         Checkpoint(tmp_path, read_spec(tmp_path))
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.models.known_shapes import SHAPES, known_spec
+from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
@@ -27,7 +27,8 @@ from hetero_ee.planning.statistics import (
 )
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, RowsTime
 from hetero_ee_profiles.measurement import derived
-from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.reference import reference_profile
+from tests.shipped import MACHINES, SHAPES
 
 RATES = (
     *("prompt_tokens_per_s", "generated_tokens_per_s", "ceiling_tokens_per_s", "cpu_tokens_per_s"),
@@ -92,7 +93,7 @@ def _head_bytes(n_bytes: int, context_tokens: int) -> int:
 
 def profiles() -> dict[str, HardwareProfile]:
     """The shipped machines, as if sparse FFNs had been measured on them."""
-    return {name: _with_rows(reference_profile(name)) for name in reference_names()}
+    return {name: _with_rows(reference_profile(name)) for name in MACHINES}
 
 
 def _with_rows(profile: HardwareProfile) -> HardwareProfile:

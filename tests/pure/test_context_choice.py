@@ -14,7 +14,8 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics, published_statistics
-from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.reference import reference_profile
+from tests.shipped import MACHINES
 
 LAPTOP = "rtx-4060-laptop-8gb"
 DEPTH_TOKENS = 2048  # at which rates are compared
@@ -49,7 +50,7 @@ def rate(spec: ModelSpec, hardware: str, context_tokens: int, statistics: Statis
     return made.prediction.generated_tokens_per_s
 
 
-@pytest.mark.parametrize("hardware", reference_names())
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_chosen_context_costs_no_speed_and_a_doubled_one_would(model: str, hardware: str) -> None:
     spec, profile = MODELS[model], reference_profile(hardware)
@@ -134,7 +135,7 @@ def test_choosing_takes_no_more_than_five_plans(monkeypatch: pytest.MonkeyPatch)
         return real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(context, "best_candidate", counted)
-    for hardware in reference_names():
+    for hardware in MACHINES:
         n_plans, start_s = 0, time.process_time()
         plan(LLAMA_70B, reference_profile(hardware))
         print(f"80 layers on {hardware}: {n_plans} plans, {time.process_time() - start_s:.2f} s of CPU time")

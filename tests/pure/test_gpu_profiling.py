@@ -17,8 +17,9 @@ from hetero_ee_kernels import reference
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.records import from_json, to_json
-from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.reference import derived_profile
 from tests.families import config_of
+from tests.shipped import DATA_SHEETS
 from tests.stand_in_gpu import METHODS, StandInGpu
 
 ORIGIN = Origin("a test", "2026-11-21", "versions")

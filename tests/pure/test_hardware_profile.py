@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_ee import UsageError
+from hetero_ee_profiles.data_sheets import DataSheet, data_sheets
 from hetero_ee_profiles.hardware import AttentionTime, HardwareProfile, interpolated
 from hetero_ee_profiles.measurement import Origin, derived, measured
 from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
-from hetero_ee_profiles.reference import DATA_SHEETS, DataSheet, derived_profile, reference_names, reference_profile
+from hetero_ee_profiles.reference import derived_profile, reference_names, reference_profile
+from tests.shipped import DATA_SHEETS
 
 ORIGIN = Origin("a command", "2026-11-21", "versions")
 PROFILE = derived_profile(DATA_SHEETS[0], "2026-11-21")
@@ -135,10 +137,21 @@ def test_reference_profiles_say_that_nothing_was_measured(name: str) -> None:
 
 
 def test_there_is_a_profile_for_each_data_sheet_and_no_other_name() -> None:
-    assert reference_names() == sorted(sheet.name for sheet in DATA_SHEETS)
+    assert reference_names() == sorted({sheet.name for sheet in data_sheets()}) and len(data_sheets()) >= 40
     for name in ("../rtx-3060-12gb", "nope", "", None, 3, ["rtx-3060-12gb"]):
-        with pytest.raises(UsageError, match=r"is not a shipped profile; choose one of rtx-3060-12gb, "):
+        with pytest.raises(UsageError, match=r"is not a shipped profile; `hetero-ee profile --list` lists them"):
             reference_profile(name)  # type: ignore[arg-type]
+
+
+def test_the_usual_cards_are_shipped() -> None:
+    """From 4 GiB on, of desktops and laptops, by both makers."""
+    names = set(reference_names())
+    for series in ("rtx-30", "rtx-40", "rtx-50"):
+        assert {series in name and "laptop" in name for name in names} == {True, False}
+    assert {"rtx-3060-12gb", "rtx-4060-ti-16gb", "rtx-5090-32gb", "rtx-3080-laptop-16gb", "rx-7900-xtx-24gb"} <= names
+    for sheet in data_sheets():
+        assert sheet.name.endswith(f"-{sheet.vram_gib}gb") and 100 < sheet.vram_gb_s < 2000
+        assert 5 < sheet.fp32_tflops < 110 and 15 < sheet.link_gb_s < 64 and sheet.ram_gb_s < sheet.vram_gb_s
 
 
 def test_interpolation() -> None:

@@ -45,7 +45,7 @@ def test_public_names_resolve() -> None:
 def test_a_tested_version_is_stated_of_every_requirement() -> None:
     """`.ci/run` writes them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = (project["optional-dependencies"][extra] for extra in ("gpu", "gguf", "sentencepiece", "server"))
+    extras = (project["optional-dependencies"][extra] for extra in ("gpu", "sentencepiece", "server"))
     needed = [Requirement(line) for line in (*project["dependencies"], *chain.from_iterable(extras))]
     assert {requirement.name for requirement in needed} == TESTED_VERSIONS.keys()
     assert all(requirement.specifier.contains(TESTED_VERSIONS[requirement.name]) for requirement in needed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_ee.errors import UsageError
-from hetero_ee.models.known_shapes import SHAPES, known_spec
+from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
@@ -14,8 +14,9 @@ from hetero_ee.planning.reports.pins import pins, placement_pins
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
 from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.placement import LimitOptions
-from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.reference import reference_profile
 from hetero_ee_profiles.units import GIB
+from tests.shipped import MACHINES, SHAPES
 
 DRAFTS = DraftRates("a source", (0.8, 0.7, 0.6), 1e-4)
 
@@ -50,7 +51,7 @@ def parsed(made: Plan, limits: Limits) -> Limits:
     return options.limits(ModelOptions(context_tokens=int(known["-c"]), threads=int(known["-t"])))
 
 
-PAIRS = [(model, card) for model in (*SHAPES, "80 layers") for card in reference_names()]
+PAIRS = [(model, card) for model in (*SHAPES, "80 layers") for card in MACHINES]
 WISHES = {
     "nothing": Limits(),
     "a small budget": Limits(vram_budget_bytes=2 * GIB + 12345, context_tokens=2048),

@@ -21,10 +21,12 @@ from hetero_ee.planning.schedule import WORTH_IT
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.memory import rounded
+from hetero_ee_profiles.data_sheets import DataSheet
 from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
 from hetero_ee_profiles.records import from_json, to_json
-from hetero_ee_profiles.reference import DATA_SHEETS, DataSheet, derived_profile
+from hetero_ee_profiles.reference import derived_profile
 from hetero_ee_profiles.units import GIB
+from tests.shipped import DATA_SHEETS
 
 ROUNDING = 1 + 2e-2  # the places are within a hundredth of the best, so two of them are within two
 

@@ -25,8 +25,9 @@ from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, Machine
 from hetero_ee_profiles.host import memory as memory_module
 from hetero_ee_profiles.host.memory import MemoryInfo
 from hetero_ee_profiles.measurement import Origin, measured
-from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.reference import derived_profile
 from tests.families import config_of
+from tests.shipped import DATA_SHEETS
 from tests.stand_in_gpu import StandInGpu
 from tests.store_support import FaultyDisk, contents
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.models.known_shapes import SHAPES, known_spec
+from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.placement import Placement
@@ -13,8 +13,9 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
-from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.reference import reference_profile
 from scripts.compare_published import DECODE, PROMPTS, main, predicted, shortfalls, table
+from tests.shipped import MACHINES, SHAPES
 
 LAPTOP = "rtx-4060-laptop-8gb"
 HEADS = {"EAGLE-1": (0.73, 0.51, 0.51, 0.53, 0.4, 0.5), "EAGLE-3": (0.79, 0.72)}  # as in bench_exits.py
@@ -80,7 +81,7 @@ def test_the_ceiling_is_the_rated_bandwidth() -> None:
         assert predicted(row).ceiling_tokens_per_s > 0.98 * row.tokens_per_s
 
 
-@pytest.mark.parametrize("hardware", reference_names())
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("model", SHAPES)
 @pytest.mark.sample(2)
 def test_no_choice_is_below_full_mode(model: str, hardware: str) -> None:

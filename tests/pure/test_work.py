@@ -20,8 +20,9 @@ from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.runtime.work import BlockWorks, joined_name
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.reference import derived_profile
 from tests.device_support import SPEC, round_profile, work
+from tests.shipped import DATA_SHEETS
 
 BLOCKS = decoder_blocks(SPEC)
 KV_BYTES = {"fp32": 2 * 32 * 4, "fp16": 2 * 32 * 2, "int8": 2 * (32 + 4 * 4)}  # of one position, 4 heads of 8

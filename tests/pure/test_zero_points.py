@@ -27,8 +27,9 @@ from hetero_ee.weights.store.verification import verify
 from hetero_ee.weights.store.writer import StoreWriter
 from hetero_ee.weights.tiles import ZEROS, tile_grid
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
-from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.reference import derived_profile
 from tests.families import config_of
+from tests.shipped import DATA_SHEETS
 
 QKV = "layers.0.attention.qkv"
 

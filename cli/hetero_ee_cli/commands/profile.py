@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.terminal.output import printable, say
+from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -32,6 +33,7 @@ def profile(
     random_weights: RandomWeights = None,
     quick: Annotated[bool, typer.Option(help="Rough measurements in 5 seconds, all cores only.")] = False,
     refresh: Annotated[bool, typer.Option(help="Measure again even if a profile was kept.")] = False,
+    lists: Annotated[bool, typer.Option("--list", help="Only list the shipped profiles, for --hardware.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure this machine at a model's shapes: memory, kernels, attention, overheads, disk. Kept for later plans.
@@ -39,6 +41,9 @@ def profile(
     Takes up to 3 minutes, with --quick about 5 seconds. Nothing else should be running: it would be measured too, and
     a profile disturbed by that is measured again at the next run.
     """
+    if lists:
+        _list_shipped(as_json=as_json)
+        return
     with ending_at_once():
         from hetero_ee.hub import resolve  # noqa: F401 - imports that must not be interrupted
     from hetero_ee_profiles.records import to_json
@@ -56,6 +61,22 @@ def profile(
         found = profile_for(spec, folder, noting, quick=quick, refresh=refresh, threads=threads)
     print(to_json(found) if as_json else _shown(found, name), end="" if as_json else "\n")
     say(_closing_line(spec, found, is_new=bool(stages)))
+
+
+def _list_shipped(*, as_json: bool) -> None:
+    """Print the machines whose profiles are derived from data sheets."""
+    from hetero_ee_profiles.data_sheets import data_sheets
+
+    sheets = sorted(data_sheets(), key=lambda sheet: sheet.name)
+    if as_json:
+        print_document({"kind": "derived", "machines": [asdict(sheet) for sheet in sheets]}, with_version=True)
+        return
+    rows: list[tuple[str, ...]] = [("profile", "CPU", "RAM GiB", "GB/s", "VRAM GiB", "GB/s", "TFLOPS", "link GB/s")]
+    for each in sheets:
+        gpu = each.vram_gib, each.vram_gb_s, each.fp32_tflops, each.link_gb_s
+        rows.append((each.name, each.cpu_model, *(f"{value:g}" for value in (each.ram_gib, each.ram_gb_s, *gpu))))
+    print(table(rows, numbers_from=2))
+    print("DERIVED from data sheets; nothing was measured.")
 
 
 def profile_for(

@@ -161,12 +161,17 @@ def _report(found: _Simulated) -> str:
     derived = ", derived from data sheets" if simulation.hardware_kind == "derived" else ""
     lines = [] if simulation.text is None else [simulation.text, ""]
     lines.append(f"SIMULATED on {simulation.hardware}{derived}: {_on_gpu(plan)} on the GPU, {plan.mode} mode")
-    rows = [("", "tokens", "simulated ms", "tokens/s", "predicted ms", "tokens/s")]
+    # Only a text's drafts and exits are real here. Without them, both times would be the same prediction.
+    times: tuple[str, ...] = ("predicted ms", "tokens/s")
+    if found.drafts is not None or found.exits is not None:
+        times = ("with its drafts ms", "tokens/s", *times)
+    rows = [("", "tokens", *times)]
     for name, n_tokens, seconds, predicted_s in (
         ("prompt", simulation.n_prompt_tokens, simulation.prompt_s, simulation.predicted_prompt_s),
         ("text", simulation.n_generated_tokens - 1, simulation.generation_s, simulation.predicted_generation_s),
     ):
-        rows.append((name, str(n_tokens), *_time_and_rate(n_tokens, seconds), *_time_and_rate(n_tokens, predicted_s)))
+        cells = [cell for each in (seconds, predicted_s) for cell in _time_and_rate(n_tokens, each)]
+        rows.append((name, str(n_tokens), *cells[: len(times)]))
     lines.append(table(rows, numbers_from=1))
     if found.drafts is not None:
         predicted = found.predicted_tokens_per_pass

@@ -23,7 +23,7 @@ ModelArgument = Annotated[
 RandomWeights = Annotated[
     str | None,
     typer.Option(
-        help="Random weights instead of MODEL: tinyllama-1.1b, llama-2-7b, llama-2-13b or llama-3-8b.",
+        help="Random weights in a known shape, such as llama-3.1-8b, instead of MODEL. An unknown name lists all.",
         autocompletion=shape_names,
     ),
 ]

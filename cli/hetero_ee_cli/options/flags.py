@@ -55,9 +55,9 @@ def hardware_names(incomplete: str) -> list[str]:
 
 def shape_names(incomplete: str) -> list[str]:
     """Return the names of models with known shapes that complete the input."""
-    from hetero_ee.models.known_shapes import SHAPES
+    from hetero_ee.models.known_shapes import known_shapes
 
-    return one_of(tuple(SHAPES))(incomplete)
+    return one_of(tuple(known_shapes()))(incomplete)
 
 
 def with_options(*, without: Mapping[str, str] | None = None) -> Callable[[Command], Command]:

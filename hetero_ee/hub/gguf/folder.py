@@ -74,7 +74,7 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
     parts = part_files(file)
     identity = [TRANSLATION_VERSION, *(asdict(_NotedFile.of(part)) for part in parts)]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in base_name(parts[0]))[:64].strip(".") or "model"
+    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in base_name(file))[:64].strip(".") or "model"
     folder = cache_folder() / FOLDERS / key / name
     is_current = _is_current(folder)
     if is_current and (configuration_only or (folder / TOKENIZER_FILE).is_file()):

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from hetero_ee.errors import CheckpointError, shown
 from hetero_ee.hub.gguf.header import GgufHeader, GgufTensor, read_gguf_header
@@ -18,10 +18,24 @@ MAX_PARTS = 512  # published models have up to some dozens
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
-def base_name(file: Path) -> str:
+def base_name(file: PurePath) -> str:
     """Return the file's name without its suffix and part number."""
     found = _PART.fullmatch(file.name)
     return found[1] if found else file.stem
+
+
+def part_names(name: str) -> list[str]:
+    """Return the file names of all parts of the model that the file `name` belongs to; only `name` for a whole model.
+
+    The list is empty if the numbers in the name are impossible.
+    """
+    found = _PART.fullmatch(name)
+    if not found:
+        return [name]
+    number, n_parts = int(found[2]), int(found[3])
+    if not 1 <= number <= n_parts <= MAX_PARTS:
+        return []
+    return [f"{found[1]}-{each:05}-of-{found[3]}.gguf" for each in range(1, n_parts + 1)]
 
 
 def part_files(file: Path) -> list[Path]:
@@ -32,20 +46,18 @@ def part_files(file: Path) -> list[Path]:
     """
     if not _PART.fullmatch(file.name):
         file = Path(os.path.realpath(file))
-    found = _PART.fullmatch(file.name)
-    if not found:
+    if not _PART.fullmatch(file.name):
         return [file]
-    number, n_parts = int(found[2]), int(found[3])
-    if not 1 <= number <= n_parts <= MAX_PARTS:
-        raise CheckpointError(f"{file} is named as part {number} of {n_parts}, expected 1 to {MAX_PARTS} parts.")
+    names = part_names(file.name)
+    if not names:
+        raise CheckpointError(f"{file} has impossible part numbers in its name, expected 1 to {MAX_PARTS} parts.")
     folder = Path(os.path.realpath(file.parent))  # the file's own link stays: caches link to other names
-    files = [folder / f"{found[1]}-{each:05}-of-{found[3]}.gguf" for each in range(1, n_parts + 1)]
-    for each, part in enumerate(files, 1):
-        if find_file(folder, part.name, CheckpointError) is None:
+    for each, name in enumerate(names, 1):
+        if find_file(folder, name, CheckpointError) is None:
             raise CheckpointError(
-                f"{part} is missing, part {each} of {n_parts} of a model; put all parts into one folder."
+                f"{folder / name} is missing, part {each} of {len(names)} of a model; put all parts into one folder."
             )
-    return files
+    return [folder / name for name in names]
 
 
 def read_model_header(files: Sequence[Path]) -> GgufHeader:
