@@ -56,6 +56,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.full)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much compiled GPU code the tests in tests/gpu/ptx executed."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    ended = [report for report in reports if getattr(report, "when", "") == "teardown"]
+    counts = [value for report in ended for name, value in report.user_properties if name == "ptx"]
+    if counts:
+        n_launches, n_instructions = (sum(part) for part in zip(*counts, strict=True))
+        terminalreporter.write_line(f"compiled PTX: {n_launches:,} launches, {n_instructions:,} instructions of warps")
+
+
 def representatives(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Return at most MOST_CASES cases of a test, or n if it is marked `sample(n)`, and none without a new value.
 

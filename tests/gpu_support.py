@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+# The compute capability, such as 86, whose compiled PTX is executed (tests/gpu/ptx) instead of Triton's interpreter.
+PTX_ARCHITECTURE = int(os.environ.get("PTX_ARCHITECTURE", "0"))
+HAS_PTX_JITTER = os.environ.get("PTX_JITTER") == "1"  # approximate instructions are off, as hardware's may be
+# Whether this process needs no GPU. TRITON_INTERPRET is Triton's own switch.
+IS_INTERPRETED = PTX_ARCHITECTURE > 0 or os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"
 GUARD_ELEMENTS = 64
 
 

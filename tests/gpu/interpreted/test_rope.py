@@ -42,8 +42,10 @@ def table(n_pairs: int) -> Any:
 
 
 def turn(x: Any, positions: Any, turns: Any, n_heads: int, head_dim: int) -> None:
-    """Turns n_heads queries in place; a key head and a value head follow them. All positions share one page."""
-    pages = new_pages((1, 1, head_dim), "fp32", 1, (1, -(-N_POSITIONS // PAGE_TOKENS)), DEVICE)
+    """Turns n_heads queries in place; a key head and a value head follow them."""
+    n_pages = -(-N_POSITIONS // PAGE_TOKENS)
+    pages = new_pages((1, 1, head_dim), "fp32", n_pages, (1, n_pages), DEVICE)
+    pages.table.copy_(torch.arange(n_pages)[None])  # programs of two positions must not write one slot
     first_key = n_heads * head_dim
     kv_write(x, pages, torch.zeros_like(positions), positions, 0, first_key, first_key + head_dim, rotary_table=turns)
 

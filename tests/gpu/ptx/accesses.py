@@ -1,0 +1,140 @@
+"""Memory of a launch as its instructions see it: every access is checked and counted."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.ptx.arithmetic import U64, UNSIGNED, jittered
+from tests.gpu.ptx.memory import BASE, SECTOR_BYTES, GlobalMemory
+from tests.gpu.ptx.parsing import Kernel, PtxError
+from tests.gpu.ptx.races import Access, Races
+from tests.gpu.ptx.warps import Warps
+
+WATCHED_BYTES = 1 << 26  # of global memory at most: more would take gigabytes
+ATOMICS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+
+
+class Accesses(Warps):
+    """Global and shared memory. Methods are what translated blocks call; c is their Context."""
+
+    counts: Any
+    parameters: dict[str, bytes]
+    has_jitter: bool
+
+    def __init__(self, kernel: Kernel, memory: GlobalMemory, shared_bytes: int) -> None:
+        self.kernel, self.memory = kernel, memory
+        self.shared_bytes = -(-max(shared_bytes + kernel.static_shared_bytes, 16) // 16) * 16
+        is_watched = memory.n_bytes < WATCHED_BYTES
+        self.global_races = Races(memory.n_bytes, kernel.n_threads, True) if is_watched else None
+
+    def start_programs(self, first: int, n_programs: int) -> None:
+        """Give these programs fresh shared memory."""
+        self.first_program, self.first_warp = first, first * self.kernel.n_threads // 32
+        self.program_time = np.ones(n_programs, np.int32)
+        self.warp_time = np.ones(n_programs * self.kernel.n_threads // 32, np.int32)
+        self.shared_words = np.zeros(n_programs * self.shared_bytes // 8, U64)
+        self.is_written = np.zeros(n_programs * self.shared_bytes, bool)
+        self.shared_races = Races(n_programs * self.shared_bytes, self.kernel.n_threads, False)
+
+    @staticmethod
+    def full(c: Any, value: Any) -> Any:
+        return np.full(c.n, value) if np.ndim(value) == 0 else value
+
+    def parameter(self, c: Any, name: str, kind: Any) -> Any:
+        return np.full(c.n, np.frombuffer(self.parameters[name], kind)[0])
+
+    def approximate(self, value: Any) -> Any:
+        """Return the result of an approximate instruction."""
+        return jittered(value) if self.has_jitter else value
+
+    def load(self, c: Any, space: str, at: Any, size: int, n: int, guard: Any, site: int) -> list[Any]:
+        """Return n adjacent words of `size` bytes."""
+        active = np.ones(c.n, bool) if guard is None else guard
+        index = self.place(c, space, at, size * n, active, site, False)[active]
+        if space == "shared":
+            words = self.shared_words.view(UNSIGNED[8 * size])
+            found = [words[index // size + i] for i in range(n)]
+        else:
+            found = self.memory.read(index, size, n)
+        if guard is None:
+            return found
+        results = [np.zeros(c.n, UNSIGNED[8 * size]) for _ in range(n)]
+        for result, value in zip(results, found, strict=True):
+            result[active] = value
+        return results
+
+    def store(self, c: Any, space: str, at: Any, size: int, values: Any, guard: Any, site: int) -> None:
+        """Store adjacent words. Threads that store to one address must store one value."""
+        active = np.ones(c.n, bool) if guard is None else guard
+        index = self.place(c, space, at, size * len(values), active, site, True)[active]
+        values = [value[active] for value in values]
+        if space == "shared":
+            words = self.shared_words.view(UNSIGNED[8 * size])
+            for i, value in enumerate(values):
+                words[index // size + i] = value
+            kept = [words[index // size + i] for i in range(len(values))]
+        else:
+            self.memory.write(index, size, values)
+            kept = self.memory.read(index, size, len(values))
+        if any((a != b).any() for a, b in zip(kept, values, strict=True)):
+            raise PtxError(f"{self.kernel.sites[site]}: threads store different values to one address")
+
+    def atomic(self, c: Any, space: str, at: Any, size: int, operation: str, value: Any, guard: Any, site: int) -> Any:
+        """Update global memory, one thread after the other, and return the old values."""
+        assert space == "global"
+        active = np.ones(c.n, bool) if guard is None else guard
+        races, self.global_races = self.global_races, None  # atomics don't race
+        index = self.place(c, space, at, size, active, site, True)
+        self.global_races = races
+        old = np.zeros(c.n, value.dtype)
+        for thread in np.flatnonzero(active):
+            here = index[thread : thread + 1]
+            old[thread] = self.memory.read(here, size, 1)[0].view(value.dtype)[0]
+            new = value[thread] if operation == "exch" else ATOMICS[operation](old[thread], value[thread])
+            self.memory.write(here, size, [np.array([new], value.dtype).view(UNSIGNED[8 * size])])
+        return old
+
+    def place(self, c: Any, space: str, at: Any, n_bytes: int, active: Any, site: int, is_store: bool) -> Any:
+        """Check accesses of n_bytes each, and return their indices in that memory; 0 for threads that are not active.
+
+        Raises:
+            PtxError: for accesses outside tensors, misaligned ones, reads of unwritten shared memory, and races.
+        """
+        inside = np.zeros(c.n, bool)
+        if space == "global":
+            index = (at - U64(BASE)).astype(np.int64)
+            wanted = np.flatnonzero(active)
+            for chosen, _ in self.memory.parts(index[wanted], n_bytes):
+                inside[wanted[chosen]] = True
+        else:
+            inside |= at.astype(np.int64) + n_bytes <= self.shared_bytes
+            index = at.astype(np.int64) + c.shared_base
+        index = np.where(inside & active, index, 0)
+        if (wrong := active & ~inside).any():
+            self._fail(site, f"thread {c.thread[wrong][0]} is outside of {space} memory, {wrong.sum()} threads in all")
+        if (wrong := active & (at % at.dtype.type(n_bytes) != 0)).any():
+            self._fail(site, f"{wrong.sum()} threads are misaligned")
+        if active.any():
+            self._watch(c.some(active), space, index[active], n_bytes, site, is_store)
+        return index
+
+    def _watch(self, c: Any, space: str, index: Any, n_bytes: int, site: int, is_store: bool) -> None:
+        at, races = index[:, None] + np.arange(n_bytes), self.global_races
+        if space == "shared":
+            races = self.shared_races
+            if not is_store and not self.is_written[at].all():
+                self._fail(site, "reads shared memory that no thread has written")
+            self.is_written[at] = True
+        else:
+            sectors = index // SECTOR_BYTES
+            self.memory.is_touched[sectors] = True
+            self.counts.n_sectors += len(np.unique((c.thread // 32 << 36) + sectors))
+        if races is not None:
+            program_time = self.program_time[c.program - self.first_program]
+            warp_time = self.warp_time[c.thread // 32 - self.first_warp]
+            who = (c.thread, c.thread // 32, c.program, program_time, warp_time)
+            if problem := races.record(Access(at, *(part[:, None] for part in who)), is_store):
+                self._fail(site, problem)
+
+    def _fail(self, site: int, problem: str) -> None:
+        raise PtxError(f"{self.kernel.sites[site]}: {problem}")

@@ -1,0 +1,184 @@
+"""Operations of single threads on arrays over threads, with the bits that NVIDIA's hardware gives."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.ptx.parsing import PtxError
+
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+UNSIGNED = {8: U8, 16: U16, 32: U32, 64: U64}
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
+NAN32 = U32(0x7FFFFFFF)  # the NaN that NVIDIA's fp32 arithmetic returns
+WORD = 0xFFFFFFFF
+SMALLEST_NORMAL = np.float32(1.17549435e-38)
+ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def shift_left(value: Any, by: Any) -> Any:
+    """Shift left. All bits are gone if the word is not longer than `by`."""
+    return _shifted(np.left_shift, value, by)
+
+
+def shift_right(value: Any, by: Any) -> Any:
+    """Shift right. Signed values keep their sign."""
+    return _shifted(np.right_shift, value, by)
+
+
+def _shifted(shift: Any, value: Any, by: Any) -> Any:
+    bits = value.dtype.itemsize * 8
+    if by.ndim == 0 and by < bits:
+        return shift(value, value.dtype.type(by))
+    shifted = shift(value, np.minimum(by, bits - 1).astype(value.dtype))
+    return shifted if shift is np.right_shift and value.dtype.kind == "i" else np.where(by < bits, shifted, shifted * 0)
+
+
+def divide(a: Any, b: Any) -> Any:
+    """Divide integers and round towards 0."""
+    if not np.all(b):
+        raise PtxError("integer division by 0")
+    if a.dtype.kind == "u":
+        return a // b
+    wide_a, wide_b = np.asarray(a, np.int64), np.asarray(b, np.int64)
+    quotient = np.abs(wide_a) // np.abs(wide_b)
+    return np.where((wide_a < 0) != (wide_b < 0), -quotient, quotient).astype(a.dtype)
+
+
+def remainder(a: Any, b: Any) -> Any:
+    return a - divide(a, b) * b
+
+
+def mul_hi(a: Any, b: Any) -> Any:
+    """Return the upper half of the product."""
+    if a.dtype.itemsize == 4:
+        wide = np.int64 if a.dtype.kind == "i" else U64
+        return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+    assert a.dtype == U64, a.dtype
+    mask, half = U64(0xFFFFFFFF), U64(32)
+    low_a, high_a, low_b, high_b = a & mask, a >> half, b & mask, b >> half
+    low, cross, other = low_a * low_b, high_a * low_b, low_a * high_b
+    carry = ((low >> half) + (cross & mask) + (other & mask)) >> half
+    return high_a * high_b + (cross >> half) + (other >> half) + carry
+
+
+def bfe(a: Any, position: Any, length: Any) -> Any:
+    """Extract a bit field that lies within the word. Signed ones are sign-extended."""
+    bits, position, length = a.dtype.itemsize * 8, int(position), int(length)
+    assert 0 < length <= bits - position
+    return (a << a.dtype.type(bits - position - length)) >> a.dtype.type(bits - length)
+
+
+def prmt(a: Any, b: Any, selector: Any) -> Any:
+    """Select each byte from 8 bytes by a nibble of the selector. Its bit 3 selects eight times that byte's sign."""
+    result = U32(0)
+    pool = [(word >> U32(8 * byte)) & U32(255) for word in (a, b) for byte in range(4)]
+    for i in range(4):
+        nibble = (selector >> U32(4 * i)) & U32(15)
+        part = pool[int(nibble) & 7] if nibble.ndim == 0 else np.choose(nibble & U32(7), pool)
+        signs = (part >> U32(7)) * U32(255)
+        part = np.where(nibble & U32(8), signs, part) if np.any(nibble & U32(8)) else part
+        result = result | (part << U32(8 * i))
+    return result
+
+
+def lop3(a: Any, b: Any, c: Any, table: int) -> Any:
+    """Look up every bit: bit 4 a + 2 b + c of the table, computed as an exclusive or of products of a, b and c."""
+    terms = [table >> place & 1 for place in range(8)]
+    for bit in (1, 2, 4):
+        terms = [term ^ (terms[place ^ bit] if place & bit else 0) for place, term in enumerate(terms)]
+    result = U32(WORD * terms[0])
+    for place in (place for place in range(1, 8) if terms[place]):
+        words = [word for n, word in enumerate((a, b, c)) if place >> (2 - n) & 1]
+        result = result ^ functools.reduce(np.bitwise_and, words)
+    return result
+
+
+def dp4a(a: Any, b: Any, c: Any, kinds: str) -> Any:
+    """Add the products of four bytes to c. `kinds` has a letter, u or s, for a and for b."""
+    result = c
+    for byte in range(4):
+        parts = [((word >> U32(8 * byte)) & U32(255)).astype(U8) for word in (a, b)]
+        left, right = (p.view(SIGNED[8]) if k == "s" else p for p, k in zip(parts, kinds, strict=True))
+        result = result + (left.astype(np.int32) * right.astype(np.int32)).astype(np.int32).view(U32)
+    return result
+
+
+def canonical(value: Any) -> Any:
+    """Replace every NaN by NVIDIA's."""
+    is_nan = value != value
+    return np.where(is_nan, NAN32.view(np.float32), value) if is_nan.any() else value
+
+
+def flush(value: Any) -> Any:
+    """Replace subnormal numbers by 0 of their sign."""
+    tiny = np.abs(value) < SMALLEST_NORMAL
+    return np.where(tiny, np.copysign(np.float32(0), value), value) if tiny.any() else value
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c in fp32, rounded once.
+
+    The fp64 product is exact. A sum that could be rounded twice is rounded to odd in fp64 first.
+    """
+    product, wide = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = np.atleast_1d(product + wide)
+    bits = total.view(np.int64)
+    doubtful = ((bits & 0x1FFFFFFF) == 0x10000000) | (np.abs(total) < 2.0**-125)
+    if doubtful.any():
+        rest = total - product
+        error = (product - (total - rest)) + (wide - rest)
+        wrong = (error != 0) & np.isfinite(error) & np.isfinite(total) & ((bits & 1) == 0)
+        away = (error > 0) == (total > 0)
+        total = np.where(wrong, np.where(away, bits + 1, bits - 1), bits).view(np.float64)
+    return total.reshape(np.shape(product + wide)).astype(np.float32)
+
+
+def extreme(a: Any, b: Any, is_max: bool, keeps_nan: bool) -> Any:
+    """Return the maximum or minimum. -0 is below +0. A number wins against NaN, unless NaN is kept."""
+    result = (np.fmax if is_max else np.fmin)(a, b)
+    zeros = (a == 0) & (b == 0)
+    if zeros.any():
+        bits_a, bits_b = a.view(U32), b.view(U32)
+        result = np.where(zeros, (bits_a & bits_b if is_max else bits_a | bits_b).view(np.float32), result)
+    return canonical(np.where((a != a) | (b != b), np.float32(np.nan), result) if keeps_nan else result)
+
+
+def rounded(function: Any, value: Any) -> Any:
+    """Apply a function in fp64 and round its result to fp32."""
+    return canonical(function(value.astype(np.float64)).astype(np.float32))
+
+
+def jittered(value: Any) -> Any:
+    """Move each value by -2 to 2 units in the last place, equal values equally."""
+    bits = np.ascontiguousarray(value).view(np.int32)
+    off = ((bits * np.int32(-1640531527)) >> np.int32(16)) % np.int32(5) - np.int32(2)
+    fits = np.isfinite(value) & (np.abs(value) > 1e-36) & (np.abs(value) < 1e38)
+    return np.where(fits, bits + off, bits).astype(np.int32).view(np.float32)
+
+
+def to_float(value: Any, kind: Any) -> Any:
+    """Convert to a float type. NaN becomes the one that NVIDIA's conversions return."""
+    result = value.astype(kind)
+    if kind == np.float16:
+        return np.where(value != value, U16(0x7FFF).view(np.float16), result)
+    return canonical(result) if kind == np.float32 else result
+
+
+def to_integer(value: Any, mode: str, kind: Any) -> Any:
+    """Round to an integer type of at most 32 bits. Numbers out of range become the nearest in range, NaN becomes 0."""
+    bounds = np.iinfo(kind)
+    assert bounds.bits <= 32, kind
+    whole = np.nan_to_num(ROUNDINGS[mode](value.astype(np.float64)), nan=0.0, posinf=1e30, neginf=-1e30)
+    return np.clip(whole, float(bounds.min), float(bounds.max)).astype(kind)
+
+
+def half_of(pair: Any, at: int) -> Any:
+    """Return one fp32 of two in a 64-bit word."""
+    return ((pair >> U64(at)) & U64(0xFFFFFFFF)).astype(U32).view(np.float32)
+
+
+def pack_halves(high: Any, low: Any) -> Any:
+    parts = [to_float(x, np.float16).view(U16).astype(U32) for x in (high, low)]
+    return parts[0] << U32(16) | parts[1]

@@ -1,0 +1,163 @@
+"""Replaces Triton's launches: kernel[grid](...) on CPU tensors is lowered to PTX by Triton's own compiler and executed.
+
+ptxas is not run: what it removes, fuses or reorders is not modelled, nor is time.
+"""
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from hetero_ee_kernels.tile_matrix import PLAIN, PTX, TURING
+from tests.gpu.ptx.machine import Counts, Machine
+from tests.gpu.ptx.memory import GlobalMemory
+from tests.gpu.ptx.parsing import Kernel, PtxError
+from tests.gpu.ptx.translation import translated
+
+Change = Any  # of PTX text, for mutants
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A translated kernel with its PTX."""
+
+    kernel: Kernel
+    shared_bytes: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch that was executed."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    counts: Counts
+
+    @property
+    def n_instructions(self) -> int:
+        """Instructions of warps."""
+        return self.counts.n_instructions(self.program.kernel)
+
+
+@dataclass(slots=True)
+class Launcher:
+    """Executes launches for cards of one compute capability.
+
+    Attributes:
+        architecture: the compute capability, such as 86.
+        folder: where PTX is kept, for other processes of this run.
+        has_jitter: whether approximate instructions are off by up to 2 units in the last place, as hardware's may be.
+        change: applied to the PTX of every kernel before it is translated.
+    """
+
+    architecture: int
+    folder: Path | None = None
+    has_jitter: bool = False
+    change: Change = str
+    launches: list[Launch] = field(default_factory=list)
+    _programs: dict[str, Program] = field(default_factory=dict)
+    _binders: dict[Any, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def installed(self) -> Iterator["Launcher"]:
+        """Execute every launch here. Memory that torch allocates is full of NaN meanwhile."""
+
+        def run(function: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+            self.launch(function, arguments, grid, options)
+
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JITFunction, "run", run)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            try:
+                yield self
+            finally:
+                torch.use_deterministic_algorithms(was_deterministic)
+
+    @contextmanager
+    def reported(self, node: pytest.Item) -> Iterator["Launcher"]:
+        """Execute a test's launches here, and count them for pytest's summary."""
+        self.launches.clear()
+        with self.installed():
+            yield self
+        node.user_properties.append(("ptx", [len(self.launches), sum(x.n_instructions for x in self.launches)]))
+
+    def launch(self, function: Any, arguments: Any, grid: Any, options: dict[str, Any]) -> None:
+        """Execute one launch. Raises: PtxError: names the kernel, the instruction and what is wrong."""
+        backend = make_backend(GPUTarget("cuda", self.architecture, 32))
+        if function not in self._binders:
+            self._binders[function] = create_function_from_signature(function.signature, function.params, backend)
+        if options.get("ISA") == PLAIN:  # what host code chooses for CPU tensors
+            options["ISA"] = TURING if self.architecture < 80 else PTX
+        bound, specialization, extra = self._binders[function](*arguments, **options)
+        packed = function._pack_args(backend, options, bound, specialization, extra)
+        compile_options, signature, constants, attributes = packed
+        program = self._program(backend, function, signature, constants, attributes, compile_options)
+        given = [(value, signature[name]) for name, value in bound.items() if signature[name] != "constexpr"]
+        memory = GlobalMemory([value for value, _ in given if hasattr(value, "data_ptr")])
+        values = [_packed(value, kind, memory) for value, kind in given]
+        values += [bytes(8)] * (len(program.kernel.parameters) - len(values))  # of Triton's own scratch memory
+        sizes = (*map(int, grid(bound) if callable(grid) else grid), 1, 1)[:3]
+        named = dict(zip(program.kernel.parameters, values, strict=True))
+        machine = Machine(program.kernel, sizes, named, memory, program.shared_bytes, has_jitter=self.has_jitter)
+        try:
+            self.launches.append(Launch(program, sizes, machine.run()))
+        except PtxError as error:
+            raise PtxError(f"{program.kernel.name}: {error}") from error
+
+    def _program(self, backend: Any, function: Any, *parts: Any) -> Program:
+        signature, constants, attributes, options = parts
+        key = repr((self.architecture, function.cache_key, signature, sorted(constants.items(), key=repr)))
+        key += repr((sorted(attributes.items()), str(options)))
+        if key not in self._programs:
+            file = self.folder and self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.ptx"
+            if file and file.exists():
+                shared_bytes, _, text = file.read_text().partition("\n")
+            else:
+                source = ASTSource(function, signature, constants, attributes)
+                text, shared_bytes = compiled(source, backend, options)
+                if file:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(f"{shared_bytes}\n{text}")
+            text = self.change(text)
+            self._programs[key] = Program(translated(text), int(shared_bytes), text)
+        return self._programs[key]
+
+
+def compiled(source: Any, backend: Any, options: Any) -> tuple[str, int]:
+    """Return the PTX of a kernel and the bytes of shared memory that it needs."""
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    metadata = {"target": backend.target, **options.__dict__}
+    code_generation = backend.get_codegen_implementation(options)
+    module = source.make_ir(backend.target, options, code_generation, backend.get_module_map(), context)
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if name == "ptx":
+            break
+    return module, metadata.get("shared", 0)
+
+
+def _packed(value: Any, kind: str, memory: GlobalMemory) -> bytes:
+    """Return an argument's bytes."""
+    if kind.startswith("*"):
+        return struct.pack("<Q", memory.address(value.data_ptr()) if hasattr(value, "data_ptr") else 0)
+    if kind.startswith("fp"):
+        return struct.pack({"fp32": "<f", "fp64": "<d"}[kind], value)
+    return (int(value) & (1 << 64) - 1).to_bytes(8, "little")[: max(1, int(re.sub(r"\D", "", kind)) // 8)]

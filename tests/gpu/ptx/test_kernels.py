@@ -1,0 +1,92 @@
+"""Kernels compiled to PTX and executed, by tests of tests/gpu/interpreted: a few for each kernel.
+
+All of those tests run on PTX with PTX_ARCHITECTURE=86 pytest -n 0 tests/gpu/interpreted.
+"""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hetero_ee_kernels.masked_linear import masked_linear
+from hetero_ee_kernels.sparse_ffn import sparse_ffn
+from tests.gpu.ptx.launcher import Launcher
+from tests.gpu_support import DEVICE, IS_INTERPRETED
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu" or IS_INTERPRETED, reason="launches run elsewhere")
+ARCHITECTURES = (86, 120)
+QUICK: list[tuple[Any, ...]] = [  # file, test, arguments: one for each kernel
+    ("quantize", "codes_and_scales", (2, 1056), torch.float32),
+    ("norm", "heads_in_place_and_nothing_beside_them", 80),
+    ("activate", "bits_depend_on_the_row_alone"),
+    ("matmul", "products_equal_float64", "linear", (70, 1100, 3)),
+    ("embed", "rows_are_the_matrix_s", "codebook", 1056),
+    ("rope", "turns_and_touches_nothing_else", 64, 32),
+    ("attention", "accurate_for_every_shape", (1, 8, 64), None),
+    ("draft", "a_draft_vocabulary_has_its_tokens_noise"),
+    ("sparse_ffn", "bits_of_any_shape_are_the_definitions", (70, 200), 2, True),
+]
+MORE: list[tuple[Any, ...]] = [
+    ("quantize", "codes_and_scales", (5, 250), torch.float16),
+    ("norm", "accurate_and_the_residual_is_added", "rms", 1000),
+    ("norm", "accurate_and_the_residual_is_added", "layer", 1000),
+    ("attention", "contexts_of_several_parts", 300),
+    ("attention", "a_prompts_rows_have_the_bits_of_one_row", (1, 4, 16), None),
+    ("draft", "the_token_that_sampling_draws", 1.0),
+    ("draft", "the_network_judges_the_four_largest", 5000, 33, ""),
+    ("draft", "the_noise_is_finite_and_accurate_at_its_ends"),
+    ("sparse_ffn", "thresholds_skip_neurons_of_rows_that_may", sparse_ffn),
+    ("sparse_ffn", "sections_of_two_blocks"),
+    ("sparse_ffn", "the_first_sections_are_added_to_the_rest", 700, True),
+    ("masked_linear", "bits_of_any_shape_are_the_definitions", (70, 200), 3),
+    ("masked_linear", "tokens_that_may_not_skip_have_all_neurons", masked_linear),
+]
+for _kind in ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap"):
+    MORE.append(("activate", "accurate", _kind, True, 513))
+for _kind in ("linear", "codebook", "int8", "zeros"):
+    MORE += [("matmul", "products_equal_float64", _kind, (70, 1100, m)) for m in (1, 8, 16, 32, 40)]
+    MORE.append(("matmul", "a_rows_bits_do_not_depend_on_the_others", _kind, (40, 160)))
+for _kind in ("linear", "codebook", "int8"):
+    MORE += [("sliced_head", "bits_of_the_whole_product", _kind, 1088), ("embed", "learned_positions_are_added", _kind)]
+for _kind in ("fp32", "fp16", "int8"):
+    MORE.append(("kv_write", "writes_what_the_kind_can_hold_and_nothing_else", _kind, 64))
+    MORE.append(("kv_write", "turns_queries_in_place_and_keys_on_their_way", _kind, 20, 5))
+    MORE.append(("attention", "scores_with_a_scale_and_a_cap", _kind))
+    MORE.append(("attention", "bits_depend_on_the_row_alone", _kind))
+
+
+def run(case: tuple[Any, ...]) -> None:
+    """Call a test of tests/gpu/interpreted."""
+    file, name, *arguments = case
+    getattr(importlib.import_module(f"tests.gpu.interpreted.test_{file}"), f"test_{name}")(*arguments)
+
+
+def name_of(case: tuple[Any, ...]) -> str:
+    return " ".join(str(getattr(part, "__name__", part)) for part in case)
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def launcher(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Launcher]:
+    """Executes the test's launches for cards of a compute capability."""
+    with Launcher(request.param, run_folder / "ptx").reported(request.node) as launcher:
+        yield launcher
+
+
+@pytest.mark.parametrize("launcher", ARCHITECTURES[:1], indirect=True)
+@pytest.mark.sample(99)
+@pytest.mark.parametrize("case", QUICK, ids=name_of)
+def test_every_kernel(case: tuple[Any, ...], launcher: Launcher) -> None:
+    run(case)
+    assert launcher.launches
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", QUICK + MORE, ids=name_of)
+def test_every_specialization(case: tuple[Any, ...], launcher: Launcher) -> None:
+    run(case)
+    assert launcher.launches

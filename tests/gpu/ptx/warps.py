@@ -1,0 +1,84 @@
+"""Instructions that a whole warp executes together: shuffles, reductions, matrix fragments and products."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.ptx.arithmetic import U16, U32
+from tests.gpu.ptx.parsing import PtxError
+
+LANE = np.arange(32)
+REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+class Warps:
+    """Instructions of warps. Each raises PtxError if threads of a warp have diverged."""
+
+    shared_words: Any
+    warp_time: Any
+    first_warp: int
+    full: Any
+    place: Any
+
+    def warp_barrier(self, c: Any) -> None:
+        whole(c, "bar.warp.sync")
+        self.warp_time[c.thread[::32] // 32 - self.first_warp] += 1
+
+    def ldmatrix(self, c: Any, at: Any, n: int, is_transposed: bool, site: int) -> Any:
+        """Load n matrices. Matrix i has a row of 16 bytes at each address of lanes 8 i to 8 i + 7."""
+        whole(c, "ldmatrix")
+        rows = self.place(c, "shared", at, 16, c.laneid < 8 * n, site, False).reshape(-1, 32)
+        results = []
+        for i in range(n):
+            matrix = self.shared_words.view(U16)[rows[:, 8 * i : 8 * i + 8, None] // 2 + np.arange(8)]
+            matrix = matrix.transpose(0, 2, 1) if is_transposed else matrix
+            low, high = (matrix[:, LANE // 4, LANE % 4 * 2 + half].astype(U32) for half in (0, 1))
+            results.append((low | high << U32(16)).reshape(-1))
+        return results
+
+    def stmatrix(self, c: Any, at: Any, values: Any, site: int) -> None:
+        """Store matrices, as ldmatrix loads them."""
+        whole(c, "stmatrix")
+        rows = self.place(c, "shared", at, 16, c.laneid < 8 * len(values), site, True).reshape(-1, 32)
+        for i, value in enumerate(values):
+            self.shared_words.view(U32)[rows[:, 8 * i + LANE // 4] // 4 + LANE % 4] = value.reshape(-1, 32)
+
+    def shuffle(self, c: Any, value: Any, by: Any, clamp: Any, mode: str) -> Any:
+        """Return the value of another lane of the segment that `clamp` describes, or a lane's own if it has none."""
+        whole(c, "shfl.sync")
+        lane, by, clamp = c.laneid.astype(np.int64), np.asarray(by, np.int64) & 31, np.asarray(clamp, np.int64)
+        segment = clamp >> 8 & 31
+        first, last = lane & segment, (lane & segment) | (clamp & 31 & ~segment)
+        wanted = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": first | (by & ~segment)}[mode]
+        wanted = np.where(wanted >= last if mode == "up" else wanted <= last, wanted, lane)
+        return np.take_along_axis(self.full(c, value).reshape(-1, 32), wanted.reshape(-1, 32), 1).reshape(-1)
+
+    def redux(self, c: Any, value: Any, operation: str) -> Any:
+        whole(c, "redux.sync")
+        rows = self.full(c, value).reshape(-1, 32)
+        return np.repeat(REDUCTIONS[operation].reduce(rows, 1, dtype=rows.dtype), 32)
+
+    def mma(self, c: Any, a: Any, b: Any, start: Any, n_halves: int) -> Any:
+        """Multiply signed bytes: fragments of m16n8k32 with two halves of 8 rows, or of m8n8k16 with one.
+
+        Lane 4 r + j: register p of a has row r + 8 (p % n_halves), columns 4 j to 4 j + 3 of k's part p // n_halves.
+        Products of at most 32 pairs are below 2^20, so fp32 adds them exactly.
+        """
+        whole(c, "mma.sync")
+        n_warps = c.n // 32
+        a, b = (np.stack([np.ascontiguousarray(word).view(np.int8) for word in part]) for part in (a, b))
+        left = a.reshape(-1, n_halves, n_warps, 8, 16).astype(np.float32).transpose(2, 1, 3, 0, 4)
+        right = b.reshape(-1, n_warps, 8, 16).astype(np.float32).transpose(1, 0, 3, 2)
+        product = left.reshape(n_warps, 8 * n_halves, -1) @ right.reshape(n_warps, -1, 8)
+        product = product.astype(np.int32).reshape(n_warps, n_halves, 8, 4, 2)  # warp, half, r, j, token % 2
+        return [
+            product[:, place // 2, :, :, place % 2].reshape(-1).view(U32) + start[place]
+            for place in range(2 * n_halves)
+        ]
+
+
+def whole(c: Any, name: str) -> None:
+    """Check that the threads are whole warps."""
+    if not c.is_whole:
+        raise PtxError(f"{name} in a warp whose threads have diverged")
