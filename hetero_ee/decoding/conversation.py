@@ -6,7 +6,7 @@ The reply is the same as well, since a token's bits depend only on its own seque
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Self, Unpack
 
 from hetero_ee.decoding.requests import Continuation, common_length, room_for_reply
@@ -125,6 +125,11 @@ class Conversation:
         return (*self._system, *self._messages)
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Sampling options of turns that don't change them."""
+        return self._sampling
+
+    @property
     def context_tokens(self) -> int:
         """Maximum number of tokens of prompt and reply together."""
         return self._executor.cache.max_tokens
@@ -172,6 +177,25 @@ class Conversation:
         reply = self._begin(earlier, question, self._sampling.changed(**{"seed": seed} | changes))
         self._n_regenerated += 1
         return reply
+
+    def restore(self, messages: Sequence[Message], sampling: SamplingParams) -> None:
+        """Replace messages and sampling options, for example by those of an earlier conversation.
+
+        Args:
+            messages: A system message or none, then those of the user and the replies alternately.
+
+        Raises:
+            UsageError, ModelError: if the messages or options are impossible. The conversation then stays unchanged.
+        """
+        self._end_reply()
+        n_system = int(bool(messages) and messages[0].role == "system")
+        turns = [_message(each.role, each.content) if each.content else each for each in messages[n_system:]]
+        if [each.role for each in turns] != ["user", "assistant"] * (len(turns) // 2):
+            raise UsageError("the messages are not turns of a user and a reply each.")
+        sampling.require_known(self._executor.spec.vocab_size)
+        self._template.render([*messages[:n_system], *turns, Message("user", "?")])
+        self._system, self._messages, self._sampling = tuple(messages[:n_system]), turns, sampling
+        self._n_regenerated = 0
 
     def clear(self) -> None:
         """Forget all messages except the system message."""

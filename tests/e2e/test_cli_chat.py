@@ -1,5 +1,6 @@
 """hetero-ee chat through a pipe: replies on standard output, all else on standard error, one line for what is wrong."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.chat_support import LINES
 from tests.command_line import MODE, RATE, Cli, Ended, refused
 from tests.emulation import LAPTOP
 
+SAVED = '{"version": 1, "model": "", "sampling": {}, "messages": [%s]}'
 PLAIN = ["-t", "1", "--quantizer", "none", "-n", "8"]
 COUNTS = (
     rf"\[ prompt (\d+) new \+ (\d+) cached tok, {RATE} \| gen (\d+) tok, {RATE}{MODE} "
@@ -79,7 +81,38 @@ def test_commands(chat: Cli, replies: list[str]) -> None:
     assert ended.code == 0 and ended.out == f"{first}\n{first}\n{second}\n{second}\n"
     assert "At temperature 0 the reply is always the same" in ended.err
     assert re.search(r"\n5 messages, \d+ of 600 tokens in the context, peak memory [\d.]+ GiB\n", ended.err)
-    assert all(f"\n{name} " in ended.err for name in ("/clear", "/exit", "/help", "/regen", "/stats", "/system"))
+    assert all(
+        f"\n{name} " in ended.err
+        for name in ("/clear", "/exit", "/help", "/load", "/regen", "/save", "/stats", "/system")
+    )
+
+
+def test_a_saved_chat_goes_on_in_another_process(chat: Cli, replies: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    assert f"(3 messages saved to {file}.)" in chat(f"Hi\n/save {file}\n", "-sys", "Be brief.").err
+    ended = chat(f"/load {file}\nAnd you?\n/save {file}\n", "-n", "3")
+    assert ended.out == f"{replies[1]}\n" and "(3 messages loaded.)" in ended.err  # -n 8 was saved, too
+    saved = json.loads(file.read_text())
+    assert [each["role"] for each in saved["messages"]] == ["system", *["user", "assistant"] * 2]
+    assert saved["sampling"]["max_new_tokens"] == 8 and saved["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "message"),
+    [
+        ("/save", "", "/save needs a file; type /save FILE"),
+        ("/save {}", "my notes", "exists and is not a saved chat; name another file"),
+        ("/load {}", "my notes", "is not a saved chat: "),
+        ("/load {}", '{"version": 2}', "its version is 2; this program reads version 1"),
+        ("/load {}.json", "", r"can't be read \(No such file"),
+        ("/load {}", SAVED % '{"role": "assistant", "content": "Hi"}', "are not turns of a user and a reply"),
+    ],
+)
+def test_files_that_are_no_chats_are_refused(chat: Cli, tmp_path: Path, words: str, text: str, message: str) -> None:
+    file = tmp_path / "notes"
+    file.write_text(text)
+    ended = chat(words.format(file))
+    assert ended.code == 2 and re.search(message, ended.err) and file.read_text() == text
 
 
 def test_options_reach_the_sampler(chat: Cli, tiny: Path) -> None:

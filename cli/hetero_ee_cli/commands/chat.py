@@ -16,6 +16,7 @@ from hetero_ee_cli.options.placement import LimitOptions, PlacementOptions, Sess
 from hetero_ee_cli.options.prompt import PromptOptions
 from hetero_ee_cli.options.sampling import SamplingOptions, new_seed
 from hetero_ee_cli.reports.run_report import closing_lines
+from hetero_ee_cli.terminal.chat_file import load_chat, save_chat
 from hetero_ee_cli.terminal.chat_input import PROMPT, Command, ReadLine, piped_lines, read_entry
 from hetero_ee_cli.terminal.output import complain, echo_prompt, print_tokens, printable, say
 from hetero_ee_cli.terminal.text_file import read_text
@@ -27,8 +28,10 @@ COMMANDS = {
     "/clear": "forget all messages",
     "/exit": "end the chat, as do Ctrl-D and /quit",
     "/help": "show this list",
+    "/load": "continue the chat in the file that follows, with its sampling options",
     "/quit": "end the chat",
     "/regen": "replace the last reply with another",
+    "/save": "save messages and sampling options to the file that follows",
     "/stats": "show messages, tokens and memory",
     "/system": "set the system message to the text that follows; without text, remove it",
 }
@@ -105,7 +108,9 @@ class Talk:
         self._commands: dict[str, Callable[[str], None]] = {
             "/clear": lambda _: conversation.clear(),
             "/help": lambda _: self._help(),
+            "/load": self._load,
             "/regen": lambda _: self._regenerate(),
+            "/save": self._save,
             "/stats": lambda _: self._stats(),
             "/system": self._set_system,
         }
@@ -184,6 +189,16 @@ class Talk:
         if reply.sampling.temperature == 0:
             say("(At temperature 0 the reply is always the same; start the chat with --temp for a different one.)")
         self._print(reply)
+
+    def _save(self, name: str) -> None:
+        file = save_chat(name, self._session.model or "", self._conversation)
+        n_messages = len(self._conversation.messages)
+        say(f"({n_messages} message{'s' * (n_messages != 1)} saved to {file}.)")
+
+    def _load(self, name: str) -> None:
+        saved, own = load_chat(name, self._conversation), self._session.model or ""
+        of, n_messages = f" of a chat with {saved.model or 'the demo model'}", len(saved.messages)
+        say(f"({n_messages} message{'s' * (n_messages != 1)}{of if saved.model != own else ''} loaded.)")
 
     def _set_system(self, text: str) -> None:
         self._conversation.system = text or None
