@@ -13,6 +13,7 @@ import pytest
 
 from hetero_ee import Engine
 from hetero_ee.kv.batch import Batch
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.server import bind, http_server, url_of
 from hetero_ee.serving.settings import ServerSettings
@@ -63,21 +64,33 @@ class RunningServer:
 
 @contextmanager
 def serving(engine: Engine, chat_template: str | None = LINES, **settings: Any) -> Iterator[RunningServer]:
-    chosen = ServerSettings(**{"port": 0, "model_name": NAME} | settings)
-    served = ServedModel(engine, chosen, chat_template=chat_template)
-    server = http_server(served)
-    with bind(chosen) as listening:
-        listening.listen()
-        thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
+    served = ServedModel(engine, chosen_settings(**settings), chat_template=chat_template)
+    try:
+        with listening(Models.single(served)) as url:
+            yield RunningServer(engine, served, url)
+    finally:
+        served.close()
+
+
+def chosen_settings(**settings: Any) -> ServerSettings:
+    return ServerSettings(**{"port": 0, "model_name": NAME} | settings)
+
+
+@contextmanager
+def listening(models: Models) -> Iterator[str]:
+    """Serve these models in a thread, at the address that is yielded. The caller closes them."""
+    server = http_server(models)
+    with bind(models.settings) as bound:
+        bound.listen()
+        thread = threading.Thread(target=lambda: server.run(sockets=[bound]), daemon=True)
         thread.start()
         try:
-            running = RunningServer(engine, served, url_of(chosen, listening))
-            eventually(lambda: running.get("/health").status_code == 200)
-            yield running
+            url = url_of(models.settings, bound)
+            eventually(lambda: httpx.get(f"{url}/health", timeout=30).status_code == 200)
+            yield url
         finally:
             server.should_exit = True
             thread.join(10)
-            served.close()
     assert not thread.is_alive()
 
 

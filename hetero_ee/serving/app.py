@@ -2,25 +2,29 @@
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.guard import Guard, refusal
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.page import files
 from hetero_ee.serving.protocols import anthropic, native, openai, openapi
+from hetero_ee.serving.protocols.body import read_body
 from hetero_ee.serving.protocols.responses import responses
 from hetero_ee.serving.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)
 CLIENT_GONE = 499  # the status that servers log; the client is gone
-Answer = Callable[[Request, ServedModel], Awaitable[Response]]
+Answer = Callable[[Request, Any], Awaitable[Response]]
 GETS: dict[str, Answer] = {
     **dict.fromkeys(files.FILES, files.file),
     "/health": native.health,
@@ -38,25 +42,51 @@ POSTS: dict[str, Answer] = {
     "/v1/messages/count_tokens": anthropic.count_tokens,
     "/tokenize": native.tokenize,
     "/detokenize": native.detokenize,
+    "/models/unload": native.unload,
     "/v1/embeddings": native.not_offered,
     "/v1/rerank": native.not_offered,
     "/v1/responses": responses,
     "/infill": native.not_offered,
 }
+# Handlers that get all Models of the server and load none. The others get the ServedModel that the request names.
+OF_ALL_MODELS: frozenset[Answer] = frozenset(
+    (
+        *(files.file, openapi.document, native.health, native.metrics, native.models, native.model, native.unload),
+        native.not_offered,
+    )
+)
 
 
-def create_app(served: ServedModel) -> ASGIApp:
-    """Return the server as an ASGI application. The caller must close `served`."""
-    routes = [Route(path, _endpoint(answer, served), methods=["GET"]) for path, answer in GETS.items()]
-    routes += [Route(path, _endpoint(answer, served), methods=["POST"]) for path, answer in POSTS.items()]
+def create_app(models: Models | ServedModel) -> ASGIApp:
+    """Return the server as an ASGI application. The caller must close `models`, or the server's only model."""
+    models = models if isinstance(models, Models) else Models.single(models)
+    routes = [
+        Route(path, _Endpoint(answer, models), methods=[method])
+        for method, answers in (("GET", GETS), ("POST", POSTS))
+        for path, answer in answers.items()
+    ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
-    return Guard(app, served.settings)
+    return Guard(app, models.settings)
 
 
-def _endpoint(answer: Answer, served: ServedModel) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
+class _Endpoint:
+    """ASGI application of one path. The model of the request stays loaded until the answer is sent."""
+
+    def __init__(self, answer: Answer, models: Models) -> None:
+        self._answer, self._models = answer, models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        async with AsyncExitStack() as held:
+            response = await self._response(request, held)
+            await response(scope, receive, send)
+
+    async def _response(self, request: Request, held: AsyncExitStack) -> Response:
         try:
-            return await answer(request, served)
+            if self._answer in OF_ALL_MODELS:
+                return await self._answer(request, self._models)
+            name = await self._model_name(request)
+            return await self._answer(request, await held.enter_async_context(self._models.using(name)))
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except HeteroError as error:
@@ -66,7 +96,11 @@ def _endpoint(answer: Answer, served: ServedModel) -> Callable[[Request], Awaita
             message = f"the server failed ({type(error).__name__}); see its log."
             return refusal(request.url.path, RequestError(message, status=500))
 
-    return endpoint
+    async def _model_name(self, request: Request) -> str | None:
+        """Return the model that a request names. The only model of a server answers to any name."""
+        if self._models.is_single or request.method != "POST":
+            return request.query_params.get("model")
+        return (await read_body(request, self._models.settings)).text("model")
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

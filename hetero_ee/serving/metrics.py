@@ -1,13 +1,16 @@
 """Prometheus metrics with the names that dashboards for vLLM and llama-server use, but with this project's prefix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hetero_ee.decoding.result import FinishReason, TokenOrigin
 from hetero_ee.serving.scheduler import Scheduler
 
+T = TypeVar("T")
 PREFIX = "hetero_ee:"
 LABELS = ["model_name"]
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -54,15 +57,33 @@ class RequestCost:
     n_tokens: int  # generated
 
 
-class Metrics:
-    """Metrics of one server, with a registry of their own."""
+class MetricFamilies:
+    """Metrics of a server by name. Its models share them, each under its own label."""
 
-    def __init__(self, model_name: str, scheduler: Scheduler) -> None:
-        self._registry, self._model = CollectorRegistry(), model_name
+    def __init__(self) -> None:
+        self._registry, self._made = CollectorRegistry(), dict[str, Any]()
+
+    def get(self, kind: Callable[..., T], name: str, meaning: str, labels: Sequence[str], **more: Any) -> T:
+        """Return the metric with this name. The first call creates it."""
+        if name not in self._made:
+            self._made[name] = kind(PREFIX + name, meaning, [*LABELS, *labels], registry=self._registry, **more)
+        found: T = self._made[name]
+        return found
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class Metrics:
+    """Metrics of one model. Its counts go on in `families` if the model is closed and loaded again."""
+
+    def __init__(self, model_name: str, scheduler: Scheduler, families: MetricFamilies | None = None) -> None:
+        self.families, self._model = families or MetricFamilies(), model_name
+        self._shown: list[tuple[Gauge, tuple[str, ...]]] = []  # gauges that show the loaded model, with their labels
         # With their label at once, so that they are there, as 0, before anything is counted.
         self._counters = {name: self._counter(name, text).labels(model_name) for name, text in COUNTERS.items()}
         self._histograms = {
-            name: Histogram(PREFIX + name, text, LABELS, buckets=each, registry=self._registry).labels(model_name)
+            name: self.families.get(Histogram, name, text, (), buckets=each).labels(model_name)
             for name, (text, each) in HISTOGRAMS.items()
         }
         self._success = self._counter("request_success", "Requests answered", "finished_reason")
@@ -73,13 +94,15 @@ class Metrics:
         self._longest_tokens = self._n_read = self._n_later = 0  # over finished requests, like the seconds below
         self._prefill_s = self._decode_s = 0.0
         for name, (meaning, value) in self._gauges(scheduler).items():
-            self._gauge(name, meaning).labels(model_name).set_function(value)
+            self._gauge(name, meaning).set_function(value)
         config = {"n_slots": str(scheduler.n_slots), "max_tokens": str(scheduler.most_held_tokens)}
-        cache = self._gauge("cache_config_info", "The KV cache as the server began", *config)
-        cache.labels(model_name, *config.values()).set(1)
+        self._gauge("cache_config_info", "The KV cache as the model was loaded", config).set(1)
 
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+    def close(self) -> None:
+        """Remove what is shown of the loaded model. Counts stay."""
+        for gauge, labels in self._shown:
+            gauge.remove(*labels)
+        self._shown = []
 
     def begun(self, queue_s: float, n_prompt_tokens: int, n_cached_tokens: int, *, is_again: bool) -> None:
         """Count a request that has left the queue. `is_again`: whether it was restarted."""
@@ -158,10 +181,12 @@ class Metrics:
         self._histograms[name].observe(value)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, meaning, [*LABELS, *labels], registry=self._registry)
+        return self.families.get(Counter, name, meaning, labels)
 
-    def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
-        return Gauge(PREFIX + name, meaning, [*LABELS, *labels], registry=self._registry)
+    def _gauge(self, name: str, meaning: str, labels: Mapping[str, str] = MappingProxyType({})) -> Gauge:
+        gauge, values = self.families.get(Gauge, name, meaning, tuple(labels)), (self._model, *labels.values())
+        self._shown.append((gauge, values))
+        return gauge.labels(*values)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.generation import Echo, Generation
 from hetero_ee.serving.grammar_checks import GrammarChecks
-from hetero_ee.serving.metrics import Metrics
+from hetero_ee.serving.metrics import MetricFamilies, Metrics
 from hetero_ee.serving.scheduler import Scheduler, Scoring
 from hetero_ee.serving.settings import ServerSettings
 from hetero_ee.serving.tools.tool_format import MARKERS
@@ -23,6 +22,7 @@ from hetero_ee.text.prompt import Prompt, PromptReader
 from hetero_ee.text.text_stream import TextStream
 
 T = TypeVar("T")
+CHAT_TEMPERATURE = 0.8  # of models whose files ask for none
 MARGIN_TOKENS = 64  # by which a text may have fewer tokens than its beginning
 LONG_TEXT = 2**15  # characters; encoding digits takes 0.15 s then (busy 2-core Zen 4, 2026-11-27)
 
@@ -39,19 +39,20 @@ class ServedModel:
         settings: ServerSettings,
         usual: SamplingParams | None = None,
         chat_template: str | None = None,
+        families: MetricFamilies | None = None,
     ) -> None:
         """Start the queue.
 
         Args:
             usual: Default sampling; None for the model's own.
             chat_template: Template instead of the model's own.
+            families: Metrics of the server to count in; None for new ones.
 
         Raises:
             HeteroError: if the template is invalid.
         """
         self.engine, self.settings = engine, settings
         self.usual = engine.default_sampling if usual is None else usual
-        self.created_s = int(time.time())
         source = engine.tokenizer.chat_template if chat_template is None else chat_template
         self.template = source
         self._template = None if source is None else ChatTemplate(source, engine.tokenizer.special_tokens)
@@ -63,7 +64,7 @@ class ServedModel:
         engine.tokenizer.encode("a")  # the first use initializes the tokenizer, before other threads decode
         self.grammars = GrammarChecks(engine.grammars)
         self.scheduler = Scheduler(engine, settings.n_slots, settings.queue_size)
-        self.metrics = Metrics(settings.model_name, self.scheduler)
+        self.metrics = Metrics(settings.model_name, self.scheduler, families)
         self.scheduler.watch = self.metrics.step
 
     @property
@@ -79,6 +80,12 @@ class ServedModel:
     def most_tokens(self) -> int:
         """Maximum context length in tokens."""
         return self.engine.executor.most_tokens
+
+    @property
+    def page_temperature(self) -> float:
+        """Temperature of the page's chats unless the user changes it. Greedy chats repeat themselves."""
+        given = self.settings.page_temperature
+        return (self.engine.default_sampling.temperature or CHAT_TEMPERATURE) if given is None else given
 
     async def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, as `Engine.generate` reads it.
@@ -164,6 +171,7 @@ class ServedModel:
     def close(self) -> None:
         """End every request. Closing twice does nothing."""
         self.scheduler.close()
+        self.metrics.close()
         self.grammars.close()
         self._long_texts.shutdown(wait=False, cancel_futures=True)
         if self._template is not None:

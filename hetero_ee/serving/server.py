@@ -9,7 +9,7 @@ import uvicorn
 from hetero_ee.errors import UsageError
 from hetero_ee.serving.app import create_app
 from hetero_ee.serving.connections import Connection, Listener
-from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.settings import ServerSettings
 
 MAX_HEADER_BYTES = 32 * 2**10
@@ -20,12 +20,12 @@ SHUTDOWN_S = 5  # for answers to leave; then connections are cut
 class _Server(uvicorn.Server):
     """uvicorn's server, changed so that a shutdown ends running requests instead of waiting for them."""
 
-    def __init__(self, config: uvicorn.Config, served: ServedModel) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models) -> None:
         super().__init__(config)
-        self._served = served
+        self._models = models
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._served.scheduler.stop_soon()
+        self._models.stop_soon()
         super().handle_exit(sig, frame)
 
 
@@ -54,10 +54,10 @@ def url_of(settings: ServerSettings, listening: socket.socket) -> str:
     return f"http://{host}:{listening.getsockname()[1]}"
 
 
-def http_server(served: ServedModel) -> uvicorn.Server:
+def http_server(models: Models) -> uvicorn.Server:
     """Return uvicorn's server, with limits on headers and connections."""
     config = uvicorn.Config(
-        create_app(served),
+        create_app(models),
         loop="asyncio",  # others accept connections past the listener's limit
         http=Connection,
         ws="none",
@@ -69,14 +69,14 @@ def http_server(served: ServedModel) -> uvicorn.Server:
         backlog=BACKLOG,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    return _Server(config, served)
+    return _Server(config, models)
 
 
-def serve(served: ServedModel, listening: socket.socket, begun: Callable[[], None]) -> None:
+def serve(models: Models, listening: socket.socket, begun: Callable[[], None]) -> None:
     """Answer requests until SIGINT or SIGTERM, then raise that signal again. Calls `begun` once it listens."""
     try:
         listening.listen()
         begun()
-        http_server(served).run(sockets=[listening])
+        http_server(models).run(sockets=[listening])
     finally:
-        served.close()
+        models.close()

@@ -57,13 +57,23 @@ class ServerSettings:
     ] = 600.0
     body_timeout_s: float = 30.0  # for a request's body to arrive
     max_body_bytes: int = 2 * 2**20
+    page_temperature: float | None = None  # the page's usual one; None: the model's own, or 0.8 if that is greedy
     ping_s: float = 15.0  # between signs of life in a stream that has nothing to say
+    models_max: Annotated[
+        int,
+        Option(
+            help="Models in memory at a time; the least recently used one makes room for the next.",
+            least=1,
+            most=64,
+            flags=("--models-max",),
+        ),
+    ] = 1
     model_name: Annotated[
-        str, Option(help="The model's name for clients.", default_text="its own", flags=("--alias",))
+        str, Option(help="The only model's name for clients.", default_text="its own", flags=("--alias",))
     ] = "hetero-ee"
 
     def __post_init__(self) -> None:
-        for name in ("port", "n_slots", "queue_size", "request_timeout_s"):
+        for name in ("port", "n_slots", "queue_size", "request_timeout_s", "models_max"):
             SERVER_OPTIONS[name].check(getattr(self, name))
         key, origin_option = SERVER_OPTIONS["api_key"], SERVER_OPTIONS["cors_origins"]
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):

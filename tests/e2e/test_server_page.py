@@ -10,7 +10,9 @@ import pytest
 
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.page.files import FILES, FOLDER
+from hetero_ee_cli.terminal.chat_file import load_chat
 from scripts.browser import Browser, chromium
+from tests.chat_support import LINES
 from tests.server_support import RunningServer, eventually, opened, serving, slowed
 
 ADDRESS_OF_SVG = "http://www.w3.org/2000/svg"
@@ -19,7 +21,7 @@ IDLE = "document.getElementById('send').textContent === 'Send'"
 
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[RunningServer]:
-    with opened(tiny) as engine, serving(engine, api_key="k") as running:
+    with opened(tiny) as engine, serving(engine, api_key="k", page_temperature=0.0) as running:
         running.served.usual = SamplingParams(max_new_tokens=20)
         yield running
 
@@ -69,7 +71,7 @@ def settled(page: Browser) -> None:
 def said(page: Browser) -> list[list[str]]:
     found: list[list[str]] = page.run(
         "[...document.querySelectorAll('#log > *')].map((each) => "
-        "[each.className, (each.querySelector('.text') ?? each).textContent])"
+        "[each.className, (each.querySelector('.text, .said') ?? each).textContent])"
     )
     return found
 
@@ -106,6 +108,76 @@ def test_a_talk_is_the_one_of_the_interface_and_can_be_asked_for_again(server: R
     assert re.fullmatch(r"\d+ tokens read, \d+ cached, 20 generated, [\d.]+ tokens/s", status)
     page.run("document.getElementById('clear').click()")
     assert said(page) == []
+
+
+def click(page: Browser, selector: str) -> None:
+    page.run(f"document.querySelector({selector!r}).click()")
+
+
+def test_a_message_can_be_edited(server: RunningServer, page: Browser) -> None:
+    say(page, "Hello")
+    say(page, "More")
+    page.type("a draft")
+    click(page, ".user .edit")
+    assert page.run("document.getElementById('text').value") == "Hello" and len(said(page)) == 4
+    page.press("Escape")
+    assert page.run("document.getElementById('text').value") == "a draft" and not page.run(
+        "document.querySelector('.editing')"
+    )
+    click(page, ".user .edit")
+    page.run("document.getElementById('text').value = ''")
+    say(page, "Bye")
+    (_, asked), (_, answer) = said(page)
+    expected = server.engine.generate(server.chat_ids(("user", "Bye")), max_new_tokens=20).text
+    assert asked == "Bye" and _plain(answer) == _plain(expected)
+    assert page.run("document.getElementById('text').value") == "a draft"
+
+
+def test_chats_stay_in_the_browser_and_can_be_exported(server: RunningServer, page: Browser, tmp_path: Path) -> None:
+    page.run("localStorage.clear()")
+    page.run("document.forms.parameters.elements.system.value = 'Be kind'")
+    say(page, "Hello")
+    first = said(page)
+    click(page, "#clear")
+    say(page, "Bye")
+    page.open(f"{server.url}/?again")  # a new page
+    titles = "[...document.querySelectorAll('#saved .open')].map((each) => each.textContent.split(' ')[0])"
+    page.until(f"{titles}.length")
+    assert page.run(titles) == ["Bye", "Hello"] and said(page) == []
+    click(page, "#saved li:last-child .open")
+    settled(page)
+    assert said(page) == first
+    assert page.run("document.forms.parameters.elements.system.value") == "Be kind"
+    click(page, "#saved .delete")
+    assert len(page.run(titles)) == 1
+    text = page.run(
+        "import('/page/saved.js').then(({ fileOf, SavedChats }) => "
+        "fileOf(new SavedChats(localStorage).list().at(-1), { temperature: 0.5, max_tokens: 9, stop: ['x'] }))"
+    )
+    file = tmp_path / "chat.json"
+    file.write_text(text)
+    with server.engine.chat(chat_template=LINES) as talk:
+        load_chat(str(file), talk)
+        assert [each.content for each in talk.messages][:2] == ["Be kind", "Hello"]
+        assert (talk.sampling.temperature, talk.sampling.max_new_tokens, talk.sampling.stop) == (0.5, 9, ("x",))
+
+
+def test_the_usual_temperature_is_the_models_or_that_of_chats(tiny: Path) -> None:
+    with opened(tiny) as engine:
+        for given, expected in ((None, 0.8), (0.0, 0.0), (0.3, 0.3)):
+            with serving(engine, page_temperature=given) as server:
+                assert server.get("/props").json()["page_temperature"] == expected
+        engine.default_sampling = SamplingParams(temperature=0.6)
+        with serving(engine) as server:
+            assert server.get("/props").json()["page_temperature"] == 0.6
+
+
+def test_a_model_without_a_template_is_explained(tiny: Path, browser: Browser) -> None:
+    with opened(tiny) as engine, serving(engine, chat_template=None) as server:
+        browser.open(server.url)
+        browser.until("!document.getElementById('notice').hidden")
+        assert browser.run("document.getElementById('send').disabled")
+        assert "has no chat template" in browser.run("document.getElementById('notice').textContent")
 
 
 def test_escape_stops_a_reply_and_the_talk_goes_on(

@@ -1,16 +1,19 @@
 """`hetero-ee serve`: serves a model over HTTP to OpenAI's and Anthropic's clients."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetero_ee.config import READING, Progress
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.hub.model_folders import models_in
+from hetero_ee.options.engine import MODEL
 from hetero_ee.options.option import Option
 from hetero_ee.serving.settings import SERVER_OPTIONS, ServerSettings
 from hetero_ee_cli.commands.chat import ChatOptions
-from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
-from hetero_ee_cli.options.flags import OptionGroup, with_options
+from hetero_ee_cli.options.engine import MODEL_FLAG, ModelArgument, ModelOptions
+from hetero_ee_cli.options.flags import OptionGroup, model_names, with_options
 from hetero_ee_cli.options.placement import LimitOptions, PlacementOptions, open_engine
 from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.terminal.output import say
@@ -18,11 +21,27 @@ from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
+if TYPE_CHECKING:
+    from hetero_ee.serving.metrics import MetricFamilies
+    from hetero_ee.serving.served_model import ServedModel
+
 KEY_FILE = Option(
     name="api_key_file",
     help="Read the key from a file, out of sight of this machine's other users.",
     typed=Path,
     flags=("--api-key-file",),
+)
+MODELS = replace(
+    MODEL,
+    name="models",
+    help=f"{MODEL.help} Can be given more than once: requests then load the model that they name.",
+    typed=list[str],
+)
+MODELS_FOLDER = Option(
+    name="models_folder",
+    help="Serve also the checkpoints, stores and GGUF files in this folder.",
+    typed=Path,
+    flags=("--models-dir",),
 )
 EXTRA = ("prometheus_client", "starlette", "uvicorn")  # packages of the extra `server`
 
@@ -31,20 +50,44 @@ class ServerOptions(OptionGroup):
     """Options of the server. An option that is not given has the library's default."""
 
     PANEL: ClassVar = "Server"
-    OPTIONS: ClassVar = {name: each for name, each in SERVER_OPTIONS.items() if each.flags} | {"api_key_file": KEY_FILE}
+    OPTIONS: ClassVar = {
+        **{name: each for name, each in SERVER_OPTIONS.items() if each.flags},
+        **{each.name: each for each in (KEY_FILE, MODELS, MODELS_FOLDER)},
+    }
+    COMPLETIONS: ClassVar = {MODELS.name: model_names}
 
-    def settings(self, model: str | None) -> ServerSettings:
-        given: dict[str, Any] = {"model_name": Path(model or "demo").name} | self.given
-        file = given.pop(KEY_FILE.name, None)
+    def models(self, argument: str | None) -> dict[str, str | None]:
+        """Return the models to serve, by their names for clients. None is the demo model, or that of the settings."""
+        folder: Path | None = self.given.get(MODELS_FOLDER.name)
+        found = [str(each) for each in models_in(folder)] if folder is not None else []
+        named = dict.fromkeys([*([argument] if argument else []), *self.given.get(MODELS.name, ()), *found])
+        if len(named) < 2:
+            return {self.given.get("model_name", ""): next(iter(named), None)}
+        if "model_name" in self.given:
+            raise UsageError(f"--alias names one model, and {len(named)} are served; drop --alias.")
+        models: dict[str, str | None] = {}
+        for each in named:
+            name = Path(each).name
+            if name in models:
+                raise UsageError(f"two models are called {name}, {models[name]} and {each}; rename one of the folders.")
+            models[name] = each
+        return models
+
+    def settings(self, model_name: str, page_temperature: float | None) -> ServerSettings:
+        given: dict[str, Any] = {name: value for name, value in self.given.items() if name in SERVER_OPTIONS}
+        file = self.given.get(KEY_FILE.name)
         if file is not None:
             if "api_key" in given:
                 raise UsageError("give one key: with --api-key, or with --api-key-file.")
             given["api_key"] = read_text("API key", file).strip()
-        return ServerSettings(**given | {"cors_origins": tuple(given.get("cors_origins", ()))})
+        origins = tuple(given.get("cors_origins", ()))
+        more = {"model_name": model_name, "cors_origins": origins, "page_temperature": page_temperature}
+        return ServerSettings(**given | more)
 
 
 @with_options(
     without={
+        MODEL_FLAG: "it takes several",
         "system": "requests bring their own",
         "seed": "each request has its own, or a random one",
         "stats": "of several texts at a time it would say nothing of one",
@@ -61,24 +104,40 @@ def serve(
     placement: PlacementOptions,
     model: ModelArgument = None,
 ) -> None:
-    """Serve a model by HTTP, for clients of OpenAI's and Anthropic's. Ctrl-C ends it.
+    """Serve models by HTTP, for clients of OpenAI's and Anthropic's. Ctrl-C ends it.
 
-    The options of the text hold for requests that say nothing. Needs the extra `server`.
+    The options of the text hold for requests that say nothing. Needs the extra `server`. A single model is loaded at
+    once. Several are loaded by requests that name them, --models-max at a time.
     """
     _require_extra()
-    options = engine.arguments(model)
-    settings, template = server.settings(options["model"]), conversation.template()
-    placed, changes = placement.checked(limits, engine), sampling.changes()
+    models = server.models(model)
+    options, is_single = engine.arguments(next(iter(models.values()))), len(models) == 1
+    names = [next(iter(models)) or Path(options["model"] or "demo").name] if is_single else list(models)
+    changes, template = sampling.changes(), conversation.template()
+    settings, placed = server.settings(names[0], changes.get("temperature")), placement.checked(limits, engine)
+    if not is_single and (placed.plan is not None or placed.options.draft_head is not None):
+        raise UsageError(f"{placed.asking} belongs to one model, and {len(models)} are served; drop {placed.asking}.")
     with ending_at_once():
         from hetero_ee.serving import server as http
+        from hetero_ee.serving.models import Models
         from hetero_ee.serving.served_model import ServedModel
-    with http.bind(settings) as listening:
+
+    def opened(name: str, families: "MetricFamilies | None" = None) -> "ServedModel":
+        chosen = options if is_single else options | {"model": models[name]}
         with stage_progress() as progress:
-            opened = open_engine(options, placed, _without_prompts(progress))
-        with opened:
-            served = ServedModel(opened, settings, opened.default_sampling.changed(**changes), template)
-            line = f"{settings.model_name} is served at {http.url_of(settings, listening)}; Ctrl-C ends it."
-            http.serve(served, listening, lambda: say(line))
+            engine = open_engine(chosen, placed, _without_prompts(progress))
+        try:
+            usual = engine.default_sampling.changed(**changes)
+            return ServedModel(engine, replace(settings, model_name=name), usual, template, families)
+        except BaseException:
+            engine.close()
+            raise
+
+    with http.bind(settings) as listening:
+        offered = Models.single(opened(names[0])) if is_single else Models(settings, names, opened)
+        said = f"{names[0]} is" if is_single else f"{len(names)} models are"
+        line = f"{said} served at {http.url_of(settings, listening)}; Ctrl-C ends it."
+        http.serve(offered, listening, lambda: say(line))
 
 
 def _without_prompts(progress: Progress) -> Progress:

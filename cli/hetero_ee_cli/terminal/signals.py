@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -18,8 +19,12 @@ def raise_on_sigterm() -> None:
 def ending_at_once() -> Iterator[None]:
     """End the process at once if a signal arrives inside the block. Used for imports, which need no cleanup.
 
-    An exception during the import of torch makes its C++ code abort, or is lost and leaves numpy half imported.
+    An exception during the import of torch makes its C++ code abort, or is lost and leaves numpy half imported. Only
+    the main thread receives signals, so that other threads need no handlers, and may set none.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     before = {number: signal.signal(number, lambda number, _: os._exit(codes[number])) for number in codes}
     try:

@@ -5,14 +5,14 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.models import Models
 
 FOLDER = Path(__file__).parent / "assets"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 # By path: the page itself, its style, and one noun a script.
 SCRIPTS = (
     *("main.js", "api.js", "candidates.js", "chat.js", "figures.js", "markdown.js"),
-    *("parameters.js", "placement.js", "render.js", "tokens.js"),
+    *("parameters.js", "placement.js", "render.js", "saved.js", "tokens.js"),
 )
 FILES = {"/": "index.html"} | {f"/page/{name}": name for name in ("style.css", *SCRIPTS)}
 HEADERS = {
@@ -25,6 +25,6 @@ HEADERS = {
 }
 
 
-async def file(request: Request, served: ServedModel) -> Response:
+async def file(request: Request, models: Models) -> Response:
     found = FOLDER / FILES[request.url.path]
     return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])

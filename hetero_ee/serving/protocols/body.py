@@ -16,12 +16,16 @@ T = TypeVar("T")
 
 
 async def read_body(request: Request, settings: ServerSettings) -> "Fields":
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            return Fields(_object(await _bytes(request, settings.max_body_bytes)))
-    except TimeoutError as error:
-        message = f"the body did not arrive within {settings.body_timeout_s:g} s."
-        raise RequestError(message, status=408) from error
+    """Return the fields of a request's body. Later calls return those of the first."""
+    if not hasattr(request.state, "fields"):
+        try:
+            async with asyncio.timeout(settings.body_timeout_s):
+                request.state.fields = Fields(_object(await _bytes(request, settings.max_body_bytes)))
+        except TimeoutError as error:
+            message = f"the body did not arrive within {settings.body_timeout_s:g} s."
+            raise RequestError(message, status=408) from error
+    found: Fields = request.state.fields
+    return found
 
 
 async def _bytes(request: Request, most: int) -> bytes:

@@ -6,8 +6,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hetero_ee import __version__
+from hetero_ee.errors import shown
 from hetero_ee.planning.plan import Plan
 from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.protocols.body import read_body
 from hetero_ee.serving.served_model import ServedModel
 
@@ -15,29 +17,34 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OWNER = "hetero-ee"
 
 
-async def models(request: Request, served: ServedModel) -> Response:
-    return JSONResponse({"object": "list", "data": [_card(served)]})
+async def models(request: Request, models: Models) -> Response:
+    return JSONResponse({"object": "list", "data": [_card(name, models) for name in models.names]})
 
 
-async def model(request: Request, served: ServedModel) -> Response:
-    if request.path_params["name"] != served.settings.model_name:
-        raise RequestError(
-            f"there is no such model here; this server has {served.settings.model_name}.",
-            "model",
-            status=404,
-            code="model_not_found",
-        )
-    return JSONResponse(_card(served))
+async def model(request: Request, models: Models) -> Response:
+    return JSONResponse(_card(request.path_params["name"], models))
 
 
-async def health(request: Request, served: ServedModel) -> Response:
-    if served.problem is None:
+async def unload(request: Request, models: Models) -> Response:
+    """Close a model once its requests have ended, as in llama-server."""
+    fields = await read_body(request, models.settings)
+    name = fields.text("model")
+    if name is None:
+        fields.refuse("model", "is missing; expected a model's name")
+    if models.is_single:
+        fields.refuse("model", f"is {shown(name)}, the only model, which stays loaded")
+    await models.unload(name)
+    return JSONResponse({"success": True})
+
+
+async def health(request: Request, models: Models) -> Response:
+    if models.problem is None:
         return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "error", "reason": served.problem}, 503)
+    return JSONResponse({"status": "error", "reason": models.problem}, 503)
 
 
-async def metrics(request: Request, served: ServedModel) -> Response:
-    return Response(served.metrics.text(), media_type=METRICS_TYPE)
+async def metrics(request: Request, models: Models) -> Response:
+    return Response(models.families.text(), media_type=METRICS_TYPE)
 
 
 async def props(request: Request, served: ServedModel) -> Response:
@@ -56,6 +63,7 @@ async def props(request: Request, served: ServedModel) -> Response:
             "mode": "full" if plan is None else plan.mode,
             "n_layers": engine.spec.n_layers,
             "logprobs": engine.exits is None,
+            "page_temperature": served.page_temperature,
             "is_emulated": engine.plan_request is not None and engine.plan_request.emulates,
             "placement": None if plan is None else _placement(plan),
             "memory": served.scheduler.memory,
@@ -111,7 +119,7 @@ async def detokenize(request: Request, served: ServedModel) -> Response:
     return JSONResponse({"content": text, "prompt": text})
 
 
-async def not_offered(request: Request, served: ServedModel) -> Response:
+async def not_offered(request: Request, models: Models) -> Response:
     """Refuse a path that other servers offer and this one does not."""
     raise RequestError(
         f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions, "
@@ -120,8 +128,13 @@ async def not_offered(request: Request, served: ServedModel) -> Response:
     )
 
 
-def _card(served: ServedModel) -> dict[str, object]:
+def _card(name: str, models: Models) -> dict[str, object]:
+    """Return a model's entry in the list of models. What only its files tell is left out until it is loaded."""
+    served = models.served(name)
+    card = {"id": name, "object": "model", "created": models.created_s, "owned_by": OWNER}
+    card["status"] = {"value": models.status(name)}
+    if served is None:
+        return card
     spec = served.engine.spec
     meta = {"n_vocab": spec.vocab_size, "n_ctx": served.most_tokens, "n_ctx_train": spec.max_context_tokens}
-    head = {"id": served.settings.model_name, "object": "model", "created": served.created_s, "owned_by": OWNER}
-    return {**head, "max_model_len": served.most_tokens, "meta": meta}
+    return {**card, "max_model_len": served.most_tokens, "meta": meta}

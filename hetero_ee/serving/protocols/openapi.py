@@ -9,10 +9,10 @@ from starlette.responses import JSONResponse, Response
 from hetero_ee import __version__
 from hetero_ee.options.option import IDS, TEXT, Schema
 from hetero_ee.options.sampling import MAX_LOGPROBS
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.protocols import anthropic, responses, sampling_fields
 from hetero_ee.serving.protocols.openai import ORIGINS
 from hetero_ee.serving.protocols.sampling_fields import REFUSED, REFUSED_IN_CHATS, REFUSED_IN_TEXTS
-from hetero_ee.serving.served_model import ServedModel
 
 
 def _object(properties: Mapping[str, Schema], *required: str) -> Schema:
@@ -88,7 +88,7 @@ ERRORS = ("400", "401", "403", "404", "405", "408", "413", "415", "503", "504")
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
-async def document(request: Request, served: ServedModel) -> Response:
+async def document(request: Request, models: Models) -> Response:
     return JSONResponse(openapi())
 
 
@@ -117,11 +117,13 @@ def _gets() -> dict[str, Any]:
             "What it runs, and how", _object({}, "default_generation_settings", "total_slots", "n_layers")
         ),
         "/tokenizer_info": _operation("Special tokens and chat template", _object({})),
-        "/v1/models": _operation("The one model", models),
-        "/v1/models/{name}": _operation("The model by its name", _object({"id": TEXT}, "id")),
+        "/v1/models": _operation("The models", models),
+        "/v1/models/{name}": _operation("A model by its name", _object({"id": TEXT}, "id")),
         "/metrics": _operation("Counts, as Prometheus reads them", TEXT, "text/plain"),
     }
     said["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT}]
+    for path in ("/props", "/tokenizer_info"):
+        said[path]["parameters"] = [{"name": "model", "in": "query", "schema": TEXT}]
     return {path: {"get": operation} for path, operation in said.items()}
 
 
@@ -131,6 +133,7 @@ def _posts() -> dict[str, Any]:
     message = _object({"type": {"const": "message"}, "usage": {"type": "object"}}, "id", "content", "usage")
     response = _object({"output": {"type": "array"}}, "id", "object", "output", "usage")
     ids = _object({"tokens": IDS, "count": WHOLE}, "tokens", "count")
+    done = _object({"success": FLAG}, "success")
     chat, text = (
         _asked(CHAT, REFUSED | REFUSED_IN_CHATS, "messages"),
         _asked(COMPLETION, REFUSED | REFUSED_IN_TEXTS, "prompt"),
@@ -144,6 +147,7 @@ def _posts() -> dict[str, Any]:
         "/v1/messages/count_tokens": ("A prompt's length", counted, _object({"input_tokens": WHOLE}, "input_tokens")),
         "/tokenize": ("Text as tokens", _asked(TOKENIZE, {}), ids),
         "/detokenize": ("Tokens as text", _asked({"tokens": IDS}, {}), _object({"content": TEXT}, "content")),
+        "/models/unload": ("A model closed", _asked({"model": TEXT}, {}, "model"), done),
     }
     paths: dict[str, Any] = {}
     for path, (summary, asked, answer) in said.items():

@@ -43,9 +43,14 @@ async function asked(path, key, options = {}) {
   throw new Refusal(said.error?.message ?? `the server answered with status ${answer.status}.`, answer.status);
 }
 
-// What the server runs and how. Throws Refusal.
-export async function props(key) {
-  return (await asked("/props", key)).json();
+// The models of the server: id and status. Throws Refusal.
+export async function models(key) {
+  return (await (await asked("/v1/models", key)).json()).data;
+}
+
+// What the server runs and how. Loads the model if necessary. Throws Refusal.
+export async function props(key, model) {
+  return (await asked(`/props?model=${encodeURIComponent(model)}`, key)).json();
 }
 
 // The events of a reply: `choices`, at the end `timings`. Throws Refusal, and Error where it breaks off.

@@ -1,17 +1,22 @@
-// The messages of a chat, kept in this page only: send, stream, stop, regenerate.
+// The messages of a chat: send, stream, stop, edit, regenerate.
 import { reply } from "/page/api.js";
 import { copied, render } from "/page/render.js";
 import { addTokens, align, leafOf } from "/page/tokens.js";
 
 export class Chat {
-  // asked: makes a request's fields from its messages. changed: called when a reply begins, grows, ends or changes.
+  // asked: makes a request's fields from its messages. changed: called when a reply begins, grows, ends or changes, and
+  // when a message is to be edited or no longer is.
   constructor(page, log, asked, changed) {
     [this.page, this.log, this.asked, this.changed] = [page, log, asked, changed];
     [this.messages, this.running] = [[], null]; // running: stops the current reply
+    this.editing = null; // the message that the next one replaces, together with all that follow
   }
 
   async say(text) {
     if (this.running || !text) return;
+    const edited = this.editing;
+    this.edit(null);
+    if (edited) this.takeBack(this.messages.indexOf(edited));
     this.add({ role: "user", text, tokens: [] });
     await this.answer();
   }
@@ -22,14 +27,39 @@ export class Chat {
 
   clear() {
     this.stop();
+    this.edit(null);
     this.messages = [];
     this.log.replaceChildren();
   }
 
-  // Takes the last reply back and asks for another.
+  // Shows an earlier chat in place of this one.
+  open(messages) {
+    this.clear();
+    for (const { role, text, thought } of messages) {
+      const message = this.add({ role, text, thought, tokens: [] });
+      if (role === "assistant") this.draw(message);
+    }
+  }
+
+  edit(message) {
+    if (this.running || message === this.editing) return;
+    this.editing?.shown.classList.remove("editing");
+    this.editing = message;
+    message?.shown.classList.add("editing");
+    this.changed("edited", message);
+  }
+
+  // Removes all messages after the first n, and all errors.
+  takeBack(n) {
+    for (const each of this.messages.splice(n)) each.shown.remove();
+    for (const each of this.log.querySelectorAll(".error")) each.remove();
+  }
+
+  // Takes the last reply back, if there is one, and asks for another.
   async regenerate() {
-    if (this.running || this.messages.at(-1)?.role !== "assistant") return;
-    this.messages.pop().shown.remove();
+    if (this.running || !this.messages.length) return;
+    this.edit(null);
+    this.takeBack(this.messages.length - (this.messages.at(-1).role === "assistant"));
     await this.answer();
   }
 
@@ -69,13 +99,25 @@ export class Chat {
     const shown = this.page.createElement("article");
     shown.className = message.role;
     shown.setAttribute("aria-label", message.role === "user" ? "You" : "The model");
-    if (message.role === "user") shown.textContent = message.text;
+    if (message.role === "user") this.withEdit(shown, message);
     else this.withTools(shown, message);
     message.shown = shown;
     this.messages.push(message);
     this.log.append(shown);
     shown.scrollIntoView({ block: "end" });
     return message;
+  }
+
+  withEdit(shown, message) {
+    const [edit, text] = ["button", "span"].map((name) => this.page.createElement(name));
+    edit.type = "button";
+    edit.className = "edit";
+    edit.textContent = "Edit";
+    edit.setAttribute("aria-label", "Edit the message");
+    edit.addEventListener("click", () => this.edit(message));
+    text.className = "said";
+    text.textContent = message.text;
+    shown.append(edit, text);
   }
 
   withTools(shown, message) {

@@ -3,9 +3,9 @@
 const WHOLE = ["max_tokens", "top_k", "seed"];
 const NUMBERS = ["temperature", "top_p", "min_p", "repeat_penalty", ...WHOLE];
 
-// Returns a request's parameters.
-export function parameters(form) {
-  const found = {};
+// Returns a request's parameters. `temperature` holds if the form has none.
+export function parameters(form, temperature) {
+  const found = temperature === undefined ? {} : { temperature };
   for (const name of NUMBERS) {
     const value = form.elements[name].value.trim();
     if (value !== "") found[name] = Number(value);
@@ -22,9 +22,9 @@ export function systemMessage(form) {
 }
 
 // Shows what holds where nothing is asked for.
-export function showDefaults(form, usual) {
+export function showDefaults(form, usual, temperature) {
   for (const name of NUMBERS) {
-    const value = usual[name === "max_tokens" ? "max_new_tokens" : name];
+    const value = name === "temperature" ? temperature : usual[name === "max_tokens" ? "max_new_tokens" : name];
     form.elements[name].placeholder = name === "seed" ? "random" : (value ?? "no limit");
   }
 }

@@ -62,7 +62,7 @@ export function showPlacement(page, box, { placement, n_layers: nLayers, memory 
     drawn.setAttribute("aria-label", `Parts of the model by placement: ${words(placement.parts)}`);
     const key = line("p", "", "key");
     for (const name of new Set(placement.parts.map((part) => part.placement))) key.append(line("span", PLACES[name] ?? name, `place ${name}`), " ");
-    box.append(drawn, key, line("p", `${placement.hardware}: attention above, FFN below, a column a layer`, "quiet"));
+    box.append(drawn, key, line("p", `${placement.hardware}: attention above, FFN below, one column per layer`, "quiet"));
   } else box.append(line("p", `All ${nLayers} layers on the CPU, without a plan.`, "quiet"));
   const rows = Object.entries(memory ?? {}).map(([name, n]) => [`${name}, in use`, n]);
   for (const term of placement?.memory ?? []) rows.push([`${term.name}, planned (${PLACES[term.device] ?? term.device})`, term.n_bytes]);

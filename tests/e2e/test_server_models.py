@@ -1,0 +1,175 @@
+"""Several models behind one server: loaded by requests, closed for others after their requests, and listed."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hetero_ee import Engine, ModelError, UsageError
+from hetero_ee.errors import DeviceMemoryError
+from hetero_ee.hub.model_folders import models_in
+from hetero_ee.serving.metrics import MetricFamilies
+from hetero_ee.serving.models import Models
+from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.settings import ServerSettings
+from hetero_ee_cli.app import app
+from tests.chat_support import LINES
+from tests.server_support import chosen_settings, events, eventually, listening, opened, slowed
+
+TEXT = {"prompt": "Tom", "max_tokens": 8, "temperature": 0}
+
+
+class Server:
+    """A server with the models a, b and c, which are all the same, and a record of what was opened."""
+
+    def __init__(self, folder: Path, settings: ServerSettings) -> None:
+        self.opened: list[str] = []
+        self.engines: dict[str, Engine] = {}
+        self.errors: dict[str, Exception] = {}  # raised once when that model is opened
+        self.may_open = threading.Event()
+        self.may_open.set()
+        self._folder, self.url = folder, ""
+        self.models = Models(settings, ["a", "b", "c"], self._open)
+
+    def _open(self, name: str, families: MetricFamilies) -> ServedModel:
+        self.opened.append(name)
+        assert self.may_open.wait(20)
+        if name in self.errors:
+            raise self.errors.pop(name)
+        self.engines[name] = opened(self._folder)
+        named = replace(self.models.settings, model_name=name)
+        return ServedModel(self.engines[name], named, chat_template=LINES, families=families)
+
+    def ask(self, model: str | None, **fields: Any) -> httpx.Response:
+        body = TEXT | ({} if model is None else {"model": model}) | fields
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=5).json()
+
+    @property
+    def loaded(self) -> list[str]:
+        return [each["id"] for each in self.get("/v1/models")["data"] if each["status"]["value"] == "loaded"]
+
+
+@contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[Server]:
+    server = Server(folder, chosen_settings(**settings))
+    try:
+        with listening(server.models) as server.url:
+            yield server
+    finally:
+        server.may_open.set()
+        server.models.close()
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path) -> Iterator[Server]:
+    with running(tiny) as found:
+        yield found
+
+
+def test_a_request_loads_its_model_and_closes_the_one_before(server: Server) -> None:
+    assert server.opened == [] and server.loaded == []
+    assert [each["id"] for each in server.get("/v1/models")["data"]] == ["a", "b", "c"]
+    for name in ("b", "a"):
+        said = server.ask(name).json()
+        assert said["model"] == name and server.loaded == [name]
+        assert said["choices"][0]["text"] == server.engines[name].generate("Tom", max_new_tokens=8).text
+        assert "meta" in server.get(f"/v1/models/{name}")
+    assert server.engines["b"].__repr__().endswith("closed>") and server.opened == ["b", "a"]
+    assert server.ask(None).json()["model"] == "a"  # the model used last
+    assert server.get("/props?model=b")["model_alias"] == "b" and server.loaded == ["b"]
+    counted = httpx.get(f"{server.url}/metrics").text
+    assert 'hetero_ee:prompt_tokens_total{model_name="a"}' in counted  # goes on when it is loaded again
+    assert 'num_requests_running{model_name="b"}' in counted
+    assert 'num_requests_running{model_name="a"}' not in counted
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
+def test_an_unknown_model_is_not_found_and_the_list_is_named(server: Server, path: str) -> None:
+    answer = httpx.post(server.url + path, json=TEXT | {"model": "d"}, timeout=30)
+    assert answer.status_code == 404 and "this server has a, b, c" in answer.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/v1/models/d").status_code == 404
+    assert httpx.get(f"{server.url}/props?model=d").status_code == 404
+
+
+def test_unload_closes_a_model(server: Server) -> None:
+    server.ask("a")
+    assert httpx.post(f"{server.url}/models/unload", json={"model": "a"}, timeout=30).json() == {"success": True}
+    assert server.loaded == []
+    assert httpx.post(f"{server.url}/models/unload", json={}, timeout=30).status_code == 400
+
+
+def test_requests_in_flight_end_first_and_loads_do_not_block_health(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.ask("a")
+    slowed(server.engines["a"], monkeypatch)
+    with ThreadPoolExecutor(2) as threads:
+        body = TEXT | {"model": "a", "max_tokens": 40, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            server.may_open.clear()
+            n_before = len(server.opened)
+            other = threads.submit(server.ask, "b")
+            again = threads.submit(server.ask, "a")  # waits for its turn after b
+            assert len(list(events(iter([first, *lines])))) >= 40
+        eventually(lambda: server.opened[n_before:] == ["b"])
+        assert server.get("/health") == {"status": "ok"}
+        assert server.get("/v1/models/b")["status"] == {"value": "loading"} and server.loaded == []
+        server.may_open.set()
+        assert other.result(20).json()["model"] == "b" and again.result(20).json()["model"] == "a"
+
+
+def test_a_model_that_can_not_be_opened_is_an_error_of_the_server(server: Server) -> None:
+    server.errors["c"] = ModelError("c has no weights.")
+    answer = server.ask("c")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "c can't be loaded: c has no weights.")
+    assert server.ask("c").status_code == 200
+
+
+@pytest.mark.sample(0)
+def test_as_many_stay_as_fit(tiny: Path) -> None:
+    with running(tiny, models_max=2) as server:
+        for name in "aba":
+            server.ask(name)
+        assert server.loaded == ["a", "b"]
+        server.ask("c")
+        assert server.loaded == ["a", "c"]  # b was not used for longest
+        server.errors["b"] = DeviceMemoryError("no memory.", "gpu")
+        assert server.ask("b").status_code == 200
+        assert server.loaded == ["b"] and server.opened == ["a", "b", "c", "b", "b"]
+
+
+def test_models_in_a_folder_are_found(tmp_path: Path) -> None:
+    for name in ("one/config.json", "org/two/config.json", "one/a.gguf", "org/three/b.gguf", "c-00001-of-00002.gguf"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for name in ("c-00002-of-00002.gguf", "mmproj-c.gguf", "notes.txt"):
+        (tmp_path / name).write_text("")
+    found = [str(each.relative_to(tmp_path)) for each in models_in(tmp_path)]
+    assert found == ["c-00001-of-00002.gguf", "one", "org/three/b.gguf", "org/two"]
+    with pytest.raises(UsageError, match=r"org/two has no models; expected folders with config\.json, or GGUF files"):
+        models_in(tmp_path / "org" / "two")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "x/a", "-m", "y/a"], "two models are called a, x/a and y/a"),
+        (["-m", "a", "-m", "b", "--alias", "c"], "--alias names one model, and 2 are served"),
+        (["a", "-m", "b", "--draft-head", "org/head"], "--draft-head belongs to one model, and 2 are served"),
+        (["--models-max", "0"], "--models-max is 0"),
+    ],
+)
+def test_options_of_several_models_are_checked(empty_cache: Path, words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        app(["serve", *words], standalone_mode=False)
