@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hetero_ee.config import Progress as Progress
     from hetero_ee.decoding.async_tokens import AsyncTokens as AsyncTokens
     from hetero_ee.decoding.conversation import Conversation as Conversation
+    from hetero_ee.decoding.conversation import Messages as Messages
     from hetero_ee.decoding.conversation import Reply as Reply
     from hetero_ee.decoding.logprobs import TokenLogprobs as TokenLogprobs
     from hetero_ee.decoding.loop import DecodingLoop as DecodingLoop
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from hetero_ee.text.chat_template import Message as Message
     from hetero_ee.text.prompt import Prompt as Prompt
     from hetero_ee.text.prompt import PromptList as PromptList
+    from hetero_ee.text.prompt import TokenArray as TokenArray
     from hetero_ee.text.tokenizer import Tokenizer as Tokenizer
     from hetero_ee_profiles.hardware import DeviceTimes as DeviceTimes
 
@@ -63,7 +65,7 @@ _NAMES = {
     "hetero_ee.calibration.run": ("CalibrationSettings",),
     "hetero_ee.config": ("Progress",),
     "hetero_ee.decoding.async_tokens": ("AsyncTokens",),
-    "hetero_ee.decoding.conversation": ("Conversation", "Reply"),
+    "hetero_ee.decoding.conversation": ("Conversation", "Messages", "Reply"),
     "hetero_ee.decoding.logprobs": ("TokenLogprobs",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult", "TokenOrigin"),
     "hetero_ee.options.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
@@ -87,7 +89,7 @@ _NAMES = {
     "hetero_ee.speculation.drafting": ("Drafting",),
     "hetero_ee.speculation.statistics": ("DraftStatistics", "ExitStatistics"),
     "hetero_ee.text.chat_template": ("Message",),
-    "hetero_ee.text.prompt": ("Prompt", "PromptList"),
+    "hetero_ee.text.prompt": ("Prompt", "PromptList", "TokenArray"),
     "hetero_ee.text.tokenizer": ("Tokenizer",),
     "hetero_ee_profiles.hardware": ("DeviceTimes",),
 }

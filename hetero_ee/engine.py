@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Self, Unpack, overload
 
@@ -12,14 +13,14 @@ from hetero_ee.config import Progress, cache_folder
 from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.constrained.grammars import Grammars
-from hetero_ee.decoding.conversation import Conversation
+from hetero_ee.decoding.conversation import Conversation, Messages, read_messages
 from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
 from hetero_ee.decoding.loop import Decoding, DecodingLoop, FullMode, Mode, SeparateModes
 from hetero_ee.decoding.requests import Continuation, Ending, Prompts
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.scoring import prompt_logprobs
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
-from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.opening import OpenModel, open_model, read_model, running_threads
 from hetero_ee.options.sampling import SAMPLING, Sampling, SamplingChanges, SamplingParams
@@ -34,7 +35,7 @@ from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
 from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics, ExitCounts, ExitStatistics
-from hetero_ee.text.chat_template import ChatTemplate
+from hetero_ee.text.chat_prompt import chat_ids, open_template
 from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.library import model_folder
@@ -239,7 +240,7 @@ class Engine(CalibratingEngine):
         A greedy text does not depend on the other prompts. When sampling, each prompt has its own noise, by its index.
 
         Args:
-            prompt: Text or a list of token ids, or a list of such prompts.
+            prompt: Text, or a list or array of token ids, or a list of such prompts.
             sampling: SamplingParams, a dictionary or a GenerationConfig; None for the model's own.
             changes: Sampling options to change, as in generate("...", temperature=0.8).
 
@@ -254,6 +255,18 @@ class Engine(CalibratingEngine):
         results = [collect(mine) for mine in tokens]
         return results[0] if is_one else results
 
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        /,
+        sampling: Sampling | None = None,
+        *,
+        chat_template: str | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> GenerationResult: ...
+
+    @overload
     def chat(
         self,
         system: str | None = None,
@@ -261,25 +274,34 @@ class Engine(CalibratingEngine):
         *,
         chat_template: str | None = None,
         **changes: Unpack[SamplingChanges],
-    ) -> Conversation:
-        """Start a conversation. Closing the conversation or the engine ends it.
+    ) -> Conversation: ...
+
+    def chat(
+        self,
+        system: str | Messages | None = None,
+        sampling: Sampling | None = None,
+        *,
+        chat_template: str | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> Conversation | GenerationResult:
+        """Return the reply to a list of messages, or start a conversation, which ends with close() or the engine.
 
         Args:
-            system: Instructions before the first message.
+            system: Instructions before a conversation's first message; or the messages to reply to: Message objects or
+                dictionaries, as in [{"role": "user", "content": "Hello"}].
             chat_template: Template instead of the model's own.
             changes: Sampling options to change.
 
         Raises:
-            UsageError: if an option is impossible.
+            UsageError: if an option or a message is impossible.
             ModelError: if there is no template.
         """
         executor, params = self.executor, self._params(sampling, changes)
-        if chat_template is not None and not isinstance(chat_template, str):
-            raise UsageError(f"chat_template is {shown(chat_template)}; expected a Jinja template's text.")
-        source = self._tokenizer.chat_template if chat_template is None else chat_template
-        if source is None:
-            raise ModelError("this model has no chat template; give one with chat_template, or use generate.")
-        template = ChatTemplate(source, self._tokenizer.special_tokens)
+        template = open_template(self._tokenizer, chat_template)
+        if system is not None and not isinstance(system, str):
+            with closing(template):
+                ids = chat_ids(template, self._tokenizer, read_messages(system))
+            return self.generate(ids, params)
         way = self._tokens, self.close_sequence
         conversation = Conversation(executor, self._tokenizer, template, *way, params, system)
         self._conversations.add(conversation)
@@ -316,6 +338,19 @@ class Engine(CalibratingEngine):
             self._look()
 
         return self._turns.taking(watched())
+
+    def logprobs(self, prompt: Prompt, n_top: int = 0) -> list[TokenLogprobs]:
+        """Return the log-probability of each token of the prompt except the first, given the tokens before it.
+
+        Args:
+            n_top: Number of the likeliest tokens to return with each.
+        """
+        n_asked = self._params(None, {"logprobs": n_top}).logprobs or 0
+        ids, kv_sequence = self._prompt_ids(prompt), self.executor.cache.open_new()
+        try:
+            return [each for chunk in self.prompt_logprobs(kv_sequence, ids, n_asked) for each in chunk]
+        finally:
+            self.close_sequence(kv_sequence)
 
     @property
     def is_damaged(self) -> bool:

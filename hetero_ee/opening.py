@@ -1,6 +1,7 @@
 """Opens a model for the engine: its files, its plan, the executor that runs it, and its drafting."""
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -232,5 +233,7 @@ def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration
 
 
 def warner(progress: Progress | None) -> Warn:
-    """Return a function that passes warnings and notices to `progress`."""
-    return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))
+    """Return a function that passes warnings and notices to `progress`, or to Python's warnings if it is None."""
+    if progress is None:
+        return lambda text: warnings.warn(f"{text.removesuffix('.')}.", stacklevel=2)
+    return lambda text: progress(text, 0, 0)

@@ -6,19 +6,21 @@ The reply is the same as well, since a token's bits depend only on its own seque
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Self, Unpack
 
 from hetero_ee.decoding.requests import Continuation, common_length, room_for_reply
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
-from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee.options.sampling import SamplingChanges, SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.text.chat_prompt import chat_prompt
+from hetero_ee.text.chat_prompt import chat_ids
 from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.text.tokenizer import Tokenizer
 
 N_SEEDS = 2**64
+ROLES = ("system", "user", "assistant")  # of messages given as dictionaries
+Messages = Sequence[Message | Mapping[str, str]]
 Generate = Callable[[Continuation, SamplingParams], Iterator[GeneratedToken]]
 
 
@@ -252,12 +254,7 @@ class Conversation:
         return enough or (len(earlier), ids)
 
     def _encoded(self, messages: list[Message]) -> list[int]:
-        """Return the token ids of a conversation with these messages. Special tokens come from the template only."""
-        text, mark = chat_prompt(self._template, self._tokenizer, [*self._system, *messages])
-        ids = self._tokenizer.encode(text, with_special_tokens=False, mark=mark)
-        if not ids:
-            raise ModelError("the chat template makes no token of these messages; use hetero-ee generate.")
-        return ids
+        return chat_ids(self._template, self._tokenizer, [*self._system, *messages])
 
     def _generated(
         self, messages: list[Message], ids: list[int], n_cached: int, params: SamplingParams
@@ -273,6 +270,22 @@ class Conversation:
             computed, text = [token.token_id], text + token.text
             self._messages = [*messages, Message("assistant", text)]
             yield token
+
+
+def read_messages(given: Messages) -> list[Message]:
+    """Return the messages of a conversation that the user or a tool ends. Raises UsageError."""
+    expected = """[{"role": "user", "content": "..."}], with roles system, user and assistant, the user's last."""
+    if not isinstance(given, list | tuple) or not given:
+        raise UsageError(f"messages are {shown(given)}; expected {expected}")
+    messages = list[Message]()
+    for each in given:
+        is_plain = isinstance(each, Mapping) and each.keys() == {"role", "content"} and each["role"] in ROLES
+        if not isinstance(each, Message) and not is_plain:
+            raise UsageError(f"messages have {shown(each)}; expected {expected}")
+        messages.append(each if isinstance(each, Message) else _message(each["role"], each["content"]))
+    if messages[-1].role not in ("user", "tool"):
+        raise UsageError(f"the last message is the {messages[-1].role}'s; expected {expected}")
+    return messages
 
 
 def _message(role: str, text: str) -> Message:

@@ -62,6 +62,9 @@ class GenerationResult:
     n_cached_tokens: int = 0  # prompt tokens already cached by earlier turns
     logprobs: tuple[TokenLogprobs, ...] = ()  # for each token, if requested
 
+    def __str__(self) -> str:
+        return self.text
+
     def __repr__(self) -> str:
         return (
             f"<GenerationResult {shown(self.text)}, {self.n_generated_tokens} tokens, {self.finish_reason}, "

@@ -47,7 +47,7 @@ class Models:
         """
         self.settings, self.families, self.created_s = settings, MetricFamilies(), int(time.time())
         self._models, self._open = {name: _Model(name) for name in names}, open_model
-        self._switching, self._uses = asyncio.Lock(), count(1)  # whoever loads or closes models holds the lock
+        self._switching, self._uses = asyncio.Lock(), count(1)  # the lock is held to load or close models
         self._is_closing = False
 
     @classmethod

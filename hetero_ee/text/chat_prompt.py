@@ -8,11 +8,35 @@ tokenizer reads plain characters. The marks' own tokens are then left out.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_ee.errors import ModelError
+from hetero_ee.errors import ModelError, UsageError, shown
 from hetero_ee.text.chat_template import ChatTemplate, Message, changed_texts
 from hetero_ee.text.tokenizer import Tokenizer
 
 MARKS = range(0xE000, 0xF900)  # Unicode's private use area
+
+
+def open_template(tokenizer: Tokenizer, source: str | None) -> ChatTemplate:
+    """Return the chat template whose text is `source`, by default the model's own.
+
+    Raises:
+        UsageError: if `source` is not a string.
+        ModelError: if there is no template.
+    """
+    if source is not None and not isinstance(source, str):
+        raise UsageError(f"chat_template is {shown(source)}; expected a Jinja template's text.")
+    source = tokenizer.chat_template if source is None else source
+    if source is None:
+        raise ModelError("this model has no chat template; give one with chat_template, or use generate.")
+    return ChatTemplate(source, tokenizer.special_tokens)
+
+
+def chat_ids(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Return the token ids of a conversation. Special tokens come from the template only. Raises ModelError."""
+    text, mark = chat_prompt(template, tokenizer, messages)
+    ids = tokenizer.encode(text, with_special_tokens=False, mark=mark)
+    if not ids:
+        raise ModelError("the chat template makes no token of these messages; use hetero-ee generate.")
+    return ids
 
 
 def chat_prompt(

@@ -139,6 +139,34 @@ def test_tokens_come_one_by_one_and_the_reply_knows_what_it_amounts_to(chat: Con
     assert reply.finish() == reply.result
 
 
+def test_messages_in_one_call_give_the_reply_of_a_conversation(engine: Engine) -> None:
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, Message("user", "Hello")]
+    with engine.chat("Be brief.", chat_template=LINES, **GREEDY) as chat:
+        first = chat.send("Hello").finish()
+        second = chat.send("Why?").finish()
+    assert engine.chat(messages, chat_template=LINES, **GREEDY).token_ids == first.token_ids
+    longer = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Why?"}]
+    assert str(engine.chat(longer, GREEDY, chat_template=LINES)) == second.text
+    assert kv_bytes(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "messages are []"),
+        ([{"role": "user"}], "messages have {'role': 'user'}"),
+        ([{"role": "tool", "content": "2"}], "messages have {'role': 'tool'"),
+        (["Hello"], "messages have 'Hello'"),
+        ([{"role": "user", "content": 5}], "a message is a string"),
+        ([Message("user", "Hello"), Message("assistant", "Hi")], "the last message is the assistant's"),
+    ],
+)
+def test_messages_that_are_none(engine: Engine, messages: list[Any], problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        engine.chat(messages, chat_template=LINES)
+    assert problem in str(caught.value)
+
+
 def test_regenerate_replaces_the_last_reply(engine: Engine, chat: Conversation) -> None:
     with pytest.raises(UsageError, match="no reply yet"):
         chat.regenerate()

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
@@ -36,6 +38,30 @@ def whole(engine: Engine) -> GenerationResult:
 
 def kv_bytes(engine: Engine) -> int:
     return engine.executor.cache.n_bytes
+
+
+def test_arrays_of_token_ids_are_prompts(engine: Engine, whole: GenerationResult) -> None:
+    ids = engine.tokenizer.encode(PROMPT)
+    for array in (np.array(ids), torch.tensor(ids), list(np.array(ids)), tuple(ids)):
+        found = engine.generate(array, max_new_tokens=60)  # type: ignore[arg-type]
+        assert found.token_ids == whole.token_ids and str(found) == whole.text
+    assert [str(each) for each in engine.generate(torch.tensor([ids, ids]), max_new_tokens=60)] == [whole.text] * 2  # type: ignore[arg-type]
+    assert joined(list(engine.stream(np.array(ids), max_new_tokens=60))) == whole.text
+    with pytest.raises(UsageError, match="prompt is"):
+        engine.generate(np.array(ids, np.float32))
+
+
+def test_logprobs_of_a_text_are_those_of_generating_it(engine: Engine) -> None:
+    written = engine.generate(PROMPT, max_new_tokens=8, logprobs=2, ignore_eos=True)
+    ids = [*engine.tokenizer.encode(PROMPT), *written.token_ids]
+    found = engine.logprobs(ids, n_top=2)
+    assert len(found) == len(ids) - 1 and len(engine.logprobs(PROMPT)) == engine.count_tokens(PROMPT) - 1
+    for ours, theirs in zip(found[-8:], written.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in theirs.top]
+    assert kv_bytes(engine) == 0
+    with pytest.raises(UsageError, match="logprobs is -1; expected"):
+        engine.logprobs(PROMPT, -1)
 
 
 def joined(tokens: list[GeneratedToken]) -> str:

@@ -1,6 +1,7 @@
 """Contexts of many thousand tokens: a random model against transformers, and the CPU kernels against the reference, at
 positions up to the last; sliding windows, chunks and every kind of keys and values."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,14 @@ def test_a_context_beyond_the_original_one_is_told_and_stretched(asked: str, dem
         assert engine.context_tokens == 400
     assert list(found.token_ids) == reference_greedy(made, prompt, 8)[0]
     assert [each for each in told if "original 160, so its rotary positions are stretched (longrope)" in each]
+
+
+def test_without_a_listener_a_stretched_context_is_a_warning_of_python(demo: Path, tmp_path: Path) -> None:
+    made = random_model("phi3-longrope", vocab_size=read_spec(demo).vocab_size)
+    folder = save_checkpoint(made, tmp_path / "longrope", tokenizer_from=demo)
+    options: dict[str, Any] = {"quantizer": "none", "threads": 1, "profile": "off", "progress": False}
+    with pytest.warns(UserWarning, match="original 160, so its rotary positions are stretched"):
+        Engine.from_pretrained(folder, context_tokens=400, **options).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Engine.from_pretrained(folder, context_tokens=160, **options).close()
