@@ -20,6 +20,7 @@ from tests.killed_processes import ERR, OUT, started
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")]
 PATIENCE_S = 400
 WHOLE_S = 30  # about what a first generate takes beside other tests: half a minute of compiling, mostly
+MOST_RUNS = 10  # for each that is killed: others end before
 # Of runs of which each goes on from what the one before has left; behind them a run that may end.
 SEEDS_AND_KILLS = [(3, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(20))]
 GENERATE = ("generate", PROMPT, "-n", 12, "--temp", 0, "-t", 1)
@@ -36,13 +37,19 @@ def ended(folder: Path, arguments: Sequence[object]) -> Ended:
     return Ended(code, (folder / OUT).read_text(), (folder / ERR).read_text())
 
 
-def killed(folder: Path, arguments: Sequence[object], after_s: float) -> bool:
-    """Kills a run after that time; whether it was still running."""
-    process = started(folder, arguments)
-    process.join(after_s)
-    process.kill()
-    process.join()
-    return process.exitcode == -signal.SIGKILL
+def kill_runs(folder: Path, arguments: Sequence[object], n_kills: int, longest_s: float, chance: random.Random) -> None:
+    """Kill runs at random moments until so many were still running. A run that ends by itself has to end well."""
+    n_killed = 0
+    for _ in range(MOST_RUNS * n_kills):
+        process = started(folder, arguments)
+        process.join(chance.random() * longest_s)
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL), (folder / ERR).read_text()
+        n_killed += process.exitcode == -signal.SIGKILL
+        if n_killed == n_kills:
+            break
+    assert n_killed
 
 
 def check_files(folder: Path) -> None:
@@ -78,9 +85,7 @@ def said(kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_first_generate_killed_at_any_moment(said: str, tmp_path: Path, seed: int, n_kills: int) -> None:
     """Conversion, measurement, plan and compilation, wherever the kills before have left them."""
     chance = random.Random(seed)
-    n_killed = 0
-    while n_killed < n_kills:
-        n_killed += killed(tmp_path, GENERATE, chance.random() * WHOLE_S)
+    kill_runs(tmp_path, GENERATE, n_kills, WHOLE_S, chance)
     for _ in range(2):
         ran = ended(tmp_path, GENERATE)
         assert (ran.code, ran.out) == (0, said), ran.err
@@ -95,9 +100,7 @@ def test_a_profile_killed_at_any_moment(kernels: Path, tmp_path: Path, seed: int
     there: the test above compiles them."""
     with_kernels(tmp_path, kernels)
     chance = random.Random(seed)
-    n_killed = 0
-    while n_killed < n_kills:
-        n_killed += killed(tmp_path, (*PROFILE, "--refresh"), chance.random() * 8)
+    kill_runs(tmp_path, (*PROFILE, "--refresh"), n_kills, 8.0, chance)
     ran = ended(tmp_path, PROFILE)
     assert ran.code == 0 and "Traceback" not in ran.err and "can't" not in ran.err, ran.err
     assert from_json(HardwareProfile, ran.out).cpu and json.loads(ran.out)["kind"] == "measured"
