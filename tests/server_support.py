@@ -63,10 +63,12 @@ class RunningServer:
 
 
 @contextmanager
-def serving(engine: Engine, chat_template: str | None = LINES, **settings: Any) -> Iterator[RunningServer]:
+def serving(
+    engine: Engine, chat_template: str | None = LINES, log: Callable[[str], None] | None = None, **settings: Any
+) -> Iterator[RunningServer]:
     served = ServedModel(engine, chosen_settings(**settings), chat_template=chat_template)
     try:
-        with listening(Models.single(served)) as url:
+        with listening(Models.single(served), log) as url:
             yield RunningServer(engine, served, url)
     finally:
         served.close()
@@ -77,9 +79,9 @@ def chosen_settings(**settings: Any) -> ServerSettings:
 
 
 @contextmanager
-def listening(models: Models) -> Iterator[str]:
+def listening(models: Models, log: Callable[[str], None] | None = None) -> Iterator[str]:
     """Serve these models in a thread, at the address that is yielded. The caller closes them."""
-    server = http_server(models)
+    server = http_server(models, log)
     with bind(models.settings) as bound:
         bound.listen()
         thread = threading.Thread(target=lambda: server.run(sockets=[bound]), daemon=True)

@@ -38,6 +38,7 @@ class Option:
     openai: tuple[str, ...] = ()  # its fields in OpenAI's requests, as llama-server and vLLM extend them
     responses: tuple[str, ...] = ()  # its fields in /v1/responses, if they differ
     anthropic: tuple[str, ...] = ()  # its fields in Anthropic's requests
+    ollama: tuple[str, ...] = ()  # its keys in the options of ollama's requests, if they differ from OpenAI's
     name: str = ""  # its Python keyword; `options_of` sets it and `kind`
     kind: Any = str  # its type without None
 
@@ -97,9 +98,9 @@ class Option:
         return UsageError(called or self, f" is {quoted}; expected {self.expected}.")
 
     def fields_of(self, protocol: str) -> tuple[str, ...]:
-        """Return the option's field names in the requests of a protocol: "openai", "responses" or "anthropic"."""
+        """Return the option's field names in requests of "openai", "responses", "anthropic" or "ollama"."""
         names: tuple[str, ...] = getattr(self, protocol)
-        return names or (self.openai if protocol == "responses" else ())
+        return names or (() if protocol == "anthropic" else self.openai)
 
     def schema(self, *, with_stand_ins: bool = True) -> Schema:
         if self.kind not in (int, float):
@@ -127,6 +128,7 @@ class Requests:
     openai: tuple[str, ...] = ()
     anthropic: tuple[str, ...] = ()
     responses: tuple[str, ...] = ()
+    ollama: tuple[str, ...] = ()
     stand_ins: Mapping[int, Any] = field(default_factory=dict)
 
 

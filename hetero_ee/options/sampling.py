@@ -40,6 +40,7 @@ class SamplingParams:
             ("max_completion_tokens", "max_tokens", "n_predict"),
             ("max_tokens",),
             ("max_output_tokens",),
+            ("num_predict",),
             stand_ins={UNLIMITED: None},
         ),
     ] = None  # to the end of the context

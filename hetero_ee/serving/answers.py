@@ -30,16 +30,21 @@ class Answer(Protocol):
         """Return the answer as one document."""
 
     def events(self, ping_s: float) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+        """Yield the answer as server-sent events, or as lines of JSON."""
 
 
 async def answered(
-    request: Request, answer: Answer, generations: Sequence[Generation], ping_s: float | None
+    request: Request,
+    answer: Answer,
+    generations: Sequence[Generation],
+    ping_s: float | None,
+    events_type: str = EVENTS_TYPE,
 ) -> Response:
     """Answer with events, or with one document if `ping_s` is None. The JSON is ASCII, since parts of the answer may be
     half a character."""
+    request.state.generations = generations  # for the access log
     if ping_s is not None:
-        return EventStream(answer.events(ping_s), generations)
+        return EventStream(answer.events(ping_s), generations, events_type)
     document = await until_gone(request, answer.whole(), generations)
     return Response(json.dumps(document, allow_nan=False), media_type="application/json")
 
@@ -64,10 +69,10 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations
 
 
 class EventStream(Response):
-    """Response of server-sent events. When the client disconnects, the events and their generations are closed."""
+    """Response of events. When the client disconnects, the events and their generations are closed."""
 
-    def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Generation]) -> None:
-        super().__init__(media_type=EVENTS_TYPE, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Generation], media_type: str) -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._generations = events, generations
 

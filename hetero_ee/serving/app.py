@@ -1,7 +1,7 @@
 """The server's paths and their handlers. Every error has the format of the API that its path belongs to."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,27 +13,30 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hetero_ee.errors import HeteroError
+from hetero_ee.serving.access_log import CLIENT_GONE, AccessLog
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.guard import Guard, refusal
 from hetero_ee.serving.models import Models
 from hetero_ee.serving.page import files
-from hetero_ee.serving.protocols import anthropic, native, openai, openapi
+from hetero_ee.serving.protocols import anthropic, llama_server, native, ollama, ollama_models, openai, openapi
 from hetero_ee.serving.protocols.body import read_body
 from hetero_ee.serving.protocols.responses import responses
 from hetero_ee.serving.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)
-CLIENT_GONE = 499  # the status that servers log; the client is gone
 Answer = Callable[[Request, Any], Awaitable[Response]]
 GETS: dict[str, Answer] = {
     **dict.fromkeys(files.FILES, files.file),
     "/health": native.health,
     "/metrics": native.metrics,
     "/props": native.props,
+    "/slots": llama_server.slots,
     "/tokenizer_info": native.tokenizer_info,
     "/openapi.json": openapi.document,
     "/v1/models": native.models,
     "/v1/models/{name:path}": native.model,
+    "/api/tags": ollama_models.tags,
+    "/api/version": ollama_models.version,
 }
 POSTS: dict[str, Answer] = {
     "/v1/chat/completions": openai.chat_completions,
@@ -43,22 +46,29 @@ POSTS: dict[str, Answer] = {
     "/tokenize": native.tokenize,
     "/detokenize": native.detokenize,
     "/models/unload": native.unload,
-    "/v1/embeddings": native.not_offered,
-    "/v1/rerank": native.not_offered,
     "/v1/responses": responses,
-    "/infill": native.not_offered,
+    "/completion": llama_server.completion,
+    "/apply-template": llama_server.apply_template,
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
+    "/api/show": ollama_models.show,
+    **dict.fromkeys(native.NOT_OFFERED, native.not_offered),
 }
 # Handlers that get all Models of the server and load none. The others get the ServedModel that the request names.
 OF_ALL_MODELS: frozenset[Answer] = frozenset(
     (
         *(files.file, openapi.document, native.health, native.metrics, native.models, native.model, native.unload),
-        native.not_offered,
+        *(native.not_offered, ollama_models.tags, ollama_models.version),
     )
 )
 
 
-def create_app(models: Models | ServedModel) -> ASGIApp:
-    """Return the server as an ASGI application. The caller must close `models`, or the server's only model."""
+def create_app(models: Models | ServedModel, log: Callable[[str], None] | None = None) -> ASGIApp:
+    """Return the server as an ASGI application. The caller must close `models`, or the server's only model.
+
+    Args:
+        log: Called with a line for each request; None logs nothing.
+    """
     models = models if isinstance(models, Models) else Models.single(models)
     routes = [
         Route(path, _Endpoint(answer, models), methods=[method])
@@ -66,7 +76,8 @@ def create_app(models: Models | ServedModel) -> ASGIApp:
         for path, answer in answers.items()
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
-    return Guard(app, models.settings)
+    guarded = Guard(app, models.settings)
+    return guarded if log is None else AccessLog(guarded, log)
 
 
 class _Endpoint:
@@ -104,7 +115,18 @@ class _Endpoint:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
+    """Answer a request for a path that does not exist, or does not have this method, with what exists."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    what = "is not supported" if status == 405 else "does not exist"
-    message = f"{request.method} {request.url.path[:200]} {what}; docs/server.md lists all paths."
-    return refusal(request.url.path, RequestError(message, status=status))
+    asked, headers = f"{request.method} {request.url.path[:200]}", getattr(error, "headers", None) or {}
+    if status == 405:
+        message = f"{asked} is not supported; use {' or '.join(sorted(headers['Allow'].split(', ')))}."
+    else:
+        message = f"{asked} does not exist; the paths are {_paths('GET', GETS)}, and {_paths('POST', POSTS)}."
+    response = refusal(request.url.path, RequestError(message, status=status))
+    response.headers.update(headers)
+    return response
+
+
+def _paths(method: str, answers: Mapping[str, Answer]) -> str:
+    offered = (path for path, answer in answers.items() if answer is not native.not_offered)
+    return f"{method} {', '.join(path for path in offered if not path.startswith('/page/'))}"

@@ -1,4 +1,4 @@
-"""Maps errors to HTTP statuses and to OpenAI's and Anthropic's error objects."""
+"""Maps errors to HTTP statuses and to the error objects of OpenAI, Anthropic and ollama."""
 
 from typing import Any
 
@@ -46,6 +46,10 @@ def openai_error(error: HeteroError) -> dict[str, Any]:
     kind = OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def ollama_error(error: HeteroError) -> dict[str, Any]:
+    return {"error": str(error)}
 
 
 def anthropic_error(error: HeteroError) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Generation:
         self._start_s = self._begun_s = self._first_s = self._last_s = time.monotonic()
         self._timeout_s, self._is_begun, self._is_over, self._echo = timeout_s, False, False, echo
         self.n_prompt_tokens, self.n_cached_tokens, self.n_tokens = len(prompt_ids), 0, 0
+        self.slot_number = -1  # until it has a slot
         self._untold = self.text = "" if echo is None else echo.text
         self.placed: list[PlacedToken] = []  # tokens with log-probabilities
         self.kept: list[GeneratedToken] = []
@@ -74,7 +75,8 @@ class Generation:
             HeteroError: if the request fails.
         """
         try:
-            while self.reason is None:
+            # In Python 3.11, wait_for loses a cancellation if a token arrives at the same time.
+            while self.reason is None and not self._is_over:
                 happened = await self._next(ping_s)
                 if happened is None:
                     yield None
@@ -102,12 +104,17 @@ class Generation:
         text, self._untold = self._untold, ""
         return text
 
+    def end(self) -> None:
+        """End the request as if its text had ended here."""
+        self.reason = FinishReason.STOP
+        self.close()
+
     def close(self) -> None:
         """End the request within one step, if it is still running. Closing twice does nothing."""
         if not self._is_over:
             self._is_over = True
             self._scheduler.cancel(self._job)
-            self._metrics.ended(self.reason, self._cost())
+            self._metrics.ended(self.reason, self.cost())
 
     @property
     def finish_reason(self) -> str:
@@ -126,7 +133,8 @@ class Generation:
             | drafts
         )
 
-    def _cost(self) -> RequestCost:
+    def cost(self) -> RequestCost:
+        """Return the times and token counts so far."""
         queue_s, prefill_s = self._begun_s - self._start_s, self._first_s - self._begun_s
         n_read = self.n_prompt_tokens - self.n_cached_tokens
         return RequestCost(
@@ -146,7 +154,7 @@ class Generation:
     def _begin(self, event: Begun, at_s: float) -> None:
         """Record that the request has started, or has restarted for lack of memory."""
         is_again, self._is_begun = self._is_begun, True
-        self._begun_s, self.n_cached_tokens = at_s, event.n_cached_tokens
+        self._begun_s, self.n_cached_tokens, self.slot_number = at_s, event.n_cached_tokens, event.slot_number
         self._metrics.begun(at_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens, is_again=is_again)
 
     def _score(self, event: Scored, now_s: float) -> None:

@@ -12,12 +12,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hetero_ee.errors import HeteroError, shown
-from hetero_ee.serving.errors import RequestError, anthropic_error, headers_of, openai_error, status_of
+from hetero_ee.serving.errors import RequestError, anthropic_error, headers_of, ollama_error, openai_error, status_of
 from hetero_ee.serving.page.files import FILES
 from hetero_ee.serving.settings import LOCAL_NAMES, ServerSettings
 
 OPEN_PATHS = ("/health", *FILES)  # reveal nothing about requests
-MESSAGES_PATH = "/v1/messages"
+SHAPES = {"/v1/messages": anthropic_error, "/api/": ollama_error}  # by how a path begins; others are OpenAI's
 CORS_HEADERS = {
     "access-control-allow-methods": "GET, POST",
     "access-control-allow-headers": "authorization, content-type, x-api-key, anthropic-version",
@@ -27,7 +27,8 @@ CORS_HEADERS = {
 
 def refusal(path: str, error: HeteroError) -> Response:
     """Return the error as a response in the format of the API at `path`."""
-    shape, status = anthropic_error if path.startswith(MESSAGES_PATH) else openai_error, status_of(error)
+    shape = next((each for start, each in SHAPES.items() if path.startswith(start)), openai_error)
+    status = status_of(error)
     return JSONResponse(shape(error), status, headers_of(status))
 
 

@@ -31,6 +31,7 @@ class Begun:
     """Event: a request has left the queue."""
 
     n_cached_tokens: int  # prompt tokens that were already cached
+    slot_number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,16 @@ class _Running:
     scored: list[TokenLogprobs] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """A slot at one moment, and the tokens of the request that runs in it."""
+
+    number: int
+    is_running: bool = False
+    n_prompt_tokens: int = 0
+    n_generated: int = 0
+
+
 class Scheduler:
     """Runs requests in free slots, first come, first served. close() ends the thread and every request."""
 
@@ -112,6 +123,14 @@ class Scheduler:
     def most_held_tokens(self) -> int:
         """Number of tokens that the KV cache can hold before its context must grow."""
         return self._engine.context_tokens
+
+    def slot_states(self) -> list[SlotState]:
+        """Return the state of each slot. The extra slot is among them only while a request runs in it."""
+        found = {number: SlotState(number) for number in range(self.n_slots)}
+        for each in list(self._running.values()):
+            counts = len(each.job.prompt_ids), len(each.generated)
+            found[each.slot.number] = SlotState(each.slot.number, True, *counts)
+        return [found[number] for number in sorted(found)]
 
     @property
     def is_alive(self) -> bool:
@@ -226,12 +245,12 @@ class Scheduler:
         slot, n_cached = self._slots.take(job.prompt_ids, n_reply)
         if job.scoring is None:
             self._join(job, slot, n_cached)
-            job.tell(Begun(n_cached))
+            job.tell(Begun(n_cached, slot.number))
             return
         self._engine.executor.cache.truncate(slot.sequence, 0)  # every token's logits are wanted
         scoring = self._engine.prompt_logprobs(slot.sequence, job.prompt_ids, job.scoring.n_top)
         self._running[next(self._scoring_numbers)] = _Running(job, slot, scoring=scoring)
-        job.tell(Begun(0))
+        job.tell(Begun(0, slot.number))
 
     def _join(self, job: Job, slot: Slot, n_cached: int) -> None:
         """Add the job to the decoding loop. The KV cache already holds n_cached tokens of its prompt."""

@@ -113,7 +113,7 @@ class ServedModel:
         """
         text, mark = await asyncio.to_thread(self._render, messages, tools, variables)
         ids = await self._working(lambda: self._read_chat(text, mark), len(text))
-        return self._fitting(ids), text
+        return self._fitting(ids), text.replace(mark, "") if mark else text
 
     async def encode(self, text: str, *, with_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`.

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -54,10 +55,16 @@ def url_of(settings: ServerSettings, listening: socket.socket) -> str:
     return f"http://{host}:{listening.getsockname()[1]}"
 
 
-def http_server(models: Models) -> uvicorn.Server:
-    """Return uvicorn's server, with limits on headers and connections."""
+def page_of(settings: ServerSettings, listening: socket.socket) -> str:
+    """Return the address at which a browser on this machine finds the chat page."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"{url_of(replace(settings, host=host), listening)}/"
+
+
+def http_server(models: Models, log: Callable[[str], None] | None = None) -> uvicorn.Server:
+    """Return uvicorn's server, with limits on headers and connections. See `create_app`."""
     config = uvicorn.Config(
-        create_app(models),
+        create_app(models, log),
         loop="asyncio",  # others accept connections past the listener's limit
         http=Connection,
         ws="none",
@@ -72,11 +79,21 @@ def http_server(models: Models) -> uvicorn.Server:
     return _Server(config, models)
 
 
-def serve(models: Models, listening: socket.socket, begun: Callable[[], None]) -> None:
-    """Answer requests until SIGINT or SIGTERM, then raise that signal again. Calls `begun` once it listens."""
+def serve(
+    models: Models,
+    listening: socket.socket,
+    begun: Callable[[], None],
+    log: Callable[[str], None] | None = None,
+) -> None:
+    """Answer requests until SIGINT or SIGTERM, then raise that signal again.
+
+    Args:
+        begun: Called once the server listens.
+        log: See `create_app`.
+    """
     try:
         listening.listen()
         begun()
-        http_server(models).run(sockets=[listening])
+        http_server(models, log).run(sockets=[listening])
     finally:
         models.close()

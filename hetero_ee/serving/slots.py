@@ -17,6 +17,7 @@ CLOSED = -1
 class Slot:
     """A sequence of the KV cache and its reusable prefix, which is set when a request gives the slot back."""
 
+    number: int
     sequence: int = CLOSED  # sequence number in the KV cache
     token_ids: list[int] = field(default_factory=list)  # the valid prefix that it holds
 
@@ -26,7 +27,7 @@ class Slots:
 
     def __init__(self, executor: Executor, n_slots: int, close_sequence: Callable[[int], None]) -> None:
         self._executor, self._close_sequence = executor, close_sequence
-        self._idle = [Slot() for _ in range(n_slots)]  # the one used last at the end
+        self._idle = [Slot(number) for number in range(n_slots)]  # the one used last at the end
 
     @property
     def n_idle(self) -> int:

@@ -16,16 +16,18 @@ from hetero_ee_cli.commands import serve
 from tests.server_support import ENDLESS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("number", "log"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow)]
+)
 @pytest.mark.sample(0)
-def test_a_signal_ends_it_and_its_streams(tiny: Path, empty_cache: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_it_and_its_streams(tiny: Path, empty_cache: Path, number: signal.Signals, log: bool) -> None:
     words = ["serve", str(tiny), "--port", "0", "--quantizer", "none", "-t", "1", "--alias", "me", "--temp", "0"]
-    command = [sys.executable, "-m", "hetero_ee_cli", *words]
+    command = [sys.executable, "-m", "hetero_ee_cli", *words, *([] if log else ["--no-access-log"])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         line = process.stderr.readline()
         try:
-            found = re.fullmatch(r"me is served at (http://127\.0\.0\.1:\d+); Ctrl-C ends it\.\n", line)
+            found = re.fullmatch(r"me is served at (http://127\.0\.0\.1:\d+); chat page: \1/; Ctrl-C ends it\.\n", line)
             assert found, line + process.stderr.read()
             body = ENDLESS | {"prompt": "Tom", "max_tokens": 550, "stream": True}
             with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=30) as answer:
@@ -36,7 +38,8 @@ def test_a_signal_ends_it_and_its_streams(tiny: Path, empty_cache: Path, number:
             assert process.wait(15) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
         finally:
             process.kill()
-        assert (process.stdout.read(), process.stderr.read()) == ("", "")
+        line = r"[\d-]+ [\d:]+ POST /v1/completions 200 \d+\.\d{3} s, \d+ \+ \d+ tokens\n"
+        assert process.stdout.read() == "" and re.fullmatch(line if log else "", process.stderr.read())
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_the_longest_beginning_is_gone_on_from(scheduler: Scheduler) -> None:
         told = Told(prompt, 1)
         scheduler.submit(told.job)
         eventually(told.is_over)
-        assert told.events[0] == Begun(n_cached)
+        assert isinstance(told.events[0], Begun) and told.events[0].n_cached_tokens == n_cached
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -159,7 +159,7 @@ def test_of_replies_that_skipped_neurons_nothing_is_kept(scheduler: Scheduler, e
         again = Told([*[6] * 9, *reply], 1)
         scheduler.submit(again.job)
         eventually(again.is_over)
-        assert again.events[0] == Begun(9 if skips else 13)
+        assert isinstance(again.events[0], Begun) and again.events[0].n_cached_tokens == (9 if skips else 13)
     finally:
         counts.n_neurons = 0
 

@@ -20,7 +20,8 @@ ORIGIN = "http://localhost:3000"
 MAX_BODY_BYTES = 20_000
 POSTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/v1/embeddings", "/v1/responses"),
+    *("/tokenize", "/detokenize", "/v1/embeddings", "/v1/responses", "/completion", "/apply-template"),
+    *("/api/chat", "/api/generate", "/api/show"),
 )
 
 
@@ -156,7 +157,15 @@ def test_paths_and_methods_that_there_are_not(server: RunningServer) -> None:
     assert server.get("/nothing", headers=KEY).status_code == 404
     assert server.get("/v1/completions", headers=KEY).status_code == 405
     assert httpx.delete(f"{server.url}/v1/models", headers=KEY).status_code == 405
-    assert server.get("/v1/nothing", headers=KEY).json()["error"]["type"] == "not_found_error"
+    error = server.get("/v1/nothing", headers=KEY).json()["error"]
+    assert error["type"] == "not_found_error"
+    assert error["message"].startswith("GET /v1/nothing does not exist; the paths are GET /, /health, ")
+    assert ", and POST /v1/chat/completions, " in error["message"] and "/v1/embeddings" not in error["message"]
+    answer = server.get("/v1/completions", headers=KEY)
+    assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["message"] == "GET /v1/completions is not supported; use POST."
+    assert server.post("/v1/models", {}, headers=KEY).json()["error"]["message"].endswith("; use GET or HEAD.")
+    assert server.post("/api/nothing", {}, headers=KEY).json()["error"].startswith("POST /api/nothing does not exist")
 
 
 VALUES: tuple[Any, ...] = (
@@ -179,11 +188,13 @@ NAMES = (
     ),
     *("top_k", "min_p", "seed", "stop", "stop_sequences", "stop_token_ids", "stream", "stream_options", "system", "n"),
     *("logprobs", "logit_bias", "tools", "tool_choice", "response_format", "add_special", "repeat_penalty", "thinking"),
+    *("options", "format", "think", "raw", "return_tokens", "reasoning_effort"),
 )
 
 
 def drawn_body(draw: random.Random) -> dict[str, Any]:
     usual: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "max_tokens": 2}
+    usual |= {"options": {"num_predict": 2}}
     return usual | {name: draw.choice(VALUES) for name in draw.sample(NAMES, draw.randint(1, 5))}
 
 
@@ -194,7 +205,9 @@ def test_no_body_makes_the_server_fail(server: RunningServer) -> None:
             path, body = draw.choice(POSTS), drawn_body(draw) | {"max_tokens": draw.choice((2, -3, "a", 2, 2.5, 2))}
             answer = client.post(path, content=json.dumps(body))
             assert answer.status_code in (200, 400), (path, body, answer.text)
-            assert answer.status_code == 200 or answer.json()["error"]["message"].endswith((".", "?")), answer.text
+            error = {} if answer.status_code == 200 else answer.json()["error"]
+            message = error if isinstance(error, str) else error.get("message", ".")
+            assert message.endswith((".", "?")), answer.text
             statuses.add(answer.status_code)
     assert statuses == {200, 400}
     eventually(server.is_idle)

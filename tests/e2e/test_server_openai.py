@@ -146,7 +146,6 @@ def test_the_models_are_the_one(client: openai.OpenAI) -> None:
         ("functions", [{"name": "f"}]),
         ("extra_body", {"guided_regex": "a+"}),
         ("tool_choice", "required"),
-        ("reasoning_effort", "high"),
         ("extra_body", {"grammar": "root ::= 'a'"}),
         ("extra_body", {"repeat_last_n": 64, "repeat_penalty": 1.1}),
         ("extra_body", {"skip_special_tokens": False}),
@@ -228,9 +227,12 @@ def test_the_context_ends_a_text(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_embeddings_are_refused_clearly(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="/v1/embeddings is not offered"):
+def test_embeddings_are_refused_clearly(client: openai.OpenAI, server: RunningServer) -> None:
+    words = "/v1/embeddings is not offered: no model here gives embeddings; this server generates text"
+    with pytest.raises(openai.BadRequestError, match=words):
         client.embeddings.create(model=NAME, input="a")
+    assert "no model here" in server.post("/api/embed", {"model": NAME, "input": "a"}).json()["error"]
+    assert "no model" not in server.post("/v1/rerank", {}).json()["error"]["message"]
 
 
 def test_tokens_and_text_become_each_other(server: RunningServer) -> None:

@@ -1,5 +1,6 @@
 """Many clients of one engine: their texts are their own, they wait in bounds, and leave when they go away."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,6 +88,21 @@ def test_a_client_that_goes_away_ends_its_text(server: RunningServer, slowly: li
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=1)
         ended_early()
+
+
+def test_a_text_that_is_closed_while_a_token_arrives_ends(server: RunningServer) -> None:
+    """As if the cancellation that comes with it were lost."""
+    params = server.served.usual.changed(max_new_tokens=300, ignore_eos=True)
+
+    async def reading() -> int:
+        generation, n_tokens = server.served.generation([5] * 9, params), 0
+        async for _ in generation.tokens():
+            generation.close()
+            n_tokens += 1
+        return n_tokens
+
+    assert asyncio.run(asyncio.wait_for(reading(), 10)) == 1
+    eventually(server.is_idle)
 
 
 def test_who_finds_no_room_is_told_when_to_come_back(engine: Engine, slowly: list[Any]) -> None:

@@ -86,12 +86,50 @@ def test_a_required_call_comes_whole_and_streamed(servers: dict[str, RunningServ
     assert "".join(each.arguments or "" for each in functions) == call.function.arguments
 
 
-def test_a_named_tool_is_called(servers: dict[str, RunningServer]) -> None:
+def test_a_named_tool_is_called_once(servers: dict[str, RunningServer]) -> None:
+    """Without a limit of tokens, as clients that read one call send it."""
     for seed in range(3):
         named: Any = {"type": "function", "function": {"name": "clock"}}
         asked: Any = HOT | {"messages": ASKED, "tools": TOOLS, "tool_choice": named, "seed": seed}
-        calls = client(servers["lines"]).chat.completions.create(max_tokens=60, **asked).choices[0].message.tool_calls
-        assert calls and {each.function.name for each in calls} == {"clock"}
+        (choice,) = client(servers["lines"]).chat.completions.create(**asked).choices
+        assert [each.function.name for each in choice.message.tool_calls or []] == ["clock"]
+        assert choice.finish_reason == "tool_calls"
+    theirs: Any = {"model": NAME, "messages": ASKED, "tools": THEIRS, "max_tokens": 200}
+    answer = their_client(servers["hermes"]).messages.create(tool_choice={"type": "tool", "name": "clock"}, **theirs)
+    assert [each.type for each in answer.content] == ["tool_use"] and answer.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("template", ["lines", "mistral"])
+def test_a_required_call_is_not_repeated(servers: dict[str, RunningServer], template: str) -> None:
+    """Every second call of a tool without arguments is a repetition, at which the reply ends."""
+    tools = [each for each in TOOLS if each.get("function", {}).get("name") == "clock"]
+    asked: Any = HOT | {"messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 600}
+    chats, n_repeated = client(servers[template]).chat.completions, 0
+    for seed in range(4):
+        answer = chats.create(**asked | {"seed": seed})
+        chunks = list(chats.create(stream=True, **asked | {"seed": seed}))
+        deltas = [delta for each in chunks for delta in each.choices[0].delta.tool_calls or []]
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.function.arguments == "{}" == "".join(each.function.arguments or "" for each in deltas)  # type: ignore[union-attr]
+        assert {each.index for each in deltas} == {0}
+        assert answer.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
+        n_repeated += answer.usage.completion_tokens > 40  # type: ignore[union-attr]
+    assert n_repeated  # or nothing was tested
+
+
+def test_an_effort_is_passed_on_or_ignored(servers: dict[str, RunningServer]) -> None:
+    asked: Any = HOT | {"messages": ASKED, "max_tokens": 8}
+    for effort, thinks in (("high", True), ("none", False)):
+        chat = client(servers["thinking"]).chat.completions.create(reasoning_effort=effort, **asked)  # type: ignore[call-overload]
+        assert bool((chat.choices[0].message.model_extra or {}).get("reasoning_content")) == thinks
+        body = {"input": "Hello", "max_output_tokens": 8, "reasoning": {"effort": effort}}
+        response = servers["thinking"].post("/v1/responses", body).json()
+        assert response["output"][0]["type"] == ("reasoning" if thinks else "message")
+        assert response["reasoning"]["effort"] == effort
+    plain = [
+        client(servers["lines"]).chat.completions.create(**asked, **more) for more in ({}, {"reasoning_effort": "low"})
+    ]
+    assert plain[0].choices[0].message.content == plain[1].choices[0].message.content
 
 
 def test_a_reply_that_may_call_says_something_else(servers: dict[str, RunningServer]) -> None:

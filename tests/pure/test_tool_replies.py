@@ -11,8 +11,10 @@ from hetero_ee.config import demo_model_folder
 from hetero_ee.decoding.constrained.constraint import Constraint
 from hetero_ee.decoding.constrained.grammars import Grammars
 from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.serving.tools.chat import effort_variables
+from hetero_ee.serving.tools.reply import RepeatedCalls
 from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
-from hetero_ee.serving.tools.reply_reader import ARGUMENTS, CALLED, SAID, THOUGHT, ReplyReader
+from hetero_ee.serving.tools.reply_reader import ARGUMENTS, CALLED, SAID, THOUGHT, Piece, ReplyReader
 from hetero_ee.serving.tools.tool import Tool, ToolUse
 from hetero_ee.serving.tools.tool_format import FORMATS, MARKERS, ToolFormat, recognised
 from hetero_ee.text.tokenizer import Tokenizer
@@ -204,6 +206,53 @@ def test_the_reader_tells_thoughts_from_text() -> None:
         assert read("So < it\n\nis.\n</think>\n\nYes.", None, draw, thinks=True, is_thinking=True) == wanted
         assert read("<thin air", None, draw, thinks=True) == [(SAID, "<thin air", 0)]
         assert read("<think>So", None, draw, thinks=True) == [(THOUGHT, "So", 0)]
+
+
+def passed(*calls: tuple[str, str]) -> tuple[list[tuple[str, str, int]], bool]:
+    """What the filter lets through of calls whose arguments come character by character, and whether it found one."""
+    found, repeats = list[tuple[str, str, int]](), RepeatedCalls()
+    for index, (name, arguments) in enumerate(calls):
+        for piece in (Piece(CALLED, name, index), *(Piece(ARGUMENTS, each, index) for each in arguments)):
+            found += [(each.kind, each.text, each.index) for each in repeats.passed(piece)]
+    return found, repeats.is_found
+
+
+def test_a_call_that_repeats_an_earlier_one_is_dropped() -> None:
+    rome, oslo = ("weather", '{"place":"Rome"}'), ("weather", '{"place":"Oslo"}')
+    once, found = passed(rome)
+    assert not found and "".join(text for _, text, _ in once) == "".join(rome)
+    assert passed(rome, rome) == passed(rome, rome, oslo) == (once, True)
+    both, found = passed(rome, oslo)
+    assert not found and "".join(text for _, text, _ in both) == "".join((*rome, *oslo))
+    assert passed(rome, oslo, rome) == (both, True)
+    assert passed(rome, ("weather", '{"pl')) == (once, False)  # cut while it could be the same
+    assert passed(("clock", "{}"), ("clock", '{"a":1}'))[1] is False
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        ("{{ enable_thinking }}", "low", {"enable_thinking": True}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", False, {"enable_thinking": False}),
+        (
+            "{{ enable_thinking }} {{ reasoning_effort }}",
+            "none",
+            {"reasoning_effort": "none", "enable_thinking": False},
+        ),
+        ("{{ reasoning_effort }}", True, {}),
+        ("{{ enable_thinking }}", None, {}),
+        ("{{ messages }}", "high", {}),
+        (None, "high", {}),
+    ],
+    ids=range(9),
+)
+@pytest.mark.sample(9)
+def test_an_effort_becomes_the_variables_that_a_template_has(
+    template: str | None, effort: str | bool | None, variables: dict[str, Any]
+) -> None:
+    assert effort_variables(template, effort) == variables
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

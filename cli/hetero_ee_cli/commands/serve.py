@@ -1,4 +1,4 @@
-"""`hetero-ee serve`: serves a model over HTTP to OpenAI's and Anthropic's clients."""
+"""`hetero-ee serve`: serves models over HTTP to clients of OpenAI, Anthropic, llama-server and ollama."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -43,6 +43,7 @@ MODELS_FOLDER = Option(
     typed=Path,
     flags=("--models-dir",),
 )
+NO_LOG = Option(name="no_access_log", help="Print no line for each request.", kind=bool, flags=("--no-access-log",))
 EXTRA = ("prometheus_client", "starlette", "uvicorn")  # packages of the extra `server`
 
 
@@ -52,7 +53,7 @@ class ServerOptions(OptionGroup):
     PANEL: ClassVar = "Server"
     OPTIONS: ClassVar = {
         **{name: each for name, each in SERVER_OPTIONS.items() if each.flags},
-        **{each.name: each for each in (KEY_FILE, MODELS, MODELS_FOLDER)},
+        **{each.name: each for each in (KEY_FILE, MODELS, MODELS_FOLDER, NO_LOG)},
     }
     COMPLETIONS: ClassVar = {MODELS.name: model_names}
 
@@ -104,7 +105,7 @@ def serve(
     placement: PlacementOptions,
     model: ModelArgument = None,
 ) -> None:
-    """Serve models by HTTP, for clients of OpenAI's and Anthropic's. Ctrl-C ends it.
+    """Serve models by HTTP, for clients of OpenAI, Anthropic, llama-server and ollama. Ctrl-C ends it.
 
     The options of the text hold for requests that say nothing. Needs the extra `server`. A single model is loaded at
     once. Several are loaded by requests that name them, --models-max at a time.
@@ -136,8 +137,9 @@ def serve(
     with http.bind(settings) as listening:
         offered = Models.single(opened(names[0])) if is_single else Models(settings, names, opened)
         said = f"{names[0]} is" if is_single else f"{len(names)} models are"
-        line = f"{said} served at {http.url_of(settings, listening)}; Ctrl-C ends it."
-        http.serve(offered, listening, lambda: say(line))
+        line = f"{said} served at {http.url_of(settings, listening)}; "
+        line += f"chat page: {http.page_of(settings, listening)}; Ctrl-C ends it."
+        http.serve(offered, listening, lambda: say(line), None if server.given.get(NO_LOG.name) else say)
 
 
 def _without_prompts(progress: Progress) -> Progress:

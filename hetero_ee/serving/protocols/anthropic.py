@@ -1,6 +1,5 @@
 """Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens."""
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -75,7 +74,7 @@ class _Answer:
         if reply.content or not (reply.thought or reply.calls):
             found.append({"type": "text", "text": reply.content})
         for each in reply.calls:
-            found.append({"type": "tool_use", "id": each.id, "name": each.name, "input": _input(each.arguments)})
+            found.append({"type": "tool_use", "id": each.id, "name": each.name, "input": each.parsed})
         return self._message(found) | _stop(reply)
 
     async def events(self, ping_s: float) -> AsyncIterator[bytes]:
@@ -121,14 +120,6 @@ class _Answer:
         head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": self._model}
         usage = _usage(self._reply.generation)
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
-
-
-def _input(arguments: str) -> Any:
-    """Return a call's arguments, or an empty object if the call was cut off or is nested too deep."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
 
 
 def _named(kind: str, **more: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads the messages of a conversation in OpenAI's and Anthropic's formats."""
+"""Reads the messages of a conversation in the formats of OpenAI, Anthropic and ollama."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -26,6 +26,21 @@ def anthropic_messages(fields: Fields) -> list[Message]:
         fields.refuse("messages", "ends with the assistant's; a reply that has begun already can't be continued here")
     system = [] if fields.values.get("system") is None else [Message("system", text_of(fields, "system"))]
     return with_tool_names([*(each for each in system if each.content), *messages])
+
+
+def ollama_messages(fields: Fields) -> list[Message]:
+    """Return the messages of an ollama request. Its calls have no ids: each result belongs to the next open call."""
+    found, open_ids = list[Message](), list[str]()
+    for number, one in enumerate(_each(fields)):
+        one.refuse_unless("images", ([],), "this server supports text only")
+        message = _openai_message(one)
+        calls = tuple(replace(each, id=each.id or f"call_{number}_{n}") for n, each in enumerate(message.tool_calls))
+        open_ids += [each.id for each in calls]
+        message = replace(message, tool_calls=calls, reasoning=one.text("thinking"), name=one.text("tool_name"))
+        if message.role == "tool" and message.tool_call_id is None and open_ids:
+            message = replace(message, tool_call_id=open_ids.pop(0))
+        found.append(message)
+    return with_tool_names(found)
 
 
 def with_tool_names(messages: Sequence[Message]) -> list[Message]:

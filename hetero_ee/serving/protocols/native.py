@@ -15,6 +15,8 @@ from hetero_ee.serving.served_model import ServedModel
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OWNER = "hetero-ee"
+EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/embedding", "/api/embed", "/api/embeddings")
+NOT_OFFERED = (*EMBEDDINGS, "/v1/rerank", "/infill")
 
 
 async def models(request: Request, models: Models) -> Response:
@@ -121,8 +123,10 @@ async def detokenize(request: Request, served: ServedModel) -> Response:
 
 async def not_offered(request: Request, models: Models) -> Response:
     """Refuse a path that other servers offer and this one does not."""
+    path = request.url.path
+    why = "no model here gives embeddings; " if path in EMBEDDINGS else ""
     raise RequestError(
-        f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions, "
+        f"{path} is not offered: {why}this server generates text, at /v1/chat/completions, /v1/completions, "
         "/v1/responses and /v1/messages.",
         code="unsupported_endpoint",
     )

@@ -29,7 +29,7 @@ from hetero_ee.serving.protocols.sampling_fields import (
 )
 from hetero_ee.serving.scheduler import Scoring
 from hetero_ee.serving.served_model import ServedModel
-from hetero_ee.serving.tools.chat import Chat, asked_form, constrained, prepared
+from hetero_ee.serving.tools.chat import Chat, asked_form, constrained, effort_variables, prepared
 from hetero_ee.serving.tools.reply import Reply
 from hetero_ee.serving.tools.reply_reader import ARGUMENTS, SAID, THOUGHT, Piece
 from hetero_ee.serving.tools.tool import openai_tools
@@ -44,13 +44,19 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
     fields = await read_request(request, served.settings, REFUSED, REFUSED_IN_CHATS)
     n_logprobs = _offered(asked_by_chat(fields), fields, served)
     params = CHATS.read(fields, served.usual, served.engine.spec.vocab_size, n_logprobs)
-    messages, asked = openai_messages(fields), _Asked.of(fields)
-    use, form = openai_tools(fields), asked_form(fields)
+    asked = _Asked.of(fields)
     _check_n(asked.n_each, 1, fields, served)
-    variables = fields.inner("chat_template_kwargs").values
-    chat = await until_gone(request, prepared(served, messages, params, use, form, variables))
+    chat = await read_chat(request, fields, served, params)
     generations = _started([(chat.prompt_ids, None)], asked, chat.params, served)
     return await _Answer(served, asked, generations, chat).response(request)
+
+
+async def read_chat(request: Request, fields: Fields, served: ServedModel, params: SamplingParams) -> Chat:
+    """Return the chat that a request with OpenAI's fields asks for. Raises: HeteroError: if it can't be answered."""
+    variables = effort_variables(served.template, fields.text("reasoning_effort"))
+    variables |= fields.inner("chat_template_kwargs").values
+    use, form = openai_tools(fields), asked_form(fields)
+    return await until_gone(request, prepared(served, openai_messages(fields), params, use, form, variables))
 
 
 async def completions(request: Request, served: ServedModel) -> Response:

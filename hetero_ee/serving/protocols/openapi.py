@@ -10,7 +10,7 @@ from hetero_ee import __version__
 from hetero_ee.options.option import IDS, TEXT, Schema
 from hetero_ee.options.sampling import MAX_LOGPROBS
 from hetero_ee.serving.models import Models
-from hetero_ee.serving.protocols import anthropic, responses, sampling_fields
+from hetero_ee.serving.protocols import anthropic, llama_server, ollama, responses, sampling_fields
 from hetero_ee.serving.protocols.openai import ORIGINS
 from hetero_ee.serving.protocols.sampling_fields import REFUSED, REFUSED_IN_CHATS, REFUSED_IN_TEXTS
 
@@ -60,6 +60,7 @@ CHAT: dict[str, Schema] = {
     **CHOICE,
     "tools": _tools(function=_object(FUNCTION, "name")),
     "chat_template_kwargs": {"type": "object"},
+    "reasoning_effort": TEXT,
     "messages": _array({"$ref": "#/components/schemas/Message"}, 1),
     "logprobs": FLAG,
     "top_logprobs": TOP,
@@ -81,8 +82,27 @@ RESPONSE: dict[str, Schema] = {
     **CHOICE,
     "input": TEXT,  # or items
     "instructions": TEXT,
+    "reasoning": _object({"effort": TEXT}),
     "tools": _tools(**FUNCTION),
 }
+TEMPLATED: dict[str, Schema] = {  # fields that affect a chat's prompt
+    name: CHAT[name] for name in ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
+}
+LLAMA: dict[str, Schema] = {
+    **sampling_fields.TEXTS.schemas(),
+    **ASKED,
+    **FORMS,
+    "prompt": {"oneOf": [WORDS, SOME_IDS]},
+    "return_tokens": FLAG,
+}
+OLLAMA: dict[str, Schema] = {
+    **ASKED,
+    "options": _object(sampling_fields.OPTIONS.schemas()),
+    "format": {"oneOf": [{"enum": ["", "json"]}, {"type": "object", "maxProperties": 0}]},  # or a schema
+    "think": {"oneOf": [FLAG, TEXT]},
+}
+OLLAMA_CHAT: dict[str, Schema] = {**OLLAMA, "messages": CHAT["messages"], "tools": CHAT["tools"]}
+OLLAMA_PROMPT: dict[str, Schema] = {**OLLAMA, "prompt": TEXT, "system": TEXT, "raw": FLAG}
 TOKENIZE: dict[str, Schema] = {"content": TEXT, "prompt": TEXT, "add_special": FLAG, "add_special_tokens": FLAG}
 ERRORS = ("400", "401", "403", "404", "405", "408", "413", "415", "503", "504")
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -119,6 +139,9 @@ def _gets() -> dict[str, Any]:
         "/tokenizer_info": _operation("Special tokens and chat template", _object({})),
         "/v1/models": _operation("The models", models),
         "/v1/models/{name}": _operation("A model by its name", _object({"id": TEXT}, "id")),
+        "/slots": _operation("What runs in each slot", _array(_object({"id": WHOLE}, "id", "is_processing"))),
+        "/api/tags": _operation("The models, for ollama's clients", _object({"models": {"type": "array"}}, "models")),
+        "/api/version": _operation("The version of ollama's API", _object({"version": TEXT}, "version")),
         "/metrics": _operation("Counts, as Prometheus reads them", TEXT, "text/plain"),
     }
     said["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT}]
@@ -138,6 +161,8 @@ def _posts() -> dict[str, Any]:
         _asked(CHAT, REFUSED | REFUSED_IN_CHATS, "messages"),
         _asked(COMPLETION, REFUSED | REFUSED_IN_TEXTS, "prompt"),
     )
+    ollama_chat, ollama_prompt = (_asked(each, ollama.REFUSED) for each in (OLLAMA_CHAT, OLLAMA_PROMPT))
+    part = _object({"done": FLAG}, "model", "created_at", "done")
     counted = _asked(COUNTED, anthropic.REFUSED, "messages")
     said: dict[str, tuple[str, Schema, Schema]] = {
         "/v1/chat/completions": ("A reply", chat, choices),
@@ -145,6 +170,19 @@ def _posts() -> dict[str, Any]:
         "/v1/responses": ("A response", _asked(RESPONSE, responses.REFUSED, "input"), response),
         "/v1/messages": ("A reply", _asked(MESSAGES, anthropic.REFUSED, "messages", "max_tokens"), message),
         "/v1/messages/count_tokens": ("A prompt's length", counted, _object({"input_tokens": WHOLE}, "input_tokens")),
+        "/completion": (
+            "A completion, for llama-server's clients",
+            _asked(LLAMA, REFUSED | llama_server.REFUSED_HERE, "prompt"),
+            _object({"content": TEXT, "stop": FLAG}, "content", "stop", "timings"),
+        ),
+        "/apply-template": (
+            "The prompt of a chat",
+            _asked(TEMPLATED, REFUSED | REFUSED_IN_CHATS, "messages"),
+            _object({"prompt": TEXT}, "prompt"),
+        ),
+        "/api/chat": ("A reply, for ollama's clients", ollama_chat, part),
+        "/api/generate": ("A completion, for ollama's clients", ollama_prompt, part),
+        "/api/show": ("The model's shape", _asked({"model": TEXT}, {}), _object({}, "model_info", "capabilities")),
         "/tokenize": ("Text as tokens", _asked(TOKENIZE, {}), ids),
         "/detokenize": ("Tokens as text", _asked({"tokens": IDS}, {}), _object({"content": TEXT}, "content")),
         "/models/unload": ("A model closed", _asked({"model": TEXT}, {}, "model"), done),
@@ -154,8 +192,9 @@ def _posts() -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": asked}}}
         operation = _operation(summary, answer) | {"requestBody": body}
         if "stream" in asked["properties"]:
-            stream = {"schema": {"type": "object", "properties": {"data": TEXT, "event": TEXT}}}
-            operation["responses"]["200"]["content"]["text/event-stream"] = stream
+            events = {"text/event-stream": {"type": "object", "properties": {"data": TEXT, "event": TEXT}}}
+            kinds = {ollama.LINES_TYPE: answer} if path.startswith("/api/") else events
+            operation["responses"]["200"]["content"] |= {kind: {"schema": each} for kind, each in kinds.items()}
         paths[path] = {"post": operation}
     return paths
 

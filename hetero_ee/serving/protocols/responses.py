@@ -17,7 +17,7 @@ from hetero_ee.serving.protocols.body import Fields
 from hetero_ee.serving.protocols.messages import text_of, tool_call, with_tool_names
 from hetero_ee.serving.protocols.sampling_fields import RESPONSES, read_request
 from hetero_ee.serving.served_model import ServedModel
-from hetero_ee.serving.tools.chat import Chat, prepared, schema_form
+from hetero_ee.serving.tools.chat import Chat, effort_variables, prepared, schema_form
 from hetero_ee.serving.tools.reply import Reply
 from hetero_ee.serving.tools.reply_reader import CALLED, SAID, THOUGHT, Piece
 from hetero_ee.serving.tools.tool import openai_tools
@@ -42,7 +42,8 @@ async def responses(request: Request, served: ServedModel) -> Response:
     ping_s, messages = served.settings.ping_s if fields.flag("stream") else None, _messages(fields)
     asked = fields.inner("text").inner("format")
     form = schema_form(asked, asked.values.get("type"), asked, "text.format") if asked.values else None
-    work = prepared(served, messages, params, openai_tools(fields, is_flat=True), form)
+    variables = effort_variables(served.template, fields.inner("reasoning").text("effort"))
+    work = prepared(served, messages, params, openai_tools(fields, is_flat=True), form, variables)
     chat = await until_gone(request, work)
     generation = served.generation(chat.prompt_ids, chat.params)
     answer = _Answer(fields, served.settings.model_name, chat, Reply(generation, chat))
@@ -102,7 +103,7 @@ class _Answer:
             "metadata": values.get("metadata") or {},
             "parallel_tool_calls": values.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": (values.get("reasoning") or {}).get("effort"), "summary": None},
             "store": False,
             "temperature": chat.params.temperature,
             "text": values.get("text") or {"format": {"type": "text"}},

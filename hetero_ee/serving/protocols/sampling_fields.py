@@ -52,7 +52,6 @@ REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
     "verbosity": (),
     "chat_template": (),
     "documents": ([],),
@@ -88,7 +87,7 @@ async def read_request(request: Request, settings: ServerSettings, *refused: dic
 class SamplingFields:
     """Sampling options in a protocol's requests, with the protocol's field names."""
 
-    protocol: str  # "openai", "responses" or "anthropic"
+    protocol: str  # "openai", "responses", "anthropic" or "ollama"
     has_stand_ins: bool = True  # -1 for no limit, every candidate or a random seed
     logprobs: str = "logprobs"  # the field that asks for log-probabilities
 
@@ -132,6 +131,7 @@ CHATS = SamplingFields("openai", logprobs="top_logprobs")
 TEXTS = SamplingFields("openai")
 RESPONSES = SamplingFields("responses")
 MESSAGES = SamplingFields("anthropic", has_stand_ins=False)
+OPTIONS = SamplingFields("ollama")
 
 
 def changed(

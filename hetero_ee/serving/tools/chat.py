@@ -36,11 +36,13 @@ class Chat:
     """A chat request, ready for generation."""
 
     prompt_ids: list[int]
+    prompt: str  # the same as text
     params: SamplingParams
     format: ToolFormat | None  # format of calls; None if the reply can't call
     names: tuple[str, ...]  # names of the tools
     thinks: bool  # replies may begin with thoughts
     is_thinking: bool  # the prompt has begun them
+    must_call: bool = False  # the reply has to be one call at least
     special_texts: Mapping[int, str] = field(default_factory=dict)  # texts of markers that are special tokens
 
     @property
@@ -74,11 +76,13 @@ async def prepared(
     names = tuple(each.name for each in use.callable_tools)
     chat = Chat(
         prompt_ids,
+        text,
         params,
         style if names else None,
         names,
         thinks,
         is_thinking,
+        use.is_required,
         {token_id: marker for marker, token_id in special.items()},
     )
     return replace(chat, params=await _held(served, chat, use, form, ReplyGrammar(special)))
@@ -161,6 +165,18 @@ def _explained(tools: Sequence[Tool]) -> str:
         f"{HERMES.head}NAME{HERMES.middle}ARGUMENTS{HERMES.tail}\n"
         "with its name and a JSON object of its arguments; the result comes in the next message."
     )
+
+
+def effort_variables(template: str | None, effort: str | bool | None) -> dict[str, Any]:
+    """Return the template variables for a requested reasoning effort.
+
+    Args:
+        template: The chat template. An effort for which it has no variable has no effect.
+        effort: A word, of which "none" turns thinking off, or whether to think.
+    """
+    known: dict[str, Any] = {} if isinstance(effort, bool) else {"reasoning_effort": effort}
+    known["enable_thinking"] = effort not in ("none", False)
+    return {} if effort is None else {name: value for name, value in known.items() if name in (template or "")}
 
 
 ANY_OBJECT = '{"type": "object"}'

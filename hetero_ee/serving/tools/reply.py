@@ -1,8 +1,10 @@
 """Collects a reply as its pieces arrive, for any protocol."""
 
+import json
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from hetero_ee.decoding.result import FinishReason
 from hetero_ee.serving.generation import Generation
@@ -15,6 +17,42 @@ class Call:
     id: str
     name: str
     arguments: str = ""  # JSON
+
+    @property
+    def parsed(self) -> Any:
+        """The arguments as an object, which is empty if the call was cut off or is nested too deep."""
+        try:
+            return json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return {}
+
+
+class RepeatedCalls:
+    """Filter of a reply that must call: drops the first call that repeats an earlier one, after which the reply ends.
+
+    Small models that are held to calls write the same one until the token limit. Pieces of a call are held back as long
+    as it reads like an earlier one.
+    """
+
+    def __init__(self) -> None:
+        self.is_found = False
+        self._calls, self._held = list[str](), list[Piece]()
+
+    def passed(self, piece: Piece) -> list[Piece]:
+        """Return the pieces that are certain to be no repetition, among this and the earlier ones."""
+        if self.is_found or piece.block != CALLED:
+            return [] if self.is_found else [piece]
+        if piece.kind == CALLED:
+            self._calls.append(piece.text)
+        else:
+            self._calls[-1] += piece.text
+        *earlier, call = self._calls
+        self._held.append(piece)
+        self.is_found = call in earlier  # and whole: a JSON object is never the beginning of another
+        if any(each.startswith(call) for each in earlier):
+            return []
+        held, self._held = self._held, []
+        return held
 
 
 class Reply:
@@ -35,6 +73,7 @@ class Reply:
     async def pieces(self, ping_s: float | None = None) -> AsyncIterator[Piece | None]:
         """Yield the pieces, and None after each `ping_s` without a token. Raises: see `Generation.tokens`."""
         reader = None if self._chat is None else self._chat.reader()
+        repeats = RepeatedCalls() if self._chat is not None and self._chat.must_call else None
         async for token in self.generation.tokens(ping_s):
             if token is None:
                 yield None
@@ -43,7 +82,10 @@ class Reply:
                     yield self._added(Piece(SAID, text))
             else:
                 for each in reader.read(token.text + self._chat.special_texts.get(token.token_id, "")):
-                    yield self._added(each)
+                    for piece in (each,) if repeats is None else repeats.passed(each):
+                        yield self._added(piece)
+                if repeats is not None and repeats.is_found:
+                    self.generation.end()
         for each in () if reader is None else reader.end():
             yield self._added(each)
 

@@ -53,7 +53,7 @@ def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
     if isinstance(choice, dict):
         inner = fields.inner("tool_choice")
         if inner.text("type") == "function":
-            return _use(fields, found, (inner if is_flat else inner.inner("function")).text("name"), parallel)
+            return _use(fields, found, (inner if is_flat else inner.inner("function")).text("name"))
         fields.refuse("tool_choice", f"is {shown(choice)}; expected none, auto, required or a function's name")
     return _chosen(fields, found, choice, {"none": "none", "auto": "auto", "required": "any"}, parallel)
 
@@ -67,7 +67,7 @@ def anthropic_tools(fields: Fields) -> ToolUse:
     choice = fields.inner("tool_choice")
     parallel, kind = not choice.flag("disable_parallel_tool_use"), choice.text("type")
     if kind == "tool":
-        return _use(fields, found, choice.text("name"), parallel)
+        return _use(fields, found, choice.text("name"))
     return _chosen(fields, found, kind, {"none": "none", "auto": "auto", "any": "any"}, parallel)
 
 
@@ -99,7 +99,8 @@ def _chosen(fields: Fields, found: list[Tool], choice: Any, words: dict[str, str
     return ToolUse(tuple(found), kind == "any", parallel, frozenset(each.name for each in found))
 
 
-def _use(fields: Fields, found: list[Tool], name: str | None, parallel: bool) -> ToolUse:
+def _use(fields: Fields, found: list[Tool], name: str | None) -> ToolUse:
+    """Return the use of a tool that the request names. The reply is exactly one call of it."""
     if name not in {each.name for each in found}:
         fields.refuse("tool_choice", f"names {shown(name)}, which is not among the tools")
-    return ToolUse(tuple(found), True, parallel, frozenset({name or ""}))
+    return ToolUse(tuple(found), True, False, frozenset({name or ""}))

@@ -1,0 +1,74 @@
+"""Ollama's paths by which its clients learn what there is: /api/tags, /api/show and /api/version."""
+
+import hashlib
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from hetero_ee.serving.models import Models
+from hetero_ee.serving.protocols.body import read_body
+from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.tools.tool_format import THINK
+
+VERSION = "0.12.6"  # the version of ollama whose answers these are; some clients require one
+
+
+async def tags(request: Request, models: Models) -> Response:
+    return JSONResponse({"models": [_card(name, models.served(name), models.created_s) for name in models.names]})
+
+
+async def version(request: Request, models: Models) -> Response:
+    return JSONResponse({"version": VERSION})
+
+
+async def show(request: Request, served: ServedModel) -> Response:
+    """Answer with the model's shape and what it can do."""
+    await read_body(request, served.settings)
+    spec, template = served.engine.spec, served.template or ""
+    kind = _family(served)
+    info = {
+        "general.architecture": kind,
+        "general.parameter_count": served.engine.executor.weights.n_weights,
+        f"{kind}.context_length": served.most_tokens,
+        f"{kind}.block_count": spec.n_layers,
+        f"{kind}.embedding_length": spec.hidden_size,
+        f"{kind}.vocab_size": spec.vocab_size,
+    }
+    able = ["completion", *(["tools"] if template else []), *(["thinking"] if THINK in template else [])]
+    card = {"modelfile": "", "parameters": "", "license": "", "template": template, "details": _details(served)}
+    return JSONResponse({**card, "model_info": info, "capabilities": able})
+
+
+def timestamp(at_s: float | None = None) -> str:
+    """Return this time, by default now, as text in ollama's format."""
+    at = datetime.now(UTC) if at_s is None else datetime.fromtimestamp(at_s, UTC)
+    return at.isoformat().replace("+00:00", "Z")
+
+
+def _family(served: ServedModel) -> str:
+    return served.engine.spec.architecture.removesuffix("ForCausalLM").lower()
+
+
+def _card(name: str, served: ServedModel | None, at_s: float) -> dict[str, Any]:
+    """Return a model's entry in the list of models, with the size and details of its weights once it is loaded.
+
+    The digest is made from the name, since nothing here downloads by digest.
+    """
+    n_bytes = 0 if served is None else served.engine.executor.weights.n_bytes
+    head = {"name": name, "model": name, "modified_at": timestamp(at_s), "size": n_bytes}
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return {**head, "digest": digest, "details": {} if served is None else _details(served)}
+
+
+def _details(served: ServedModel) -> dict[str, Any]:
+    family, n_weights = _family(served), served.engine.executor.weights.n_weights
+    return {
+        "parent_model": "",
+        "format": "hetero-ee",
+        "family": family,
+        "families": [family],
+        "parameter_size": f"{n_weights / 1e6:.1f}M",
+        "quantization_level": served.engine.quantizer,
+    }
