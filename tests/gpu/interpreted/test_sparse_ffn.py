@@ -71,9 +71,11 @@ def test_bits_of_any_shape_are_the_definitions(shape: tuple[int, int], m: int, i
     assert_same_bits(case.run(case.active), case.expected(case.active))
 
 
-def test_sections_of_two_blocks() -> None:
+@pytest.mark.parametrize("name", ["even blocks", "alternating"])
+def test_sections_of_two_blocks(name: str) -> None:
+    """Sections with neurons in one block, and in both."""
     case = Case((4200, 32), 1, is_gated=False)
-    active = SETS["even blocks"](case.active).astype(np.float32)
+    active = SETS[name](case.active).astype(np.float32)
     active[:, :2048] *= np.arange(2048) % 50 == 0
     assert_same_bits(case.run(active), case.expected(active))
 

@@ -29,7 +29,7 @@ from tests.gpu.ptx.translation import translated
 Change = Any  # of PTX text, for mutants
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A translated kernel with its PTX."""
 

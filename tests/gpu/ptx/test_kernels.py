@@ -41,7 +41,7 @@ MORE: list[tuple[Any, ...]] = [
     ("draft", "the_network_judges_the_four_largest", 5000, 33, ""),
     ("draft", "the_noise_is_finite_and_accurate_at_its_ends"),
     ("sparse_ffn", "thresholds_skip_neurons_of_rows_that_may", sparse_ffn),
-    ("sparse_ffn", "sections_of_two_blocks"),
+    ("sparse_ffn", "sections_of_two_blocks", "alternating"),
     ("sparse_ffn", "the_first_sections_are_added_to_the_rest", 700, True),
     ("masked_linear", "bits_of_any_shape_are_the_definitions", (70, 200), 3),
     ("masked_linear", "tokens_that_may_not_skip_have_all_neurons", masked_linear),
