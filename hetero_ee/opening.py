@@ -22,7 +22,7 @@ from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
-from hetero_ee.sparsity.applied import made_sparse
+from hetero_ee.sparsity.applied import made_sparse, require_calibration
 from hetero_ee.sparsity.job import order_or_warn
 from hetero_ee.sparsity.order import NeuronOrder
 from hetero_ee.sparsity.request import SparsityRequest
@@ -36,6 +36,7 @@ from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.library import open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -123,6 +124,8 @@ def read_model(
         weights = load_dense(open_checkpoint(folder, spec))
     else:
         quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major, first_in_rows=first_in_rows)
+        if sparsity is not None:
+            require_calibration(cached_store(folder, quantization, cache_folder()), sparsity)
         store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
         calibrations = CalibrationPlace(spec, store, folder, quantization)
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))

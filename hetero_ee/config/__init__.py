@@ -17,5 +17,5 @@ __all__ = [
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total), called during long work
 READING = "Reading the prompt"  # the stage of a prompt
-CONVERTING, DOWNLOADING = "Converting to int4", "Downloading"  # beginnings of stages whose progress is in bytes
+CONVERTING, DOWNLOADING = "Converting the weights", "Downloading"  # beginnings of stages whose progress is in bytes
 BYTE_STAGES = (CONVERTING, DOWNLOADING)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from hetero_ee_profiles.hardware import DeviceTimes
+from hetero_ee_profiles.hardware import DeviceTimes, mean_positions
 
 KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # bytes of one value
 KV_SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # bytes of the scale of one position and head
@@ -49,14 +49,27 @@ class KvState(State):
         seen = context_tokens if self.window is None else min(context_tokens, self.window + m - 1)
         return max(seen, m)
 
+    def mean_positions(self, m: int, context_tokens: int) -> float:
+        """Return how many positions the last m tokens of a sequence of context_tokens see on average."""
+        last = max(context_tokens, m)
+        if self.window is None:
+            return mean_positions(m, last)
+        n_growing = min(max(0, self.window - last + m), m)  # tokens that see everything before them
+        return (n_growing * (last - m + (n_growing + 1) / 2) + (m - n_growing) * self.window) / m
+
     def read_s(self, times: DeviceTimes, m: int, context_tokens: int, kv_type: str) -> float:
-        """Return the seconds of attention, scaled if the profile timed keys and values of another type."""
+        """Return the seconds of attention, scaled if the profile timed keys and values of another type.
+
+        A decode batch costs what it reads, a chunk of a prompt what its tokens see.
+        """
+        few = m <= MAX_DECODE_TOKENS
+        positions = self.positions_read if few else self.mean_positions
         return times.attention_s(
             self.n_heads,
             self.n_kv_heads,
             self.head_dim,
             m,
-            self.positions_read(m, context_tokens),
-            few=m <= MAX_DECODE_TOKENS,
+            positions(m, context_tokens),
+            few=few,
             kept_share=self.n_bytes(1, kv_type) / self.n_bytes(1, times.kv_type),
         )

@@ -68,7 +68,9 @@ class PassSamples:
 
     @property
     def besides_layers_s(self) -> float:
-        return median(self.head_s) + median(self.outside_s)
+        """Median seconds outside of layers. A prompt's chunk has no head: its noise would exceed all that remains."""
+        head_s = median(self.head_s) if self.m <= MAX_DECODE_TOKENS else 0.0
+        return head_s + median(self.outside_s)
 
 
 def probe_pass(

@@ -12,6 +12,7 @@ from hetero_ee.sparsity.predictor import WAY_OUT as PREDICTOR_WAY_OUT
 from hetero_ee.sparsity.predictor import NeuronPredictor
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.store.calibration_files import PREDICTOR_SUFFIX, SPARSITY_SUFFIX, neuron_file
 from hetero_ee.weights.store.reader import is_store
 
 
@@ -25,16 +26,26 @@ def made_sparse(
         StoreError: if the calibration is damaged or belongs to other weights.
     """
     if request.is_predicted:
-        predictor, expected = _predicted(spec, found_predictor(place))
+        predictor, expected = _predicted(spec, found_predictor(place), request)
         return expected, predictor.merged(expected, weights, predictor.chosen().margin)
     curves = _known(place, request)
     expected = expecting(spec, request, curves)
     if request.is_exact:
         return expected, weights
     if curves is None:
-        raise UsageError(f"this model has no calibration of neurons to skip; {WAY_OUT}.")
+        raise _uncalibrated(request)
     chosen = curves.auto() if request.share is None else curves.at(request.share)
     return expected, replace(weights, vectors=weights.vectors | chosen.least(spec, weights))
+
+
+def require_calibration(store: Path, request: SparsityRequest) -> None:
+    """Check that there is the calibration that the request needs of a store, which need not exist yet.
+
+    Raises: UsageError: if there isn't.
+    """
+    suffix = PREDICTOR_SUFFIX if request.is_predicted else None if request.is_exact else SPARSITY_SUFFIX
+    if suffix is not None and not neuron_file(store, suffix).exists():
+        raise _uncalibrated(request)
 
 
 def planned_sparse(
@@ -57,7 +68,7 @@ def planned_sparse(
     if order is not None:
         spec = replace(spec, hot_curve=order.curve)
     if request.is_predicted:
-        return _predicted(spec, None if place is None else found_predictor(place))[1]
+        return _predicted(spec, None if place is None else found_predictor(place), request)[1]
     return expecting(spec, request, None if place is None else _known(place, request))
 
 
@@ -68,7 +79,7 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
     """
     natural = 1.0 if curves is None else curves.active_share
     if request.share is None and curves is None:
-        raise UsageError(f"this model has no calibration of neurons to skip; {WAY_OUT}.")
+        raise _uncalibrated(request)
     share = request.share
     if share is None:
         assert curves is not None
@@ -78,11 +89,19 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
     return replace(spec, neuron_major=True, first_in_rows=first_in_rows, active_shares=shares)
 
 
-def _predicted(spec: ModelSpec, predictor: NeuronPredictor | None) -> tuple[NeuronPredictor, ModelSpec]:
+def _predicted(
+    spec: ModelSpec, predictor: NeuronPredictor | None, request: SparsityRequest
+) -> tuple[NeuronPredictor, ModelSpec]:
     """Return the predictor and the spec with it. Raises: UsageError: if no predictor was calibrated."""
     if predictor is None:
-        raise UsageError(f"this model has no calibrated predictor of active neurons; {PREDICTOR_WAY_OUT}.")
+        raise _uncalibrated(request)
     return predictor, predictor.expected(spec, predictor.chosen())
+
+
+def _uncalibrated(request: SparsityRequest) -> UsageError:
+    if request.is_predicted:
+        return UsageError(f"this model has no calibrated predictor of active neurons; {PREDICTOR_WAY_OUT}.")
+    return UsageError(f"this model has no calibration of neurons to skip; {WAY_OUT}.")
 
 
 def _known(place: CalibrationPlace, request: SparsityRequest) -> SparsityCurves | None:

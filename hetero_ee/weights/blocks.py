@@ -1,6 +1,6 @@
 """Matrices in blocks of 32 columns, as other file formats store them, and tiles with the same codes and scales."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, to_fp16_scales
+from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, Workers, to_fp16_scales
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 LEAST_VALUE = -127  # int8 tiles have no -128
 HALF_ROUNDING = 2.0**-11  # largest relative rounding error of fp16, except for subnormals
 LARGEST_ZERO = 65504.0  # in fp16
+CHUNK_WEIGHTS = 2**18  # unpacked and packed at a time, about; a chunk stays in the cache
 SMALL_ZERO = 2.0**-13  # a smaller zero point is practically 0: codes are 1 apart, and fp16 is less precise there
 
 
@@ -26,14 +27,12 @@ class Blocks:
         codes: with a codebook, uint8 (N, K), and the entry is codebook[codes[n, k]]; without, the int8 entries (N, K).
         scales: fp32 (N, K / 32).
         zeros: zero points in units of the entries, fp32 (N, K / 32); None if all are 0.
-        is_exact: whether the blocks hold the file's values exactly, and not the nearest ones that blocks can hold.
     """
 
     codes: Tensor
     scales: Tensor
     codebook: tuple[int, ...] | None
     zeros: Tensor | None = None
-    is_exact: bool = True
 
     @classmethod
     def with_minimums(cls, codes: Tensor, scales: Tensor, minimums: Tensor) -> Self:
@@ -67,63 +66,144 @@ class Blocks:
             entries -= self.zeros.repeat_interleave(layout.TILE_COLUMNS, dim=1)
         return entries * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
 
-    def rows(self, order: Tensor) -> "Blocks":
-        """Return the rows at the indices `order`."""
-        zeros = None if self.zeros is None else self.zeros[order]
-        return Blocks(self.codes[order], self.scales[order], self.codebook, zeros, self.is_exact)
+    def rows(self, rows: slice | Tensor) -> "Blocks":
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Blocks(self.codes[rows], self.scales[rows], self.codebook, zeros)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlocks:
+    """A matrix of `n_rows` rows that become blocks a few at a time, so that memory never holds all codes unpacked.
+
+    `rows` returns the blocks of some rows. `values` returns some rows as the file has them, fp32, if blocks can only
+    hold the nearest values; None if blocks hold them exactly.
+    """
+
+    n_rows: int
+    rows: Callable[[slice | Tensor], Blocks]
+    values: Callable[[Tensor], Tensor] | None = None
+
+    def reordered(self, order: Tensor) -> "RowBlocks":
+        """Return the matrix with its rows in the order of the indices `order`."""
+        values = self.values
+        reordered = None if values is None else lambda rows: values(order[rows])
+        return RowBlocks(len(order), lambda rows: self.rows(order[rows]), reordered)
+
+    def file_values(self, rows: Tensor) -> Tensor:
+        """Return some rows as the file has them, fp32."""
+        return self.rows(rows).dequantize() if self.values is None else self.values(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptCodes:
-    """Tiles with the codes of a file. `wanted` holds the values they were rounded from; None if they are exact."""
+    """Tiles with the codes of a file. `wanted` holds the parts they were rounded from; None if they are exact."""
 
     weight: TileWeight
-    wanted: Sequence[Blocks | Tensor] | None
+    wanted: Sequence[RowBlocks] | None
 
 
-def int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
+def int4_tiles(parts: Sequence[RowBlocks], *most: float, workers: Workers = map) -> KeptCodes | None:
     """Stack parts to int4 tiles; None if their codebooks differ, or fp16 can't hold scales and zero points.
 
-    Rounding to fp16 may change each by a relative error of at most `most`. Zero points need LINEAR_CODEBOOK.
+    Rounding to fp16 may change each by a relative error of at most `most`. If several are given, the first one that is
+    large enough counts. Zero points need LINEAR_CODEBOOK.
     """
-    codebook = parts[0].codebook
-    if codebook is None or any(part.codebook != codebook for part in parts):
+    firsts = [part.rows(slice(0, 1)) for part in parts]
+    codebook = firsts[0].codebook
+    if codebook is None or any(first.codebook != codebook for first in firsts):
         return None
-    if codebook != LINEAR_CODEBOOK and any(part.zeros is not None for part in parts):
+    if codebook != LINEAR_CODEBOOK and any(first.zeros is not None for first in firsts):
         return None
     zero = min(range(16), key=lambda code: abs(codebook[code]))
-    return _tiles([part.codes for part in parts], parts, codebook, zero, most)
+
+    def pack(blocks: Sequence[Blocks]) -> Tensor:
+        return layout.pack_int4(_whole_tiles([each.codes for each in blocks], zero))
+
+    return _kept(parts, pack, codebook, most, workers)
 
 
-def int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
+def int8_tiles(parts: Sequence[RowBlocks], *most: float, workers: Workers = map) -> KeptCodes | None:
     """Stack parts to int8 tiles like int4_tiles, with any codebooks; None also for zero points or an entry of -128."""
-    entries = [part.entries() for part in parts]
-    holds = all(int(each.min()) >= LEAST_VALUE for each in entries) and all(part.zeros is None for part in parts)
-    return _tiles(entries, parts, None, 0, most) if holds else None
-
-
-def _tiles(
-    codes: Sequence[Tensor], parts: Sequence[Blocks], codebook: tuple[int, ...] | None, padding: int, most: float
-) -> TileWeight | None:
-    """Pack tiles; None if rounding to fp16 changes a scale or zero point by a relative error of more than `most`."""
-    stacked, scales = torch.cat(list(codes)), torch.cat([part.scales for part in parts])
-    n_rows, n_columns = stacked.shape
-    n_padding = layout.padded_shape(n_rows, n_columns)[0] - n_rows
-    stacked = pad(stacked, (0, 0, 0, n_padding), value=padding)
-    found = _fp16_scales(pad(scales, (0, 0, 0, n_padding)), most)
-    zeros = _stacked_zeros(parts)
-    if found is None or (zeros is not None and not _is_near(zeros.half(), zeros, most, SMALL_ZERO)):
+    if any(part.rows(slice(0, 1)).zeros is not None for part in parts):
         return None
-    packed = layout.pack_scales(found[0], None if zeros is None else pad(zeros, (0, 0, 0, n_padding)).half())
-    tiles = layout.pack_int8(stacked) if codebook is None else layout.pack_int4(stacked)
-    return TileWeight(tiles, packed, found[1], codebook, n_rows, n_columns)
+
+    def pack(blocks: Sequence[Blocks]) -> Tensor | None:
+        entries = _whole_tiles([each.entries() for each in blocks], 0)
+        return layout.pack_int8(entries) if int(entries.min()) >= LEAST_VALUE else None
+
+    return _kept(parts, pack, None, most, workers)
 
 
-def _stacked_zeros(parts: Sequence[Blocks]) -> Tensor | None:
-    """Stack the parts' zero points, with 0 for parts without any; None if no part has any."""
-    if all(part.zeros is None for part in parts):
+def _kept(
+    parts: Sequence[RowBlocks],
+    pack: Callable[[Sequence[Blocks]], Tensor | None],
+    codebook: tuple[int, ...] | None,
+    most: Sequence[float],
+    workers: Workers,
+) -> KeptCodes | None:
+    """Pack tiles chunk by chunk; None if `pack` refuses one, or rounding changes a scale or zero point by too much."""
+    n_rows, n_columns = sum(part.n_rows for part in parts), parts[0].rows(slice(0, 1)).codes.shape[1]
+    n_down, n_across = layout.tile_grid(n_rows, n_columns)
+    n_together = max(1, CHUNK_WEIGHTS // (n_columns * layout.TILE_ROWS))  # tiles, one above the other
+    name, dtype = ("int8", torch.int8) if codebook is None else ("int4", torch.uint8)
+    tiles = torch.empty(n_down, n_across, layout.TILE_BYTES[name], dtype=dtype)
+
+    def packed(first: int) -> tuple[bool, Tensor, Tensor | None]:
+        rows = slice(first * layout.TILE_ROWS, (first + n_together) * layout.TILE_ROWS)
+        blocks = _rows_of_all(parts, rows)
+        found = pack(blocks)
+        if found is not None:
+            tiles[first : first + n_together] = found
+        scales = [each.scales for each in blocks]
+        return found is not None, torch.cat(scales), _joined([each.zeros for each in blocks], scales)
+
+    fits, scales, zeros = zip(*workers(packed, range(0, n_down, n_together)), strict=True)
+    stored = _stored_scales(torch.cat(scales), _joined(zeros, scales), most) if all(fits) else None
+    if stored is None:
         return None
-    return torch.cat([torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts])
+    packed_scales, exponent, is_near = stored
+    weight = TileWeight(tiles, packed_scales, exponent, codebook, n_rows, n_columns)
+    is_exact = is_near == 0 and all(part.values is None for part in parts)
+    return KeptCodes(weight, None if is_exact else parts)
+
+
+def _rows_of_all(parts: Sequence[RowBlocks], rows: slice) -> list[Blocks]:
+    """Return the blocks of some rows of the stacked parts."""
+    found, start = [], 0
+    for part in parts:
+        first, end = max(rows.start - start, 0), min(rows.stop - start, part.n_rows)
+        if first < end:
+            found.append(part.rows(slice(first, end)))
+        start += part.n_rows
+    return found
+
+
+def _whole_tiles(codes: Sequence[Tensor], padding: int) -> Tensor:
+    """Stack codes and fill them up to whole tiles."""
+    stacked = torch.cat(list(codes))
+    n_missing = -len(stacked) % layout.TILE_ROWS
+    return pad(stacked, (0, 0, 0, n_missing), value=padding) if n_missing else stacked
+
+
+def _joined(zeros: Sequence[Tensor | None], scales: Sequence[Tensor]) -> Tensor | None:
+    """Stack zero points, with 0 for scales without any; None if there are none at all."""
+    if all(each is None for each in zeros):
+        return None
+    both = zip(zeros, scales, strict=True)
+    return torch.cat([torch.zeros_like(scale) if zero is None else zero for zero, scale in both])
+
+
+def _stored_scales(
+    scales: Tensor, zeros: Tensor | None, tolerances: Sequence[float]
+) -> tuple[Tensor, int, float] | None:
+    """Return packed fp16 scales with zero points, their exponent and the tolerance; None if all are exceeded."""
+    missing = 0, 0, 0, -len(scales) % layout.TILE_ROWS
+    halves = None if zeros is None else pad(zeros.half(), missing)
+    for most in tolerances:
+        found = _fp16_scales(pad(scales, missing), most)
+        if found and (zeros is None or _is_near(zeros.half(), zeros, most, SMALL_ZERO)):
+            return layout.pack_scales(found[0], halves), found[1], most
+    return None
 
 
 def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:

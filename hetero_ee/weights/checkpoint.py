@@ -17,13 +17,14 @@ from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, engine_order, text_part_name
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, KeptCodes, int4_tiles, int8_tiles
+from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
 from hetero_ee.weights.formats.opening import IGNORED_SUFFIXES as OF_ACTIVATIONS
 from hetero_ee.weights.formats.opening import column_order, saved_matrices
 from hetero_ee.weights.formats.saved_matrix import RawTensors
+from hetero_ee.weights.quantizers import Workers
 from hetero_ee.weights.safetensors_file import MAX_TENSORS, StoredTensor, read_header
 
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 SHORT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 BIAS = ".bias"
 MAX_LISTED = 5  # differences named in one error
@@ -65,7 +66,7 @@ class Checkpoint:
         """Return the tensor that this engine calls `name`, as fp32. Raises CheckpointError for NaN or Inf."""
         return self.values(name).float()
 
-    def values(self, name: str) -> Tensor:
+    def values(self, name: str, workers: Workers = map) -> Tensor:
         """Return the same as `tensor`, but in the parts' 16-bit type if they share one, which halves the memory."""
         parts, order = self._parts[name], self._neuron_order(name)
         if len(parts) == 1 and order is None:
@@ -79,32 +80,23 @@ class Checkpoint:
             rows.copy_(values if order is None else values[_in_each(order, len(values))])
         return stacked
 
-    def tiles(self, name: str) -> KeptCodes | None:
+    def tiles(self, name: str, workers: Workers = map) -> KeptCodes | None:
         """Return a tensor as tiles with the checkpoint's codes; None if a part has codes that tiles cannot hold.
 
         Codes that 8-bit tiles cannot hold exactly become the nearest values. The head, the embedding and the model's
         8-bit matrices become 8-bit tiles, other matrices 4-bit ones.
         """
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
-        blocks, wanted = list[Blocks](), list[Blocks | Tensor]()
-        order = self._neuron_order(name)
+        parts, order = list[RowBlocks](), self._neuron_order(name)
         for part in self._parts[name]:
             saved = self._saved.get(part.hf_name)
             found = saved.blocks(in_8_bits=in_8_bits) if saved else None
-            if saved is None or found is None:
+            if found is None:
                 return None
             rows = engine_order(part) if order is None else _in_each(order, part.shape[0])
-            values = None if found.is_exact else saved.dequantize()
-            if rows is not None:
-                index = torch.as_tensor(rows)
-                found, values = found.rows(index), None if values is None else values[index]
-            blocks.append(found)
-            wanted.append(found if values is None else values)
+            parts.append(found if rows is None else found.reordered(torch.as_tensor(rows)))
         make = int8_tiles if in_8_bits else int4_tiles
-        if weight := make(blocks, 0.0):
-            return KeptCodes(weight, None if all(each.is_exact for each in blocks) else wanted)
-        weight = make(blocks, HALF_ROUNDING)
-        return None if weight is None else KeptCodes(weight, wanted)
+        return make(parts, 0.0, HALF_ROUNDING, workers=workers)
 
     def types(self, name: str) -> list[str]:
         """Return the types in which the checkpoint stores the parts of the tensor that this engine calls `name`."""
@@ -231,7 +223,7 @@ class Checkpoint:
             if stored_shape != shape:
                 wrong.append(f"{name} is {list(stored_shape)}, expected {list(shape)}")
             elif stored_type not in FLOAT_TYPES:
-                wrong.append(f"{name} has type {stored_type}, expected one of {', '.join(FLOAT_TYPES)}")
+                wrong.append(f"{name} has type {stored_type}, expected one of {', '.join(sorted(FLOAT_TYPES))}")
         refuse(self.folder, "does not fit its config.json", wrong)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.quantizers import Workers
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -24,35 +25,35 @@ IQ4_NL_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 # FP4's values by code, doubled so that all are integers (arXiv 2310.10537); the second zero is a negative one.
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_CODEBOOK = (*sorted(set(MXFP4_VALUES)), 13)  # no code has the last entry
-CHUNK_WEIGHTS = 2**22  # dequantized by the gguf package at a time
+CHUNK_WEIGHTS = 2**18  # dequantized at a time; a chunk stays in the cache
 
 
-def kept_blocks(raw: Tensor, kind: str) -> Blocks | None:
-    """Convert raw rows, uint8 (N, bytes per row), to blocks with the same codes; None if a type has no such blocks."""
-    return KEPT[kind](raw) if kind in KEPT else None
-
-
-def floats(raw: Tensor, kind: str) -> Tensor:
-    """Convert raw rows to fp32 (N, K)."""
+def floats(raw: Tensor, kind: str, workers: Workers = map) -> Tensor:
+    """Convert raw rows, uint8 (N, bytes per row), to fp32 (N, K)."""
     if kind in FLOATS:
         return raw.view(FLOATS[kind]).float()
-    blocks = kept_blocks(raw, kind)
-    return _by_package(raw, kind) if blocks is None else blocks.dequantize()
+    values_of = (lambda rows: KEPT[kind](rows).dequantize()) if kind in KEPT else _by_package(kind)
+    first = values_of(raw[:1])
+    values, n_rows = torch.empty(len(raw), first.shape[1]), max(1, CHUNK_WEIGHTS // first.shape[1])
+
+    def convert(start: int) -> None:
+        values[start : start + n_rows] = values_of(raw[start : start + n_rows])
+
+    list(workers(convert, range(0, len(raw), n_rows)))
+    return values
 
 
-def _by_package(raw: Tensor, kind: str) -> Tensor:
+def _by_package(kind: str) -> Callable[[Tensor], Tensor]:
     import gguf
     import gguf.quants
 
     number = gguf.GGMLQuantizationType[kind]
-    n_weights, n_bytes = gguf.GGML_QUANT_SIZES[number]
-    n_columns = raw.shape[1] // n_bytes * n_weights
-    values, n_rows = torch.empty(len(raw), n_columns), max(1, CHUNK_WEIGHTS // n_columns)
-    with np.errstate(all="ignore"):  # callers check whether values are finite
-        for first in range(0, len(raw), n_rows):
-            chunk = gguf.quants.dequantize(raw[first : first + n_rows].numpy(), number)
-            values[first : first + n_rows] = torch.from_numpy(chunk)
-    return values
+
+    def dequantized(rows: Tensor) -> Tensor:
+        with np.errstate(all="ignore"):  # callers check whether values are finite
+            return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), number))
+
+    return dequantized
 
 
 def _q4_0(raw: Tensor) -> Blocks:

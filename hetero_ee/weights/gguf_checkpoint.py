@@ -15,9 +15,10 @@ from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, KeptCodes, int4_tiles, int8_tiles
+from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
-from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, floats, kept_blocks
+from hetero_ee.weights.gguf_blocks import FLOATS, KEPT, ROUNDED, floats
+from hetero_ee.weights.quantizers import Workers
 
 IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # of old files; computed instead
 
@@ -48,44 +49,43 @@ class GgufCheckpoint:
         """Return the types in which the file stores the parts of the tensor that this engine calls `name`."""
         return sorted({self._tensor(part).type.name for part in self._parts[name]})
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, workers: Workers = map) -> Tensor:
         """Return the tensor that this engine calls `name`, as fp32. Raises CheckpointError for NaN or Inf."""
-        return torch.cat([self._read(part) for part in self._parts[name]])
+        return torch.cat([self._read(part, workers) for part in self._parts[name]])
 
     values = tensor
 
-    def tiles(self, name: str) -> KeptCodes | None:
+    def tiles(self, name: str, workers: Workers = map) -> KeptCodes | None:
         """Return a tensor as tiles with the file's codes; None if tiles cannot hold it.
 
         Scales of some types are rounded to fp16. The head, the embedding and the model's 8-bit matrices become 8-bit
         tiles, other matrices 4-bit ones.
         """
         parts = [self._blocks(part) for part in self._parts[name]]
-        blocks = [part for part in parts if part is not None]
-        if len(blocks) < len(parts):
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
             return None
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
         is_rounded = not ROUNDED.isdisjoint(self.types(name))
         make = int8_tiles if in_8_bits else int4_tiles
-        weight = make(blocks, HALF_ROUNDING if is_rounded else 0.0)
-        return None if weight is None else KeptCodes(weight, blocks if is_rounded else None)
+        return make(found, HALF_ROUNDING if is_rounded else 0.0, workers=workers)
 
-    def _read(self, part: Part) -> Tensor:
+    def _read(self, part: Part, workers: Workers) -> Tensor:
         """Read a part as fp32. In GGUF files, norms' scales already include part.added."""
         tensor = self._tensor(part)
-        values = floats(self._raw(tensor), tensor.type.name).view(part.shape)
+        values = floats(self._raw(tensor), tensor.type.name, workers).view(part.shape)
         refuse_non_finite(values, tensor.name, tensor.file)
         order = self._order(part)
         return values if order is None else values[order]
 
-    def _blocks(self, part: Part) -> Blocks | None:
+    def _blocks(self, part: Part) -> RowBlocks | None:
+        """Return a part as blocks, None if its type has none. Scales that are not finite become no tiles."""
         tensor = self._tensor(part)
-        blocks = kept_blocks(self._raw(tensor), tensor.type.name)
-        if blocks is None:
+        if tensor.type.name not in KEPT:
             return None
-        refuse_non_finite(blocks.scales, f"{tensor.name} (scales)", tensor.file)
-        order = self._order(part)
-        return blocks if order is None else blocks.rows(order)
+        raw, order = self._raw(tensor), self._order(part)
+        blocks = RowBlocks(len(raw), lambda rows: KEPT[tensor.type.name](raw[rows]))
+        return blocks if order is None else blocks.reordered(order)
 
     def _raw(self, tensor: GgufTensor) -> Tensor:
         """Read a tensor's bytes, uint8 (N, bytes per row); a vector is one row."""

@@ -53,10 +53,18 @@ def pack_lines(lines: Tensor) -> Tensor:
 
 def unpack_int4(tiles: Tensor) -> Tensor:
     """Unpack tiles (N/16, K/32, 256) uint8 to codes (N, K), uint8 from 0 to 15."""
-    n_blocks, n_groups, _ = tiles.shape
-    lines = tiles.view(n_blocks, n_groups, 4, 16, 4)  # b g j r c
-    halves = torch.stack([lines & 15, lines >> 4], dim=2)  # b g half j r c
-    return halves.permute(0, 4, 1, 2, 3, 5).reshape(n_blocks * 16, n_groups * 32)
+    return unpack_nibbles(_lines(tiles))
+
+
+def unpack_nibbles(lines: Tensor) -> Tensor:
+    """Unpack the bytes of rows, uint8 (n, K/32, 16), to codes (n, K), uint8 from 0 to 15."""
+    return torch.cat([lines & 15, lines >> 4], dim=-1).flatten(1)
+
+
+def lines_of_rows(tiles: Tensor, indices: Tensor) -> Tensor:
+    """Return the bytes of some rows (n, K/32, 16 or 32). The other 15 rows of their tiles are not unpacked."""
+    words = _words(tiles)
+    return words[indices // TILE_ROWS, :, :, indices % TILE_ROWS].view(tiles.dtype)
 
 
 def pack_int8(values: Tensor) -> Tensor:
@@ -66,9 +74,17 @@ def pack_int8(values: Tensor) -> Tensor:
 
 def unpack_int8(tiles: Tensor) -> Tensor:
     """Unpack tiles (N/16, K/32, 512) int8 to values (N, K) int8."""
-    n_blocks, n_groups, _ = tiles.shape
-    lines = tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
-    return lines.permute(0, 3, 1, 2, 4).reshape(n_blocks * 16, n_groups * 32)
+    return _lines(tiles).flatten(1)
+
+
+def _lines(tiles: Tensor) -> Tensor:
+    """Return the bytes of all rows (N, K/32, 16 or 32)."""
+    return _words(tiles).permute(0, 3, 1, 2).contiguous().flatten(0, 1).view(tiles.dtype)
+
+
+def _words(tiles: Tensor) -> Tensor:
+    """View tiles as int32 words (N/16, K/32, 4 or 8 lines, 16 rows). A word holds 4 bytes of a row."""
+    return tiles.view(torch.int32).view(*tiles.shape[:2], tiles.shape[2] // (4 * TILE_ROWS), TILE_ROWS)
 
 
 def pack_scales(scales: Tensor, zeros: Tensor | None = None) -> Tensor:
@@ -86,6 +102,13 @@ def unpack_scales(scales: Tensor) -> Tensor:
 def unpack_zeros(scales: Tensor) -> Tensor | None:
     """Unpack the zero points from (N/16, K/32, 32) to (N, K/32); None if the tiles have none."""
     return _by_row(scales[..., TILE_ROWS:]) if scales.shape[-1] > TILE_ROWS else None
+
+
+def scales_of_rows(scales: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the scales and zero points of some rows, each (n, K/32); None for the latter if the tiles have none."""
+    by_row = scales.view(*scales.shape[:2], scales.shape[2] // TILE_ROWS, TILE_ROWS)  # b g p r
+    parts = by_row[indices // TILE_ROWS, :, :, indices % TILE_ROWS]  # n g p
+    return parts[:, :, 0], parts[:, :, 1] if parts.shape[2] > 1 else None
 
 
 def _by_row(numbers: Tensor) -> Tensor:

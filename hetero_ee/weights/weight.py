@@ -85,13 +85,14 @@ class TileWeight:
         return self.tiles.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        return self._expand(self.tiles, self.scales)[: self.n_rows, : self.n_columns]
+        codes = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
+        values = self._expand(codes, layout.unpack_scales(self.scales), layout.unpack_zeros(self.scales))
+        return values[: self.n_rows, : self.n_columns]
 
     def rows(self, indices: Tensor) -> Tensor:
-        blocks = torch.div(indices, layout.TILE_ROWS, rounding_mode="floor")
-        expanded = self._expand(self.tiles[blocks], self.scales[blocks])
-        within = torch.arange(len(indices)) * layout.TILE_ROWS + indices % layout.TILE_ROWS
-        return expanded[within, : self.n_columns]
+        lines = layout.lines_of_rows(self.tiles, indices)
+        codes = lines.flatten(1) if self.codebook is None else layout.unpack_nibbles(lines)
+        return self._expand(codes, *layout.scales_of_rows(self.scales, indices))[:, : self.n_columns]
 
     def gathered(self, indices: Tensor) -> "TileWeight":
         """Return the rows W[indices] as a matrix with the same codes and scales, without rounding them again."""
@@ -103,16 +104,12 @@ class TileWeight:
         tiles = layout.pack_int8(codes) if self.codebook is None else layout.pack_int4(codes)
         return replace(self, tiles=tiles, scales=layout.pack_scales(*scales), n_rows=len(indices))
 
-    def _expand(self, tiles: Tensor, scales: Tensor) -> Tensor:
-        """Dequantize whole row blocks to fp32, including padding."""
-        if self.codebook is None:
-            entries = layout.unpack_int8(tiles).float()
-        else:
-            entries = torch.tensor(self.codebook, dtype=torch.float32)[layout.unpack_int4(tiles).int()]
-        factors = layout.unpack_scales(scales).float() * 2.0**self.exponent
-        n_rows, n_groups = factors.shape
-        entries = entries.view(n_rows, n_groups, layout.TILE_COLUMNS)
-        zeros = layout.unpack_zeros(scales)
+    def _expand(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """Dequantize codes (n, K) with fp16 scales and zero points (n, K/32) to fp32, including padding."""
+        entries = codes.float()
+        if self.codebook is not None:
+            entries = torch.tensor(self.codebook, dtype=torch.float32)[codes.int()]
+        entries = entries.view(*scales.shape, layout.TILE_COLUMNS)
         if zeros is not None:
             entries = entries - zeros.float()[:, :, None]
-        return (entries * factors[:, :, None]).view(n_rows, -1)
+        return (entries * (scales.float() * 2.0**self.exponent)[:, :, None]).flatten(1)

@@ -172,28 +172,31 @@ class DeviceTimes:
         n_kv_heads: int,
         head_dim: int,
         m: int,
-        context_tokens: int,
+        n_positions: float,
         *,
         few: bool,
         kept_share: float = 1.0,
     ) -> float:
-        """Estimate the seconds of one layer's attention, linearly between measured contexts and numbers of tokens.
+        """Estimate the seconds of one layer's attention, linearly between measured contexts.
 
         For heads of other sizes, the time is scaled, except for the constant time of a call. A decode batch reads keys
-        and values once, so one token's time scales with their size, and that of further tokens with the queries.
-        Prompts scale with the queries only.
+        and values once, so one token's time scales with their size, and that of further tokens with the queries. It is
+        interpolated between measured numbers of tokens. Prompts scale with the queries only: a token costs what it
+        costs in the measured chunk of the most similar size whose tokens see as many positions.
 
         Args:
+            n_positions: positions that a decode batch reads, or that a token of a prompt's chunk sees on average.
             few: whether m is the size of a decode batch.
             kept_share: bytes of a cached value relative to the measured type; scales one token's time.
         """
         width = n_heads * head_dim
         nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))
         rows = [row for row in self.attentions if _shape(row) == _shape(nearest)]
-        by_m = _at_context(rows, context_tokens)
-        seconds, queries_share = interpolated(by_m, m), width / (nearest.n_heads * nearest.head_dim)
+        queries_share = width / (nearest.n_heads * nearest.head_dim)
         if not few:
-            return self._scaled(seconds, queries_share)
+            return self._scaled(_chunk_s(rows, m, n_positions), queries_share)
+        by_m = _at_context(rows, n_positions)
+        seconds = interpolated(by_m, m)
         share = n_kv_heads * head_dim / (nearest.n_kv_heads * nearest.head_dim)
         one_s = min(seconds, interpolated(by_m, 1))
         return self._scaled(one_s, share * kept_share) + (seconds - one_s) * queries_share
@@ -298,7 +301,7 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), min(y0, y1))
 
 
-def _at_context(rows: Sequence[AttentionTime], context_tokens: int) -> list[tuple[float, float]]:
+def _at_context(rows: Sequence[AttentionTime], context_tokens: float) -> list[tuple[float, float]]:
     """Return (m, seconds) at this context length for each measured m.
 
     If an m was measured at one context only, its growth with the context is interpolated from other m. Time is
@@ -320,6 +323,23 @@ def _at_context(rows: Sequence[AttentionTime], context_tokens: int) -> list[tupl
         grown_s = growth[0][1] if len(growth) == 1 else interpolated(growth, m)
         seconds.append((m, alone_s + max(0.0, grown_s)))
     return seconds
+
+
+def mean_positions(m: int, context_tokens: int) -> float:
+    """Return how many positions the last m tokens of a context see on average, each its own and all earlier ones."""
+    return max(context_tokens, m) - (m - 1) / 2
+
+
+def _chunk_s(rows: Sequence[AttentionTime], m: int, n_positions: float) -> float:
+    """Return the seconds of a chunk of m tokens, from chunks of the most similar size with several contexts."""
+    by_m: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        point = mean_positions(row.m, row.context_tokens), row.time.value / row.m
+        by_m.setdefault(row.m, []).append(point)
+    n_contexts = min(2, max(map(len, by_m.values())))
+    sizes = [size for size, found in by_m.items() if len(found) >= n_contexts]
+    nearest = min(sizes, key=lambda size: _distance(size, m))
+    return m * interpolated(by_m[nearest], n_positions)
 
 
 def _distance(a: int, b: int) -> float:

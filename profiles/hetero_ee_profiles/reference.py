@@ -22,6 +22,7 @@ from hetero_ee_profiles.hardware import (
     Machine,
     MatmulTime,
     OverheadTime,
+    mean_positions,
 )
 from hetero_ee_profiles.measurement import Measurement, Origin, derived
 from hetero_ee_profiles.units import GIB
@@ -172,17 +173,16 @@ def _times(origin: Origin, threads: int, free_bytes: int, rated: Measurement, sp
         for layout, n_bytes in LAYOUT_BYTES.items()
         for m in ROWS
     )
+
+    def attention_s(m: int, context: int) -> float:
+        products_s = 4 * m * mean_positions(m, context) * side / speed.attention_per_s[m]
+        return speed.call_s + max(2 * side * 4 * context / rate, products_s)
+
     attentions = tuple(
-        AttentionTime(
-            n_heads, n_heads, head_dim, m, context, "fp32",
-            seconds(
-                speed.call_s
-                + max(2 * side * 4 * context / rate, 4 * m * context * side / speed.attention_per_s[m])
-            ),
-        )
+        AttentionTime(n_heads, n_heads, head_dim, m, context, "fp32", seconds(attention_s(m, context)))
         for m in (1, 4, 16, 512)
         for context in CONTEXTS
-    )  # fmt: skip
+    )
     overheads = tuple(
         OverheadTime(side, 11008, m, seconds(speed.layer_s * (1 + m / 20)), seconds(speed.pass_s * (1 + m / 20)))
         for m in ROWS

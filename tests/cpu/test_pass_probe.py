@@ -77,7 +77,7 @@ def test_the_head_of_many_rows_is_timed_apart(executor: CpuExecutor, monkeypatch
     found = probe_pass(executor, 20, 20, USUALLY, WorkClock(monkeypatch))
     head_bytes = product_shapes(executor.spec)[-1].n_bytes
     assert found.head_s == pytest.approx([20 * BYTE_S * head_bytes] * N_LONG_HEADS)
-    assert found.pass_s == pytest.approx([parts_s(found) - 19 * BYTE_S * head_bytes] * USUAL_PASSES)
+    assert found.pass_s == pytest.approx([parts_s(found) + BYTE_S * head_bytes] * USUAL_PASSES)
 
 
 @pytest.mark.parametrize("m", [1, 20])
@@ -148,6 +148,20 @@ def test_a_measured_profile_predicts_the_passes_that_it_was_measured_from(
         expected_s = products_s + N_LAYERS * (attention_s + WRITE_S + PLACE_S) + EMBED_S + PLACES_S
         found = pass_time(costs, parts, [Placement.CPU] * len(parts), m, context_tokens)
         assert found.seconds == pytest.approx(expected_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("m, before", [(20, 0), (40, 100), (100, 0), (100, 400)])
+def test_longer_chunks_in_sliding_windows_are_predicted(monkeypatch: pytest.MonkeyPatch, m: int, before: int) -> None:
+    """As of Gemma 3: two layers of three see 30 positions. Chunks of 20 tokens were measured, without windows."""
+    monkeypatch.setattr(cpu_profiling, "_read_bytes_per_s", lambda *arguments: [1e9])
+    spec, clock = spec_of("gemma3"), WorkClock(monkeypatch)
+    windows = (30, 30, None)
+    profile, parts = profile_of(spec, 2**30, clock), model_parts(replace(spec, sliding_windows=windows), KV_TYPE)
+    seen = [min(position, window or position) for window in windows for position in range(before + 1, before + m + 1)]
+    found = sum(
+        part.cost.state.read_s(profile.cpu[0], m, before + m, KV_TYPE) for part in parts if part.cost.state is not None
+    )
+    assert found == pytest.approx(POSITION_S * sum(seen), rel=0.02)
 
 
 @pytest.mark.parametrize("n_kept, room", [(3, 3.0), (2, 2.9), (1, 1.0), (1, 0.0)])

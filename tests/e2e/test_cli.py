@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hetero_ee import Engine, __version__
 from tests.command_line import CLOSING_LINE, N_TOKENS, PLAIN, PROMPT, Cli, Ended, refused, stores
 
-CONVERTING, COMPILING = "Converting to int4, once ...\n", "Compiling the CPU kernels, once ...\n"
+CONVERTING, COMPILING = "Converting the weights, once ...\n", "Compiling the CPU kernels, once ...\n"
 MEASURING = r"Measuring this machine for about 5 seconds, [^\n]+, once \.\.\.\n"
 
 # What is printed, and where.
@@ -85,11 +85,11 @@ def test_a_terminal_gets_a_bar_for_each_stage(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with stage_progress() as progress:
         assert capsys.readouterr() == ("", "")  # nothing before there is something to tell
-        for stage in ("Converting to int4", "Compiling the CPU kernels"):
+        for stage in ("Converting the weights", "Compiling the CPU kernels"):
             progress(stage, 1, 2)
             progress(stage, 2, 2)
     out, err = capsys.readouterr()
-    assert out == "" and "Converting to int4, once" in err and "Compiling the CPU kernels, once" in err
+    assert out == "" and "Converting the weights, once" in err and "Compiling the CPU kernels, once" in err
     assert "100%" in err
 
 

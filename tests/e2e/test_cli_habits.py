@@ -118,8 +118,8 @@ def test_a_line_about_bytes_has_their_rate_and_the_time_left(
     now = iter((0, 20))
     lines = _Lines(quiet=True, clock=lambda: float(next(now)))
     for n_done in (n_at_start, n_at_start + 5):
-        lines.update("Converting to int4", n_done * 10**9, n_all * 10**9)
-    assert capsys.readouterr().err == f"Converting to int4: {share}, 250.0 MB/s, 1 min 20 s left\n"
+        lines.update("Converting the weights", n_done * 10**9, n_all * 10**9)
+    assert capsys.readouterr().err == f"Converting the weights: {share}, 250.0 MB/s, 1 min 20 s left\n"
 
 
 # Names of converted models.

@@ -24,7 +24,7 @@ from hetero_ee_cli.commands import models
 from tests.command_line import PROMPT, Cli, stores
 from tests.store_support import contents, interrupted, one_layer_model
 
-CONVERTING = "Converting to int4, once ...\n"
+CONVERTING = "Converting the weights, once ...\n"
 WAITING = "Another process is converting this model; waiting for it.\n"
 
 
@@ -104,7 +104,7 @@ def test_models_lists_stores(cli: Cli, model_folder: Path, store: Path, cache: P
     listed = cli("models")
     head, *rows = listed.out.splitlines()
     assert listed.code == 0 and head.split() == [
-        *("name", "state", "made", "from", "quantizer", "bits", "exact", "calibration", "size", "last", "used")
+        *("name", "state", "made", "from", "quantizer", "bits", "error", "calibration", "size", "last", "used")
     ]
     day = time.strftime("%Y-%m-%d")
     assert [re.split(r"  +", row) for row in rows] == [
@@ -125,6 +125,15 @@ def test_what_manifests_say_does_not_command_the_terminal(
     assert r"rtn\x1b[31m\n" in listed and "\x1b" not in listed and listed.count("\n") == 2
 
 
+def test_models_lists_errors(cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales rounded to fp16 are an error of 1e-8, not a small share of exact weights."""
+    (found,) = library.stored_models(store.parents[1])
+    rounded = replace(found, exact_share=0.21, relative_squared_error=7.8e-9)
+    monkeypatch.setattr(library, "stored_models", lambda cache: [rounded])
+    row = cli("models").out.splitlines()[1]
+    assert " 8e-09 " in row and "21%" not in row
+
+
 def test_models_lists_as_json(cli: Cli, store: Path) -> None:
     listed = cli("models", "--json")
     document = json.loads(listed.out)
@@ -134,7 +143,7 @@ def test_models_lists_as_json(cli: Cli, store: Path) -> None:
     assert 4.5 < row["bits"] < 9  # padding included
     told = {key: value for key, value in row.items() if key not in ("last_used_s", "n_bytes", "bits")}
     architecture = {"model": "tiny", "architecture": "LlamaForCausalLM", "quantizer": "rtn", "has_calibration": False}
-    architecture |= {"source_format": "safetensors", "exact_share": None}
+    architecture |= {"source_format": "safetensors", "exact_share": None, "relative_squared_error": None}
     assert told == {"name": store.name, "path": str(store), "state": "whole", **architecture}
     assert cli("models", "list", "--json") == listed
     assert cli("models", "--json", "list").code == 2

@@ -153,7 +153,7 @@ def test_a_signal_in_the_compilation_keeps_the_store(
     cache = tmp_path / "cache"
     with started(cache, PROMPT, "-m", tiny, "--quantizer", "rtn") as process:
         _, err = pipes(process)
-        assert err.readline() == b"Converting to int4, once ...\n"
+        assert err.readline() == b"Converting the weights, once ...\n"
         assert err.readline() == b"Compiling the CPU kernels, once ...\n"
         process.send_signal(sent)
         out, rest = process.communicate(timeout=30)

@@ -29,6 +29,7 @@ from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.library import stored_models
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.weight import TileWeight
@@ -206,6 +207,14 @@ def test_cpu_kernels_multiply_what_is_left_of_codes(tmp_path: Path) -> None:
     found = executor.logits(Batch.of_sequence(together, 0, IDS), range(len(IDS)))
     assert torch.equal(torch.cat(parts), found)
     assert (found - expected).square().sum() < 1e-3 * expected.square().sum()
+
+
+def test_a_neuron_major_store_is_listed_with_its_format(tmp_path: Path) -> None:
+    write_gguf(random_model("llama", **SMALL), tmp_path / "m.gguf", lambda _: "Q8_0")
+    folder, target = gguf_folder(tmp_path / "m.gguf", configuration_only=True), tmp_path / "stores" / "m"
+    convert(folder, read_spec(folder), target, Quantization.of_model(folder, "rtn", neuron_major=True))
+    (found,) = stored_models(tmp_path)
+    assert (found.source_format, found.quantizer) == ("GGUF", "rtn")
 
 
 def test_mixed_matrices_take_8_bits_whole(tmp_path: Path) -> None:

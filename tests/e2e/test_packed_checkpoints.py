@@ -22,6 +22,7 @@ from hetero_ee.weights.formats.fp8 import Fp8Matrix
 from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store import conversion
 from hetero_ee.weights.store.conversion import convert
 from hetero_ee.weights.store.import_report import ImportedType, imported_types
 from hetero_ee.weights.store.library import stored_models
@@ -30,9 +31,9 @@ from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import TileWeight
 from tests.bitsandbytes_files import FILE, edit
 from tests.command_line import Cli
-from tests.families import edit_config
+from tests.families import edit_config, random_model, save_checkpoint
 from tests.packed_files import Format, FourBits, Packing, gptq
-from tests.quantized_checkpoints import DOWN, converted, in_two_files, opened, relative_error, written
+from tests.quantized_checkpoints import DOWN, SIZES, converted, in_two_files, opened, relative_error, written
 
 IDS = [5, 17, 99, 3, 64, 120, 7]
 BLOCKS = (128, 128)
@@ -297,6 +298,26 @@ def test_sparse_layers_are_made_from_the_values(tmp_path: Path) -> None:
     assert relative_error(stored.matrices["layers.0.ffn.down"].dequantize().T, down) < 0.02
 
 
+@pytest.mark.parametrize(
+    ("name", "quantizer", "is_said"),
+    [(None, None, True), ("gptq", "rtn", True), ("fp8-blocks", "rtn", True), ("gptq", None, False)],
+)
+def test_that_most_weights_lose_bits_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, quantizer: str | None, is_said: bool
+) -> None:
+    if name is None:
+        save_checkpoint(random_model("llama", **SIZES), tmp_path)
+    else:
+        written(tmp_path, ALL[name][0])
+    said, quantization = list[str](), Quantization.of_model(tmp_path, quantizer)
+    for least, folder in ((conversion.NOTICED_WEIGHTS, "toy"), (0, "store"), (0, "store")):
+        monkeypatch.setattr(conversion, "NOTICED_WEIGHTS", least)
+        convert(
+            tmp_path, read_spec(tmp_path), tmp_path / folder, quantization, progress=lambda *told: said.append(told[0])
+        )
+    assert said.count(conversion.FOUR_BITS) == is_said and "KL divergence 0.15 to 0.22" in conversion.FOUR_BITS
+
+
 def test_stores_say_where_they_come_from_and_what_was_exact(tmp_path: Path) -> None:
     for name in ("gptq", "fp8-blocks"):
         folder = tmp_path / name
@@ -307,4 +328,6 @@ def test_stores_say_where_they_come_from_and_what_was_exact(tmp_path: Path) -> N
     fp8, kept = stored_models(tmp_path)
     assert (kept.source_format, kept.quantizer, fp8.quantizer) == ("GPTQ int4, groups of 32", "gptq", "fp8")
     assert (fp8.source_format, fp8.exact_share) == ("FP8 e4m3, blocks of 128 x 128", 0)
+    assert kept.relative_squared_error is not None and fp8.relative_squared_error is not None
+    assert 0 < kept.relative_squared_error < fp8.relative_squared_error < 1e-4
     assert kept.exact_share is not None and 0.5 < kept.exact_share < 1  # all but embedding and head

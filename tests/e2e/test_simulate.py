@@ -134,7 +134,7 @@ def test_what_can_not_be_simulated_ends_in_one_sentence(cli: Cli, name: str) -> 
     arguments, words = BAD[name]
     ended = cli("simulate", *arguments)
     assert (ended.code, ended.out) == (2, "") and words in ended.err
-    assert re.fullmatch(r"(Converting to int4, once \.\.\.\n)?hetero-ee: [^\n]+\n", ended.err)
+    assert re.fullmatch(r"(Converting the weights, once \.\.\.\n)?hetero-ee: [^\n]+\n", ended.err)
 
 
 def test_a_text_ends_where_the_context_does(cli: Cli) -> None:

@@ -45,6 +45,7 @@ def test_calibrated_once_it_is_used_by_engines_to_come(tiny: Path, cache: Path) 
 def test_what_is_not_there_or_not_this_model_s_is_refused(tiny: Path, cache: Path) -> None:
     with pytest.raises(UsageError, match="no calibration of neurons to skip; run hetero-ee calibrate --sparsity auto"):
         Engine.from_pretrained(tiny, sparsity=0.4, profile="off")
+    assert not stored_models(cache)  # no store is made for it
     for opening, message in (({}, "not neuron-major"), ({"quantizer": "none"}, "quantizer none has none")):
         with (
             Engine.from_pretrained(tiny, profile="off", threads=1, **opening) as engine,

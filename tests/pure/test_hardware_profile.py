@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_ee import UsageError
+from hetero_ee.layers.state import KvState
 from hetero_ee_profiles.data_sheets import DataSheet, data_sheets
 from hetero_ee_profiles.hardware import AttentionTime, HardwareProfile, interpolated
 from hetero_ee_profiles.measurement import Origin, derived, measured
@@ -204,7 +205,29 @@ def test_attention_of_more_tokens_reads_once_and_computes_for_each() -> None:
     halved = times.attention_s(*heads, 7, 1000, few=True, kept_share=0.5)
     assert halved == pytest.approx(call_s + (11.0 - call_s) / 2 + 14.0)
     alone = replace(times, attentions=(at(4, 16, 2.0),))
-    assert alone.attention_s(*heads, 4, 32, few=False) == pytest.approx(4.0)
+    assert alone.attention_s(*heads, 4, 29, few=False) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("window", [None, 512, 1024, 300])
+@pytest.mark.parametrize("before", [0, 512, 4096])
+def test_a_prompts_attention_is_predicted_from_shorter_chunks(before: int, window: int | None) -> None:
+    """A quick profile has chunks of 128 tokens after two contexts; each token costs a little, and what it sees."""
+    times = PROFILE.cpu_with(0)
+    row, heads = times.attentions[0], (8, 4, 256)
+
+    def chunk_s(m: int, n_positions: float) -> float:
+        return m * (1e-6 + 1e-8 * n_positions)
+
+    def at(m: int, context_tokens: int) -> AttentionTime:
+        seconds = chunk_s(m, context_tokens - (m - 1) / 2)
+        return AttentionTime(
+            *heads, m, context_tokens, "fp16", replace(row.time, value=seconds, p20=seconds, p80=seconds)
+        )
+
+    measured = replace(times, attentions=(at(1, 16), at(1, 1024), at(4, 16), at(128, 128), at(128, 1024)))
+    seen = sum(min(position, window or position) for position in range(before + 1, before + 513)) / 512
+    found = KvState(*heads, window).read_s(measured, 512, before + 512, "fp16")
+    assert found == pytest.approx(chunk_s(512, seen))
 
 
 @pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)

@@ -28,10 +28,10 @@ def test_a_stage_is_a_bar_and_a_remark_a_line(capsys: pytest.CaptureFixture[str]
     progress = TerminalProgress()
     assert capsys.readouterr() == ("", "")
     for _ in range(2):  # a stage may come again, as reading a prompt does
-        progress("Converting to int4", 0, 4)
-        progress("Converting to int4", 4, 4)
+        progress("Converting the weights", 0, 4)
+        progress("Converting the weights", 4, 4)
         out, err = capsys.readouterr()
-        assert out == "" and "Converting to int4: " in err and err.endswith(" \r")
+        assert out == "" and "Converting the weights: " in err and err.endswith(" \r")
     progress("The GPU is left out.", 0, 0)
     progress("The GPU is left out", 0, 0)
     assert capsys.readouterr() == ("", "The GPU is left out.\n" * 2)

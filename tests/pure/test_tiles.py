@@ -90,6 +90,16 @@ def test_a_weight_with_zero_points_is_scale_times_what_is_left_of_the_code() -> 
         assert dense[n, k] == entry * (scales[n, k // 32].float() / 8)
 
 
+@pytest.mark.parametrize("kind", ["int4", layout.ZEROS, "int8"])
+def test_a_row_is_read_without_the_others_of_its_tiles(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The import report reads 64 rows of every matrix."""
+    weight = tile_weight(kind, 40, 100)
+    indices = torch.tensor([39, 0, 17, 17])
+    expected = weight.dequantize()[indices]
+    monkeypatch.setattr(layout, "_lines", None)  # of all rows
+    assert torch.equal(weight.rows(indices), expected)
+
+
 def test_unpacking_the_golden_bytes_gives_the_matrices() -> None:
     int4 = torch.tensor(list(golden("int4_tiles.hex")), dtype=torch.uint8).view(2, 2, 256)
     int8 = torch.tensor(list(golden("int8_tiles.hex")), dtype=torch.uint8).view(torch.int8).view(2, 2, 512)

@@ -1,6 +1,8 @@
 """Zero points: from a file's codes to tiles, into a store and out of it, and where they are refused."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,8 @@ from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.planning.parts import model_parts
-from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
+from hetero_ee.weights import blocks as block_tiles
+from hetero_ee.weights.blocks import Blocks, RowBlocks
 from hetero_ee.weights.model_weights import ModelWeights, as_stored
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee.weights.store.filesystem import FileSystem
@@ -46,10 +49,15 @@ def file_blocks(n_rows: int, *, with_zeros: bool = True, seed: int = 0) -> tuple
     return Blocks(codes, scales, LINEAR_CODEBOOK, zeros - 8 if with_zeros else None), weights
 
 
+def int4_tiles(parts: list[Blocks], *most: float) -> TileWeight | None:
+    kept = block_tiles.int4_tiles([RowBlocks(len(part.codes), part.rows) for part in parts], *most)
+    return kept and kept.weight
+
+
 def test_whole_zero_points_are_kept_exactly() -> None:
     """Also beside parts without any, and in another order of rows."""
     (first, its_weights), (second, other_weights) = file_blocks(24), file_blocks(17, with_zeros=False, seed=1)
-    tiles = int4_tiles([first, second], most=0.0)
+    tiles = int4_tiles([first, second], 0.0)
     assert tiles is not None and tiles.layout == ZEROS and tiles.shape == (41, 96)
     assert torch.equal(tiles.dequantize().double(), torch.cat([its_weights, other_weights]))
     assert torch.equal(first.dequantize().double(), its_weights)
@@ -57,9 +65,26 @@ def test_whole_zero_points_are_kept_exactly() -> None:
     assert torch.equal(first.rows(order).dequantize(), first.dequantize()[order])
 
 
+def test_codes_are_unpacked_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across parts that end within a tile. Memory never holds all codes unpacked."""
+    parts = [file_blocks(24)[0], file_blocks(41, with_zeros=False, seed=1)[0], file_blocks(3, seed=2)[0]]
+    whole, n_together = int4_tiles(parts, 0.0), list[int]()
+    monkeypatch.setattr(block_tiles, "CHUNK_WEIGHTS", 32 * 96)
+
+    def counted(part: Blocks, rows: slice | Tensor) -> Blocks:
+        n_together.append(len(part.rows(rows).codes))
+        return part.rows(rows)
+
+    with ThreadPoolExecutor(2) as pool:
+        lazy = [RowBlocks(len(part.codes), partial(counted, part)) for part in parts]
+        kept = block_tiles.int4_tiles(lazy, 0.0, workers=pool.map)
+    assert whole is not None and kept is not None and max(n_together) <= 32 and len(n_together) > len(parts)
+    assert torch.equal(kept.weight.tiles, whole.tiles) and torch.equal(kept.weight.scales, whole.scales)
+
+
 def test_without_zero_points_tiles_are_as_ever() -> None:
     blocks, _ = file_blocks(16, with_zeros=False)
-    tiles = int4_tiles([blocks], most=0.0)
+    tiles = int4_tiles([blocks], 0.0)
     assert tiles is not None and tiles.layout == "int4" and tiles.scales.shape == (1, 3, 16)
 
 
@@ -67,10 +92,10 @@ def test_zero_points_that_tiles_do_not_hold_are_refused() -> None:
     blocks, _ = file_blocks(16)
     assert blocks.zeros is not None
     third = replace(blocks, zeros=blocks.zeros + 1 / 3)
-    assert int4_tiles([third], most=0.0) is None and int4_tiles([third], most=2.0**-11) is not None
-    assert int4_tiles([replace(blocks, zeros=blocks.zeros * 1e6)], most=2.0**-11) is None  # beyond fp16
-    assert int4_tiles([replace(blocks, codebook=tuple(range(-9, 7)))], most=0.0) is None
-    assert int8_tiles([blocks], most=0.0) is None
+    assert int4_tiles([third], 0.0) is None and int4_tiles([third], 2.0**-11) is not None
+    assert int4_tiles([replace(blocks, zeros=blocks.zeros * 1e6)], 2.0**-11) is None  # beyond fp16
+    assert int4_tiles([replace(blocks, codebook=tuple(range(-9, 7)))], 0.0) is None
+    assert block_tiles.int8_tiles([RowBlocks(16, blocks.rows)], 0.0) is None
 
 
 def test_minimums_become_zero_points() -> None:
@@ -84,7 +109,7 @@ def test_minimums_become_zero_points() -> None:
     expected = scales * codes - minimums
     assert torch.equal(blocks.dequantize()[[0, 1, 2, 4]], expected[[0, 1, 2, 4]])
     assert torch.equal(blocks.dequantize()[3], -torch.ones(32))
-    tiles = int4_tiles([blocks], most=2.0**-11)
+    tiles = int4_tiles([blocks], 2.0**-11)
     assert tiles is not None and torch.equal(tiles.dequantize(), blocks.dequantize())
 
 
@@ -101,7 +126,7 @@ def test_a_zero_point_next_to_0_is_no_reason_to_round_the_codes() -> None:
     """fp16 has few bits for what is left of 8.0000005 - 8, and codes are 1 apart."""
     blocks, _ = file_blocks(16)
     near = replace(blocks, zeros=torch.full_like(blocks.scales, 5e-7))
-    assert int4_tiles([near], most=2.0**-11) is not None and int4_tiles([near], most=0.0) is None
+    assert int4_tiles([near], 2.0**-11) is not None and int4_tiles([near], 0.0) is None
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hetero_ee.weights.store.verification import Finding
 
 EXIT_FOUND = 1
-COLUMNS = ("name", "state", "made from", "quantizer", "bits", "exact", "calibration", "size", "last used")
+COLUMNS = ("name", "state", "made from", "quantizer", "bits", "error", "calibration", "size", "last used")
 
 
 def models(context: typer.Context, as_json: Json = False) -> None:
@@ -127,8 +127,8 @@ def _row(model: "StoredModel") -> tuple[str, ...]:
     day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
     made = printable(model.source_format or ""), printable(model.quantizer or "")
     bits = "" if model.bits is None else f"{model.bits:.1f}"
-    exact = "" if model.exact_share is None else f"{model.exact_share:.0%}"
-    return (printable(model.name), model.state.value, *made, bits, exact, calibration, _size(model.n_bytes), day)
+    error = "" if model.relative_squared_error is None else f"{model.relative_squared_error:.1g}"
+    return (printable(model.name), model.state.value, *made, bits, error, calibration, _size(model.n_bytes), day)
 
 
 def _size(n_bytes: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hetero_ee.errors import shown
 from hetero_ee.models.saved_format import FOUR_BIT_TYPES
-from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.blocks import Blocks, RowBlocks
 from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.quantizers import table_codebook, unpacked
 from hetero_ee.weights.tiles import TILE_COLUMNS
@@ -97,7 +97,7 @@ class FourBitMatrix:
         self._refuse_non_finite(found, ".absmax")
         return found
 
-    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+    def blocks(self, *, in_8_bits: bool) -> RowBlocks | None:
         """Return blocks of 32 columns; None if one would span two of the file's, or int8 can't tell two codes apart."""
         codebook, (n_rows, n_columns) = table_codebook(self.table()), self.shape
         if codebook is None or n_columns % TILE_COLUMNS:
@@ -107,7 +107,8 @@ class FourBitMatrix:
             codes[first : first + len(chunk)] = codebook.codes[chunk.int()]
         scales = self.absmax().repeat_interleave(self.state.blocksize // TILE_COLUMNS) * codebook.unit
         scales = scales[: n_rows * n_columns // TILE_COLUMNS].view(n_rows, -1)
-        return Blocks(codes.view(self.shape), scales, codebook.entries, is_exact=False)
+        blocks = Blocks(codes.view(self.shape), scales, codebook.entries)
+        return RowBlocks(n_rows, blocks.rows, lambda rows: self.dequantize()[rows])
 
     def _code_chunks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield chunks of the unpacked codes, uint8, each with the index of its first code."""

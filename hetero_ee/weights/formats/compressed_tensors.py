@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.saved_format import GROUP_COLUMNS
-from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.blocks import Blocks, RowBlocks
 from hetero_ee.weights.formats.grouped_codes import GroupedCodes, packed_size, unpacked
 from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
 from hetero_ee.weights.formats.saved_matrix import FLOATS, Layout, StoredMatrix
@@ -87,11 +87,16 @@ class Mxfp4Matrix(StoredMatrix):
         return {PACKED: (("U8",), (n_rows, n_columns // 2)), SCALE: (("U8", "F8_E8M0"), (n_rows, n_scales))}
 
     def dequantize(self) -> Tensor:
-        return self.blocks(in_8_bits=False).dequantize()
+        return self.blocks(in_8_bits=False).rows(slice(None)).dequantize()
 
-    def blocks(self, *, in_8_bits: bool) -> Blocks:
+    def blocks(self, *, in_8_bits: bool) -> RowBlocks:
         packed, exponents = self.read(PACKED), self.read(SCALE).view(torch.uint8)
         if (exponents == NOT_A_NUMBER).any():
             index = [int(i) for i in (exponents == NOT_A_NUMBER).nonzero()[0]]
             raise self.failure(SCALE, f"gives nan at {index}")
-        return mxfp4_blocks(torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1), exponents)
+
+        def rows_of(rows: slice | Tensor) -> Blocks:
+            bytes_ = packed[rows]
+            return mxfp4_blocks(torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(1), exponents[rows])
+
+        return RowBlocks(len(packed), rows_of)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.blocks import Blocks, RowBlocks
 from hetero_ee.weights.formats.saved_matrix import FLOATS, Layout, StoredMatrix
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
@@ -18,7 +18,7 @@ TYPES = (E4M3, E5M2)  # the second is refused
 WEIGHT, SCALES = ".weight", (".weight_scale_inv", ".weight_scale")
 ENTRY_BITS = 7  # of an int8 value without its sign
 NAN = 127  # as a code, without its sign
-CHUNK_WEIGHTS = 2**17
+CHUNK_WEIGHTS = 2**17  # dequantized at a time; a chunk stays in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,13 @@ class Fp8Matrix(StoredMatrix):
         return {WEIGHT: ((E4M3,), self.shape), self._scale: (FLOATS, *shapes)}
 
     def dequantize(self) -> Tensor:
-        values = torch.empty(self.shape)
-        parts = (torch.split(whole, self._chunk_rows) for whole in (values, self._scales(), self._codes()))
-        for rows, its_scales, chunk in zip(*parts, strict=True):
-            each = its_scales.repeat_interleave(self._columns, dim=1)[:, : self.shape[1]]
-            torch.mul(_values(chunk), each, out=rows)
+        values, codes, scales = torch.empty(self.shape), self._codes(), self._scales()
+        n_rows = max(1, CHUNK_WEIGHTS // self.shape[1])
+        for rows in (slice(first, first + n_rows) for first in range(0, self.shape[0], n_rows)):
+            values[rows] = self._scaled(codes[rows], scales[rows])
         return values
 
-    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+    def blocks(self, *, in_8_bits: bool) -> RowBlocks | None:
         """Return the nearest 8-bit blocks; None for 4 bits, or if scales don't cover whole groups of 32 columns.
 
         Weights in the octave of a block's largest weight and the three octaves below are exact: in units of 2^-6 of its
@@ -49,9 +48,17 @@ class Fp8Matrix(StoredMatrix):
         """
         if not in_8_bits or self.shape[1] % TILE_COLUMNS or self._columns % TILE_COLUMNS:
             return None
-        entries, units = map(torch.cat, zip(*map(_rounded, torch.split(self._codes(), self._chunk_rows)), strict=True))
-        scales = self._scales().repeat_interleave(self._columns // TILE_COLUMNS, dim=1)[:, : units.shape[1]]
-        return Blocks(entries, units * scales, None, is_exact=False)
+        codes, scales = self._codes(), self._scales()
+
+        def rounded(rows: slice | Tensor) -> Blocks:
+            entries, units = _rounded(codes[rows])
+            each = scales[rows].repeat_interleave(self._columns // TILE_COLUMNS, dim=1)[:, : units.shape[1]]
+            return Blocks(entries, units * each, None)
+
+        return RowBlocks(len(codes), rounded, lambda rows: self._scaled(codes[rows], scales[rows]))
+
+    def _scaled(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return _values(codes).mul_(scales.repeat_interleave(self._columns, dim=1)[:, : self.shape[1]])
 
     @property
     def _columns(self) -> int:
@@ -60,11 +67,6 @@ class Fp8Matrix(StoredMatrix):
     @property
     def _scale(self) -> str:
         return next(filter(self.has, SCALES), SCALES[0])
-
-    @property
-    def _chunk_rows(self) -> int:
-        """Number of rows that are dequantized at a time, so that they stay in the CPU's cache."""
-        return max(1, CHUNK_WEIGHTS // self.shape[1])
 
     def _codes(self) -> Tensor:
         """Return the e4m3 weights as bytes, uint8 (N, K). Raises CheckpointError for NaN."""

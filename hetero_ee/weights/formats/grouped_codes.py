@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.weights.blocks import LEAST_VALUE, Blocks
+from hetero_ee.weights.blocks import LEAST_VALUE, Blocks, RowBlocks
 from hetero_ee.weights.tiles import TILE_COLUMNS
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 
@@ -50,24 +50,33 @@ class GroupedCodes:
             torch.mul(whole, self.scales[rows][:, self.groups], out=values[rows])
         return values
 
-    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+    def rows(self, rows: slice | Tensor) -> "GroupedCodes":
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return GroupedCodes(self.bits, self.codes[rows], self.scales[rows], self.groups, zeros)
+
+    def blocks(self, *, in_8_bits: bool) -> RowBlocks | None:
         """Return blocks of 32 columns; None if a block would span two groups, or for 8-bit codes with zero points.
 
         An entry of -128 becomes -127: about one of 200 weights moves by one unit, a tenth of the error of other scales.
         """
-        n_columns = self.codes.shape[1]
         first = self.groups[::TILE_COLUMNS]
-        if n_columns % TILE_COLUMNS or not torch.equal(self.groups, first.repeat_interleave(TILE_COLUMNS)):
+        if self.codes.shape[1] % TILE_COLUMNS or not torch.equal(self.groups, first.repeat_interleave(TILE_COLUMNS)):
             return None
-        scales = self.scales[:, first]
+        if self.zeros is not None and self.bits != 4:
+            return None
+        is_exact = self.bits == 4 or bool(self.codes.min() > 0)
+        values = None if is_exact else lambda rows: self.rows(rows).dequantize()
+        return RowBlocks(len(self.codes), lambda rows: self.rows(rows)._blocks(first, in_8_bits=in_8_bits), values)
+
+    def _blocks(self, groups: Tensor, *, in_8_bits: bool) -> Blocks:
+        """Return the blocks; `groups` holds the group of each."""
+        scales = self.scales[:, groups]
         if self.zeros is None:
             if self.bits == 4:
                 return Blocks(self.codes, scales, LINEAR_CODEBOOK)
             whole = (self.codes.to(torch.int16) - self.middle).clamp_(min=LEAST_VALUE)
-            return Blocks(whole.to(torch.int8), scales, None, is_exact=bool(self.codes.min() > 0))
-        if self.bits != 4:
-            return None
-        zeros = self.zeros[:, first]
+            return Blocks(whole.to(torch.int8), scales, None)
+        zeros = self.zeros[:, groups]
         if in_8_bits:
             whole = self.codes.to(torch.int8) - zeros.to(torch.int8).repeat_interleave(TILE_COLUMNS, dim=1)
             return Blocks(whole, scales, None)

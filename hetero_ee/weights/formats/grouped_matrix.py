@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.blocks import RowBlocks
 from hetero_ee.weights.formats.grouped_codes import GroupedCodes
 from hetero_ee.weights.formats.saved_matrix import StoredMatrix
 
@@ -26,7 +26,7 @@ class GroupedMatrix(StoredMatrix):
     def dequantize(self) -> Tensor:
         return self._read().dequantize()
 
-    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+    def blocks(self, *, in_8_bits: bool) -> RowBlocks | None:
         return self._read().blocks(in_8_bits=in_8_bits)
 
     def column_order(self) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, shown
 from hetero_ee.models.saved_format import SavedFormat
-from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.blocks import RowBlocks
 
 FLOATS = ("F32", "F16", "BF16")  # safetensors' types that scales may have
 Layout = Mapping[str, tuple[Any, ...]]  # suffix of a tensor -> its possible types, then its possible shapes
@@ -95,6 +95,6 @@ class SavedMatrix(Protocol):
         """Return the weights as fp32 (N, K), as the checkpoint's format defines them."""
         ...
 
-    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+    def blocks(self, *, in_8_bits: bool) -> RowBlocks | None:
         """Return the weights in blocks of 32 columns, rounded if necessary; None if groups don't fit such blocks."""
         ...

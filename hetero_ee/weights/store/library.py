@@ -3,6 +3,7 @@
 import difflib
 import os
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +25,7 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
 from hetero_ee.weights.store.conversion import WAITING, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
-from hetero_ee.weights.store.import_report import exact_share, imported_types
+from hetero_ee.weights.store.import_report import exact_share, imported_types, mean_error
 from hetero_ee.weights.store.manifest import (
     VERSIONS,
     WEIGHTS_FILE,
@@ -65,6 +66,7 @@ class StoredModel:
     quantizer: str | None
     source_format: str | None  # of the checkpoint: "safetensors", "GGUF", "GPTQ int4, groups of 128"
     exact_share: float | None  # of the matrices' weights those that are the checkpoint's to the bit; None for floats
+    relative_squared_error: float | None  # mean of the matrices'; None for floats
     bits: float | None  # per weight of the matrices, including scales
     n_bytes: int
     last_used_s: float  # since 1970, correct to about a day
@@ -264,11 +266,19 @@ def _described(path: Path) -> StoredModel:
         n_bytes = sum(map(allocated_bytes, statuses.values()))
         last_used_s = statuses[WEIGHTS_FILE].st_atime if WEIGHTS_FILE in statuses else path.stat().st_mtime
     quantizer = manifest.quantizer if manifest else None
-    source_format = str(source.get("format", "safetensors")) if manifest else None
+    source_format = _source_format(source) if manifest else None
     bits = matrix_bits(manifest) if manifest else None
-    exact = exact_share(imported_types(source))
-    described = state, model, architecture, quantizer, source_format, exact, bits, n_bytes, last_used_s
+    rows = imported_types(source)
+    kept = exact_share(rows), mean_error(rows)
+    described = state, model, architecture, quantizer, source_format, *kept, bits, n_bytes, last_used_s
     return StoredModel(path.name, path, *described, has_calibration(path))
+
+
+def _source_format(source: Mapping[str, Any]) -> str:
+    """Return the checkpoint's format. Neuron-major stores don't name it, as their matrices are cut otherwise."""
+    files = source.get("files")
+    names = [str(file.get("name")) for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    return str(source.get("format", "GGUF" if any(name.endswith(".gguf") for name in names) else "safetensors"))
 
 
 def _state_of(path: Path) -> tuple[StoreState, Manifest | None]:
