@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from torch import Tensor
+
 from hetero_ee.kv.batch import Batch
 
 
@@ -111,9 +113,13 @@ S = TypeVar("S", bound=OpenSequence)
 class LayeredCache(KvCache, Generic[S]):
     """Base of caches that hold some of a model's layers on one device. Inside, these layers have indices 0, 1, 2, ...
 
+    `kind` is the type of keys and values: "fp32", "fp16" or "int8".
+
     Args:
         layers: the held layers' indices in the model, ascending; None for the first n_layers.
     """
+
+    kind: str
 
     def __init__(self, n_layers: int, max_tokens: int, layers: Sequence[int] | None = None) -> None:
         self.n_layers, self.max_tokens = n_layers, max_tokens
@@ -132,6 +138,18 @@ class LayeredCache(KvCache, Generic[S]):
     @abstractmethod
     def _make_room(self, lengths: Mapping[int, int]) -> None:
         """Allocate memory for sequences of the given lengths. If that raises an error, no token is admitted."""
+
+    @abstractmethod
+    def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """Return positions first..end-1 of a layer as they are stored, valid until the next admit().
+
+        Returns:
+            Keys and values (n_kv_heads, end - first, head_dim); for int8 also their scales (n_kv_heads, end - first).
+        """
+
+    @abstractmethod
+    def store(self, layer: int, sequence: int, first: int, parts: Sequence[Tensor]) -> None:
+        """Write what `stored` returned to admitted positions of a layer, from `first` on."""
 
     @property
     def held_layers(self) -> tuple[int, ...]:

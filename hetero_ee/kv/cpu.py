@@ -78,13 +78,14 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return keys, values
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """Return views of positions first..end-1 as stored, to read and write, valid until the next admit().
-
-        Returns:
-            Keys and values (n_kv_heads, end - first, head_dim); for int8 also their scales (n_kv_heads, end - first).
-        """
+        """See LayeredCache. Returns views, to read and write."""
         index = self.index(layer)
         return tuple(part[index, :, first:end] for part in self._sequences[sequence].parts)
+
+    def store(self, layer: int, sequence: int, first: int, parts: Sequence[Tensor]) -> None:
+        """See LayeredCache."""
+        for ours, theirs in zip(self.stored(layer, sequence, first, first + parts[0].shape[1]), parts, strict=True):
+            ours.copy_(theirs)
 
     def view(self, sequence: int, make: Callable[..., Any]) -> Any:
         """Return make(*parts), called with the sequence's whole storage: keys, values, and for int8 their scales.

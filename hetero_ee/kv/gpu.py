@@ -54,7 +54,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         super().__init__(shape[0], max_tokens, layers)
         if kind not in KINDS:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
-        self._kind = kind
+        self.kind = kind
         n_pages = _n_pages(max_tokens if pool_tokens is None else pool_tokens)
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
 
@@ -67,6 +67,30 @@ class GpuKvCache(LayeredCache[_Sequence]):
     def slots(self, batch: Batch) -> list[int]:
         """Return, for each token, its sequence's row in the page table."""
         return [self._sequences[sequence].slot for sequence in batch.sequences]
+
+    def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """See LayeredCache. Returns copies on the GPU, in the CPU's format."""
+        at = self._pages_and_lines(sequence, first, end)
+        return tuple(part[at].transpose(0, 1) for part in self._parts(layer))
+
+    def store(self, layer: int, sequence: int, first: int, parts: Sequence[Tensor]) -> None:
+        """See LayeredCache. The host waits for the copies."""
+        at = self._pages_and_lines(sequence, first, first + parts[0].shape[1])
+        for ours, theirs in zip(self._parts(layer), parts, strict=True):
+            ours[at] = theirs.transpose(0, 1).to(ours.device)
+
+    def _parts(self, layer: int) -> list[Tensor]:
+        """Return keys, values, and int8's scales, in CpuKvCache's order: (n_pages, 64, n_kv_heads[, head_dim])."""
+        index, scales = self.index(layer), self.pages.scales
+        codes = self.pages.codes[:, index].transpose(2, 3)
+        parts = [codes[:, 0], codes[:, 1]]
+        return parts if scales is None else [*parts, *scales[:, index].transpose(2, 3).unbind(1)]
+
+    def _pages_and_lines(self, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return the page of each position from `first` to `end` - 1, and its index within that page."""
+        positions = torch.arange(first, end, device=self.pages.codes.device)
+        table = self.pages.table[self._sequences[sequence].slot]
+        return table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
 
     def _places(self, batch: Batch) -> Tensor:
         """Return each token's page and its index within that page: (2, m)."""
@@ -109,7 +133,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         """Close every sequence and free the pool. The cache can't hold tokens afterwards."""
         self._sequences.clear()
         shape = self.n_layers, self.pages.n_kv_heads, self.pages.head_dim
-        self.pages = new_pages(shape, self._kind, 0, (0, 0), self.pages.codes.device)
+        self.pages = new_pages(shape, self.kind, 0, (0, 0), self.pages.codes.device)
 
     def _empty(self) -> _Sequence:
         slot = next(iter(self._free_slots()), None)
@@ -171,27 +195,12 @@ class VisitingCache(GpuKvCache):
         self.open(VISITOR)
         self.admit(Batch.of_sequence(VISITOR, 0, [0] * (n_known + n_rows)))
         if first < n_known:
-            for ours, theirs in zip(self._parts(), owner.stored(layer, sequence, first, n_known), strict=True):
-                at = self._pages_and_lines(first, n_known)
-                ours[at] = theirs.transpose(0, 1).to(ours.device)
+            self.store(layer, VISITOR, first, owner.stored(layer, sequence, first, n_known))
         return Batch.of_sequence(VISITOR, n_known, [0] * n_rows)
 
     def take_back(self, owner: CpuKvCache, layer: int, sequence: int, first: int, end: int) -> None:
         """Copy positions first..end-1, written since the upload, to the layer in `owner`."""
-        for ours, theirs in zip(self._parts(), owner.stored(layer, sequence, first, end), strict=True):
-            theirs.copy_(ours[self._pages_and_lines(first, end)].transpose(0, 1))
-
-    def _parts(self) -> list[Tensor]:
-        """Return keys, values, and int8's scales, in CpuKvCache's order: (n_pages, 64, n_kv_heads[, head_dim])."""
-        codes, scales = self.pages.codes[:, 0].transpose(2, 3), self.pages.scales
-        parts = [codes[:, 0], codes[:, 1]]
-        return parts if scales is None else [*parts, *scales[:, 0].transpose(2, 3).unbind(1)]
-
-    def _pages_and_lines(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the page of each position from `first` to `end` - 1, and its index within that page."""
-        positions = torch.arange(first, end, device=self.pages.codes.device)
-        table = self.pages.table[self._sequences[VISITOR].slot]
-        return table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
+        owner.store(layer, sequence, first, self.stored(layer, VISITOR, first, end))
 
 
 def _n_pages(n_tokens: int) -> int:

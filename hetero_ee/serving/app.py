@@ -21,6 +21,7 @@ from hetero_ee.serving.page import files
 from hetero_ee.serving.protocols import anthropic, llama_server, native, ollama, ollama_models, openai, openapi
 from hetero_ee.serving.protocols.body import read_body
 from hetero_ee.serving.protocols.responses import responses
+from hetero_ee.serving.protocols.slot_actions import slot_action
 from hetero_ee.serving.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ POSTS: dict[str, Answer] = {
     "/tokenize": native.tokenize,
     "/detokenize": native.detokenize,
     "/models/unload": native.unload,
+    "/slots/{number}": slot_action,
     "/v1/responses": responses,
     "/completion": llama_server.completion,
     "/apply-template": llama_server.apply_template,

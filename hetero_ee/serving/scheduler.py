@@ -4,9 +4,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.decoding.loop import Stepped
@@ -18,6 +20,7 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.slots import Slot, Slots
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 N_EXPRESS = 1  # slots in addition, for short prompts that would wait while long ones are read
 STOPPING = "the server is shutting down; send the request again when it is back."
 
@@ -101,6 +104,7 @@ class Scheduler:
         self._engine, self._loop, self.n_slots = engine, engine.loop(self._someone_waits), n_slots
         self._slots = Slots(engine.executor, n_slots + N_EXPRESS, engine.close_sequence)
         self._queue, self._queue_size = deque[Job](), queue_size
+        self._calls = deque[Callable[..., None]]()  # each takes an error to pass on instead
         self._running: dict[int, _Running] = {}  # by the loop's numbers; scored prompts have negative ones
         self._scoring_numbers = count(-1, -1)
         self._changed = threading.Condition()
@@ -155,6 +159,29 @@ class Scheduler:
             self._queue.append(job)
             self._changed.notify()
 
+    def call(self, work: Callable[[Slots], T]) -> Future[T]:
+        """Run `work` in the engine's thread between two steps, and pass its result or error on.
+
+        Raises:
+            BusyError: if the server shuts down.
+        """
+        result: Future[T] = Future()
+
+        def run(error: HeteroError | None = None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                result.set_result(work(self._slots))
+            except Exception as raised:
+                result.set_exception(_failure(raised))
+
+        with self._changed:
+            if self._is_closing:
+                raise BusyError(STOPPING)
+            self._calls.append(run)
+            self._changed.notify()
+        return result
+
     def cancel(self, job: Job) -> None:
         """End the job after the current step, or after the current chunk of its prompt."""
         job.stop.set()
@@ -177,6 +204,8 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._wait():
+                while self._calls:
+                    self._calls.popleft()()
                 self._drop_stopped()
                 self._admit()
                 if self._running:
@@ -193,6 +222,8 @@ class Scheduler:
                 every.callback(self._slots.free_idle)
                 for job in waiting:
                     every.callback(job.tell, error)
+                for call in self._calls:
+                    every.callback(call, error)
                 for number in list(self._running):
                     every.callback(self._end, number, error)
 
@@ -218,7 +249,7 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait until there are requests. Return False if the scheduler is closing."""
         with self._changed:
-            while not (self._running or self._queue or self._is_closing):
+            while not (self._running or self._queue or self._calls or self._is_closing):
                 self._changed.wait()
         return not self._is_closing
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Annotated
 
 from hetero_ee.errors import UsageError, shown
@@ -68,6 +69,12 @@ class ServerSettings:
             flags=("--models-max",),
         ),
     ] = 1
+    slot_save_path: Annotated[
+        Path | None,
+        Option(
+            help="Folder in which clients may save slots, the keys and values of chats.", flags=("--slot-save-path",)
+        ),
+    ] = None
     model_name: Annotated[
         str, Option(help="The only model's name for clients.", default_text="its own", flags=("--alias",))
     ] = "hetero-ee"

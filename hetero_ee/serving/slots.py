@@ -61,12 +61,37 @@ class Slots:
         """Make the slot idle. `token_ids` is the valid prefix of its sequence; if it is empty, the memory is freed."""
         slot.token_ids = token_ids
         if not token_ids:
-            self._free(slot)
+            self.free(slot)
         self._idle.append(slot)
+
+    def idle(self, number: int) -> Slot | None:
+        """Return the slot with this number, or None if a request runs in it."""
+        return next((slot for slot in self._idle if slot.number == number), None)
+
+    def replace(self, slot: Slot, token_ids: list[int], fill: Callable[[int], None]) -> None:
+        """Let an idle slot hold other tokens, whose state `fill` writes to an empty sequence. If it fails, none.
+
+        Other idle slots are freed if necessary.
+        """
+        self.free(slot)
+        self._make_room(slot, len(token_ids))
+        slot.sequence = self._executor.cache.open_new()
+        try:
+            fill(slot.sequence)
+        except BaseException:
+            self.free(slot)
+            raise
+        slot.token_ids = token_ids
+
+    def erase(self, slot: Slot) -> int:
+        """Free an idle slot's memory and return the number of tokens that it held."""
+        n_tokens = len(slot.token_ids)
+        self.free(slot)
+        return n_tokens
 
     def free_idle(self) -> None:
         for slot in self._idle:
-            self._free(slot)
+            self.free(slot)
 
     def held_idle(self) -> bool:
         return any(slot.sequence != CLOSED for slot in self._idle)
@@ -83,7 +108,7 @@ class Slots:
                 return
             if slot is not taken and slot.sequence in cache.sequences:
                 n_held -= cache.length(slot.sequence)
-                self._free(slot)
+                self.free(slot)
 
     def _best_for(self, token_ids: list[int]) -> Slot:
         """Return the slot of which at least half is a prefix of the prompt, else an empty slot, else the oldest."""
@@ -92,7 +117,8 @@ class Slots:
             return best
         return next((slot for slot in self._idle if not slot.token_ids), self._idle[0])
 
-    def _free(self, slot: Slot) -> None:
+    def free(self, slot: Slot) -> None:
+        """Free the memory of a slot's sequence."""
         if slot.sequence != CLOSED:
             self._close_sequence(slot.sequence)
         slot.sequence, slot.token_ids = CLOSED, []

@@ -13,6 +13,7 @@ from hetero_ee.serving.models import Models
 from hetero_ee.serving.protocols import anthropic, llama_server, ollama, responses, sampling_fields
 from hetero_ee.serving.protocols.openai import ORIGINS
 from hetero_ee.serving.protocols.sampling_fields import REFUSED, REFUSED_IN_CHATS, REFUSED_IN_TEXTS
+from hetero_ee.serving.protocols.slot_actions import ACTIONS
 
 
 def _object(properties: Mapping[str, Schema], *required: str) -> Schema:
@@ -156,7 +157,7 @@ def _posts() -> dict[str, Any]:
     message = _object({"type": {"const": "message"}, "usage": {"type": "object"}}, "id", "content", "usage")
     response = _object({"output": {"type": "array"}}, "id", "object", "output", "usage")
     ids = _object({"tokens": IDS, "count": WHOLE}, "tokens", "count")
-    done = _object({"success": FLAG}, "success")
+    done, slot = _object({"success": FLAG}, "success"), _object({"id_slot": WHOLE}, "id_slot")
     chat, text = (
         _asked(CHAT, REFUSED | REFUSED_IN_CHATS, "messages"),
         _asked(COMPLETION, REFUSED | REFUSED_IN_TEXTS, "prompt"),
@@ -185,6 +186,7 @@ def _posts() -> dict[str, Any]:
         "/api/show": ("The model's shape", _asked({"model": TEXT}, {}), _object({}, "model_info", "capabilities")),
         "/tokenize": ("Text as tokens", _asked(TOKENIZE, {}), ids),
         "/detokenize": ("Tokens as text", _asked({"tokens": IDS}, {}), _object({"content": TEXT}, "content")),
+        "/slots/{number}": ("A slot saved, restored or erased", _asked({"filename": WORDS}, {}), slot),
         "/models/unload": ("A model closed", _asked({"model": TEXT}, {}, "model"), done),
     }
     paths: dict[str, Any] = {}
@@ -196,6 +198,9 @@ def _posts() -> dict[str, Any]:
             kinds = {ollama.LINES_TYPE: answer} if path.startswith("/api/") else events
             operation["responses"]["200"]["content"] |= {kind: {"schema": each} for kind, each in kinds.items()}
         paths[path] = {"post": operation}
+    number = {"name": "number", "in": "path", "required": True, "schema": TEXT}
+    action = {"name": "action", "in": "query", "required": True, "schema": {"enum": [*ACTIONS]}}
+    paths["/slots/{number}"]["post"]["parameters"] = [number, action]
     return paths
 
 

@@ -1,0 +1,147 @@
+"""Slot files: a slot's tokens with their keys and values, so that a later server continues without prefill.
+
+A file holds the bytes of the KV cache. They are restored only for the same weights, kind of cache, placement of layers
+and context limit, so that the next tokens are those of a server that was never ended.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.engine import Engine
+from hetero_ee.errors import StoreError, shown
+from hetero_ee.kv.batch import Batch
+from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.scheduler import BusyError
+from hetero_ee.serving.slots import Slot, Slots
+from hetero_ee.weights.store.record import Arrays, RecordArrays, RecordKind
+
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+MAX_BYTES = 2**36
+TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContent:
+    """Tokens of a slot, and the bytes of each layer's keys, values and scales."""
+
+    token_ids: list[int]
+    layers: Arrays
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())
+
+
+KIND = RecordKind(_Header, "slot file", version=1, way_out="save the slot")
+
+
+class SlotFiles:
+    """Reads and writes the slot files of one model. `copy` and `install` are for the engine's thread.
+
+    Raises:
+        RequestError: if the engine's mode keeps state that slot files lack.
+    """
+
+    def __init__(self, engine: Engine, folder: Path | None) -> None:
+        self._engine, self._folder = engine, folder
+        if folder is None:
+            raise RequestError("slots can't be saved; start the server with --slot-save-path FOLDER.", status=501)
+        if engine.calibrations is None:
+            raise RequestError("slots of fp32 weights can't be saved; start the server with another --quantizer.")
+        if engine.drafting is not None or engine.exits is not None:
+            raise RequestError("slots can be saved in mode full only, since drafts and exits keep state of their own.")
+        self._calibrations: CalibrationPlace = engine.calibrations
+
+    def write(self, name: str, content: SlotContent) -> None:
+        """Write a file, completely or not at all. Raises: StoreError, DiskFullError."""
+        tokens = np.array(content.token_ids, np.int64)
+        header = _Header(len(content.token_ids))
+        KIND.write(self._file(name), self._key(), header, {TOKENS: tokens, **content.layers})
+
+    def read(self, name: str) -> SlotContent:
+        """Read a file.
+
+        Raises:
+            RequestError: if there is no such file, it is damaged, or was made for another model or placement.
+        """
+
+        def made(header: _Header, arrays: RecordArrays) -> SlotContent:
+            tokens = arrays.take(TOKENS, np.int64, (header.n_tokens,))
+            layers = map(str, self._engine.executor.cache.held_layers)
+            return SlotContent(tokens.tolist(), {layer: arrays.take(layer, np.uint8) for layer in layers})
+
+        try:
+            content = KIND.read(self._file(name), self._key(), MAX_BYTES, made)
+        except StoreError as error:
+            raise RequestError(str(error), "filename") from error
+        if content is None:
+            raise RequestError(f"there is no slot file {shown(name)}.", "filename", status=404)
+        return content
+
+    def copy(self, slots: Slots, number: int) -> SlotContent:
+        """Return a copy of what a slot holds."""
+        slot, cache, layers = idle(slots, number), self._engine.executor.cache, Arrays()
+        n_tokens = min(len(slot.token_ids), cache.length(slot.sequence)) if slot.token_ids else 0
+        if n_tokens == 0:
+            raise RequestError(f"slot {number} holds no tokens.")
+        for layer in cache.held_layers:
+            found = cache.part(layer).stored(layer, slot.sequence, 0, n_tokens)
+            layers[str(layer)] = torch.cat([part.cpu().flatten().view(torch.uint8) for part in found]).numpy()
+        return SlotContent(slot.token_ids[:n_tokens], layers)
+
+    def install(self, slots: Slots, number: int, content: SlotContent) -> None:
+        """Let a slot hold what a file held."""
+        cache, n_tokens = self._engine.executor.cache, len(content.token_ids)
+        if not 0 < n_tokens <= cache.max_tokens:
+            raise RequestError(
+                f"the slot file has {n_tokens} tokens; the context holds {cache.max_tokens}. Raise --ctx-size.",
+                "filename",
+            )
+
+        def fill(sequence: int) -> None:
+            cache.admit(Batch.of_sequence(sequence, 0, content.token_ids, is_prompt=True))
+            for layer in cache.held_layers:
+                part = cache.part(layer)
+                like, kept = part.stored(layer, sequence, 0, n_tokens), torch.from_numpy(content.layers[str(layer)])
+                sizes = [each.numel() * each.element_size() for each in like]
+                if kept.numel() != sum(sizes):
+                    raise RequestError(f"the slot file's layer {layer} has {kept.numel()} bytes, not {sum(sizes)}.")
+                pairs = zip(kept.split_with_sizes(sizes), like, strict=True)
+                part.store(layer, sequence, 0, [each.view(own.dtype).view(own.shape) for each, own in pairs])
+
+        slots.replace(idle(slots, number), content.token_ids, fill)
+
+    def _key(self) -> str:
+        """Return a hash of everything that decides what the bytes of a slot mean."""
+        executor = self._engine.executor
+        parts = [executor.cache.part(layer) for layer in executor.cache.held_layers]
+        layout = [(type(part).__name__, part.kind) for part in parts]
+        key = [self._calibrations.key, layout, executor.most_tokens]
+        return hashlib.sha256(json.dumps(key).encode()).hexdigest()
+
+    def _file(self, name: str) -> Path:
+        if not NAME.fullmatch(name) or self._folder is None:
+            raise RequestError(
+                f"filename is {shown(name)}; expected up to 100 letters, digits, dots, - and _.", "filename"
+            )
+        return self._folder / name
+
+
+def idle(slots: Slots, number: int) -> Slot:
+    """Return a slot that no request uses. Raises: BusyError: if one does."""
+    found = slots.idle(number)
+    if found is None:
+        raise BusyError(f"a request runs in slot {number}; try again later.")
+    return found

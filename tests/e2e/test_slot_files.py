@@ -1,0 +1,92 @@
+"""Slots saved to files and restored by another server: the same text without prefill, and nothing of other models."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.gpu import GpuKvCache
+from tests.server_support import RunningServer, opened, serving
+
+PROMPT = "Once upon a time there was a little girl"
+
+
+@contextmanager
+def server(tiny: Path, folder: Path | None, **options: Any) -> Iterator[RunningServer]:
+    with (
+        opened(tiny, **{"quantizer": "rtn"} | options) as engine,
+        serving(engine, n_slots=2, slot_save_path=folder) as running,
+    ):
+        yield running
+
+
+def act(server: RunningServer, action: str, name: str | None = "kept", slot: str = "0") -> Any:
+    return server.post(f"/slots/{slot}?action={action}", {} if name is None else {"filename": name})
+
+
+def test_a_restored_slot_continues_as_if_the_server_had_never_ended(tiny: Path, tmp_path: Path) -> None:
+    with server(tiny, tmp_path) as first:
+        text = first.text_of(PROMPT, max_tokens=6)
+        saved = {slot: act(first, "save", slot=slot) for slot in "01"}
+        found = next(slot for slot, answer in saved.items() if answer.status_code == 200)
+        assert {answer.status_code for answer in saved.values()} == {200, 400}  # one of them is empty
+        n_saved = saved[found].json()["n_saved"]
+        expected = first.completion(PROMPT + text, max_tokens=12, logprobs=2)
+    with server(tiny, tmp_path) as second:
+        assert act(second, "restore", slot="1").json()["n_restored"] == n_saved
+        said = second.completion(PROMPT + text, max_tokens=12, logprobs=2)
+        assert said["choices"] == expected["choices"]
+        cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (said, expected)]
+        assert cached[0] == cached[1] == n_saved
+        assert act(second, "erase", None, slot="1").json()["n_erased"] > n_saved
+        assert act(second, "save", slot="1").status_code == 400
+        damaged = tmp_path / "damaged"
+        damaged.write_bytes((tmp_path / "kept").read_bytes()[:-1] + b"?")
+        for name, status, message in (
+            ("damaged", 400, "does not match its checksum"),
+            ("other", 404, "there is no slot file"),
+            ("../kept", 400, "filename is"),
+        ):
+            answer = act(second, "restore", name)
+            assert answer.status_code == status and message in answer.json()["error"]["message"]
+        assert act(second, "restore", slot="7").status_code == 404 and act(second, "none").status_code == 400
+    with server(tiny, tmp_path, quantizer="nf4") as other:
+        answer = act(other, "restore")
+        assert answer.status_code == 400 and "made for another model or other weights" in answer.text
+
+
+@pytest.mark.sample(0)
+def test_what_can_not_be_saved_is_said(tiny: Path, tmp_path: Path) -> None:
+    with server(tiny, None) as found:
+        answer = act(found, "save")
+        assert answer.status_code == 501 and "--slot-save-path" in answer.text
+    with server(tiny, tmp_path, quantizer="none") as found:
+        assert "fp32 weights can't be saved" in act(found, "save").text
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda kind: CpuKvCache(2, 2, 32, 200, [3, 5], kind=kind),
+        lambda kind: GpuKvCache((2, 2, 32), 200, "cpu", kind=kind, layers=[3, 5]),
+    ],
+)
+def test_caches_give_back_what_is_stored_in_them(make: Callable[[str], Any], kind: str) -> None:
+    cache, like = make(kind), CpuKvCache(2, 2, 32, 200, [3, 5], kind=kind)
+    for each in (cache, like):
+        each.open(0)
+        each.admit(Batch.of_sequence(0, 0, [1] * 130))
+    drawn = torch.Generator().manual_seed(1)
+    for part in like.stored(5, 0, 0, 130):
+        part.copy_(torch.randint(-100, 100, part.shape, generator=drawn))
+    cache.store(5, 0, 0, like.stored(5, 0, 0, 130))
+    for first, end in ((0, 130), (60, 70)):
+        for found, expected in zip(cache.stored(5, 0, first, end), like.stored(5, 0, first, end), strict=True):
+            assert torch.equal(found, expected)
+    assert all(not part.any() for part in cache.stored(3, 0, 0, 130))
