@@ -16,7 +16,7 @@ GROUPS_OF = {
     "generate": [*RUNS, *WRITES],
     "chat": [*RUNS, *WRITES, *TALKS],
     "serve": [*PLANS, "Plan and report", *WRITES, *TALKS],
-    "simulate": RUNS,
+    "simulate": [*RUNS, *WRITES, *TALKS],
     "bench": [*PLANS, "Plan and report"],
     "eval": PLANS,
     "plan": PLANS,

@@ -42,7 +42,7 @@ from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_PARTIAL_SUFFIX, PARTIAL_SUFFIX, calibration_file
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
-OWN_TEXT = "texts of its own"
+OWN_TEXT = "self-generated text"
 WAITING = "Another process is calibrating this model; waiting for it"
 
 Found = TypeVar("Found")

@@ -12,6 +12,7 @@ from typing import Self, Unpack
 from hetero_ee.decoding.requests import Continuation, common_length, room_for_reply
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.errors import HeteroError, UsageError, shown
+from hetero_ee.models.context_limit import beyond_context
 from hetero_ee.options.sampling import SamplingChanges, SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.chat_prompt import chat_ids
@@ -116,10 +117,11 @@ class Conversation:
             raise
 
     def __repr__(self) -> str:
+        n_messages = len(self.messages)
+        what = f"Conversation of {n_messages} message{'s' * (n_messages != 1)}"
         if not self._finalizer.alive:
-            return f"<Conversation of {len(self.messages)} messages, closed>"
-        n_tokens = f"{self.n_cached_tokens} of {self.context_tokens} tokens"
-        return f"<Conversation of {len(self.messages)} messages, {n_tokens}>"
+            return f"<{what}, closed>"
+        return f"<{what}, {self.n_cached_tokens} of {self.context_tokens} tokens>"
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -247,10 +249,8 @@ class Conversation:
             if len(ids) <= room:
                 enough = enough or (n_forgotten, ids)
         if enough is None and len(ids) >= context:
-            raise UsageError(
-                f"the message has {len(ids)} tokens with all that must go with it and the context holds {context}, "
-                "one of them new; shorten it or raise the context size."
-            )
+            what = f"the message has {len(ids)} tokens with all that must go with it"
+            raise UsageError(beyond_context(what, context, self._executor.spec))
         return enough or (len(earlier), ids)
 
     def _encoded(self, messages: list[Message]) -> list[int]:

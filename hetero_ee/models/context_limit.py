@@ -12,6 +12,19 @@ def check_context(spec: ModelSpec, n_tokens: int, what: str = "context size") ->
         raise UsageError(f"{what} {n_tokens} is beyond the {spec.max_context_tokens} positions this model has.")
 
 
+def beyond_context(what: str, most_tokens: int, spec: ModelSpec, *, larger: str = "raise the context size") -> str:
+    """Return the message for a text that the context can't hold.
+
+    Args:
+        what: The text and its number of tokens, in words.
+        larger: How the caller gets a larger context.
+    """
+    limit = f"{what}; the context limit is {most_tokens}, including one generated token; shorten it"
+    if most_tokens >= spec.max_context_tokens:
+        return f"{limit}, since the model's maximum is {spec.max_context_tokens}."
+    return f"{limit} or {larger} (the model's maximum is {spec.max_context_tokens})."
+
+
 def warn_of_context(spec: ModelSpec, n_tokens: int, warn: Callable[[str], None]) -> None:
     """Warn if a context has positions that the model was not trained on, or that change its rotary angles."""
     if n_tokens <= spec.max_context_tokens:
@@ -25,5 +38,5 @@ def warn_of_context(spec: ModelSpec, n_tokens: int, warn: Callable[[str], None])
     else:
         warn(
             f"the context of {n_tokens} tokens is longer than the {spec.max_context_tokens} this model was trained on; "
-            "beyond them its text may make no sense."
+            "quality may degrade beyond them."
         )

@@ -127,7 +127,7 @@ class PlanKeywords(TypedDict, total=False):
         Option(
             "full: one token per pass; exact: speculative decoding by early exit (self-speculative), a draft head "
             "or n-grams, with the text of full mode; specee, certified, calm, skipdecode, q-exit, patience, "
-            "joint-gate: tokens are given out at early exits, and texts differ.",
+            "joint-gate: tokens are emitted at early exits, and texts differ.",
             ("--mode",),
             default_text="full or exact, whichever should be faster",
             choices=MODES,

@@ -24,6 +24,7 @@ class Option:
     help: str
     flags: tuple[str, ...] = ()  # on the command line; empty if it has none
     _: KW_ONLY
+    file_flags: tuple[str, ...] = ()  # those that read its value from a file
     choices: tuple[str, ...] = ()  # the words it may be; empty allows any
     least: float | None = None
     most: float | None = None

@@ -94,7 +94,11 @@ class SamplingParams:
     ] = 0  # prompts generated together use different noise, by their index
     stop: Annotated[
         tuple[str, ...],
-        Option("End the text before this string; can be given more than once.", ("--stop",), typed=list[str]),
+        Option(
+            "End the text before this string; can be given more than once.",
+            ("--stop", "-r", "--reverse-prompt"),
+            typed=list[str],
+        ),
         Requests(("stop",), ("stop_sequences",)),
     ] = ()
     stop_token_ids: Annotated[
@@ -102,7 +106,11 @@ class SamplingParams:
         Option("More tokens that end the text, next to the model's own."),
         Requests(("stop_token_ids",)),
     ] = ()
-    ignore_eos: Annotated[bool, Option("The model's end tokens don't end the text."), Requests(("ignore_eos",))] = False
+    ignore_eos: Annotated[
+        bool,
+        Option("The model's end tokens don't end the text.", ("--ignore-eos",), default_text="false"),
+        Requests(("ignore_eos",)),
+    ] = False
     logprobs: Annotated[
         int | None,
         Option("Return each token's log-probability, and those of up to this many likeliest tokens."),
@@ -110,28 +118,44 @@ class SamplingParams:
     ] = None
     presence_penalty: Annotated[
         float,
-        Option("Subtracted from the logit of every token that the text has; the prompt does not count."),
+        Option(
+            "Subtracted from the logit of every token that the text has; the prompt does not count.",
+            ("--presence-penalty",),
+        ),
         Range(-2.0, 2.0),
         Requests(("presence_penalty",)),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        Option("Subtracted from a token's logit as many times as the text has the token."),
+        Option("Subtracted from a token's logit as many times as the text has the token.", ("--frequency-penalty",)),
         Range(-2.0, 2.0),
         Requests(("frequency_penalty",)),
     ] = 0.0
     logit_bias: Annotated[
-        Pairs, Option("Added to the logits of these token ids, after the penalties."), Requests(("logit_bias",))
+        Pairs,
+        Option(
+            "Added to a token's logit after the penalties, like 15043+1 or 15043-1.5; can be given more than once.",
+            ("-l", "--logit-bias"),
+            typed=list[str],
+            metavar="ID+BIAS",
+        ),
+        Requests(("logit_bias",)),
     ] = ()
     json_schema: Annotated[
         str | None,
         Option(
-            "The text is JSON that keeps to the JSON Schema in this file. Needs the extra [server].", ("--json-schema",)
+            "The text is JSON that keeps to this JSON Schema. Needs the extra [server].",
+            ("-j", "--json-schema"),
+            file_flags=("-jf", "--json-schema-file"),
         ),
     ] = None
     grammar: Annotated[
         str | None,
-        Option("The text keeps to the grammar in this file: Lark, as in llguidance, or GBNF.", ("--grammar",)),
+        Option(
+            "The text keeps to this grammar: Lark, as in llguidance, or GBNF.",
+            ("--grammar",),
+            file_flags=("--grammar-file",),
+        ),
     ] = None
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from hetero_ee.engine import Engine
 from hetero_ee.errors import UsageError
+from hetero_ee.models.context_limit import beyond_context
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.generation import Echo, Generation
@@ -93,9 +94,8 @@ class ServedModel:
         Raises:
             HeteroError: if the prompt is invalid or too long.
         """
-        return self._fitting(
-            await self._working(lambda: self._read(prompt), len(prompt) if isinstance(prompt, str) else 0)
-        )
+        n_characters = len(prompt) if isinstance(prompt, str) else 0
+        return self._fitting(await self._working(lambda: self._read(prompt), n_characters), "prompt")
 
     async def chat_prompt(
         self,
@@ -113,7 +113,7 @@ class ServedModel:
         """
         text, mark = await asyncio.to_thread(self._render, messages, tools, variables)
         ids = await self._working(lambda: self._read_chat(text, mark), len(text))
-        return self._fitting(ids), text.replace(mark, "") if mark else text
+        return self._fitting(ids, "messages"), text.replace(mark, "") if mark else text
 
     async def encode(self, text: str, *, with_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`.
@@ -185,7 +185,7 @@ class ServedModel:
     def _read(self, prompt: Prompt) -> list[int]:
         try:
             if isinstance(prompt, str):
-                self._refuse_by_beginning(prompt)
+                self._refuse_by_beginning(prompt, "prompt")
             # The length is checked below, where the error has a code for programs.
             return self._prompts.ids(prompt, 2**62)
         except UsageError as error:
@@ -194,19 +194,19 @@ class ServedModel:
             raise RequestError(str(error), "prompt", code="invalid_value") from error
 
     def _read_chat(self, text: str, mark: str) -> list[int]:
-        self._refuse_by_beginning(text, mark)
+        self._refuse_by_beginning(text, "messages", mark)
         ids = self.engine.tokenizer.encode(text, with_special_tokens=False, mark=mark)
         if not ids:
             raise RequestError("the chat template turns these messages into an empty prompt.", "messages")
         return ids
 
-    def _refuse_by_beginning(self, text: str, mark: str = "") -> None:
+    def _refuse_by_beginning(self, text: str, param: str, mark: str = "") -> None:
         """Refuse a text if its beginning already has too many tokens, before the rest is encoded."""
         n_characters = LONG_TEXT
         while n_characters < len(text):
             n_tokens = len(self.engine.tokenizer.encode(text[:n_characters], mark=mark))
             if n_tokens > self.most_tokens + MARGIN_TOKENS:
-                raise self._too_long(f"more than {self.most_tokens}")
+                raise self._too_long(f"more than {self.most_tokens}", param)
             n_characters *= 4
 
     def _render(
@@ -221,14 +221,12 @@ class ServedModel:
         with self._rendering:
             return chat_prompt(self._template, self.engine.tokenizer, messages, tools, variables)
 
-    def _fitting(self, ids: list[int]) -> list[int]:
+    def _fitting(self, ids: list[int], param: str) -> list[int]:
         if len(ids) >= self.most_tokens:
-            raise self._too_long(str(len(ids)))
+            raise self._too_long(str(len(ids)), param)
         return ids
 
-    def _too_long(self, n_tokens: str) -> RequestError:
-        return RequestError(
-            f"the prompt has {n_tokens} tokens; the context limit is {self.most_tokens}, including one generated "
-            "token. Shorten the prompt, or start the server with a larger --ctx-size.",
-            code="context_length_exceeded",
-        )
+    def _too_long(self, n_tokens: str, param: str) -> RequestError:
+        what, larger = f"the prompt has {n_tokens} tokens", "start the server with a larger --ctx-size"
+        message = beyond_context(what, self.most_tokens, self.engine.spec, larger=larger)
+        return RequestError(message, param, code="context_length_exceeded")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.models.context_limit import beyond_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.option import is_whole
 from hetero_ee.text.tokenizer import Tokenizer
@@ -40,10 +41,7 @@ class PromptReader:
         """Return the prompt's token ids. Raises UsageError if most_tokens, the context length, leaves no new token."""
         ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(_plain(prompt))
         if len(ids) >= most_tokens:
-            raise UsageError(
-                f"the prompt has {len(ids)} tokens and the context holds {most_tokens}, one of them new; "
-                f"shorten it or raise the context size (this model's own is {self.spec.max_context_tokens})."
-            )
+            raise UsageError(beyond_context(f"the prompt has {len(ids)} tokens", most_tokens, self.spec))
         return ids
 
     def _encoded(self, text: str) -> list[int]:

@@ -82,7 +82,7 @@ def test_a_message_that_can_never_fit_changes_nothing(tiny: Path) -> None:
     with opened(tiny, 60) as engine, engine.chat(chat_template=LINES, max_new_tokens=8) as chat:
         first = chat.send("Hi").finish()
         before, n_cached = chat.messages, chat.n_cached_tokens
-        with pytest.raises(UsageError, match=r"the message has \d\d tokens .* the context holds 60"):
+        with pytest.raises(UsageError, match=r"the message has \d\d tokens .* the context limit is 60"):
             chat.send(words(60))
         assert (chat.messages, chat.n_cached_tokens) == (before, n_cached)
         assert chat.regenerate().finish().token_ids == first.token_ids

@@ -207,7 +207,7 @@ def test_what_is_wrong_is_a_line_and_the_chat_goes_on(terminal: Terminal) -> Non
     for keys, sentence in (
         ("/rgen", "there is no command '/rgen'; /help lists them"),
         ("/regen", "there is no reply yet"),
-        ("the " * 700, "the context holds 600"),
+        ("the " * 700, "the context limit is 600"),
         (b"ab\xff", "that line is not UTF-8 text"),
     ):
         terminal.press(keys)

@@ -206,7 +206,7 @@ def test_unknown_commands(cli: Cli, cache: Path) -> None:
 def test_a_prompt_longer_than_the_context(cli: Cli, tiny: Path, cache: Path) -> None:
     ended = cli("generate", "a story " * 50, "-m", tiny, *PLAIN, "-c", 20)
     assert refused(ended, cache) == 2
-    assert re.search(r"the prompt has \d+ tokens and the context holds 20", ended.err)
+    assert re.search(r"the prompt has \d+ tokens; the context limit is 20, including", ended.err)
 
 
 # Models that can't be used: one of each exit code. test_bad_models_*.py have the many ways to be bad.

@@ -208,7 +208,7 @@ def test_a_second_run_shows_what_is_there(cli: Cli, tiny: Path, text: Path, cach
         assert again.code == 0 and "Calibrating" not in again.err
         assert again.out.splitlines()[:-1] == first.out.splitlines()[:-1]
         day = r"\d{4}-\d\d-\d\d"
-        closing = rf"\[ \d+ tokens of words\.txt \| calibrated on {day}, not again; --force does \| .*\]\n$"
+        closing = rf"\[ \d+ tokens of words\.txt \| already calibrated on {day}; use --force to redo \| .*\]\n$"
         assert re.search(closing, again.err)
     shown = cli("calibrate", tiny, "--show")
     assert shown.code == 0 and shown.out.splitlines() == first.out.splitlines()[:-1]

@@ -81,6 +81,8 @@ def test_commands(chat: Cli, replies: list[str]) -> None:
     assert ended.code == 0 and ended.out == f"{first}\n{first}\n{second}\n{second}\n"
     assert "At temperature 0 the reply is always the same" in ended.err
     assert re.search(r"\n5 messages, \d+ of 600 tokens in the context, peak memory [\d.]+ GiB\n", ended.err)
+    cleared = chat("Hi\n/clear\n/stats\n/system Be brief.\n/stats\n").err
+    assert "\n0 messages, 0 of 600 tokens" in cleared and "\n1 message, 0 of 600 tokens" in cleared
     assert all(
         f"\n{name} " in ended.err
         for name in ("/clear", "/exit", "/help", "/load", "/regen", "/save", "/stats", "/system")
@@ -165,7 +167,7 @@ def test_the_demo_model_tells_a_story_in_turns(cli: Cli, demo: Path) -> None:
         (b'"""\nHi\n', 'a message that begins with """ must end with it'),
         (b"/regen\n", "there is no reply yet"),
         (b"/rgen\n", "there is no command '/rgen'; /help lists them"),
-        (b"the " * 700, "the context holds 600"),
+        (b"the " * 700, "the context limit is 600"),
     ],
     ids=range(8),
 )

@@ -43,7 +43,7 @@ def test_a_remark_on_a_terminal_leaves_standard_output_alone(tiny: Path, said: s
     seen = os.read(ours, 65536).decode()
     os.close(ours)
     assert (ended.returncode, ended.stdout) == (0, said)
-    assert "may make no sense." in seen and ".." not in seen
+    assert "quality may degrade beyond them." in seen and ".." not in seen
 
 
 @pytest.mark.sample(0)

@@ -14,6 +14,7 @@ from hetero_ee.decoding.requests import Continuation
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT
 from hetero_ee_profiles.reference import reference_profile
+from tests.chat_support import LINES
 from tests.command_line import Cli
 from tests.emulation import LAPTOP
 from tests.json_schemas import schemas
@@ -125,11 +126,19 @@ def test_the_command_takes_files(cli: Cli, tmp_path: Any) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text(json.dumps(SCHEMAS["flat-0"]))
     grammar.write_text('start: "Tom" | "Lily"')
-    said = cli("generate", PROMPT, "--json-schema", schema, "--temp", "1.5")
+    said = cli("generate", PROMPT, "--json-schema-file", schema, "--temp", "1.5")
     jsonschema.validate(json.loads(said.out.removeprefix(PROMPT)), SCHEMAS["flat-0"])
-    assert cli("generate", PROMPT, "--grammar", grammar).out.removeprefix(PROMPT).strip() in ("Tom", "Lily")
+    assert cli("generate", PROMPT, "--grammar-file", grammar).out.removeprefix(PROMPT).strip() in ("Tom", "Lily")
     for content, message in (("{", "which is not JSON"), ('{"not": {}}', "asks for not"), (None, "can't be read")):
         file = tmp_path / "bad.json"
         file.write_text(content) if content is not None else file.unlink()
-        ended = cli("generate", PROMPT, "--json-schema", file)
+        ended = cli("generate", PROMPT, "-jf", file)
         assert ended.code == 2 and message in ended.err and len(ended.err.strip().splitlines()) == 1
+
+
+@pytest.mark.sample(0)
+def test_run_answers_by_the_chat_template_and_keeps_to_the_schema(cli: Cli, tmp_path: Any) -> None:
+    template = tmp_path / "lines.jinja"
+    template.write_text(LINES)
+    said = cli("run", "-p", "Hi", "--chat-template-file", template, "--json-schema", '{"type": "boolean"}', "-t", 1)
+    assert said.out.strip() in ("true", "false") and "cached tok" in said.err

@@ -171,7 +171,7 @@ def test_the_models_own_context_is_the_end(whole: Engine) -> None:
         found = engine.generate(OPENINGS[0], max_new_tokens=2 * own, ignore_eos=True)
         assert found.finish_reason is FinishReason.CONTEXT and engine.context_tokens == own
         assert found.n_prompt_tokens + found.n_generated_tokens == own
-        with pytest.raises(UsageError, match=f"and the context holds {own}, one of them new; shorten it or raise"):
+        with pytest.raises(UsageError, match=f"limit is {own}, including one generated token; shorten it, since the"):
             engine.stream(STORY * 8)
 
 
@@ -181,7 +181,7 @@ def test_a_context_that_was_asked_for_stays(emulate: bool) -> None:
     limits = Limits(gpu_layers=6 if emulate else 0, mode="full")
     with opened(told, FIRST, emulate, gpu_layers=limits.gpu_layers, mode="full") as engine:
         assert engine.generate(OPENINGS[0], ignore_eos=True).finish_reason is FinishReason.CONTEXT
-        with pytest.raises(UsageError, match=f"the context holds {FIRST}, one of them new"):
+        with pytest.raises(UsageError, match=f"limit is {FIRST}, including one generated token; shorten it or raise"):
             engine.stream(STORY)
         plan = engine.plan
     with Engine.from_pretrained(threads=1, profile=reference_profile(LAPTOP), plan=plan, emulate=emulate) as engine:

@@ -380,7 +380,7 @@ def test_a_prompt_fills_the_context_but_for_one_token(tiny: Path) -> None:
         result = engine.generate(prompt_of(39, engine))
         assert (result.n_generated_tokens, result.finish_reason) == (1, FinishReason.CONTEXT)
         for call in (engine.generate, engine.stream):
-            with pytest.raises(UsageError, match=r"has 40 tokens and the context holds 40.*600"):
+            with pytest.raises(UsageError, match=r"has 40 tokens; the context limit is 40.*600"):
                 call(prompt_of(40, engine))
 
 

@@ -17,6 +17,7 @@ from hetero_ee.runtime.executors.dummy import DummyExecutor
 from hetero_ee.runtime.trace import TITLES
 from hetero_ee_profiles.records import write_record
 from hetero_ee_profiles.reference import reference_profile
+from tests.chat_support import LINES
 from tests.command_line import PROMPT, Cli
 from tests.emulation import LAPTOP, planned
 
@@ -44,6 +45,17 @@ def test_the_text_is_generates(cli: Cli, mode: str) -> None:
     assert "predicted ms" in ended.out and ("with its drafts ms" in ended.out) == (mode == "exact")  # or both are one
     document = json.loads(cli("simulate", "-p", PROMPT, *SHORT, "--mode", mode, "--json").out)
     assert document["text"] == generated and document["mode"] == mode
+
+
+def test_a_model_and_a_prompt_are_given_as_to_run(cli: Cli, tmp_path: Path, demo: Path) -> None:
+    sampled: list[Any] = ["--temp", 0.8, "-s", 3, *SHORT]
+    template = tmp_path / "lines.jinja"
+    template.write_text(LINES)
+    sampled += ["--chat-template-file", template]
+    said = cli("run", demo, PROMPT, *sampled).out.rstrip("\n")
+    assert cli("simulate", demo, PROMPT, *sampled).out.startswith(f"{said}\n")
+    unseeded = [cli("simulate", PROMPT, "-m", demo, "--temp", 0.8, *SHORT).out for _ in range(2)]
+    assert unseeded[0] == unseeded[1]
 
 
 @pytest.mark.sample(1)
@@ -115,8 +127,10 @@ BAD: dict[str, tuple[list[Any], str]] = {
         ["--random-weights", "tinyllama-1.1b", "-n", 2000],
         "512 tokens and 2000 new ones are more than the context's 2048",
     ),
-    "a real prompt beyond the context": (["-p", PROMPT * 9, "-c", 8, "-t", 1], "and the context holds 8"),
+    "a real prompt beyond the context": (["-p", PROMPT * 9, "-c", 8, "-t", 1], "the context limit is 8"),
     "a prompt for random weights": ([*SHAPES, "-p", "Hi"], "say how long it is by --prompt-tokens"),
+    "a temperature for random weights": ([*SHAPES, "--temp", 1], "choose no tokens; drop --temp, or name a model"),
+    "random weights without an end": ([*SHAPES, "-n", -1], "never end a text; give its length with -n / --max-tokens"),
     "a file for random weights": ([*SHAPES, "-f", "/missing"], "say how long it is by --prompt-tokens"),
     "no such hardware": (["--hardware", "abacus"], "is not a shipped profile"),
     "no such file of hardware": (["--hardware", "./missing.json"], "can't be used"),

@@ -2,12 +2,15 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, get_args
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hetero_ee.calibration.job import CalibrationRequest
@@ -15,6 +18,7 @@ from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError
 from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.options.engine import ENGINE_OPTIONS, KV_TYPES, PLAN_OPTIONS
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.weights.store.names import STORES_FOLDER
@@ -25,9 +29,12 @@ from hetero_ee_cli.commands.chat import chat
 from hetero_ee_cli.commands.generate import generate
 from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.simulate import simulate
-from hetero_ee_cli.options.command import as_typed, typed_flags
+from hetero_ee_cli.options.command import _unknown, as_typed, typed_flags
 from hetero_ee_cli.options.flags import with_options
+from hetero_ee_cli.options.llama_cpp import NOT_OFFERED
 from hetero_ee_cli.options.placement import LimitOptions
+from hetero_ee_cli.options.prompt import unescaped
+from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_profiles.units import GIB
 
 
@@ -128,3 +135,102 @@ def test_help_has_its_options_in_groups(command: str) -> None:
     titles = re.findall(r"^(\w[\w ]*):$", shown, re.M)
     assert titles[:2] == ["Arguments", "Options"] and {"Model", "Placement", "Plan and report"} <= set(titles)
     assert len(titles) == len(set(titles)) and "-ngl, --gpu-layers" in shown.partition("\nPlacement:\n")[2]
+
+
+# Flags of llama.cpp.
+
+
+def refusal(*words: str) -> str:
+    """Return the message of the error that these words end with."""
+    return str(CliRunner().invoke(app, words, prog_name="hetero-ee").exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["generate", "Hi", "-md", "small"], "-md is not offered: drafts come from early exits, n-grams or an EAGLE"),
+        (["run", "m", "-fa", "on"], "-fa is not offered: "),
+        (["bench", "-mg", "0"], "-mg is not offered: one GPU is used"),
+        (
+            ["chat", "m", "--cache-type-k=q8_0"],
+            "--cache-type-k is not offered: keys and values have one type; use --kv-type int8",
+        ),
+        (["serve", "--mlock"], "--mlock is not offered: "),
+        (["simulate", "-ub", "512"], "-ub is not offered: "),
+        (["run", "m", "-vp", "Hi"], "there is no option -vp. See hetero-ee run --help."),
+        (["run", "-mdemo"], "there is no option -mdemo. See hetero-ee run --help."),
+        (["chat", "-ngl7"], "there is no option -ngl7. Did you mean -ngl 7? See hetero-ee chat --help."),
+    ],
+    ids=range(9),
+)
+def test_flags_that_are_not_offered_are_refused_by_name(words: list[str], advice: str) -> None:
+    assert refusal(*words).startswith(advice)
+
+
+def test_values_and_letters_with_numbers_are_no_unknown_flags() -> None:
+    known = {"--stop": True, "-c": True, "-v": False}
+    words = ["--stop", "-md", "-v", "--stop=-md", "-c", "-1", "-c512", "-", "-fa", "--", "-xy"]
+    assert list(_unknown(words, known)) == ["-c512", "-", "-fa"]
+
+
+def test_no_command_has_a_flag_that_is_refused_and_advice_names_flags_that_exist() -> None:
+    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
+    offered = {flag for command in commands for each in command.params for flag in each.opts}
+    assert not offered & NOT_OFFERED.keys()
+    named = {flag for advice in NOT_OFFERED.values() for flag in re.findall(r"(?<!\S)--?[a-z][a-z-]*", advice)}
+    assert named <= offered and len(named) > 10
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({"logit_bias": ["15043+1", "7-.5", "15043-2"]}, {"logit_bias": ((15043, -2.0), (7, -0.5))}),
+        ({"stop": [r"\n"]}, {"stop": ("\n",)}),
+        ({"ignore_eos": True, "presence_penalty": 1.5, "frequency_penalty": -1.0}, None),
+        ({"json_schema": '{"type": "object"}'}, None),
+        ({"grammar": 'root ::= "a"'}, None),
+    ],
+    ids=range(5),
+)
+def test_sampling_flags_have_llama_cpps_meaning(given: dict[str, object], changes: dict[str, object] | None) -> None:
+    found = SamplingOptions(**given, seed=3).changes(escapes=True)
+    assert SamplingParams(**found) == SamplingParams(seed=3, **(given if changes is None else changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logit_bias": ["5"]}, "is '5'; expected a token id, a sign and a number, like 15043-1.5"),
+        ({"logit_bias": ["5-inf"]}, "of token 5 is -inf; expected a number from -100 to 100"),
+        ({"json_schema": "pet.json"}, "is 'pet.json'; expected its text, which --json-schema-file reads from a file"),
+        ({"grammar": "answer.gbnf"}, "is 'answer.gbnf'; expected its text, which --grammar-file reads from a file"),
+        ({"json_schema": "{}", "json_schema_file": Path("a")}, "and --json-schema-file are both given; leave one out"),
+        ({"json_schema": "{}", "grammar": "a: b"}, "are both given; leave one out"),
+        ({"json_schema_file": Path("/missing")}, "the json-schema from /missing can't be read"),
+    ],
+    ids=range(7),
+)
+def test_values_of_sampling_flags_are_checked_at_once(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        SamplingOptions(**given).changes()
+
+
+def test_escapes_are_llama_cpps() -> None:
+    assert unescaped(r"a\nb\t\r\'\"\\n\xC3\xA9\q\x4") == "a\nb\t\r'\"\\n\N{LATIN SMALL LETTER E WITH ACUTE}\\q\\x4"
+    with pytest.raises(UsageError, match="the text with its escapes replaced is not UTF-8 text at byte 0"):
+        unescaped(r"\xFF")
+
+
+@pytest.mark.parametrize(
+    ("text", "redirect", "shown"),
+    [("text", "2>&1", b"text\n[ stats ]\n"), ("text\n", "2>&1", b"text\n[ stats ]\n"), ("text", "", b"text")],
+    ids=["without a newline", "with a newline", "to another pipe"],
+)
+def test_a_report_begins_on_a_line_of_its_own(text: str, redirect: str, shown: bytes) -> None:
+    code = (
+        "import sys; from hetero_ee_cli.terminal.output import end_line, say;"
+        "print(sys.argv[1], end='', flush=True); end_line(sys.argv[1]); say('[ stats ]')"
+    )
+    line = f'"$0" -c "$1" "$2" {redirect} | cat'
+    done = subprocess.run(["sh", "-c", line, sys.executable, code, text], capture_output=True, timeout=60, check=True)
+    assert done.stdout == shown and done.stderr == (b"" if redirect else b"[ stats ]\n")

@@ -150,7 +150,7 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
         lambda: gpu_matmul(None, triton="3.7", torch="2.13"),
         *("ok", "not used without a GPU: triton 3.7; matmul_int4 on cuda is computed by triton", ""),
     ),
-    "no Triton, no GPU": (lambda: gpu_matmul(None, torch="2.13"), "ok", "needed for a GPU only", ""),
+    "no Triton, no GPU": (lambda: gpu_matmul(None, torch="2.13"), "ok", "not installed (GPU only)", ""),
     "no Triton": (
         lambda: gpu_matmul("cuda", bitsandbytes="0.50", torch="2.13"),
         *("warn", "computed by bitsandbytes, because triton can't be imported", "Install triton"),

@@ -36,13 +36,14 @@ def test_fields_change_the_usual_parameters(
     [
         (TEXTS, {"n_predict": 0}, "n_predict"),
         (CHATS, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHATS, {"max_tokens": 0}, "max_tokens"),
         (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
         (MESSAGES, {"max_tokens": -1}, "max_tokens"),
         (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
         (CHATS, {"repetition_penalty": 0}, "repetition_penalty"),
         (CHATS, {"logit_bias": {"100": 1}}, "logit_bias"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_errors_name_the_field_that_was_used(protocol: SamplingFields, values: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=f"^{field} ") as refused:

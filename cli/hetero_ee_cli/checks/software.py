@@ -101,7 +101,7 @@ def gpu_matmul(
     versions = versions or "neither triton nor bitsandbytes"
     found = kind()
     if found is None and not installed:
-        return ok(f"{versions}; needed for a GPU only")
+        return ok("triton and bitsandbytes are not installed (GPU only)")
     try:
         choice = Registry(is_installed).explain("matmul_int4", found or "cuda")
     except UsageError as error:

@@ -198,7 +198,7 @@ def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
     if outcome.is_new:
         when = f"{outcome.seconds:.0f} s"
     else:
-        when = f"calibrated on {outcome.date}" + ("" if show else ", not again; --force does")
+        when = f"calibrated on {outcome.date}" if show else f"already calibrated on {outcome.date}; use --force to redo"
     return f"[ {what} | {when} | {printable(str(outcome.folder))} ]"
 
 
@@ -214,7 +214,8 @@ def _report(found: _Found) -> Iterator[str]:
         gate = metrics.exit_rate, metrics.precision, metrics.recall, metrics.acceptance
         rows.append((str(each.exit_layer), f"{metrics.agreement:.3f}", mapped, *(f"{share:.3f}" for share in gate)))
     yield table(rows, numbers_from=0)
-    yield f"\ncandidate exit layers: {', '.join(map(str, calibration.schedule)) or 'a single one'}"
+    layers = ", ".join(map(str, calibration.schedule))
+    yield f"\ncandidate exit layers: {layers}" if layers else "\none candidate exit layer"
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
     yield f"{means} ({depths.oracle_mean_depth:.2f} with perfect predictors)"

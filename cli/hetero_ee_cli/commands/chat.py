@@ -75,7 +75,7 @@ def chat(
     the prompt, it ends the chat, as do /exit and Ctrl-D. In a pipe, every line is a turn, and each reply ends with a
     newline. --prompt and --file give the first message.
     """
-    first, template, changes = prompts.given(), conversation.template(), sampling.changes()
+    first, template, changes = prompts.given(), conversation.template(), sampling.changes(escapes=prompts.escape)
     with (
         session(engine, model, limits, placement) as opened,
         opened.engine.chat(conversation.system, chat_template=template, **changes) as talk,
@@ -207,9 +207,11 @@ class Talk:
         from hetero_ee_profiles.host.process import peak_memory_bytes
 
         talk = self._conversation
+        n_messages, is_empty = len(talk.messages), all(each.role == "system" for each in talk.messages)
+        n_tokens = 0 if is_empty else talk.n_cached_tokens  # after /clear some are cached for the next message
         say(
-            f"{len(talk.messages)} messages, {talk.n_cached_tokens} of {talk.context_tokens} tokens in the context, "
-            f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB"
+            f"{n_messages} message{'s' * (n_messages != 1)}, {n_tokens} of {talk.context_tokens} tokens in the "
+            f"context, peak memory {peak_memory_bytes() / 2**30:.2f} GiB"
         )
 
     def _help(self) -> None:

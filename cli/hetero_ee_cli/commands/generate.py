@@ -1,6 +1,5 @@
 """`hetero-ee generate`: continues a prompt and prints the text while it is generated."""
 
-import sys
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -9,9 +8,9 @@ from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import LimitOptions, PlacementOptions, Session, session
 from hetero_ee_cli.options.prompt import PromptArgument, PromptOptions
-from hetero_ee_cli.options.sampling import ConstraintOptions, SamplingOptions
+from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.run_report import closing_lines, run_document
-from hetero_ee_cli.terminal.output import print_document, print_tokens, say
+from hetero_ee_cli.terminal.output import end_line, print_document, print_tokens, say
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -28,14 +27,13 @@ def generate(
     engine: ModelOptions,
     prompts: PromptOptions,
     sampling: SamplingOptions,
-    constraint: ConstraintOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
     argument: PromptArgument = None,
     as_json: Json = False,
 ) -> None:
     """Generate text. Only the text goes to standard output; progress and a closing line go to standard error."""
-    text, changes = prompts.required(argument), sampling.changes() | constraint.changes()
+    text, changes = prompts.required(argument), sampling.changes(escapes=prompts.escape)
     with session(engine, None, limits, placement) as opened:
         continue_text(opened, text, changes, as_json)
 
@@ -56,8 +54,8 @@ def continue_text(session: Session, text: str, changes: dict[str, Any], as_json:
     if as_json:
         print_document(_document(session, asdict(sampled), result, interrupted), with_version=True)
     if result is not None:
-        if sys.stdout.isatty() and not as_json:  # a pipe gets the text alone, which may not end with a newline
-            print("\n")
+        if not as_json:
+            end_line(result.text)
         seed = sampled.seed if sampled.temperature > 0 else None
         prompt = str(result.n_prompt_tokens)
         say(closing_lines(session, result, prompt=prompt, seed=seed, start_s=start_s, is_interrupted=interrupted))

@@ -27,9 +27,9 @@ def run(
 
     With a prompt, it is answered and the command ends; without one, the chat goes on until /exit or Ctrl-D.
     """
-    if engine.given.get("model_flag") is not None and argument is None:
-        model, argument = None, model  # the only argument, next to --model
-    text, template, changes = prompts.given(argument), conversation.template(), sampling.changes()
+    model, argument = engine.model_and_prompt(model, argument)
+    text, template = prompts.given(argument), conversation.template()
+    changes = sampling.changes(escapes=prompts.escape)
     with session(engine, model, limits, placement) as opened:
         if template is None and not opened.engine.has_chat_template:
             continue_text(opened, _piped_prompt(prompts) if text is None else text, changes)

@@ -91,6 +91,7 @@ class ServerOptions(OptionGroup):
         MODEL_FLAG: "it takes several",
         "system": "requests bring their own",
         "seed": "each request has its own, or a random one",
+        **dict.fromkeys(("json_schema", "json_schema_file", "grammar", "grammar_file"), "requests bring their own"),
         "stats": "of several texts at a time it would say nothing of one",
         "trace": "a server's would have no end",
         "verbose": "every answer has its `timings`, and /metrics has all",
@@ -105,7 +106,7 @@ def serve(
     placement: PlacementOptions,
     model: ModelArgument = None,
 ) -> None:
-    """Serve models by HTTP, for clients of OpenAI, Anthropic, llama-server and ollama. Ctrl-C ends it.
+    """Serve models over an HTTP API for clients of OpenAI, Anthropic, llama-server and ollama. Ctrl-C ends it.
 
     The options of the text hold for requests that say nothing. Needs the extra `server`. A single model is loaded at
     once. Several are loaded by requests that name them, --models-max at a time.

@@ -1,23 +1,29 @@
 """`hetero-ee simulate`: the time of a prompt on another machine, with the model's real tokens."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hetero_ee.errors import UsageError
+from hetero_ee.options.sampling import SAMPLING
+from hetero_ee_cli.commands.chat import ChatOptions
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, hardware_names, with_options
 from hetero_ee_cli.options.placement import LimitOptions, Placed, PlacementOptions
-from hetero_ee_cli.options.prompt import PromptOptions
-from hetero_ee_cli.options.sampling import LENGTH_FLAGS
+from hetero_ee_cli.options.prompt import PromptArgument, PromptOptions
+from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.run_report import draft_words, exit_words, lane_lines, run_document, traffic_lines
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
+    from hetero_ee.decoding.result import GenerationResult
     from hetero_ee.decoding.simulation import Simulation
+    from hetero_ee.engine import Engine
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.devices.timeline import Span
@@ -41,6 +47,7 @@ class _Simulated:
 
 
 DEFAULT_PROMPT = "Once upon a time"
+USUAL: dict[str, Any] = {"max_new_tokens": 64, "seed": 0}  # a simulation can be repeated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +57,6 @@ class SimulateOptions:
     hardware: Annotated[
         str, typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names)
     ] = "rtx-4060-laptop-8gb"
-    max_new_tokens: Annotated[int, typer.Option(*LENGTH_FLAGS, min=1, max=2**20, help="Tokens to generate.")] = 64
     random_weights: RandomWeights = None
     prompt_tokens: Annotated[
         int, typer.Option(min=1, max=2**20, help="Length of the prompt, with --random-weights.")
@@ -68,34 +74,55 @@ class SimulateOptions:
 def simulate(
     wanted: SimulateOptions,
     prompts: PromptOptions,
+    conversation: ChatOptions,
+    sampling: SamplingOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
     engine: ModelOptions,
     model: ModelArgument = None,
+    argument: PromptArgument = None,
 ) -> None:
     """Run a prompt through the real model as another machine would: the same tokens, and the time they take there.
 
-    Without a prompt, the text begins with "Once upon a time".
+    As with hetero-ee run, a model with a chat template answers the prompt. Without a prompt, the text begins with
+    "Once upon a time". Texts have up to 64 tokens unless -n is given, and the seed is 0 unless --seed is.
     Nothing printed is a measurement of that machine. With --random-weights nothing is computed; there are only times.
     """
     from hetero_ee.planning.hardware import hardware_from
 
-    if wanted.random_weights is not None and (prompts.prompt, prompts.file) != (None, None):
-        raise UsageError("random weights read no prompt; say how long it is by --prompt-tokens, or name a model.")
+    model, argument = engine.model_and_prompt(model, argument)
+    changes = _changes(wanted, prompts, sampling)
     placed = placement.checked(limits, engine)
     profile = hardware_from(wanted.hardware)
     if placed.plan is not None and placed.plan.hardware != profile.name:
         say(f"The plan was made for {printable(placed.plan.hardware)}; here it runs on {profile.name}.")
     if wanted.random_weights is None:
-        found = _of_text(prompts.given() or DEFAULT_PROMPT, wanted.max_new_tokens, profile, placed, engine, model)
+        text, template = prompts.given(argument), conversation.template()
+        with _emulated(profile, placed, engine, model) as opened:
+            found = _simulated(opened, _generated(opened, text, conversation.system, template, changes))
     else:
         spec, _, _ = engine.model_spec(model, wanted.random_weights, lambda *_: None)
-        found = _of_shapes(spec, profile, placed, (wanted.prompt_tokens, wanted.max_new_tokens))
+        found = _of_shapes(spec, profile, placed, (wanted.prompt_tokens, changes["max_new_tokens"]))
     placement.write_trace(found.spans, f"simulated: {found.simulation.hardware}")
     if wanted.as_json:
         print_document(_document(found), with_version=True)
     else:
         print(_report(found))
+
+
+def _changes(wanted: SimulateOptions, prompts: PromptOptions, sampling: SamplingOptions) -> dict[str, Any]:
+    """Return the sampling options. With random weights, check that only a length is given."""
+    changes = USUAL | sampling.changes(escapes=prompts.escape)
+    if wanted.random_weights is None:
+        return changes if "seed" in sampling.given else changes | {"seed": USUAL["seed"]}
+    if (prompts.prompt, prompts.file) != (None, None):
+        raise UsageError("random weights read no prompt; say how long it is by --prompt-tokens, or name a model.")
+    others = [sampling.OPTIONS[name] for name in sampling.given if name != "max_new_tokens"]
+    if others:
+        raise UsageError("random weights choose no tokens; drop ", others[0], ", or name a model.")
+    if changes["max_new_tokens"] is None:
+        raise UsageError("random weights never end a text; give its length with ", SAMPLING["max_new_tokens"], ".")
+    return changes
 
 
 def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, counts: tuple[int, int]) -> _Simulated:
@@ -119,17 +146,16 @@ def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, co
     return _Simulated(simulation, ran, spans)
 
 
-def _of_text(
-    prompt: str, n_new: int, profile: "HardwareProfile", placed: Placed, options: ModelOptions, model: str | None
-) -> _Simulated:
+@contextmanager
+def _emulated(
+    profile: "HardwareProfile", placed: Placed, options: ModelOptions, model: str | None
+) -> "Iterator[Engine]":
+    """Open the model on the profile's machine, which is emulated here."""
     with ending_at_once():
         from hetero_ee.engine import Engine
-    from hetero_ee.decoding.simulation import simulated
-    from hetero_ee.planning.times.prediction import predicted_step
     from hetero_ee_profiles.host.process import physical_core_count
 
     arguments = options.arguments(model)
-
     with (
         stage_progress() as progress,
         Engine.from_pretrained(
@@ -142,18 +168,35 @@ def _of_text(
             **arguments | {"threads": min(arguments["threads"], physical_core_count())},  # of this machine
         ) as engine,
     ):
-        result = engine.generate(prompt, max_new_tokens=n_new)
-        ran, placement, spans = engine.plan, engine.plan_request, engine.spans
-        assert ran is not None and placement is not None, "an emulated machine runs a plan"
-        known = engine.spec, ran, profile, placement.statistics
-        counts = result.n_prompt_tokens, result.n_generated_tokens
-        simulation = simulated(*known, spans, counts, (result.prompt_s, result.generation_s), result.text)
-        if engine.draft_statistics is None:
-            return _Simulated(simulation, ran, spans, exits=engine.exit_statistics, traffic=engine.traffic)
-        step = predicted_step(engine.spec, profile, ran, placement.statistics, result.n_prompt_tokens + n_new // 2)
-        predicted = None if step is None else step.tokens
-        drafts = engine.draft_statistics, engine.draft_origin, predicted
-        return _Simulated(simulation, ran, spans, *drafts, traffic=engine.traffic)
+        yield engine
+
+
+def _generated(
+    engine: "Engine", prompt: str | None, system: str | None, template: str | None, changes: dict[str, Any]
+) -> "GenerationResult":
+    """Return the model's answer to the prompt, or the text that continues it if there is no chat template."""
+    if prompt is None or (template is None and not engine.has_chat_template):
+        return engine.generate(DEFAULT_PROMPT if prompt is None else prompt, **changes)
+    with engine.chat(system, chat_template=template, **changes) as talk:
+        return talk.send(prompt).finish()
+
+
+def _simulated(engine: "Engine", result: "GenerationResult") -> _Simulated:
+    """Return the times of an emulated engine's first text."""
+    from hetero_ee.decoding.simulation import simulated
+    from hetero_ee.planning.times.prediction import predicted_step
+
+    ran, request, spans = engine.plan, engine.plan_request, engine.spans
+    assert ran is not None and request is not None and request.profile is not None, "an emulated machine runs a plan"
+    known = engine.spec, ran, request.profile, request.statistics
+    counts = result.n_prompt_tokens, result.n_generated_tokens
+    simulation = simulated(*known, spans, counts, (result.prompt_s, result.generation_s), result.text)
+    if engine.draft_statistics is None:
+        return _Simulated(simulation, ran, spans, exits=engine.exit_statistics, traffic=engine.traffic)
+    step = predicted_step(engine.spec, request.profile, ran, request.statistics, counts[0] + counts[1] // 2)
+    predicted = None if step is None else step.tokens
+    drafts = engine.draft_statistics, engine.draft_origin, predicted
+    return _Simulated(simulation, ran, spans, *drafts, traffic=engine.traffic)
 
 
 def _report(found: _Simulated) -> str:

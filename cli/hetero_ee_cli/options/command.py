@@ -1,7 +1,7 @@
 """The command class: help in groups, and errors that name each option by the flag that the user typed."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from hetero_ee.config.settings import DEFAULT, FILE, read_settings
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.options.option import Option
+from hetero_ee_cli.options.llama_cpp import NOT_OFFERED
 
 TYPED = "hetero_ee_cli.typed"  # the key of the command's words in typer's context
 ARGUMENTS, OPTIONS = "Arguments", "Options"
@@ -33,14 +34,13 @@ class HeteroCommand(TyperCommand):
                     formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words and store them for messages. Refuse a word like -ngl99 instead of reading it as -n gl99."""
-        typed = ctx.meta[TYPED] = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            if hasattr(error, "format_message"):
-                self._refuse_run_together(ctx, typed, error)
-            raise
+        """Parse the words and store them for messages. Refuse flags of other tools that mean nothing here."""
+        ctx.meta[TYPED] = list(args)
+        if not ctx.resilient_parsing:  # while the user presses Tab
+            takes_value = {flag: _takes_value(each) for each in self.get_params(ctx) for flag in _flags(each)}
+            for word in _unknown(args, takes_value):
+                _refuse(word, takes_value, ctx.command_path)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Errors of the library then name options by the flags that were typed."""
@@ -52,16 +52,33 @@ class HeteroCommand(TyperCommand):
             error.args = (_source_of_model(ctx.params, message) + message,)
             raise
 
-    def _refuse_run_together(self, ctx: Any, typed: Sequence[str], error: Any) -> None:
-        """Raise a UsageError if the error is about a word like -ngl99, which starts with another option's letter."""
-        known = [flag for parameter in self.params for flag in _flags(parameter)]
-        blamed = [*_flags(getattr(error, "param", None)), getattr(error, "option_name", "")]
-        for word in typed:
-            name = word.partition("=")[0]
-            if re.match(r"-[A-Za-z]{2}", word) and name not in known and word[:2] in blamed:
-                near = max((flag for flag in known if word.startswith(flag) and len(flag) > 2), key=len, default=None)
-                hint = "" if near is None else f" Did you mean {near} {word.removeprefix(near).removeprefix('=')}?"
-                raise UsageError(f"there is no option {word}.{hint} See {ctx.command_path} --help.") from error
+
+def _unknown(args: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator[str]:
+    """Yield the words that look like flags but are not in `takes_value`. Values of options are skipped."""
+    words = iter(args)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if word == "--":
+            return
+        if name in takes_value:
+            if takes_value[name] and not equals:
+                next(words, None)
+        elif word.startswith("-"):
+            yield word
+
+
+def _refuse(word: str, known: Collection[str], command: str) -> None:
+    """Refuse a flag of llama.cpp that is not offered, and a word like -ngl99 or -xyz; -c512 passes.
+
+    Such a word is never read as a group of one-letter flags, or as a letter and its value.
+    """
+    name = word.partition("=")[0]
+    if name in NOT_OFFERED:
+        raise UsageError(f"{name} is not offered: {NOT_OFFERED[name]}.")
+    if re.match(r"-[A-Za-z]{2}", word):
+        near = max((flag for flag in known if word.startswith(flag) and len(flag) > 2), key=len, default=None)
+        hint = "" if near is None else f" Did you mean {near} {word.removeprefix(near).removeprefix('=')}?"
+        raise UsageError(f"there is no option {word}.{hint} See {command} --help.")
 
 
 def _source_of_model(given: Mapping[str, Any], message: str) -> str:
@@ -90,5 +107,9 @@ def as_typed(option: object, words: Collection[str]) -> str:
     return given if given == option.flag else f"{given} / {option.flag}"
 
 
+def _takes_value(option: Any) -> bool:
+    return not (option.is_flag or option.count)
+
+
 def _flags(parameter: Any) -> list[str]:
-    return [flag for flag in getattr(parameter, "opts", ()) if flag.startswith("-")]
+    return [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("-")]

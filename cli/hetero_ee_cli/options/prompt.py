@@ -1,5 +1,6 @@
 """Options for the prompt."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -7,9 +8,10 @@ from typing import Annotated, ClassVar
 import typer
 
 from hetero_ee.errors import UsageError
-from hetero_ee_cli.terminal.text_file import read_text
+from hetero_ee_cli.terminal.text_file import MAX_TEXT_BYTES, decoded, read_text
 
 STANDARD_INPUT = "-"
+ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}  # in llama.cpp, next to \', \", \\ and \xHH
 ONE_PROMPT = "give one prompt: as an argument, with --prompt, with --file, or - for standard input."
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The text to begin with; - reads it from standard input.")
@@ -26,6 +28,9 @@ class PromptOptions:
         str | None, typer.Option("-p", "--prompt", help="Text to begin with; in a chat, the first message.")
     ] = None
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read it from a file.")] = None
+    escape: Annotated[
+        bool, typer.Option("-e", "--escape", help="Replace \\n, \\t, \\xHH and so on in the prompt and in --stop.")
+    ] = False
 
     def given(self, argument: str | None = None) -> str | None:
         """Return the prompt, or None. A final newline of a file or of standard input is dropped.
@@ -42,10 +47,21 @@ class PromptOptions:
             text = read_text("prompt", self.file).removesuffix("\n").removesuffix("\r")
         if not text:
             raise UsageError("the prompt is empty; give some text to begin with.")
-        return text
+        return unescaped(text) if self.escape else text
 
     def required(self, argument: str | None = None) -> str:
         """Return the prompt as `given` does. Raises: UsageError: if there is none."""
         if (text := self.given(argument)) is None:
             raise UsageError(ONE_PROMPT)
         return text
+
+
+def unescaped(text: str) -> str:
+    """Replace escape sequences by their characters, as llama.cpp does. Unknown ones stay as they are."""
+
+    def character(found: re.Match[bytes]) -> bytes:
+        return bytes.fromhex(found[1].decode()) if found[1] else ESCAPES.get(found[2], found[2])
+
+    data = text.encode("utf-8", "surrogateescape")
+    replaced = re.sub(rb"\\(?:x([0-9A-Fa-f]{2})|([nrt'\"\\]))", character, data)
+    return decoded(replaced, "the text with its escapes replaced", MAX_TEXT_BYTES)

@@ -213,7 +213,7 @@ def exit_words(found: "ExitStatistics") -> str:
 
 def exit_lines(found: "ExitStatistics") -> list[str]:
     judged = f"{'exits':14}{found.judged_per_token:.1f} exit layers judged a token"
-    return [judged, *_bars("given out after layer", {n: count for n, count in enumerate(found.depths) if count})]
+    return [judged, *_bars("emitted after layer", {n: count for n, count in enumerate(found.depths) if count})]
 
 
 def _mode(engine: "Engine") -> list[str]:
@@ -231,7 +231,7 @@ def _mode(engine: "Engine") -> list[str]:
         if not _declined(engine) or exact_per_s is None:
             return ["full"]
         full_per_s = made.prediction.generated_tokens_per_s
-        gain = change(exact_per_s, full_per_s)
+        gain = change(exact_per_s, full_per_s).replace("the same", "no speedup")
         reading = " of the text, less than it costs of a prompt" if is_worth_it(exact_per_s, full_per_s) else ""
         return [f"full (exact declined: {gain} expected{reading})"]
     n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length

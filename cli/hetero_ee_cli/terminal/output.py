@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,26 @@ def print_tokens(
     except KeyboardInterrupt:
         return seen, True
     return seen, False
+
+
+def end_line(text: str) -> None:
+    """End the line of a generated text, so that a report on standard error begins on a line of its own.
+
+    A pipe or a file gets the text as it is. The newline then goes to standard error, if that continues the same line.
+    """
+    if sys.stdout.isatty():
+        print("" if text.endswith("\n") else "\n")
+    elif text and not text.endswith("\n") and _is_shown_with_errors():
+        say("")
+
+
+def _is_shown_with_errors() -> bool:
+    """Return whether standard output ends up where standard error does: the same pipe or file, or a terminal."""
+    try:
+        out, errors = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):  # a stream without a file
+        return False
+    return os.path.samestat(out, errors) or (sys.stderr.isatty() and stat.S_ISFIFO(out.st_mode))
 
 
 def print_document(document: Mapping[str, Any], *, with_version: bool = False) -> None:

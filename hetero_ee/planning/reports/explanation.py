@@ -95,14 +95,14 @@ def _expected(plan: Plan) -> list[str]:
         f"{'hash':10} {plan.sha256[:HASH_DIGITS]}",
         *textwrap.wrap(f"{'mode':10} {plan.mode}: {how}", LINE_COLUMNS, subsequent_indent=" " * 11),
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "
-        f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
-        f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}; of "
-        f"{min(REQUEST_PROMPT_TOKENS, plan.context_tokens)} tokens the first new one after {found.first_token_s:.3g} s",
+        f"(bandwidth limit: {found.ceiling_tokens_per_s:.2f})",
+        f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}; time to "
+        f"first token ({min(REQUEST_PROMPT_TOKENS, plan.context_tokens)}-token prompt): {found.first_token_s:.3g} s",
         *_compared(plan),
-        *_wrapped(f"{'a layer':10} ", [f"{term.name} {term.seconds * 1e3:.3g} ms" for term in found.layer_terms]),
-        *_wrapped(f"{'a token':10} ", _shares(found.decode_terms)),
-        *_wrapped(f"{'a chunk':10} ", _shares(found.prefill_terms)),
-        *_wrapped(f"{'moved':10} ", [f"{term.name} {sized(term.n_bytes)} a token" for term in found.moved_terms]),
+        *_wrapped(f"{'per layer':10} ", [f"{term.name} {term.seconds * 1e3:.3g} ms" for term in found.layer_terms]),
+        *_wrapped(f"{'per token':10} time: ", _shares(found.decode_terms)),
+        *_wrapped(f"{'per chunk':10} time: ", _shares(found.prefill_terms)),
+        *_wrapped(f"{'transfers':10} ", [f"{each.name} {sized(each.n_bytes)} per token" for each in found.moved_terms]),
     ]
 
 

@@ -64,7 +64,7 @@ def _split_reason(best: Candidate) -> str:
 def _largest_term(prediction: Prediction) -> str:
     total_s = sum(term.seconds for term in prediction.decode_terms)
     largest = max(prediction.decode_terms, key=lambda term: term.seconds)
-    return f"What takes longest of a token is {largest.name}: {largest.seconds / total_s:.0%}."
+    return f"Bottleneck: {largest.name}, {largest.seconds / total_s:.0%} of a token's time."
 
 
 def _transfer_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
@@ -154,8 +154,8 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
         yield _exit_reason(best, prediction)
     elif not sources:
         yield (
-            "Exact mode was not considered: nothing is known of this model's exits and drafts; hetero-ee calibrate "
-            "measures them."
+            "Exact mode was not considered: this model has no calibration yet; hetero-ee calibrate measures its exits "
+            "and drafts."
         )
     elif schedule.drafts == EXIT and known.exits is not None:
         yield f"Drafts are early exits, with {known.exits.source}; {_gain(best)}"
@@ -188,7 +188,7 @@ def _exit_reason(best: Candidate, prediction: Prediction) -> str:
 
 def _why_declined(exact_per_s: float, full_per_s: float) -> str:
     if not is_worth_it(exact_per_s, full_per_s):
-        return f"it is taken from {1 / WORTH_IT - 1:+.0%} on"
+        return f"exact mode is used only if it is at least {1 / WORTH_IT - 1:.0%} faster"
     return (
         f"its drafts read prompts too, which for {REQUEST_PROMPT_TOKENS} tokens takes more time than they save of "
         f"{REQUEST_TEXT_TOKENS} new ones: --mode exact is for shorter prompts and longer texts"
