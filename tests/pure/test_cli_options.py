@@ -109,11 +109,11 @@ def test_completion_knows_what_the_library_does() -> None:
         (["run", "--mode", "e"], ["exact"]),
         (["bench", "--mode", "a"], ["all"]),
         (["bench", "-o", "js"], ["json", "jsonl"]),
-        (["plan", "--hardware", "rtx-40"], ["rtx-4060-laptop-8gb", "rtx-4070-12gb", "rtx-4090-24gb"]),
+        (["plan", "--hardware", "rtx-4090-"], ["rtx-4090-24gb", "rtx-4090-laptop-16gb"]),
         (["generate", "-m", "de"], ["demo-codebook-1"]),
         (["run", ""], ["demo-codebook-1", "tiny-rtn-2"]),
         (["models", "remove", "t"], ["tiny-rtn-2"]),
-        (["plan", "--random-weights", "llama-2"], ["llama-2-7b", "llama-2-13b"]),
+        (["plan", "--random-weights", "llama-2"], ["llama-2-7b", "llama-2-13b", "llama-2-70b"]),
     ],
     ids=range(10),
 )
