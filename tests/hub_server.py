@@ -218,9 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, headers: dict[str, str], content: bytes, fault: Fault) -> None:
         asked_range = self.headers.get("Range")
         if asked_range and status == 200:
-            first = int(asked_range.removeprefix("bytes=").rstrip("-"))
-            headers |= {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"}
-            status, content = 206, content[first:]
+            first, _, last = asked_range.removeprefix("bytes=").partition("-")
+            end = min(int(last) + 1, len(content)) if last else len(content)
+            headers |= {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}
+            status, content = 206, content[int(first) : end]
         if fault.corrupt:
             content = content[:-1] + bytes([content[-1] ^ 1])
         if fault.shorten >= 0:

@@ -24,6 +24,7 @@ from hetero_ee.hub.model_files import (
     indexed_files,
 )
 from hetero_ee.hub.model_id import ModelId, is_commit, local_folder
+from hetero_ee.hub.remote_header import remote_configuration
 from hetero_ee.hub.repository import Repository
 from hetero_ee.options.engine import MODEL_OPTIONS
 
@@ -175,10 +176,14 @@ class _Hub:
         return folder
 
     def _fetched_gguf(self, repository: Repository, model: PublishedGguf) -> Path:
-        """Download the missing files of a GGUF model, and return the first of all."""
+        """Download the missing files of a GGUF model, and return the first file, or only its configuration's folder."""
         if self._model.gguf is None:
             self._tell_choice(model, PublishedGguf.listed(repository.files))
         files, download = [repository.files[name] for name in model.files], Download(repository, self._progress)
+        if not all(map(download.is_cached, files)):
+            configuration = remote_configuration(repository, files)
+            if self._configuration_only:
+                return configuration
         self._require_space(download.missing_bytes(files))
         download.announce(files)
         download.fetch(files)

@@ -126,7 +126,8 @@ def test_all_parts_are_downloaded(hub: Hub, files: dict[str, bytes]) -> None:
     parts = {name for name in files if name.startswith("BF16/")}
     assert len(parts) == 2
     folder = resolve(f"{ID}:bf16")
-    assert hub.fetched() == parts and resolve(f"{ID}:BF16", offline=True) == folder
+    assert {Path(name).name for name in hub.fetched()} == {Path(name).name for name in parts}
+    assert resolve(f"{ID}:BF16", offline=True) == folder and hub.log == []
 
 
 def test_with_safetensors_only_a_quantization_names_gguf(
@@ -149,6 +150,47 @@ def test_a_damaged_file_is_not_kept(hub: Hub, files: dict[str, bytes]) -> None:
         resolve(f"{ID}:Q4_0")
     hub.faults.clear()
     resolve(f"{ID}:Q4_0")
+
+
+@pytest.mark.parametrize("name", ["Tiny-Q8_0.gguf", "BF16"])
+def test_a_plan_downloads_the_headers(
+    hub: Hub, files: dict[str, bytes], empty_cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("hetero_ee.hub.remote_header.FIRST_BYTES", 2**12)
+    hub.publish(ID, files | OTHERS)
+    model = f"{ID}:{name.removeprefix('Tiny-').removesuffix('.gguf')}"
+    folder = resolve(model, configuration_only=True)
+    assert read_spec(folder).n_layers == 1 and folder.is_relative_to(empty_cache)
+    size_bytes = sum(len(data) for file, data in files.items() if file.startswith(name))
+    sent = [request.n_sent_bytes for request in hub.log if request.path.startswith("/large/")]
+    assert len(sent) > 3 and sum(sent) < 0.8 * size_bytes
+    hub.log.clear()
+    assert resolve(model, configuration_only=True) == folder and hub.fetched() == set()
+    whole = resolve(model)
+    assert read_spec(whole) == read_spec(folder)
+    assert resolve(model, configuration_only=True) == whole == resolve(model, configuration_only=True, offline=True)
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b"llama", b"lemma", "architecture 'lemma' is not supported"),
+        (b"gpt-2", b"gpt-7", "splits text by 'gpt-7'"),
+        (b"GGUF", b"GGML", "it does not begin with GGUF"),
+        (b"token_embd", b"token_lost", "tensor token_embd.weight is missing"),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_it_is_downloaded(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, old: bytes, new: bytes, problem: str
+) -> None:
+    monkeypatch.setattr("hetero_ee.hub.remote_header.FIRST_BYTES", 2**16)
+    monkeypatch.setattr("hetero_ee.hub.remote_header.MAX_BYTES", 2**16)
+    hub.publish(ID, {"Tiny-Q8_0.gguf": files["Tiny-Q8_0.gguf"].replace(old, new)})
+    with pytest.raises(ModelError) as caught:
+        resolve(ID)
+    assert str(caught.value).startswith(f"{ID} cannot be used: Tiny-Q8_0.gguf") and problem in str(caught.value)
+    assert set(hub.ranges()) == {"bytes=0-65535"}
 
 
 def test_commands_and_python_run_it(hub: Hub, files: dict[str, bytes], cli: Cli, cache: Path) -> None:

@@ -8,16 +8,19 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from hetero_ee.config import cache_folder
 from hetero_ee.errors import CheckpointError, ModelError, StoreError
 from hetero_ee.hub.gguf.config import hf_config, hf_generation_config
+from hetero_ee.hub.gguf.header import GgufHeader
 from hetero_ee.hub.gguf.names import int8_matrices, zero_point_matrices
 from hetero_ee.hub.gguf.parts import base_name, part_files, read_model_header
-from hetero_ee.hub.gguf.tokenizer import tokenizer_files
+from hetero_ee.hub.gguf.tokenizer import check_vocabulary, tokenizer_files
+from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of
 from hetero_ee.models.hf_config import INT8_FIELD, ZEROS_FIELD, spec_from_hf
 from hetero_ee_profiles.opened_file import open_regular
@@ -73,23 +76,37 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
     """
     parts = part_files(file)
     identity = [TRANSLATION_VERSION, *(asdict(_NotedFile.of(part)) for part in parts)]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in base_name(file))[:64].strip(".") or "model"
-    folder = cache_folder() / FOLDERS / key / name
+    folder = _folder(base_name(file), identity)
     is_current = _is_current(folder)
     if is_current and (configuration_only or (folder / TOKENIZER_FILE).is_file()):
         return folder
     header = read_model_header(parts)
-    config = hf_config(header)
-    spec = spec_from_hf(config, str(header.file))
-    config |= {INT8_FIELD: int8_matrices(header, spec), ZEROS_FIELD: zero_point_matrices(header, spec)}
+    config = _configuration(header)
     files = {} if configuration_only else tokenizer_files(header)  # tokenizer.json is last, so it implies the others
     if not is_current:
         note = _Note(tuple(_NotedFile.of(part, header.header_bytes[part]) for part in parts))
-        values = {"config.json": config, "generation_config.json": hf_generation_config(header)}
+        values = {CONFIG_FILE: config, "generation_config.json": hf_generation_config(header)}
         noted = values | {NOTE_FILE: asdict(note)}
         files = {name: json.dumps(value, indent=1) for name, value in noted.items()} | files
     _write(folder, files, replaces=not is_current)
+    return folder
+
+
+def configuration_folder(header: Callable[[], GgufHeader], name: str, identity: Sequence[str]) -> Path:
+    """Return a folder in the cache with only the configuration of a model, whose files may be elsewhere.
+
+    Args:
+        header: returns the model's header; called if there is no such folder yet.
+        identity: determines the header.
+
+    Raises:
+        ModelError, StoreError: if the model is unsupported, or the cache cannot be written.
+    """
+    folder = _folder(name, [TRANSLATION_VERSION, *identity])
+    if not (folder / CONFIG_FILE).is_file():
+        found = header()
+        check_vocabulary(found)
+        _write(folder, {CONFIG_FILE: json.dumps(_configuration(found), indent=1)}, replaces=False)
     return folder
 
 
@@ -114,6 +131,20 @@ def gguf_files(folder: Path) -> list[Path]:
         if not noted.is_current:
             raise CheckpointError(f"{noted.file} has changed since it was translated; open it again.")
     return [Path(noted.file) for noted in note.files]
+
+
+def _folder(name: str, identity: Sequence[Any]) -> Path:
+    """Return the path in the cache of the folder of a model called `name`."""
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[:64].strip(".") or "model"
+    return cache_folder() / FOLDERS / key / name
+
+
+def _configuration(header: GgufHeader) -> dict[str, Any]:
+    """Return the fields of config.json, with the matrices' storage. Raises ModelError."""
+    config = hf_config(header)
+    spec = spec_from_hf(config, str(header.file))
+    return config | {INT8_FIELD: int8_matrices(header, spec), ZEROS_FIELD: zero_point_matrices(header, spec)}
 
 
 def _is_current(folder: Path) -> bool:

@@ -100,15 +100,23 @@ def is_gguf(file: Path) -> bool:
         return False
 
 
-def read_gguf_header(file: Path) -> GgufHeader:
-    """Read the header of one file, a whole model or a part. Raises CheckpointError with the file and the reason."""
+def read_gguf_header(file: Path, n_file_bytes: int | None = None) -> GgufHeader:
+    """Read the header of one file, a whole model or a part.
+
+    Args:
+        n_file_bytes: size of the whole file if `file` is only its beginning.
+
+    Raises:
+        CheckpointError: names the file and the reason.
+    """
     try:
         with open_regular(file) as opened:
-            n_file_bytes = os.fstat(opened.fileno()).st_size
+            n_present_bytes = os.fstat(opened.fileno()).st_size
+            n_file_bytes = n_present_bytes if n_file_bytes is None else n_file_bytes
             start = opened.peek(START_BYTES)[:START_BYTES]
             if not start.startswith(MAGIC):
                 raise CheckpointError(f"{file} {stand_in(start) or _damaged('it does not begin with GGUF')}.")
-            cursor = _Cursor(opened, min(n_file_bytes, MAX_HEADER_BYTES))
+            cursor = _Cursor(opened, min(n_present_bytes, MAX_HEADER_BYTES))
             metadata, tensors = _parsed(cursor, file, n_file_bytes)
     except OSError as error:
         raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error

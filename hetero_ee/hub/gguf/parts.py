@@ -62,9 +62,13 @@ def part_files(file: Path) -> list[Path]:
 
 def read_model_header(files: Sequence[Path]) -> GgufHeader:
     """Return the header of a model from its parts (see part_files). Raises CheckpointError if they are inconsistent."""
-    headers = [read_gguf_header(file) for file in files]
+    return joined_header([read_gguf_header(file) for file in files])
+
+
+def joined_header(headers: Sequence[GgufHeader]) -> GgufHeader:
+    """Return the header of a model from those of its parts. Raises CheckpointError if they are inconsistent."""
     for index, header in enumerate(headers):
-        _check_place(header, index, len(files))
+        _check_place(header, index, len(headers))
     tensors: dict[str, GgufTensor] = {}
     for header in headers:
         for name in tensors.keys() & header.tensors.keys():
@@ -72,7 +76,7 @@ def read_model_header(files: Sequence[Path]) -> GgufHeader:
         tensors |= header.tensors
     for header in headers:
         n_tensors = header.metadata.get("split.tensors.count", len(tensors))
-        if len(files) > 1 and n_tensors != len(tensors):
+        if len(headers) > 1 and n_tensors != len(tensors):
             raise CheckpointError(
                 f"{header.file} claims {shown(n_tensors)} tensors in all parts, but they have {len(tensors)}; "
                 "get all parts again."

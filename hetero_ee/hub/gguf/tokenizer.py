@@ -80,6 +80,11 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     return files | {"tokenizer.json": text}
 
 
+def check_vocabulary(header: GgufHeader) -> None:
+    """Raise ModelError for an unknown kind of tokenizer or rule that splits text."""
+    _Vocabulary(header)
+
+
 class _Vocabulary:
     def __init__(self, header: GgufHeader) -> None:
         self._header, self._fail = header, header.failure
