@@ -1,24 +1,24 @@
-"""The part of an engine that calibrates its model and stores the results next to the model's store."""
+"""The part of an engine that calibrates its model and stores the results next to the model's store.
+
+The calibrations are imported when one starts, since most engines never calibrate.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.sparsity.job import (
-    PREDICTOR_TOKENS,
-    PredictorOutcome,
-    SparsityOutcome,
-    calibrate_predictor,
-    calibrate_sparsity,
-)
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.model_weights import UNQUANTIZED
+
+if TYPE_CHECKING:
+    from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest
+    from hetero_ee.sparsity.job import PredictorOutcome, SparsityOutcome
 
 
 class CalibratingEngine(ABC):
@@ -42,14 +42,14 @@ class CalibratingEngine(ABC):
 
     def calibrate(
         self,
-        request: CalibrationRequest | None = None,
+        request: "CalibrationRequest | None" = None,
         progress: Progress | None = None,
         *,
         texts: Sequence[str] | None = None,
         tokens: int | None = None,
         force: bool | None = None,
         certify: bool | None = None,
-    ) -> CalibrationOutcome:
+    ) -> "CalibrationOutcome":
         """Measure and fit this model's early exits, and write the calibration next to its store.
 
         An existing calibration is returned unchanged. A new one takes minutes; if interrupted, the next call resumes
@@ -68,12 +68,14 @@ class CalibratingEngine(ABC):
             StoreError: if the calibration can't be written.
             DiskFullError: if the disk is full.
         """
+        from hetero_ee.calibration.job import CalibrationRequest, calibrate
+
         request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force, certify=certify)
         return calibrate(self._job("a calibration", request, progress))
 
     def calibrate_sparsity(
-        self, request: CalibrationRequest | None = None, progress: Progress | None = None, target: float | None = None
-    ) -> SparsityOutcome:
+        self, request: "CalibrationRequest | None" = None, progress: Progress | None = None, target: float | None = None
+    ) -> "SparsityOutcome":
         """Measure which FFN neurons this model can skip, and write the result next to its store, for `sparsity`.
 
         The model has to be opened with sparsity="dense". Existing results are returned unchanged.
@@ -84,12 +86,15 @@ class CalibratingEngine(ABC):
 
         Raises: HeteroError: as `calibrate` does.
         """
+        from hetero_ee.calibration.job import CalibrationRequest
+        from hetero_ee.sparsity.job import calibrate_sparsity
+
         job = self._job("sparsity", CalibrationRequest.of(request), progress)
         return calibrate_sparsity(job, () if target is None else (target,))
 
     def calibrate_predictor(
-        self, request: CalibrationRequest | None = None, progress: Progress | None = None
-    ) -> PredictorOutcome:
+        self, request: "CalibrationRequest | None" = None, progress: Progress | None = None
+    ) -> "PredictorOutcome":
         """Fit the predictor of this model's active neurons, and write it next to its store, for sparsity="predicted".
 
         The model needs ReLU and has to be opened with sparsity="unpredicted". An existing predictor is returned
@@ -100,10 +105,15 @@ class CalibratingEngine(ABC):
 
         Raises: HeteroError: as `calibrate` does.
         """
+        from hetero_ee.calibration.job import CalibrationRequest
+        from hetero_ee.sparsity.job import PREDICTOR_TOKENS, calibrate_predictor
+
         request = CalibrationRequest(n_tokens=PREDICTOR_TOKENS) if request is None else CalibrationRequest.of(request)
         return calibrate_predictor(self._job("sparsity", request, progress))
 
-    def _job(self, what: str, request: CalibrationRequest, progress: Progress | None) -> CalibrationJob:
+    def _job(self, what: str, request: "CalibrationRequest", progress: Progress | None) -> "CalibrationJob":
+        from hetero_ee.calibration.job import CalibrationJob
+
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {shown(progress)}; expected a function (stage, done, total).")
         if self.calibrations is None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,9 +23,6 @@ from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
-from hetero_ee.sparsity.applied import made_sparse, require_calibration
-from hetero_ee.sparsity.job import order_or_warn
-from hetero_ee.sparsity.order import NeuronOrder
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import EarlyExits
@@ -44,6 +42,9 @@ from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.host.memory import memory_info
 from hetero_ee_profiles.host.process import capped_threads, physical_core_count, surplus_threads, usable_threads
 
+if TYPE_CHECKING:
+    from hetero_ee.sparsity.order import NeuronOrder
+
 Warn = Callable[[str], None]
 
 
@@ -58,7 +59,7 @@ class ModelFiles:
     eos_token_ids: frozenset[int]
     weights: ModelWeights
     calibrations: CalibrationPlace | None  # None for fp32 weights, which have no store
-    order: NeuronOrder | None = None  # order of the sparse FFNs' neurons, if a GPU may hold the first
+    order: "NeuronOrder | None" = None  # order of the sparse FFNs' neurons, if a GPU may hold the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ def read_model(
     else:
         quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major, first_in_rows=first_in_rows)
         if sparsity is not None:
+            from hetero_ee.sparsity.applied import require_calibration
+
             require_calibration(cached_store(folder, quantization, cache_folder()), sparsity)
         store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
         calibrations = CalibrationPlace(spec, store, folder, quantization)
@@ -132,6 +135,9 @@ def read_model(
     spec = as_stored(spec, weights)
     order = None
     if sparsity is not None and calibrations is not None:
+        from hetero_ee.sparsity.applied import made_sparse
+        from hetero_ee.sparsity.job import order_or_warn
+
         spec, weights = made_sparse(spec, weights, calibrations, sparsity)
         order = None if sparsity.is_dense else order_or_warn(calibrations, warner(progress))
     end_ids = defaults.eos_token_ids(tokenizer)
@@ -206,7 +212,7 @@ def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Pro
     return OpenModel(files, opened.executor, threads, opened, drafting, exits)
 
 
-def _in_order(files: ModelFiles, order: NeuronOrder, warn: Warn) -> ModelFiles:
+def _in_order(files: ModelFiles, order: "NeuronOrder", warn: Warn) -> ModelFiles:
     """Return the files with the sparse FFNs copied so that the most active neurons come first.
 
     FFNs stay unchanged if the copy does not fit in RAM, since a copy can't be read from the disk during inference.

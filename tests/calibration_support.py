@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hetero_ee.calibration.stages import activation_names
+from hetero_ee.calibration.file import activation_names
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (

@@ -5,15 +5,15 @@ and calibration.safetensors, which can still be read.
 """
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from hetero_ee.calibration.stages import activation_names
 from hetero_ee.errors import shown
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (
     NO_EXIT,
@@ -43,6 +43,7 @@ FORMAT_NAME = "hetero_ee calibration"  # format name in calibration.json
 MAX_JSON_BYTES = 4 * 2**20
 HEADER_BYTES = 256  # most that describe an array in the file's header, names being as short as ours
 MAX_HIDDEN = 4096  # units of a predictor
+MOMENT, FREQUENCY = "second_moment", "active_share"  # ends of the names of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +224,21 @@ def _exit_map(header: ExitLayerRecord, prefix: str, hidden_size: int, arrays: Re
         shapes["down"] = (rank, hidden_size)
     parts = {name: arrays.take(f"{prefix}.{name}", np.float16, shape) for name, shape in shapes.items()}
     return ExitMap.of_parts({name: torch.from_numpy(part.astype(np.float32)) for name, part in parts.items()})
+
+
+def activation_names(spec: ModelSpec) -> dict[str, int]:
+    """Return the names of a calibration's activations, with their numbers of features."""
+    sizes: dict[str, int] = {}
+    for block in watched_blocks(spec):
+        for short, tensor in block.tensors.items():
+            if len(tensor.shape) == 2:
+                n_features = spec.ffn_size if short == "down" else tensor.shape[1]
+                sizes[f"{tensor.name}.{MOMENT}"] = n_features
+                if short == "down":
+                    sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = n_features
+    return sizes
+
+
+def watched_blocks(spec: ModelSpec) -> list[Block]:
+    """Return the layers' blocks without predictors of active neurons, because these are not part of the store."""
+    return [block for block in decoder_blocks(replace(spec, predictor_rank=0)) if block.layer is not None]

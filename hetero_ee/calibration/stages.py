@@ -8,16 +8,15 @@ how often FFN neurons are active. They are measured with the reference operation
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.calibration.file import FREQUENCY, MOMENT, watched_blocks
 from hetero_ee.calibration.map_fitting import NormalEquations, SelectionTokens, fit_exit_map, head_metric
 from hetero_ee.calibration.traces import FIRST_COUNTED, ChunkDrafts, drafts_of, fields_of, trace
-from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.executor import Executor
@@ -32,7 +31,6 @@ SPLIT_CHUNKS = 4
 TRAIN, CHOOSE, HELD_OUT = (0, 1), (2,), (3,)
 FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapSums' arrays
 ACTIVE_SHARE = 0.05  # share of a token's largest activation; below, a neuron is inactive
-MOMENT, FREQUENCY = "second_moment", "active_share"  # ends of the names of activations
 
 
 def is_in(number: int, part: tuple[int, ...]) -> bool:
@@ -62,7 +60,7 @@ class Activations(BatchedTorchOps):
         self._spec, self._chunks = spec, chunks
         self._names = {
             id(weights.matrices[tensor.name]): tensor.name
-            for block in _watched(spec)
+            for block in watched_blocks(spec)
             for tensor in block.tensors.values()
             if tensor.name in weights.matrices
         }
@@ -113,24 +111,6 @@ class Activations(BatchedTorchOps):
     def _add(self, name: str, values: Tensor) -> None:
         array = values.numpy()
         self.sums[name] = self.sums[name] + array if name in self.sums else array
-
-
-def activation_names(spec: ModelSpec) -> dict[str, int]:
-    """Return the names in `Activations.sums`, with their numbers of features."""
-    sizes: dict[str, int] = {}
-    for block in _watched(spec):
-        for short, tensor in block.tensors.items():
-            if len(tensor.shape) == 2:
-                n_features = spec.ffn_size if short == "down" else tensor.shape[1]
-                sizes[f"{tensor.name}.{MOMENT}"] = n_features
-                if short == "down":
-                    sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = n_features
-    return sizes
-
-
-def _watched(spec: ModelSpec) -> list[Block]:
-    """Return the layers' blocks without predictors of active neurons, because these are not part of the store."""
-    return [block for block in decoder_blocks(replace(spec, predictor_rank=0)) if block.layer is not None]
 
 
 class MapSums:

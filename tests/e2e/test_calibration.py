@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
+from hetero_ee.calibration.file import activation_names
 from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
-from hetero_ee.calibration.stages import activation_names
 from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError

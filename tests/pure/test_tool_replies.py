@@ -50,7 +50,7 @@ class Setting:
         self.n_tokens = N_TOKENS + (len(MARKERS) if is_special else 0)
         self.tokenizer = Tokenizer.load(demo_model_folder(), self.n_tokens)
         if is_special:
-            self.tokenizer._backend.add_special_tokens({"additional_special_tokens": list(MARKERS)})
+            self.tokenizer._backend.backend_tokenizer.add_special_tokens(list(MARKERS))
         found = {marker: self.tokenizer.special_token_id(marker) for marker in MARKERS}
         self.special_ids = {marker: token_id for marker, token_id in found.items() if token_id is not None}
         assert len(self.special_ids) == (len(MARKERS) if is_special else 0)

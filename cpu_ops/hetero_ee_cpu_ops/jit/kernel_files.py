@@ -24,6 +24,7 @@ from numba.core.caching import FunctionCache, _Cache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 from numba.core.registry import CPUDispatcher
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
@@ -55,10 +56,11 @@ class KernelFiles(_Cache):
         """Return the cached code for this signature, None if no intact file exists."""
         if not self.cache_path:
             return None
-        target_context.refresh()
         payload = read_kernel(self._file(signature, target_context.codegen()))
         if payload is None:
             return None
+        # Numba would import all that it can compile, SciPy's BLAS included. Machine code only needs the memory system.
+        rtsys.initialize(target_context)
         return CompileResult._rebuild(target_context, *pickle.loads(payload))  # noqa: S301  # digest checked above
 
     def save_overload(self, signature: Any, code: Any) -> None:
