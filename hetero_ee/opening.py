@@ -20,6 +20,7 @@ from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.request import PlanRequest
 from hetero_ee.profiling.automatic import automatic_profile
+from hetero_ee.runtime.compiling import Compilation
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
@@ -93,7 +94,8 @@ def read_model(
 ) -> ModelFiles:
     """Read a model's files. A store's weights are opened as they are.
 
-    A checkpoint's weights are converted, or opened from the cache if that was done before.
+    A checkpoint's weights are converted, or opened from the cache if that was done before. Meanwhile other processes
+    compile the kernels, unless they are compiled already.
 
     Args:
         quantizer: The quantizer for converting a checkpoint.
@@ -102,8 +104,18 @@ def read_model(
     Raises:
         HeteroError: if a file is missing or damaged, or the options do not fit the model.
     """
-    if quantizer != UNQUANTIZED or is_store(folder):
-        use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel, a conversion several
+    if quantizer == UNQUANTIZED and not is_store(folder):
+        return _read_files(folder, quantizer, threads, progress, sparsity)
+    kernels = use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel, a conversion several
+    with Compilation(kernels, threads) as compilation:
+        files = _read_files(folder, quantizer, threads, progress, sparsity)
+        compilation.finish(files.weights, progress)
+        return files
+
+
+def _read_files(
+    folder: Path, quantizer: str | None, threads: int, progress: Progress | None, sparsity: SparsityRequest | None
+) -> ModelFiles:
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec, neuron_major = read_spec(folder), sparsity is not None
     first_in_rows = sparsity is not None and sparsity.first_in_rows

@@ -6,6 +6,7 @@ from hetero_ee.config.settings import cache_folder, data_folder, demo_model_fold
 
 __all__ = [
     "BYTE_STAGES",
+    "COMPILING",
     "CONVERTING",
     "DOWNLOADING",
     "READING",
@@ -17,5 +18,6 @@ __all__ = [
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total), called during long work
 READING = "Reading the prompt"  # the stage of a prompt
+COMPILING = "Compiling the CPU kernels"
 CONVERTING, DOWNLOADING = "Converting the weights", "Downloading"  # beginnings of stages whose progress is in bytes
 BYTE_STAGES = (CONVERTING, DOWNLOADING)

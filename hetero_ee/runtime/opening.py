@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_ee.config import Progress, cache_folder
+from hetero_ee.config import COMPILING, Progress, cache_folder
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.devices import host_cache
@@ -63,10 +63,7 @@ def open_on_cpu(
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
-    from hetero_ee.runtime.executors.cpu import (  # the kernels look where to be cached when imported
-        COMPILING,
-        CpuExecutor,
-    )
+    from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
     if len(executor.cache.held_layers) == spec.n_layers:

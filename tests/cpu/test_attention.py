@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numba.core.registry import cpu_target
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
@@ -16,6 +17,7 @@ from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_cpu_ops.attention.kv_table import DTYPES, SequenceCache, kv_table
 from hetero_ee_cpu_ops.attention.kv_write import KvWrite
+from hetero_ee_cpu_ops.simd.bytes import target_has
 from tests.attention_case import BUGS, FIRST, TOLERANCE, AttentionCase
 from tests.cpu_support import Guarded, assert_close, assert_same_bits, teams
 
@@ -344,3 +346,13 @@ def test_a_neighbour_s_scale_is_caught(part):
     for cache in caches:
         getattr(cache, part)[:] = np.roll(getattr(cache, part), 1, 2)
     assert not case.is_accurate(found, caches)
+
+
+@pytest.mark.skipif(not target_has(cpu_target.target_context, "avx512f"), reason="all tiles are the same function")
+def test_tiles_are_compiled_when_an_item_needs_them():
+    attention, shape = Attention(N_LAYERS, 2, 2, 16, "fp16"), (N_LAYERS, 2, 16)
+    cache = SequenceCache(*(np.zeros((N_LAYERS, 2, 12, 16), np.uint16) for _ in range(2)))
+    for n_rows, known in ((3, (False, False)), (2, (True, False)), (12, (True, False)), (7, (True, True))):
+        table = kv_table([cache] * n_rows, range(n_rows), shape, "fp16")
+        attention.attend(np.ones((n_rows, 32), np.float32), table, LAYER, None)
+        assert tuple(map(bool, attention._functions[1:])) == known, n_rows

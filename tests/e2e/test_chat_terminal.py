@@ -98,6 +98,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def terminal(arguments: list[str], environment: dict[str, str]) -> Iterator[Terminal]:
     """A chat with replies of 8 tokens, at its first prompt."""
     opened = Terminal([*arguments, "-n", "8"], environment)
+    opened.wait_for(rf"Loading {re.escape(arguments[0])} \.\.\.")  # long before torch is imported
     opened.wait_for(PROMPT)
     yield opened
     opened.close()

@@ -68,6 +68,12 @@ def test_verbose_tells_times_and_rates_below_the_text(cli: Cli, tiny: Path, said
     assert "time to first token" not in cli("generate", PROMPT, "-m", tiny, *PLAIN).err
 
 
+def test_verbose_names_the_stages_of_a_first_start_with_their_seconds(cli: Cli, tiny: Path) -> None:
+    first, second = (cli("generate", PROMPT, "-m", tiny, *SMALL, "-v").err for _ in range(2))
+    assert re.search(r"^converting the weights: +\d+\.\d{3} s$", first, re.MULTILINE)
+    assert "load time" in second and "converting" not in second
+
+
 def test_a_pipe_gets_the_text_alone(cli: Cli, tiny: Path, said: str) -> None:
     for arguments in (["generate", PROMPT, "-m", tiny], ["run", tiny, PROMPT]):
         assert cli(*arguments, *PLAIN).out == said

@@ -13,6 +13,7 @@ import pytest
 from hetero_ee import HeteroError, UsageError
 from hetero_ee_cli.app import app
 from hetero_ee_cli.commands import serve
+from tests.command_line import Cli
 from tests.server_support import ENDLESS
 
 
@@ -72,3 +73,17 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, empty_
     monkeypatch.setattr(serve, "EXTRA", ("no_such_package",))
     with pytest.raises(HeteroError, match=r"^serve needs no_such_package, .* pip install 'hetero-ee\[server\]'\.$"):
         app(["serve"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_what_is_loaded(
+    cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise HeteroError("no more than that.")
+
+    monkeypatch.setattr("hetero_ee_cli.terminal.output.is_terminal", lambda: is_terminal)
+    monkeypatch.setattr(serve, "open_engine", refuse)
+    ended = cli("serve", tiny, "--port", 0)
+    line = f"Loading {tiny} ...\n" if is_terminal else ""
+    assert ended.err == f"{line}hetero-ee: no more than that.\n"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hetero_ee.config import READING
-from hetero_ee_cli.terminal.progress import stage_progress
+from hetero_ee_cli.terminal.progress import PhaseClock, stage_progress
 from hetero_ee_cli.terminal.prompt_progress import DRAWN_EVERY_S, PromptProgress, duration
 from tests.pure.test_terminal_text import Screen, both_streams
 
@@ -160,3 +160,12 @@ def test_a_remark_within_a_prompt_takes_the_line_away_and_keeps_its_counts(monke
         progress(READING, 4000, 4000)
     shown = reading.screen.text()
     assert re.search(r"s left\r +\r[^ ]*Planned again\.\n", shown) and "\ufffd" not in shown and ERASED.search(shown)
+
+
+def test_stages_are_timed_from_their_first_report_to_their_latest() -> None:
+    now_s, passed = iter([1.0, 1.5, 2.0, 4.0]), list[tuple[str, int, int]]()
+    phases = PhaseClock(lambda *report: passed.append(report), lambda: next(now_s))
+    reports = [("A", 0, 2), ("B", 0, 1), (READING, 0, 9), ("a remark", 0, 0), ("A", 2, 2), ("B", 1, 1)]
+    for report in reports:
+        phases(*report)
+    assert passed == reports and phases.seconds == {"A": 1.0, "B": 2.5}

@@ -77,7 +77,7 @@ def chat(
     """
     first, template, changes = prompts.given(), conversation.template(), sampling.changes(escapes=prompts.escape)
     with (
-        session(engine, model, limits, placement) as opened,
+        session(engine, model, limits, placement, announces=True) as opened,
         opened.engine.chat(conversation.system, chat_template=template, **changes) as talk,
     ):
         converse(opened, talk, first, has_seed=sampling.has_seed)

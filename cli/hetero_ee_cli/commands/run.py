@@ -30,7 +30,7 @@ def run(
     model, argument = engine.model_and_prompt(model, argument)
     text, template = prompts.given(argument), conversation.template()
     changes = sampling.changes(escapes=prompts.escape)
-    with session(engine, model, limits, placement) as opened:
+    with session(engine, model, limits, placement, announces=text is None) as opened:
         if template is None and not opened.engine.has_chat_template:
             continue_text(opened, _piped_prompt(prompts) if text is None else text, changes)
             return

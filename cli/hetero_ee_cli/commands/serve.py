@@ -16,7 +16,7 @@ from hetero_ee_cli.options.engine import MODEL_FLAG, ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import OptionGroup, model_names, with_options
 from hetero_ee_cli.options.placement import LimitOptions, PlacementOptions, open_engine
 from hetero_ee_cli.options.sampling import SamplingOptions
-from hetero_ee_cli.terminal.output import say
+from hetero_ee_cli.terminal.output import say, say_loading
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
@@ -115,6 +115,8 @@ def serve(
     models = server.models(model)
     options, is_single = engine.arguments(next(iter(models.values()))), len(models) == 1
     names = [next(iter(models)) or Path(options["model"] or "demo").name] if is_single else list(models)
+    if is_single:
+        say_loading(options["model"])
     changes, template = sampling.changes(), conversation.template()
     settings, placed = server.settings(names[0], changes.get("temperature")), placement.checked(limits, engine)
     if not is_single and (placed.plan is not None or placed.options.draft_head is not None):

@@ -5,7 +5,7 @@ The plan is made from this machine's profile, which is measured at first use, un
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.engine import OFF, PLAN, PLAN_OPTIONS, RUN_OPTIONS
 from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.flags import OptionGroup, hardware_names, one_of, typer_option
-from hetero_ee_cli.terminal.progress import stage_progress
+from hetero_ee_cli.terminal.output import say_loading
+from hetero_ee_cli.terminal.progress import PhaseClock, stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -174,18 +175,33 @@ class Session:
     model: str | None  # as the user named it
     placement: PlacementOptions
     load_s: float  # seconds that opening it needed
+    phases: Mapping[str, float]  # seconds of each stage of that, by name
 
 
 @contextmanager
 def session(
-    model: ModelOptions, argument: str | None, limits: LimitOptions, placement: PlacementOptions
+    model: ModelOptions,
+    argument: str | None,
+    limits: LimitOptions,
+    placement: PlacementOptions,
+    *,
+    announces: bool = False,
 ) -> Iterator[Session]:
-    """Open the model. At the end, write the trace if it is requested."""
-    placed, options = placement.checked(limits, model), model.arguments(argument)
-    start_s = time.perf_counter()
-    with stage_progress() as progress, open_engine(options, placed, progress) as engine:
-        try:
-            yield Session(engine, options["model"], placement, time.perf_counter() - start_s)
-        finally:
-            if engine.plan is not None:
-                placement.write_trace(engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")
+    """Open the model. At the end, write the trace if it is requested.
+
+    Args:
+        announces: name the model on a terminal before it is loaded.
+    """
+    options, start_s = model.arguments(argument), time.perf_counter()
+    if announces:
+        say_loading(options["model"])
+    placed = placement.checked(limits, model)
+    with stage_progress() as progress:
+        phases = PhaseClock(progress)
+        with open_engine(options, placed, phases) as engine:
+            load_s = time.perf_counter() - start_s
+            try:
+                yield Session(engine, options["model"], placement, load_s, phases.seconds)
+            finally:
+                if engine.plan is not None:
+                    placement.write_trace(engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")

@@ -60,7 +60,7 @@ def closing_lines(
     if result.finish_reason is FinishReason.CONTEXT:
         lines.insert(0, f"(The context of {engine.context_tokens} tokens is full; the text ends here.)")
     lines += slowness(result, expected, engine.plan is not None and engine.plan.n_bytes("gpu") > 0)
-    lines += _times(result, session.load_s) if placement.verbose else []
+    lines += _times(result, session) if placement.verbose else []
     return "\n".join(lines + (_statistics(engine, result, start_s) if placement.stats else []))
 
 
@@ -97,9 +97,12 @@ def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool)
     ]
 
 
-def _times(result: "GenerationResult", load_s: float) -> list[str]:
-    """Return the times of --verbose, named like ollama's."""
+def _times(result: "GenerationResult", session: "Session") -> list[str]:
+    """Return the times of --verbose, named like ollama's. Stages of loading that happen only once come first."""
+    load_s = session.load_s
+    stages = {stage.split(" for ")[0]: seconds for stage, seconds in session.phases.items()}
     values = {
+        **{f"{stage[:1].lower()}{stage[1:]}": f"{seconds:.3f} s" for stage, seconds in stages.items()},
         "load time": f"{load_s:.3f} s",
         "time to first token": f"{result.prompt_s:.3f} s",
         "prompt eval count": f"{result.n_prefilled_tokens} tokens",
@@ -110,7 +113,8 @@ def _times(result: "GenerationResult", load_s: float) -> list[str]:
         "eval rate": f"{result.generated_tokens_per_s:.2f} tokens/s",
         "total duration": f"{load_s + result.prompt_s + result.generation_s:.3f} s",
     }
-    return [f"{name + ':':22}{value}" for name, value in values.items()]
+    width = max(map(len, values)) + 2
+    return [f"{name + ':':{width}}{value}" for name, value in values.items()]
 
 
 def run_document(

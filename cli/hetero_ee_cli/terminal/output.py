@@ -107,6 +107,16 @@ def say(lines: str) -> None:
     print(printable_lines(lines), file=sys.stderr, flush=True)
 
 
+def say_loading(model: str | None) -> None:
+    """Name the model that is being loaded, on a terminal only: its screen would stay blank for seconds."""
+    if is_terminal():
+        say(f"Loading {printable(model or 'the demo model')} ...")
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
 def complain(message: str) -> None:
     say(f"hetero-ee: {printable(message)}")  # one line, whatever is in it
 

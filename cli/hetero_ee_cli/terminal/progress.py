@@ -34,6 +34,25 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
         shown.close()
 
 
+class PhaseClock:
+    """Passes progress on and measures how long each stage needs.
+
+    Attributes:
+        seconds: by stage, from its first report to its latest; without the reading of prompts.
+    """
+
+    def __init__(self, progress: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._progress, self._clock = progress, clock
+        self._starts: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, stage: str, n_done: int, n_all: int) -> None:
+        if n_all and stage != READING:
+            now_s = self._clock()
+            self.seconds[stage] = now_s - self._starts.setdefault(stage, now_s)
+        self._progress(stage, n_done, n_all)
+
+
 class _Lines:
     """Progress in logs and pipes: one line at the beginning of each stage, and one every ten seconds."""
 

@@ -11,7 +11,8 @@ output feature adds the block's values in order of position.
 
 A work item is one key head and up to 64 queries: consecutive rows of one sequence with all their query heads. Items
 are smaller for long heads, or when threads would stay idle. An item's queries read and convert keys and values once,
-together (attention_block.py). An item uses 146 KB of its thread's stack.
+together (attention_block.py), in tiles of 2, 4 or 8 queries. Each size of tile is a function of its own, compiled when
+an item first needs it: one takes 9 s (2-core Xeon, AVX-512, Nov 2026). An item uses 146 KB of its thread's stack.
 
 Layout: docs/FORMAT.md describes the cache. Keys and values of one sequence are (n_layers, n_kv_heads, capacity, d),
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 has fp32 scales (n_layers, n_kv_heads, capacity). Queries are
@@ -68,7 +69,10 @@ SHARED_FROM = 32_000  # positions x query features: 5 us of one thread with a wa
 QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WINDOW, FACTOR, ITEM_QUERIES, CAP = range(
     13
 )
-N_ARGUMENTS, ARGUMENT_BYTES = 13, 104
+TWO, EIGHT = 13, 14  # addresses of the chunk functions with tiles of 2 and 8 queries; 0 if no item needs them
+N_ARGUMENTS, ARGUMENT_BYTES = 15, 120
+NEEDS_TWO, NEEDS_EIGHT = 1, 2  # bits that name these functions
+NOT_YET = {True: (0, 0), False: (1, 1)}  # their first addresses by _is_wide(); without AVX-512 nothing calls them
 
 
 @inner
@@ -98,6 +102,25 @@ def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
         n_parts += -(-n_queries // _even(n_queries, most))
         row = end
     return n_parts
+
+
+@inner
+def _tile_bit(n_queries: int) -> int:
+    """Return NEEDS_TWO or NEEDS_EIGHT if an item of n_queries uses these tiles, 0 if it uses tiles of 4."""
+    return NEEDS_TWO if n_queries == 2 else NEEDS_EIGHT if 6 <= n_queries <= 8 else 0
+
+
+@inner
+def _needed(table: int, n_rows: int, group: int, most: int) -> int:
+    """Return NEEDS_TWO, NEEDS_EIGHT, both or 0: the tiles that some items need. All but a sequence's last are equal."""
+    needed, row = 0, 0
+    while row < n_rows:
+        end = _run_end(table, row, n_rows)
+        n_queries = (end - row) * group
+        size = min(n_queries, _even(n_queries, most))
+        needed |= _tile_bit(size) | _tile_bit(n_queries - (n_queries - 1) // size * size)
+        row = end
+    return needed
 
 
 @inner
@@ -166,47 +189,62 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
 
 
 @inner
-def _item(tiles: Any, arguments: int, index: int, element: Any) -> None:
-    """Compute work item `index` with the smallest tiles that suit its number of queries; 5 queries use 4 + 1."""
-    n_kv_heads = word(arguments, N_KV_HEADS)
-    head = index % n_kv_heads
-    first, end = _part(arguments, index // n_kv_heads)
-    two, four, eight = tiles
-    if end - first == 2:
-        _attend(two[0], two[1], arguments, head, first, end, element)
-    elif 6 <= end - first <= 8:
-        _attend(eight[0], eight[1], arguments, head, first, end, element)
-    else:
-        _attend(four[0], four[1], arguments, head, first, end, element)
+def _function(arguments: int, number: int) -> int:
+    """Return the address of the chunk function with the smallest tiles that suit an item; 0 for tiles of 4.
+
+    Items of 2 queries use tiles of 2, items of 6 to 8 use a tile of 8. 5 queries use 4 + 1.
+    """
+    first, end = _part(arguments, number)
+    size = _tile_bit(end - first)
+    return word(arguments, TWO) if size == NEEDS_TWO else word(arguments, EIGHT) if size == NEEDS_EIGHT else 0
 
 
 @cache
-def _chunk(kind: str) -> Chunk:
-    """Compile the chunk function for one kind of cache, with tiles of up to 2, 4 and 8 queries.
+def _chunk(kind: str, n_queries: int) -> Chunk:
+    """Return the chunk function for one kind of cache, with tiles of n_queries queries.
 
-    Without AVX-512 the tiles are smaller, because AVX2 has only 16 registers, of half the width.
+    The one with tiles of 4 calls the others for items that suit them. Without AVX-512 it is the only one and its tiles
+    have 2 queries, because AVX2 has only 16 registers, of half the width.
     """
     element = ELEMENTS[kind]
-    wide = target_has(cpu_target.target_context, "avx512f")
-    tiles = tuple(((0,) * 16, (0,) * n) if wide else ((0,) * 4, (0,) * 2) for n in (2, 4, 8))
+    tile, rows = ((0,) * 16, (0,) * n_queries) if _is_wide() else ((0,) * 4, (0,) * 2)
+    calls_others = n_queries == TILE_QUERIES and _is_wide()
 
     def chunk(arguments: int, index: int) -> None:
-        _item(tiles, arguments, index, element)
+        n_kv_heads = word(arguments, N_KV_HEADS)
+        number, head = index // n_kv_heads, index % n_kv_heads
+        other = _function(arguments, number) if calls_others else 0
+        if other != 0:
+            call_chunk(other, arguments, index)
+        else:
+            first, end = _part(arguments, number)
+            _attend(tile, rows, arguments, head, first, end, element)
 
     return Chunk(chunk)
 
 
+def _is_wide() -> bool:
+    return bool(target_has(cpu_target.target_context, "avx512f"))
+
+
 @entry(
     types.int64(
-        types.int64, array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2),
+        *[types.int64] * 3, array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2),
         array_out(types.float32, 2), *[types.int64] * 6, types.float32, types.float32,
     )
 )  # fmt: skip
 def _enter(
-    function: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int, n_kv_heads: int,
-    head_dim: int, window: int, n_threads: int, scale: float, cap: float,
+    function: int, two: int, eight: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int,
+    n_kv_heads: int, head_dim: int, window: int, n_threads: int, scale: float, cap: float,
 ) -> int:  # fmt: skip
-    """Check the shapes, then compute everything or prepare the work for several threads. Returns: as in activate.py."""
+    """Check the shapes, then compute everything or prepare the work for several threads.
+
+    Args:
+        two, eight: addresses of the functions with tiles of 2 and 8 queries, 0 if they are not compiled.
+
+    Returns:
+        As in activate.py. Nothing was computed if it is less than -1: -1 minus the bits of the functions that lack.
+    """
     m, n_features = out.shape
     group = n_features // (n_kv_heads * head_dim)
     if table.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
@@ -223,6 +261,11 @@ def _enter(
     while n_parts * n_kv_heads < n_threads and size > TILE_QUERIES:  # idle threads cost more than reading keys twice
         size = size // (2 * TILE_QUERIES) * TILE_QUERIES
         n_parts = _n_parts(table.ctypes.data, m, group, size)
+    lacking = (0 if two else NEEDS_TWO) | (0 if eight else NEEDS_EIGHT)
+    if lacking:
+        lacking &= _needed(table.ctypes.data, m, group, size)
+        if lacking:
+            return -1 - lacking
     alone = n_threads == 1
     if not alone and arguments.size == 0:
         return n_parts * n_kv_heads
@@ -239,6 +282,8 @@ def _enter(
     write_integer(window, address + 8 * WINDOW)
     write_float(np.float32(scale), address + 8 * FACTOR)
     write_float(np.float32(cap), address + 8 * CAP)
+    write_integer(two, address + 8 * TWO)
+    write_integer(eight, address + 8 * EIGHT)
     write_integer(size, address + 8 * ITEM_QUERIES)
     if not alone:
         return n_parts * n_kv_heads
@@ -280,7 +325,8 @@ class Attention:
             raise ValueError(f"Unknown KV cache type {kind}; choose one of {', '.join(DTYPES)}.")
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
         self._scale, self._cap = 1.0 / sqrt(head_dim) if scale is None else scale, cap
-        self._pool, self._n_threads, self._chunk = pool, pool.n_threads if pool else 1, _chunk(kind)
+        self._pool, self._n_threads, self._kind = pool, pool.n_threads if pool else 1, kind
+        self._functions: tuple[int, int, int] | None = None  # addresses of those with tiles of 4, 2 and 8 queries
 
     def attend(
         self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
@@ -305,7 +351,11 @@ class Attention:
             raise ValueError(f"Layer {layer} of {self.n_layers} or window {window} is out of range.")
         shape = (first, layer, self.n_kv_heads, self.head_dim, window or 0)
         call = (queries, table, out, *shape, self._n_threads, self._scale, self._cap)
-        status = _enter(self._chunk.address, NO_ARGUMENTS, *call)
+        functions = self._functions or self._compiled(0)
+        status = _enter(*functions, NO_ARGUMENTS, *call)
+        if status < -1:
+            functions = self._compiled(-1 - status)
+            status = _enter(*functions, NO_ARGUMENTS, *call)
         if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
             raise ValueError(
                 f"Queries {queries.shape} from feature {first}, KV table {table.shape} and output {out.shape} do not "
@@ -313,6 +363,15 @@ class Attention:
             )
         if status > 0 and self._pool is not None:
             arguments = np.empty(N_ARGUMENTS, np.int64)
-            _enter(self._chunk.address, arguments, *call)
-            self._pool.run(self._chunk.address, arguments, status)
+            _enter(*functions, arguments, *call)
+            self._pool.run(functions[0], arguments, status)
         return out
+
+    def _compiled(self, bits: int) -> tuple[int, int, int]:
+        """Compile the functions that these bits name, or load them, and return the addresses of all known ones."""
+        four, *others = self._functions or (_chunk(self._kind, TILE_QUERIES).address, *NOT_YET[_is_wide()])
+        for place, (bit, n_queries) in enumerate(((NEEDS_TWO, 2), (NEEDS_EIGHT, 8))):
+            if bits & bit:
+                others[place] = _chunk(self._kind, n_queries).address
+        self._functions = four, others[0], others[1]
+        return self._functions

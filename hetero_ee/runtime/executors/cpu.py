@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.config import Progress
+from hetero_ee.config import COMPILING, Progress
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.layers.decoder import BoundBlock
@@ -17,8 +17,6 @@ from hetero_ee.runtime.executors.host import OpsExecutor
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.sections import section_neurons
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
-
-COMPILING = "Compiling the CPU kernels"
 
 
 class CpuExecutor(OpsExecutor):

@@ -1,0 +1,74 @@
+"""Compile the kernels of a typical first token into a cache folder: python -m hetero_ee_cpu_ops.ahead FOLDER GROUP ...
+
+Numba compiles one function at a time per process, so several processes with a group each are faster. Every kernel is
+compiled by using it once, since some get their signature from their first call. What is compiled already stays.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+
+HEADS, HEAD_DIM = 1, 16
+CODEBOOK = tuple(range(-16, 16, 2))  # its kind of tile is that of fitted ones with small entries
+
+
+def attention() -> None:
+    """Write one key and value to an fp16 cache, and attend to it with tiles of 4 queries."""
+    from hetero_ee_cpu_ops.attention.attention import Attention
+    from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
+    from hetero_ee_cpu_ops.attention.kv_write import KvWrite
+
+    shape = 1, HEADS, HEAD_DIM
+    keys, values = (np.zeros((1, HEADS, 1, HEAD_DIM), np.uint16) for _ in range(2))
+    table = kv_table([SequenceCache(keys, values, None, None)], [0], shape, "fp16")
+    x = np.ones((1, 3 * HEAD_DIM), np.float32)
+    KvWrite(*shape, "fp16").write(x, table, 0, HEAD_DIM, 2 * HEAD_DIM)
+    Attention(1, HEADS, HEADS, HEAD_DIM, "fp16").attend(x, table, 0, None)
+
+
+def products() -> None:
+    """Multiply by tiles of int8 and of a fitted codebook, which every measurement of a machine needs."""
+    from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
+
+    pool, scales = ThreadPool(2), np.ones((1, 1, 16), np.float16)
+    tiles = np.zeros((1, 1, 512), np.int8), np.zeros((1, 1, 256), np.uint8)
+    try:
+        for each, codebook in zip(tiles, (None, CODEBOOK), strict=True):
+            Matmul(pool)(np.ones((1, 32), np.float32), TileMatrix(each, scales, 0, codebook))
+    finally:
+        pool.close()
+
+
+def others() -> None:
+    """Use the other operations of a layer, and what measuring reads memory with."""
+    from hetero_ee_cpu_ops.activate import activate
+    from hetero_ee_cpu_ops.attention.rope import Rope
+    from hetero_ee_cpu_ops.embed import embed_int8
+    from hetero_ee_cpu_ops.norm import rms_norm
+    from hetero_ee_cpu_ops.read import Read
+
+    x = np.ones((1, 2 * HEAD_DIM), np.float32)
+    Rope([1.0] * (HEAD_DIM // 2), 1.0).rotate(x, np.zeros(1, np.int64), 0, HEADS, HEAD_DIM)
+    activate(x, "silu", gated=True)
+    tiles, scales = np.zeros((1, 1, 512), np.int8), np.zeros((1, 1, 16), np.uint16)
+    embed_int8(tiles, scales, 1.0, (16, 32), np.zeros(1, np.int64))
+    rms_norm(x, np.ones(x.shape[1], np.float32), 1e-6)
+    Read(ThreadPool(1))(np.zeros(256, np.uint8))
+
+
+GROUPS = {group.__name__: group for group in (attention, products, others)}  # the slowest first
+
+
+def main(arguments: Sequence[str]) -> None:
+    folder, *names = arguments
+    numba.config.CACHE_DIR = folder  # before a kernel is compiled
+    for name in names:
+        GROUPS[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""Fill an empty kernel cache with other processes, while this one reads or converts a model."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from hetero_ee.config import COMPILING, Progress
+from hetero_ee.runtime.kernel_cache import KernelCache
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import TileWeight
+
+LIMIT_S = 300.0  # for each process; later this one compiles what is missing
+POLL_S = 0.05
+
+
+class Compilation:
+    """Processes that compile the kernels of a first token. Use it as a context manager, which ends them.
+
+    None are started if one thread is allowed, or if the cache is filled or keeps nothing.
+    """
+
+    def __init__(self, kernels: KernelCache, n_threads: int) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        if n_threads < 2 or not kernels.keeps or kernels.is_filled():
+            return
+        from hetero_ee_cpu_ops.ahead import GROUPS
+
+        names = list(GROUPS)
+        n_first = min(n_threads, len(names)) - 1
+        for group in (*([name] for name in names[:n_first]), names[n_first:]):
+            with suppress(OSError):  # without the process, this one compiles
+                self._processes.append(_started(kernels.folder, group))
+
+    def finish(self, weights: ModelWeights, progress: Progress | None) -> None:
+        """Compile the products with these weights here, and wait for the other processes."""
+        if not self._processes:
+            return
+        report, n_all = progress or (lambda *_: None), len(self._processes) + 1
+        report(COMPILING, 0, n_all)
+        _compile_products(weights)
+        end_s = time.monotonic() + LIMIT_S
+        while (n_running := sum(each.poll() is None for each in self._processes)) and time.monotonic() < end_s:
+            report(COMPILING, n_all - n_running, n_all)
+            time.sleep(POLL_S)
+        report(COMPILING, n_all, n_all)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def _started(folder: Path, group: list[str]) -> "subprocess.Popen[bytes]":
+    null = subprocess.DEVNULL
+    own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
+    if sys.platform == "win32":
+        own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-m", "hetero_ee_cpu_ops.ahead", str(folder), *group]
+    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, env=environment, **own_group)
+
+
+def _compile_products(weights: ModelWeights) -> None:
+    from hetero_ee.ops.cpu import CpuOps
+    from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+
+    ops = CpuOps(ThreadPool(1))
+    tiles = (
+        ops.matrix(name, each, None).tiles for name, each in weights.matrices.items() if isinstance(each, TileWeight)
+    )
+    for kind in sorted({each.kind for each in tiles}):
+        ops.compile(kind)
