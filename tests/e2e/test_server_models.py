@@ -1,5 +1,9 @@
 """Several models behind one server: loaded by requests, closed for others after their requests, and listed."""
 
+import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -161,6 +165,27 @@ def test_models_in_a_folder_are_found(tmp_path: Path) -> None:
         models_in(tmp_path / "org" / "two")
 
 
+@pytest.mark.sample(0)
+def test_the_command_serves_a_folder_of_models(tiny: Path, tmp_path: Path, empty_cache: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).symlink_to(tiny)
+    words = ["serve", "--models-dir", tmp_path, "--port", "0", "--quantizer", "none", "-t", "1", "--temp", "0"]
+    command = [sys.executable, "-m", "hetero_ee_cli", *map(str, words)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline()
+            found = re.match(r"2 models are served at (http://127\.0\.0\.1:\d+);", line)
+            assert found, line + process.stderr.read()
+            for name in "ab":
+                answer = httpx.post(f"{found[1]}/v1/completions", json=TEXT | {"model": name}, timeout=60)
+                assert answer.status_code == 200 and answer.json()["model"] == name, answer.text
+            process.send_signal(signal.SIGINT)
+            assert process.wait(15) == 130
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -168,6 +193,7 @@ def test_models_in_a_folder_are_found(tmp_path: Path) -> None:
         (["-m", "a", "-m", "b", "--alias", "c"], "--alias names one model, and 2 are served"),
         (["a", "-m", "b", "--draft-head", "org/head"], "--draft-head belongs to one model, and 2 are served"),
         (["--models-max", "0"], "--models-max is 0"),
+        (["-m", "a", "-m", "./no-such-folder"], "there is no folder no-such-folder"),
     ],
 )
 def test_options_of_several_models_are_checked(empty_cache: Path, words: list[str], message: str) -> None:

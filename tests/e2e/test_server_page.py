@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.serving.metrics import MetricFamilies
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.page.files import FILES, FOLDER
+from hetero_ee.serving.served_model import ServedModel
 from hetero_ee_cli.terminal.chat_file import load_chat
 from scripts.browser import Browser, chromium
 from tests.chat_support import LINES
-from tests.server_support import RunningServer, eventually, opened, serving, slowed
+from tests.server_support import RunningServer, chosen_settings, eventually, listening, opened, serving, slowed
 
 ADDRESS_OF_SVG = "http://www.w3.org/2000/svg"
 IDLE = "document.getElementById('send').textContent === 'Send'"
@@ -170,6 +173,26 @@ def test_the_usual_temperature_is_the_models_or_that_of_chats(tiny: Path) -> Non
         engine.default_sampling = SamplingParams(temperature=0.6)
         with serving(engine) as server:
             assert server.get("/props").json()["page_temperature"] == 0.6
+
+
+def test_one_of_several_models_is_chosen(tiny: Path, browser: Browser) -> None:
+    def open_model(name: str, families: MetricFamilies) -> ServedModel:
+        named = chosen_settings(model_name=name, page_temperature=0.0)
+        return ServedModel(opened(tiny), named, SamplingParams(max_new_tokens=4), LINES, families)
+
+    models = Models(chosen_settings(), ["a", "b"], open_model)
+    try:
+        with listening(models) as url:
+            browser.open(url)
+            browser.until("document.querySelector('#placement p')")
+            assert browser.run("[...document.querySelectorAll('#models option')].map((each) => each.value)") == [*"ab"]
+            browser.run(
+                "Object.assign(document.getElementById('models'), {value: 'b'}).dispatchEvent(new Event('change'))"
+            )
+            say(browser, "Hello")
+            assert [models.status(name) for name in "ab"] == ["unloaded", "loaded"]
+    finally:
+        models.close()
 
 
 def test_a_model_without_a_template_is_explained(tiny: Path, browser: Browser) -> None:

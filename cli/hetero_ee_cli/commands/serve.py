@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hetero_ee.config import READING, Progress
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_folders import models_in
+from hetero_ee.hub.model_id import local_folder
 from hetero_ee.options.engine import MODEL
 from hetero_ee.options.option import Option
 from hetero_ee.serving.settings import SERVER_OPTIONS, ServerSettings
@@ -68,6 +69,7 @@ class ServerOptions(OptionGroup):
             raise UsageError(f"--alias names one model, and {len(named)} are served; drop --alias.")
         models: dict[str, str | None] = {}
         for each in named:
+            local_folder(each)  # a wrong path is an error now, not in a client's request
             name = Path(each).name
             if name in models:
                 raise UsageError(f"two models are called {name}, {models[name]} and {each}; rename one of the folders.")

@@ -27,7 +27,7 @@ export class Figures {
   }
 
   speed(tokensPerS) {
-    const where = this.isEmulated ? "expected of the emulated machine" : "expected";
+    const where = this.isEmulated ? "expected on the emulated machine" : "expected";
     this.at("speed").textContent = `${tokensPerS.toFixed(1)} tokens/s`;
     this.at("expected").textContent = this.expected === null ? "no prediction" : `${this.expected.toFixed(1)} ${where}`;
     const meter = this.at("meter");
