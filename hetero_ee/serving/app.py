@@ -37,6 +37,7 @@ GETS: dict[str, Answer] = {
     "/v1/models": native.models,
     "/v1/models/{name:path}": native.model,
     "/api/tags": ollama_models.tags,
+    "/api/ps": ollama_models.running,
     "/api/version": ollama_models.version,
 }
 POSTS: dict[str, Answer] = {
@@ -60,7 +61,7 @@ POSTS: dict[str, Answer] = {
 OF_ALL_MODELS: frozenset[Answer] = frozenset(
     (
         *(files.file, openapi.document, native.health, native.metrics, native.models, native.model, native.unload),
-        *(native.not_offered, ollama_models.tags, ollama_models.version),
+        *(native.not_offered, ollama_models.tags, ollama_models.running, ollama_models.version),
     )
 )
 

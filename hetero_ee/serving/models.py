@@ -127,11 +127,12 @@ class Models:
         return [each.served for each in list(self._models.values()) if each.served is not None]
 
     def _found(self, name: str) -> _Model:
-        if name not in self._models:
+        model = self._models.get(name) or self._models.get(name.removesuffix(":latest"))  # which ollama's clients add
+        if model is None:
             known = ", ".join(self._models)
             message = f"there is no such model here; this server has {known}."
             raise RequestError(message, "model", status=404, code="model_not_found")
-        return self._models[name]
+        return model
 
     def _usual(self) -> _Model:
         return max(self._models.values(), key=lambda each: each.last_use)  # the first one of equals

@@ -199,3 +199,14 @@ def test_the_command_serves_a_folder_of_models(tiny: Path, tmp_path: Path, empty
 def test_options_of_several_models_are_checked(empty_cache: Path, words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         app(["serve", *words], standalone_mode=False)
+
+
+def test_ollamas_clients_see_and_load_all_models(server: Server) -> None:
+    assert [each["name"] for each in server.get("/api/tags")["models"]] == ["a", "b", "c"]
+    body = {"model": "c:latest", "prompt": "Tom", "stream": False, "options": {"num_predict": 2}}
+    assert httpx.post(f"{server.url}/api/generate", json=body, timeout=30).json()["model"] == "c"
+    assert [bool(each["details"]) for each in server.get("/api/tags")["models"]] == [False, False, True]
+    (loaded,) = server.get("/api/ps")["models"]
+    assert (loaded["name"], loaded["context_length"]) == ("c", 600) and loaded["size"] > 0
+    lost = httpx.post(f"{server.url}/api/generate", json=body | {"model": "d"}, timeout=30)
+    assert lost.status_code == 404 and lost.json()["error"].startswith("there is no such model")

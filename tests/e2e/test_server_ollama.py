@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from hetero_ee.options.sampling import SamplingParams
 from tests.chat_support import LINES
 from tests.families import random_model, save_checkpoint
 from tests.server_support import NAME, RunningServer, opened, serving
@@ -192,6 +191,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "think": ("/api/generate", {"prompt": "a", "think": 5}),
     "prompt": ("/api/generate", {"prompt": 5}),
     "format": ("/api/generate", {"prompt": "a", "format": {"type": "object", "not": {}}}),
+    "stream": ("/api/chat", {"messages": [], "stream": "x"}),
+    "raw": ("/api/generate", {"raw": 5}),
+    "model": ("/api/show", {"model": {}}),
 }
 
 
@@ -203,10 +205,6 @@ def test_what_it_can_not_do_is_refused_by_name_in_ollamas_words(server: RunningS
 
 
 def test_an_error_in_a_stream_is_a_line(servers: dict[str, RunningServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetero_ee.serving.protocols import ollama
-
-    params = SamplingParams(max_new_tokens=5)
-    monkeypatch.setattr(ollama, "_params", lambda fields, served: params)
     engine = servers["lines"].engine
 
     def fails(*arguments: Any) -> Any:

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,6 +26,8 @@ from hetero_ee.text.chat_template import Message
 
 LINES_TYPE = "application/x-ndjson"
 NS = 10**9
+NO_TOOLS = ToolUse()
+LOADED = {"done_reason": "load", "done": True}
 REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
     "images": ([],),
     "suffix": ("",),
@@ -38,44 +41,48 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
 async def chat(request: Request, served: ServedModel) -> Response:
     """Answer a chat. Without messages, which loads the model in ollama, there is nothing to do."""
     fields = await read_request(request, served.settings, REFUSED)
-    if not fields.items("messages"):
-        return JSONResponse(_document(served, _message("")) | {"done_reason": "load", "done": True})
-    return await _answered(request, served, fields, ollama_messages(fields), is_chat=True)
+    asked, is_empty = _Asked.of(fields, served, openai_tools(fields)), not fields.items("messages")
+    if is_empty:
+        return JSONResponse(_document(served, _message("")) | LOADED)
+    return await _answered(request, served, ollama_messages(fields), asked, is_chat=True)
 
 
 async def generate(request: Request, served: ServedModel) -> Response:
     """Answer a prompt, which the chat template makes a user's message of unless it is `raw`."""
     fields = await read_request(request, served.settings, REFUSED)
+    asked, is_raw, has_system = _Asked.of(fields, served), fields.flag("raw"), bool(fields.text("system"))
     if fields.values.get("prompt") in (None, ""):
-        return JSONResponse(_document(served, {"response": ""}) | {"done_reason": "load", "done": True})
-    prompt, system = text_of(fields, "prompt"), fields.text("system")
-    if not fields.flag("raw") and served.template is not None:
-        said = [Message("system", text_of(fields, "system"))] if system else []
-        return await _answered(request, served, fields, [*said, Message("user", prompt)], is_chat=False)
-    params, form = _params(fields, served), _form(fields)
+        return JSONResponse(_document(served, {"response": ""}) | LOADED)
+    prompt = text_of(fields, "prompt")
+    if not is_raw and served.template is not None:
+        said = [Message("system", text_of(fields, "system"))] if has_system else []
+        return await _answered(request, served, [*said, Message("user", prompt)], asked, is_chat=False)
+    params, form = asked.params, asked.form
     if form is not None:
         params = await until_gone(request, constrained(served, params, form.changes, form.field))
     reply = Reply(served.generation(await served.prompt_ids(prompt), params), None)
-    return await _Answer(served, reply, is_chat=False).response(request, fields)
+    return await _Answer(served, reply, is_chat=False).response(request, is_stream=asked.is_stream)
 
 
-async def _answered(
-    request: Request, served: ServedModel, fields: Fields, said: Sequence[Message], *, is_chat: bool
-) -> Response:
-    effort = fields.values.get("think")
-    if effort is not None and not isinstance(effort, bool):
-        effort = fields.text("think")
-    use, variables = openai_tools(fields) if is_chat else ToolUse(), effort_variables(served.template, effort)
-    work = prepared(served, said, _params(fields, served), use, _form(fields), variables)
-    chat = await until_gone(request, work)
-    reply = Reply(served.generation(chat.prompt_ids, chat.params), chat)
-    return await _Answer(served, reply, is_chat=is_chat).response(request, fields)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request asks for, next to its messages or its prompt."""
 
+    params: SamplingParams
+    form: Form | None
+    tools: ToolUse
+    variables: dict[str, Any]  # of the chat template
+    is_stream: bool
 
-def _params(fields: Fields, served: ServedModel) -> SamplingParams:
-    options = fields.inner("options")
-    refuse_unsupported(options, sampling_fields.REFUSED)
-    return OPTIONS.read(options, served.usual, served.engine.spec.vocab_size)
+    @classmethod
+    def of(cls, fields: Fields, served: ServedModel, tools: ToolUse = NO_TOOLS) -> Self:
+        options, effort = fields.inner("options"), fields.values.get("think")
+        refuse_unsupported(options, sampling_fields.REFUSED)
+        params = OPTIONS.read(options, served.usual, served.engine.spec.vocab_size)
+        if not isinstance(effort, bool):
+            effort = fields.text("think")
+        is_stream = fields.values.get("stream") is None or fields.flag("stream")
+        return cls(params, _form(fields), tools, effort_variables(served.template, effort), is_stream)
 
 
 def _form(fields: Fields) -> Form | None:
@@ -87,14 +94,22 @@ def _form(fields: Fields) -> Form | None:
     return schema_form(fields, kind, Fields(schema, "format."), "format")
 
 
+async def _answered(
+    request: Request, served: ServedModel, said: Sequence[Message], asked: _Asked, *, is_chat: bool
+) -> Response:
+    work = prepared(served, said, asked.params, asked.tools, asked.form, asked.variables)
+    chat = await until_gone(request, work)
+    reply = Reply(served.generation(chat.prompt_ids, chat.params), chat)
+    return await _Answer(served, reply, is_chat=is_chat).response(request, is_stream=asked.is_stream)
+
+
 class _Answer:
     """Answer to a chat or a prompt, as one document or as lines of JSON, which is the default."""
 
     def __init__(self, served: ServedModel, reply: Reply, *, is_chat: bool) -> None:
         self._served, self._reply, self._is_chat = served, reply, is_chat
 
-    async def response(self, request: Request, fields: Fields) -> Response:
-        is_stream = fields.values.get("stream") is None or fields.flag("stream")
+    async def response(self, request: Request, *, is_stream: bool) -> Response:
         ping_s = self._served.settings.ping_s if is_stream else None
         return await answered(request, self, [self._reply.generation], ping_s, LINES_TYPE)
 

@@ -1,4 +1,4 @@
-"""Ollama's paths by which its clients learn what there is: /api/tags, /api/show and /api/version."""
+"""Ollama's paths by which its clients learn what there is: /api/tags, /api/ps, /api/show and /api/version."""
 
 import hashlib
 from datetime import UTC, datetime
@@ -13,10 +13,20 @@ from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.tool_format import THINK
 
 VERSION = "0.12.6"  # the version of ollama whose answers these are; some clients require one
+NEVER = "9999-12-31T23:59:59Z"
 
 
 async def tags(request: Request, models: Models) -> Response:
     return JSONResponse({"models": [_card(name, models.served(name), models.created_s) for name in models.names]})
+
+
+async def running(request: Request, models: Models) -> Response:
+    """Answer with the loaded models, which stay loaded until others need their memory."""
+    cards = [
+        (_card(name, served, models.created_s), served) for name in models.names if (served := models.served(name))
+    ]
+    more = {"expires_at": NEVER, "size_vram": 0}
+    return JSONResponse({"models": [{**card, **more, "context_length": each.most_tokens} for card, each in cards]})
 
 
 async def version(request: Request, models: Models) -> Response:
@@ -25,7 +35,7 @@ async def version(request: Request, models: Models) -> Response:
 
 async def show(request: Request, served: ServedModel) -> Response:
     """Answer with the model's shape and what it can do."""
-    await read_body(request, served.settings)
+    (await read_body(request, served.settings)).text("model")  # the router of models has used it
     spec, template = served.engine.spec, served.template or ""
     kind = _family(served)
     info = {

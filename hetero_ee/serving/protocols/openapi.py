@@ -142,6 +142,7 @@ def _gets() -> dict[str, Any]:
         "/v1/models/{name}": _operation("A model by its name", _object({"id": TEXT}, "id")),
         "/slots": _operation("What runs in each slot", _array(_object({"id": WHOLE}, "id", "is_processing"))),
         "/api/tags": _operation("The models, for ollama's clients", _object({"models": {"type": "array"}}, "models")),
+        "/api/ps": _operation("The loaded ones", _object({"models": {"type": "array"}}, "models")),
         "/api/version": _operation("The version of ollama's API", _object({"version": TEXT}, "version")),
         "/metrics": _operation("Counts, as Prometheus reads them", TEXT, "text/plain"),
     }
