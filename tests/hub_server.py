@@ -65,6 +65,7 @@ class Hub:
     listed: list[dict[str, Any]] = field(default_factory=list)  # what a search looks through
     faults: list[Fault] = field(default_factory=list)
     log: list[Asked] = field(default_factory=list)
+    ignores_ranges: bool = False
     closing: threading.Event = field(default_factory=threading.Event)
 
     def publish(self, model: str, files: Path | Mapping[str, bytes], revision: str = "main") -> str:
@@ -217,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, headers: dict[str, str], content: bytes, fault: Fault) -> None:
         asked_range = self.headers.get("Range")
-        if asked_range and status == 200:
+        if asked_range and status == 200 and not self.hub.ignores_ranges:
             first, _, last = asked_range.removeprefix("bytes=").partition("-")
             end = min(int(last) + 1, len(content)) if last else len(content)
             headers |= {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}

@@ -1,6 +1,6 @@
 """Downloads files of one commit into huggingface_hub's cache, several at once, and checks them.
 
-huggingface_hub transfers, resumes and caches the files. This module ends a download within a second after Ctrl-C and
+huggingface_hub transfers and caches the files. This module ends a download within a second after Ctrl-C and
 leaves no half-written files, compares digests, and counts the progress of all files together.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar
 
 import psutil
 
@@ -21,6 +21,7 @@ from hetero_ee.hub.errors import is_transient
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.model_id import CACHED_PREFIX, is_commit
 from hetero_ee.hub.repository import RemoteFile, Repository
+from hetero_ee.hub.resumed import download_blob, resumed_file
 from hetero_ee_profiles.opened_file import open_regular
 
 # huggingface_hub keeps nothing of an interrupted file. Fewer than its own 8 at once are as fast, and lose less.
@@ -112,6 +113,11 @@ class Download:
         absent = [file for file in files if not self.is_cached(file) and not (blobs / (file.digest or ".")).is_file()]
         return sum(file.size_bytes for file in absent)
 
+    def resumed_bytes(self, files: Sequence[RemoteFile]) -> int:
+        """Return how many of the missing bytes are on the disk already, from interrupted downloads."""
+        partial = [resumed_file(self._blobs(), file) for file in files if file.is_resumed and not self.is_cached(file)]
+        return sum(file.stat().st_size for file in partial if file.is_file())
+
     def _work(self, waiting: Iterator[RemoteFile], failures: list[BaseException]) -> None:
         """Fetch files from the shared iterator until none is left. Runs in each download thread."""
         try:
@@ -124,15 +130,19 @@ class Download:
         if self.is_cached(file):
             return
         is_damaged = self._cached(file) is not None  # the cached file has a wrong size
+        if file.is_resumed and not is_damaged and not (self._blobs() / file.digest).is_file():
+            download_blob(self._repository, file, self._blobs(), self._bar(file.name))
         self._check(self._ask_for(file.name, self._repository.commit, again=is_damaged), file)
 
     def _ask_for(self, name: str, revision: str, again: bool = False) -> Path:
         """Let huggingface_hub download the file unless it is cached, and return its path."""
         from huggingface_hub import hf_hub_download
 
-        bar = cast(Any, type("Bar", (_Bar,), {"download": self, "file_name": name}))
-        model = self._repository.model
+        model, bar = self._repository.model, self._bar(name)
         return Path(hf_hub_download(model, name, revision=revision, force_download=again, tqdm_class=bar))
+
+    def _bar(self, name: str) -> Any:
+        return type("Bar", (_Bar,), {"download": self, "file_name": name})
 
     def _check(self, path: Path, file: RemoteFile) -> None:
         """Compare a file's size and digest with the listing. huggingface_hub checks only the size in HTTP headers."""

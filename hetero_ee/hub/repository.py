@@ -33,6 +33,11 @@ class RemoteFile:
     size_bytes: int
     digest: str = ""  # SHA-256 of a large file, git's SHA-1 of a small one; "" if unknown
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether a later run resumes the download: of GGUF files, whose models are often a single large one."""
+        return self.name.endswith(".gguf") and len(self.digest) == 64
+
     @classmethod
     def listed(cls, file: Any) -> Self:
         """Convert huggingface_hub's RepoSibling. Raises: TypeError: for values of unexpected types."""

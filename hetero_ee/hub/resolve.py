@@ -184,7 +184,7 @@ class _Hub:
             configuration = remote_configuration(repository, files)
             if self._configuration_only:
                 return configuration
-        self._require_space(download.missing_bytes(files))
+        self._require_space(download.missing_bytes(files) - download.resumed_bytes(files))
         download.announce(files)
         download.fetch(files)
         download.tell_unchecked()

@@ -193,6 +193,40 @@ def test_what_is_not_supported_is_refused_before_it_is_downloaded(
     assert set(hub.ranges()) == {"bytes=0-65535"}
 
 
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("server", ["resumes", "sends all", "had other bytes"])
+def test_an_interrupted_download_resumes(
+    hub: Hub, files: dict[str, bytes], hub_cache: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 2**10)
+    hub.publish(ID, files)
+    size_bytes = len(files["Tiny-Q8_0.gguf"])
+    configuration = resolve(f"{ID}:Q8_0", configuration_only=True)
+    hub.faults.append(Fault("/large/", pause_s=0.02))
+
+    def interrupt(stage: str, n_done: int, n_all: int) -> None:
+        if n_done > size_bytes // 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve(f"{ID}:Q8_0", progress=interrupt)
+    hub.faults.clear()
+    (partial,) = hub_cache.glob("*/blobs/*.resumable")
+    n_kept_bytes = partial.stat().st_size
+    assert 0 < n_kept_bytes < size_bytes
+    if server == "sends all":
+        hub.ignores_ranges = True
+    if server == "had other bytes":
+        partial.write_bytes(bytes(n_kept_bytes))
+    hub.log.clear()
+    progress = Calls()
+    assert read_spec(resolve(f"{ID}:Q8_0", progress=progress)) == read_spec(configuration)
+    assert hub.ranges()[0] == f"bytes={n_kept_bytes}-"
+    assert progress.calls[-1][1:] == (size_bytes, size_bytes)
+    (blob,) = (file for file in hub_cache.glob("*/blobs/*") if file.is_file())
+    assert blob.read_bytes() == files["Tiny-Q8_0.gguf"]
+
+
 def test_commands_and_python_run_it(hub: Hub, files: dict[str, bytes], cli: Cli, cache: Path) -> None:
     hub.publish(ID, files)
     prompt = ("Once upon a time", "-n", "8", "-t", "1")

@@ -66,7 +66,7 @@ async def generate(request: Request, served: ServedModel) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a request asks for, next to its messages or its prompt."""
+    """The fields of a request, except for its messages or its prompt."""
 
     params: SamplingParams
     form: Form | None
