@@ -57,7 +57,7 @@ class SlotFiles:
     def __init__(self, engine: Engine, folder: Path | None) -> None:
         self._engine, self._folder = engine, folder
         if folder is None:
-            raise RequestError("slots can't be saved; start the server with --slot-save-path FOLDER.", status=501)
+            raise RequestError("slots can't be saved; start the server with --slot-save-path FOLDER.")
         if engine.calibrations is None:
             raise RequestError("slots of fp32 weights can't be saved; start the server with another --quantizer.")
         if engine.drafting is not None or engine.exits is not None:

@@ -64,7 +64,7 @@ def test_a_restored_slot_continues_as_if_the_server_had_never_ended(tiny: Path, 
 def test_what_can_not_be_saved_is_said(tiny: Path, tmp_path: Path) -> None:
     with server(tiny, None) as found:
         answer = act(found, "save")
-        assert answer.status_code == 501 and "--slot-save-path" in answer.text
+        assert answer.status_code == 400 and "--slot-save-path" in answer.text
     with server(tiny, tmp_path, quantizer="none") as found:
         assert "fp32 weights can't be saved" in act(found, "save").text
 

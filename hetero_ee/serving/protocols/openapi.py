@@ -187,7 +187,7 @@ def _posts() -> dict[str, Any]:
         "/api/show": ("The model's shape", _asked({"model": TEXT}, {}), _object({}, "model_info", "capabilities")),
         "/tokenize": ("Text as tokens", _asked(TOKENIZE, {}), ids),
         "/detokenize": ("Tokens as text", _asked({"tokens": IDS}, {}), _object({"content": TEXT}, "content")),
-        "/slots/{number}": ("A slot saved, restored or erased", _asked({"filename": WORDS}, {}), slot),
+        "/slots/{number}": ("A slot saved, restored or erased", _asked({"filename": TEXT}, {}), slot),
         "/models/unload": ("A model closed", _asked({"model": TEXT}, {}, "model"), done),
     }
     paths: dict[str, Any] = {}

@@ -18,15 +18,14 @@ ACTIONS = ("save", "restore", "erase")
 async def slot_action(request: Request, served: ServedModel) -> Response:
     fields, action = await read_body(request, served.settings), request.query_params.get("action")
     scheduler, given = served.scheduler, request.path_params["number"]
-    if not given.isdecimal() or int(given[:9]) >= scheduler.n_slots:
+    if not (given.isdecimal() and len(given) < 5 and int(given) < scheduler.n_slots):
         raise RequestError(f"there is no slot {shown(given)}; expected 0 to {scheduler.n_slots - 1}.", status=404)
-    number, start_s = int(given), time.monotonic()
+    number, name, start_s = int(given), fields.text("filename"), time.monotonic()
     if action == "erase":
         n_tokens = await asyncio.wrap_future(scheduler.call(lambda slots: slots.erase(idle(slots, number))))
         return JSONResponse({"id_slot": number, "n_erased": n_tokens})
     if action not in ACTIONS:
         raise RequestError(f"action is {shown(action)}; expected {', '.join(ACTIONS)}.", "action")
-    name = fields.text("filename")
     if name is None:
         fields.refuse("filename", "is missing; expected the slot file's name")
     files = SlotFiles(served.engine, served.settings.slot_save_path)
