@@ -18,7 +18,7 @@ from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError
 from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.options.engine import ENGINE_OPTIONS, KV_TYPES, PLAN_OPTIONS
-from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.options.sampling import SAMPLING, SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.weights.store.names import STORES_FOLDER
@@ -94,6 +94,7 @@ def test_messages_name_options_by_the_flags_that_were_typed(name: str, typed: li
     error = UsageError(option, " is 3; drop ", option, ".")
     assert error.spelled(lambda part: as_typed(part, words)) == f"{shown} is 3; drop {shown}."
     assert str(error) == f"{name} is 3; drop {name}."
+    assert as_typed(SAMPLING["json_schema"], {"-jf"}) == "-jf"
 
 
 def test_completion_knows_what_the_library_does() -> None:

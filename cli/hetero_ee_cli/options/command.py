@@ -103,8 +103,8 @@ def as_typed(option: object, words: Collection[str]) -> str:
     """Return `-c / --ctx-size` if -c was typed, else the long flag. Options without flags keep their names."""
     if not isinstance(option, Option) or not option.flags:
         return str(option)
-    given = next((flag for flag in option.flags if flag in words), option.flag)
-    return given if given == option.flag else f"{given} / {option.flag}"
+    given = next((flag for flag in (*option.flags, *option.file_flags) if flag in words), option.flag)
+    return given if given == option.flag or given in option.file_flags else f"{given} / {option.flag}"
 
 
 def _takes_value(option: Any) -> bool:

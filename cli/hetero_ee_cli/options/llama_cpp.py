@@ -30,7 +30,10 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("-fa", "--flash-attn"), "every device has one kernel for attention, which never stores its scores; leave it out"),
     (
-        ("-md", "--model-draft", "-ngld", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft"),
+        (
+            *("-md", "--model-draft", "-hfd", "--hf-repo-draft", "-ngld", "--gpu-layers-draft"),
+            *("-devd", "--device-draft", "-cd", "--ctx-size-draft"),
+        ),
         "drafts come from early exits, n-grams or an EAGLE draft head instead of a second model; use --draft-head",
     ),
     (
@@ -62,6 +65,11 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("-st", "--single-turn"), "hetero-ee run answers its prompt once; leave it out"),
     (("-co", "--color", "-sp", "--special", "--warmup", "--no-warmup"), "leave it out"),
     (("--display-prompt", "--no-display-prompt"), "a prompt is shown only on a terminal; leave it out"),
+    (("-hff", "--hf-file"), "a file is named by its quantization; use -hf org/name:Q4_K_M"),
+    (("-hft", "--hf-token"), "the token is an environment variable, HF_TOKEN; leave it out"),
+    (("-mu", "--model-url"), "models come from the Hugging Face Hub; use -hf"),
+    (("--metrics", "--slots", "--props"), "the server always answers its paths; leave it out"),
+    (("--verbose-prompt", "-lv", "--verbosity", "--perf", "--no-perf"), "use -v for times, counts and rates"),
     (("-cb", "--cont-batching", "-nocb", "--no-cont-batching"), "the server always batches requests; leave it out"),
 )
 NOT_OFFERED = {flag: advice for flags, advice in ROWS for flag in flags}
