@@ -76,7 +76,7 @@ def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> N
 
 
 async def read_request(request: Request, settings: ServerSettings, *refused: dict[str, tuple[Any, ...]]) -> Fields:
-    """Return the fields of a request for text. Every model name is accepted, since there is only one model."""
+    """Return the fields of a request for text, whose `model` has been found already, if there are several."""
     fields = await read_body(request, settings)
     refuse_unsupported(fields, *refused)
     fields.text("model")
