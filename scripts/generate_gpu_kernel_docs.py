@@ -1,16 +1,20 @@
 """Write docs/gpu_kernels.md: registers, shared memory and occupancy of every GPU kernel for every class of cards.
 
-PYTHONPATH=. python scripts/generate_gpu_kernel_docs.py
+PYTHONPATH=. python scripts/generate_gpu_kernel_docs.py             everything
+PYTHONPATH=. python scripts/generate_gpu_kernel_docs.py --counts    only the last table, instructions that are executed
 
 Needs Triton and no GPU; takes a few minutes.
 """
 
+import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from hetero_ee_kernels import attention
+from tests.gpu.ptx.counts import ARCHITECTURE, CARDS, ISSUED_PER_CLOCK, counted, workloads
+from tests.gpu.ptx.launcher import Launcher
 from tests.gpu_compilation import CARD_CLASSES, Compiled, compile_for
 from tests.gpu_compilations import every_compilation
 
@@ -32,6 +36,13 @@ they fit. With 8 query heads or rows instead of 4, a program needs 226 to 255 re
 (hetero_ee_kernels/attention.py).
 
 | model | rows of a sequence per program |"""
+COUNTS = """
+Instructions of threads per byte of global memory that a launch touches, and sectors of 32 bytes that its accesses ask
+for per sector touched: counted, not measured, by executing the PTX for sm_{architecture} (tests/gpu/ptx). The last
+columns are the time to issue that many instructions, {issued} per clock and multiprocessor, as a share of the time to
+read the bytes from DRAM. ptxas makes other instructions of PTX, and some need more than one issue slot.
+
+| launch | kernel | instructions per byte | sectors asked per touched |"""
 READ_SHAPES = (("Llama-2-7B", 32, 1), ("Llama-3-8B", 8, 4))  # n_kv_heads, query heads of each
 READ_ROWS = (1, 2, 4, 8, 16)
 CONTEXT_TOKENS, HEAD_DIM = 4096, 128
@@ -39,11 +50,15 @@ ABSENT = "-"  # not for these cards: it holds instructions of the other maker
 
 
 def main() -> None:
+    if "--counts" in sys.argv:
+        kept, _, _ = PAGE.read_text(encoding="utf-8").partition(COUNTS.partition(",")[0])
+        PAGE.write_text(kept + counts(), encoding="utf-8")
+        return
     rows = []
     for record in every_compilation():
         cards = [card for card in CARD_CLASSES if card.runs(record)]
         rows.append((record, [compile_for(record, card) for card in cards]))
-    PAGE.write_text(page(version("triton"), rows), encoding="utf-8")
+    PAGE.write_text(page(version("triton"), rows) + counts(), encoding="utf-8")
 
 
 def page(triton_version: str, rows: Iterable[tuple[Any, list[Compiled]]]) -> str:
@@ -71,6 +86,20 @@ def reads() -> str:
         for n_rows in (n for n in READ_ROWS if n <= taken):
             cells = "".join(f" {-(-m // n_rows) * once_mib} |" for m in READ_ROWS)
             lines.append(f"| {model} | {n_rows}{', as used' * (n_rows == taken)} |{cells}")
+    return "\n".join(lines) + "\n"
+
+
+def counts() -> str:
+    """Return the table of executed instructions."""
+    lines = [
+        COUNTS.format(architecture=ARCHITECTURE, issued=ISSUED_PER_CLOCK) + "".join(f" {card} |" for card in CARDS)
+    ]
+    lines.append("|---|---|---|---|" + "---|" * len(CARDS))
+    launcher = Launcher(ARCHITECTURE)
+    for row in (row for name in workloads() for row in counted(name, launcher)):
+        shares = "".join(f" {row.share(card):.0%} |".replace("%", " %") for card in CARDS)
+        per_byte, asked = f"{row.instructions_per_byte:.2f}", f"{row.asked_per_touched:.2f}"
+        lines.append(f"| {row.workload} | `{row.kernel}` | {per_byte} | {asked} |{shares}")
     return "\n".join(lines) + "\n"
 
 

@@ -25,7 +25,7 @@ from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, jo
 
 MAX_SECTIONS = 32
 PASS_TOKENS = 16  # the sections' sums of a whole prompt would need hundreds of MB
-UNITS, ROWS, N_WARPS = 4, 16, 4  # units of columns and neurons per step of `sections`
+UNITS, ROWS, N_WARPS = 8, 8, 1  # units of columns and neurons per step of `sections`; one warp shares no sums
 FOLDED = 256  # columns per program
 
 
@@ -59,24 +59,24 @@ def list_kernel(
 
 @triton.jit
 def weighed(totals: tl.tensor, entries: tl.tensor, weights: tl.tensor) -> Any:
-    """Multiply 4 columns' signed bytes by the weights and add the products to the integer totals."""
+    """Multiply 4 columns' signed bytes by the weights, sum over rows, and add to the integer totals."""
     return (
-        totals[0] + ((entries << 24) >> 24) * weights,
-        totals[1] + ((entries << 16) >> 24) * weights,
-        totals[2] + ((entries << 8) >> 24) * weights,
-        totals[3] + (entries >> 24) * weights,
+        totals[0] + tl.sum(((entries << 24) >> 24) * weights, 0),
+        totals[1] + tl.sum(((entries << 16) >> 24) * weights, 0),
+        totals[2] + tl.sum(((entries << 8) >> 24) * weights, 0),
+        totals[3] + tl.sum((entries >> 24) * weights, 0),
     )
 
 
 @triton.jit
 def added_up(sums: tl.tensor, totals: tl.tensor, factor: tl.tensor) -> Any:
-    """Sum a block's totals over its rows, multiply by the factor (units,) and add them to the sums of 4 columns."""
+    """Multiply a block's totals by the factor (units,) and add them to the sums of 4 columns."""
     factor = tl.broadcast_to(factor[:, None], sums[0].shape)
     return (
-        tl.fma(tl.sum(totals[0], 0).to(tl.float32), factor, sums[0]),
-        tl.fma(tl.sum(totals[1], 0).to(tl.float32), factor, sums[1]),
-        tl.fma(tl.sum(totals[2], 0).to(tl.float32), factor, sums[2]),
-        tl.fma(tl.sum(totals[3], 0).to(tl.float32), factor, sums[3]),
+        tl.fma(totals[0].to(tl.float32), factor, sums[0]),
+        tl.fma(totals[1].to(tl.float32), factor, sums[1]),
+        tl.fma(totals[2].to(tl.float32), factor, sums[2]),
+        tl.fma(totals[3].to(tl.float32), factor, sums[3]),
     )
 
 
@@ -137,7 +137,7 @@ def sections_kernel(
     words_at = words_ptr + 8 * here[None, :, None] + word[None, None, :]
     zeros = tl.zeros((ROWS, UNITS, 8), tl.int32)
     table = load_table(table_ptr, zeros + (row * (one - 1))[:, None, None], KIND)
-    nothing = tl.zeros((UNITS, 8), tl.float32)
+    none, nothing = tl.zeros((UNITS, 8), tl.int32), tl.zeros((UNITS, 8), tl.float32)
     low = (nothing, nothing, nothing, nothing)
     high = (nothing, nothing, nothing, nothing)
     first = section * n_section_blocks
@@ -155,8 +155,8 @@ def sections_kernel(
                 next_largest = tl.maximum(next_largest, magnitude(h[:, None] * next_scale))
             inverse, factor = steps_of(largest)
             next_inverse, next_factor = steps_of(next_largest)
-            totals = (zeros, zeros, zeros, zeros)
-            next_totals = (zeros, zeros, zeros, zeros)
+            totals = (none, none, none, none)
+            next_totals = (none, none, none, none)
             for start in range(0, count, ROWS):
                 at = list_number * BLOCK + tl.minimum(start + row, count - 1)
                 neuron, h = tl.load(neurons_ptr + at).to(tl.int64), tl.load(hidden_ptr + at)

@@ -106,6 +106,8 @@ class Launcher:
         packed = function._pack_args(backend, options, bound, specialization, extra)
         compile_options, signature, constants, attributes = packed
         program = self._program(backend, function, signature, constants, attributes, compile_options)
+        if any(value.device.type != "cpu" for value in bound.values() if hasattr(value, "data_ptr")):
+            raise PtxError("only tensors on the CPU are known here")
         given = [(value, signature[name]) for name, value in bound.items() if signature[name] != "constexpr"]
         memory = GlobalMemory([value for value, _ in given if hasattr(value, "data_ptr")])
         values = [_packed(value, kind, memory) for value, kind in given]

@@ -1,0 +1,91 @@
+"""Instructions of compiled kernels, counted at a model's row lengths: the last table of docs/gpu_kernels.md."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_ee_kernels import activate, attention, draft, matmul, norm, sparse_ffn
+from hetero_ee_kernels.pages import new_pages
+from hetero_ee_kernels.row_matrix import RowMatrix
+from tests.gpu.ptx.launcher import Launcher
+from tests.gpu.ptx.memory import SECTOR_BYTES
+from tests.gpu_support import int32, random
+from tests.gpu_tiles import activations, random_matrix
+
+ARCHITECTURE = 86
+N_COLUMNS, N_ROWS, N_NEURONS, N_TOKENS, N_LOGITS = 4096, 128, 512, 1024, 32000
+CARDS = {"RTX 3060": (28, 1.78, 360.0), "RTX 4060": (24, 2.46, 272.0), "RTX 4090": (128, 2.52, 1008.0)}
+"""Multiprocessors, GHz, GB/s."""
+ISSUED_PER_CLOCK = 4  # instructions of warps, by a multiprocessor
+MIN_SHARE = 0.2  # of a workload's instructions, for a kernel to have a row
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel of a workload."""
+
+    workload: str
+    kernel: str
+    instructions_per_byte: float  # of threads, per byte of global memory that the launch touches
+    asked_per_touched: float  # sectors
+
+    def share(self, card: str) -> float:
+        """Return the time to issue the instructions, as a share of the time to read the bytes from DRAM."""
+        n_units, clock_ghz, gb_per_s = CARDS[card]
+        return self.instructions_per_byte / 32 / ISSUED_PER_CLOCK / n_units / clock_ghz * gb_per_s
+
+
+def workloads() -> dict[str, Callable[[], Any]]:
+    """Return launches by name: few rows of weights, each as long as a 7B model's."""
+    found: dict[str, Callable[[], Any]] = {}
+    for kind, m in (("linear", 1), ("codebook", 1), ("int8", 1), ("zeros", 1), ("linear", 8), ("linear", 32)):
+        found[f"{kind} weights, m = {m}"] = lambda kind=kind, m=m: matmul.matmul(
+            activations(1, m, N_COLUMNS), random_matrix(kind, (N_ROWS, N_COLUMNS))
+        )
+    for kind, group, m in (("fp16", 1, 1), ("fp16", 4, 1), ("fp16", 4, 4), ("int8", 4, 1)):
+        found[f"{kind} cache, {group} heads per key head, m = {m}"] = lambda a=(kind, group, m): _attend(*a)
+    found["10 % of the neurons"] = _sparse_ffn
+    found["norm"] = lambda: norm.rms_norm(random(1, 4, N_COLUMNS), None, 1e-5, delta=random(3, 4, N_COLUMNS))
+    found["silu"] = lambda: activate.activate(random(1, 1, 2 * 11008), "silu", gated=True)
+    found["greedy draft"] = lambda: draft.draft(random(1, 1, N_LOGITS), int32(0, 0, 0, 0, 0)[None])
+    one = int(np.float32(1).view(np.int32))
+    found["draft with noise"] = lambda: draft.draft(random(1, 1, N_LOGITS), int32(7, 0, 1, 5, one)[None])
+    return found
+
+
+def _attend(kind: str, group: int, m: int) -> None:
+    n_kv_heads, head_dim, n_pages = 2, 128, N_TOKENS // 64
+    pages = new_pages((1, n_kv_heads, head_dim), kind, n_pages, (1, n_pages), "cpu")
+    pages.table.copy_(torch.arange(n_pages)[None])
+    pages.codes.fill_(1)
+    if pages.scales is not None:
+        pages.scales.fill_(0.01)
+    at = torch.arange(N_TOKENS - m, N_TOKENS, dtype=torch.int32)
+    queries = random(1, m, n_kv_heads * group * head_dim)
+    attention.attention(queries, pages, torch.zeros_like(at), at, 0, None, torch.empty_like(queries))
+
+
+def _sparse_ffn() -> None:
+    codes = torch.randint(0, 256, (N_NEURONS, N_COLUMNS // 2), dtype=torch.uint8)
+    rows = RowMatrix(codes, torch.rand(N_NEURONS, N_COLUMNS // 32).half(), -10, tuple(range(-8, 8)), N_COLUMNS)
+    active = random(1, 1, N_NEURONS) * (torch.arange(N_NEURONS) % 10 == 0)
+    sparse_ffn.sparse_ffn(random(2, 1, N_COLUMNS), active, rows, rows)
+
+
+def counted(name: str, launcher: Launcher) -> list[Row]:
+    """Execute a workload, and return a row for each kernel that matters."""
+    launcher.launches.clear()
+    with launcher.installed():
+        workloads()[name]()
+    most, rows = max(launch.n_instructions for launch in launcher.launches), []
+    for launch in launcher.launches:
+        if launch.n_instructions >= MIN_SHARE * most:
+            counts = launch.counts
+            n_bytes = SECTOR_BYTES * counts.n_touched_sectors
+            per_byte = 32 * launch.n_instructions / n_bytes
+            asked = counts.n_sectors / counts.n_touched_sectors
+            rows.append(Row(name, launch.program.kernel.name, per_byte, asked))
+    return rows

@@ -1,0 +1,31 @@
+"""No kernel executes many more instructions than the table of docs/gpu_kernels.md says."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.gpu.ptx.counts import ARCHITECTURE, counted, workloads
+from tests.gpu.ptx.launcher import Launcher
+from tests.gpu_support import DEVICE
+
+PAGE = Path(__file__).parents[3] / "docs" / "gpu_kernels.md"
+GROWTH = 1.1
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="launches run elsewhere")
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("name", workloads())
+def test_instructions_are_those_of_the_page(name: str, run_folder: Path) -> None:
+    """After a change that is meant: python scripts/generate_gpu_kernel_docs.py --counts."""
+    if f"Triton {version('triton')} " not in PAGE.read_text(encoding="utf-8"):
+        pytest.skip("another Triton compiles other instructions")
+    listed = re.findall(rf"^\| {re.escape(name)} \| `(\w+)` \| ([\d.]+) \|", PAGE.read_text(encoding="utf-8"), re.M)
+    rows = counted(name, Launcher(ARCHITECTURE, run_folder / "ptx"))
+    assert [row.kernel for row in rows] == [kernel for kernel, _ in listed]
+    for row, (_, instructions) in zip(rows, listed, strict=True):
+        assert row.instructions_per_byte <= GROWTH * float(instructions), row
