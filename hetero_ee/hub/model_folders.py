@@ -5,6 +5,7 @@ from pathlib import Path
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.gguf.header import is_gguf
 from hetero_ee.hub.gguf.parts import part_names
+from hetero_ee.hub.gguf.published import is_model_name
 from hetero_ee.hub.model_files import CONFIG_FILE
 
 DEPTHS = ("*", "*/*", "*/*/*")  # such as publisher/repository/file.gguf
@@ -26,4 +27,4 @@ def _is_model(path: Path) -> bool:
     if path.is_dir():
         return (path / CONFIG_FILE).is_file()
     is_first = part_names(path.name)[:1] == [path.name]  # the first part stands for a split model
-    return path.suffix == ".gguf" and is_first and "mmproj" not in path.name and is_gguf(path)
+    return path.suffix == ".gguf" and is_first and is_model_name(path.name) and is_gguf(path)

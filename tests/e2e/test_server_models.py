@@ -157,7 +157,7 @@ def test_models_in_a_folder_are_found(tmp_path: Path) -> None:
     for name in ("one/config.json", "org/two/config.json", "one/a.gguf", "org/three/b.gguf", "c-00001-of-00002.gguf"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    for name in ("c-00002-of-00002.gguf", "mmproj-c.gguf", "notes.txt"):
+    for name in ("c-00002-of-00002.gguf", "mmproj-c.gguf", "imatrix.gguf", "notes.txt"):
         (tmp_path / name).write_text("")
     found = [str(each.relative_to(tmp_path)) for each in models_in(tmp_path)]
     assert found == ["c-00001-of-00002.gguf", "one", "org/three/b.gguf", "org/two"]

@@ -33,7 +33,7 @@ class PublishedGguf:
         known, models = dict.fromkeys(names).keys(), list[Self]()
         for name in known:
             file = PurePosixPath(name)
-            if not is_gguf_name(name) or _OTHER_FILE.search(file.name.lower()):
+            if not is_gguf_name(name) or not is_model_name(file.name):
                 continue
             files = tuple(str(file.with_name(each)) for each in part_names(file.name))
             if files[:1] == (name,) and known >= set(files):
@@ -44,6 +44,11 @@ class PublishedGguf:
     def is_called(self, wanted: str) -> bool:
         """Return whether `wanted` is one of the model's files or, in any case, its quantization."""
         return wanted in self.files or wanted.casefold() == self.quantization.casefold()
+
+
+def is_model_name(name: str) -> bool:
+    """Return whether a GGUF file of that name may hold a model, or a part of one."""
+    return _OTHER_FILE.search(name.lower()) is None
 
 
 def is_gguf_name(name: str) -> bool:
