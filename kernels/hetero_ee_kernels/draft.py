@@ -21,13 +21,13 @@ import triton.language as tl
 from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.noise import N_WORDS, row_noise
 
-PIECE = 512  # logits per program, 2 per thread, as noise needs many registers; 32,000 are 63 programs per row
+PIECE = 512  # logits per program, 8 per thread, since noise needs many registers; 32,000 are 63 programs per row
 CANDIDATES = tl.constexpr(4)
 KEPT = tl.constexpr(5)  # per piece: its winner with noise, its candidates
 LOWEST = tl.constexpr(-(2**63))
 UNSOUND_KEY = tl.constexpr(2**31 - 1)  # above the key of every number; as a value it is NaN
 MAX_HIDDEN = 4096
-N_WARPS, ROW_WARPS = 8, 8
+N_WARPS, ROW_WARPS = 2, 8
 
 
 @triton.jit
