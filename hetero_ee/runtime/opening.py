@@ -58,8 +58,12 @@ def open_on_cpu(
     progress: Progress | None = None,
     *,
     cache: KvCache | None = None,
+    draft_length: int = 1,
 ) -> HostExecutor:
-    """Open an executor on the CPU: the CPU kernels if the weights are quantized, else the reference."""
+    """Open an executor on the CPU: the CPU kernels if the weights are quantized, else the reference.
+
+    The first start compiles what passes of up to draft_length tokens need.
+    """
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
@@ -67,9 +71,11 @@ def open_on_cpu(
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
     if len(executor.cache.held_layers) == spec.n_layers:
-        stage = COMPILING if kernels.keeps else f"{COMPILING} for this run"
-        executor.prepare(None if kernels.is_filled() else progress, stage)
-        if not kernels.is_filled():
+        if kernels.is_filled():
+            executor.prepare()
+        else:
+            stage = COMPILING if kernels.keeps else f"{COMPILING} for this run"
+            executor.prepare(progress, stage, range(1, min(draft_length, executor.cache.max_tokens) + 1))
             kernels.set_filled()
     return executor
 
@@ -188,7 +194,8 @@ class _Opening:
     def _host(self, made: Plan, threads: int, progress: Progress | None, layers: tuple[int, ...]) -> HostExecutor:
         """Open the CPU's executor with a KV cache of these layers."""
         cache = host_cache(self.spec, made.context_tokens, made.kv_type, layers)
-        return open_on_cpu(self.spec, self.weights, made.context_tokens, threads, progress, cache=cache)
+        n_tokens, drafted = made.context_tokens, made.draft_length
+        return open_on_cpu(self.spec, self.weights, n_tokens, threads, progress, cache=cache, draft_length=drafted)
 
     def _opened(
         self,

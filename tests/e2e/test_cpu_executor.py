@@ -90,3 +90,13 @@ def test_dense_weights_are_refused(family: tuple[ModelSpec, ModelWeights]) -> No
 
     with pytest.raises(TypeError, match="multiply tiles"):
         cpu_executor((family[0], expanded(family[1])))
+
+
+def test_preparing_runs_passes_of_the_given_lengths_and_keeps_nothing(
+    family: tuple[ModelSpec, ModelWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, seen = cpu_executor(family), list[int]()
+    run = executor.hidden
+    monkeypatch.setattr(executor, "hidden", lambda batch: (seen.append(len(batch)), run(batch))[1])
+    executor.prepare(n_tokens=(1, 3))
+    assert seen == [1, 3] and not executor.cache.sequences

@@ -1,5 +1,7 @@
 """The executor on the CPU kernels: weights in tiles or rows as stored, int8 activations, one thread pool."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,19 +44,20 @@ class CpuExecutor(OpsExecutor):
         super().__init__(spec, weights, max_tokens, CpuOps(self._pool), cache)
         self._splits: dict[tuple[str, int], CpuSplit] = {}
 
-    def prepare(self, progress: Progress | None = None, stage: str = COMPILING) -> None:
-        """Compile the kernels that the first token needs, or load them from the disk, by running one token."""
+    def prepare(self, progress: Progress | None = None, stage: str = COMPILING, n_tokens: Iterable[int] = (1,)) -> None:
+        """Compile the kernels that the first token needs, or load them from the disk, by running passes of n_tokens."""
         tiles = (matrix.tiles for matrix in self._device_weights.matrices.values())
         kinds = sorted({each.kind for each in tiles if each is not None})
         for n_done, kind in enumerate(kinds):
             if progress:
                 progress(stage, n_done, len(kinds) + 1)
             self._ops.compile(kind)
-        sequence = self.cache.open_new()
         if progress:
             progress(stage, len(kinds), len(kinds) + 1)
-        self.hidden(Batch.of_sequence(sequence, 0, [0]))
-        self.cache.close(sequence)
+        for m in n_tokens:  # attention has kernels of its own for some numbers of tokens
+            sequence = self.cache.open_new()
+            self.hidden(Batch.of_sequence(sequence, 0, [0] * m))
+            self.cache.close(sequence)
         if progress:
             progress(stage, len(kinds) + 1, len(kinds) + 1)
 
