@@ -109,7 +109,7 @@ def read_model(
     kernels = use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel, a conversion several
     with Compilation(kernels, threads) as compilation:
         files = _read_files(folder, quantizer, threads, progress, sparsity)
-        compilation.finish(files.weights, progress)
+        compilation.finish(files.spec, files.weights, progress)
         return files
 
 

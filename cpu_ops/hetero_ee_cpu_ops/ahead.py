@@ -12,22 +12,22 @@ import numpy as np
 
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
-HEADS, HEAD_DIM = 1, 16
+HEAD_DIM = 16
 CODEBOOK = tuple(range(-16, 16, 2))  # its kind of tile is that of fitted ones with small entries
 
 
-def attention() -> None:
-    """Write one key and value to an fp16 cache, and attend to it with tiles of 4 queries."""
+def attention(group: int = 1, n_tokens: int = 1) -> None:
+    """Write keys and values of one head to an fp16 cache, and attend to them with `group` query heads per token."""
     from hetero_ee_cpu_ops.attention.attention import Attention
     from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
     from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 
-    shape = 1, HEADS, HEAD_DIM
-    keys, values = (np.zeros((1, HEADS, 1, HEAD_DIM), np.uint16) for _ in range(2))
-    table = kv_table([SequenceCache(keys, values, None, None)], [0], shape, "fp16")
-    x = np.ones((1, 3 * HEAD_DIM), np.float32)
-    KvWrite(*shape, "fp16").write(x, table, 0, HEAD_DIM, 2 * HEAD_DIM)
-    Attention(1, HEADS, HEADS, HEAD_DIM, "fp16").attend(x, table, 0, None)
+    shape, n_queries = (1, 1, HEAD_DIM), group * HEAD_DIM
+    cache = SequenceCache(*(np.zeros((1, 1, n_tokens, HEAD_DIM), np.uint16) for _ in range(2)))
+    table = kv_table([cache] * n_tokens, range(n_tokens), shape, "fp16")
+    x = np.ones((n_tokens, n_queries + 2 * HEAD_DIM), np.float32)
+    KvWrite(*shape, "fp16").write(x, table, 0, n_queries, n_queries + HEAD_DIM)
+    Attention(1, group, 1, HEAD_DIM, "fp16").attend(x, table, 0, None)
 
 
 def products() -> None:
@@ -52,7 +52,7 @@ def others() -> None:
     from hetero_ee_cpu_ops.read import Read
 
     x = np.ones((1, 2 * HEAD_DIM), np.float32)
-    Rope([1.0] * (HEAD_DIM // 2), 1.0).rotate(x, np.zeros(1, np.int64), 0, HEADS, HEAD_DIM)
+    Rope([1.0] * (HEAD_DIM // 2), 1.0).rotate(x, np.zeros(1, np.int64), 0, 1, HEAD_DIM)
     activate(x, "silu", gated=True)
     tiles, scales = np.zeros((1, 1, 512), np.int8), np.zeros((1, 1, 16), np.uint16)
     embed_int8(tiles, scales, 1.0, (16, 32), np.zeros(1, np.int64))

@@ -203,7 +203,7 @@ def _passes(
     executor = CpuExecutor(spec, model.weights, max_tokens, n_threads, cache=cache)
     try:
         begun_s = clock()
-        executor.prepare(n_tokens=sorted({m for m, _ in points if m <= MAX_DECODE_TOKENS}))
+        executor.prepare()
         end_s += clock() - begun_s
         calls_s = _calls_s(executor.pool, clock)
         chunk_s = _chunk_seconds(executor, points, model.n_chunk_layers, clock)

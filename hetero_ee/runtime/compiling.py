@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from hetero_ee.config import COMPILING, Progress
+from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.kernel_cache import KernelCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 
 LIMIT_S = 300.0  # for each process; later this one compiles what is missing
 POLL_S = 0.05
+MEASURED_TOKENS = (1, 4)  # of a quick profile's short passes
+OWN_TILES = (2, 6, 7, 8)  # numbers of queries for which attention has other kernels than for one
 
 
 class Compilation:
@@ -35,8 +38,8 @@ class Compilation:
             with suppress(OSError):  # without the process, this one compiles
                 self._processes.append(_started(kernels.folder, group))
 
-    def finish(self, weights: ModelWeights, progress: Progress | None) -> None:
-        """Compile the products with these weights here, and wait for the other processes."""
+    def finish(self, spec: ModelSpec, weights: ModelWeights, progress: Progress | None) -> None:
+        """Compile the products with these weights here, wait for the other processes, and compile the rest."""
         if not self._processes:
             return
         report, n_all = progress or (lambda *_: None), len(self._processes) + 1
@@ -46,6 +49,7 @@ class Compilation:
         while (n_running := sum(each.poll() is None for each in self._processes)) and time.monotonic() < end_s:
             report(COMPILING, n_all - n_running, n_all)
             time.sleep(POLL_S)
+        _compile_tiles(spec.n_heads // spec.n_kv_heads)
         report(COMPILING, n_all, n_all)
 
     def __enter__(self) -> Self:
@@ -77,3 +81,12 @@ def _compile_products(weights: ModelWeights) -> None:
     )
     for kind in sorted({each.kind for each in tiles}):
         ops.compile(kind)
+
+
+def _compile_tiles(group: int) -> None:
+    """Compile the attention that a quick measurement needs in addition, for `group` query heads per key head."""
+    from hetero_ee_cpu_ops import ahead
+
+    for n_tokens in MEASURED_TOKENS:
+        if group * n_tokens in OWN_TILES:
+            ahead.attention(group, n_tokens)

@@ -3,14 +3,17 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.runtime.compiling import Compilation
 from hetero_ee.runtime.kernel_cache import KernelCache
 from hetero_ee.weights.model_weights import ModelWeights
 
+SPEC = known_spec("llama-2-7b")
 EMPTY = ModelWeights({}, {}, "none")
 Started = list[tuple[list[str], "subprocess.Popen[bytes]"]]
 
@@ -46,7 +49,7 @@ def test_no_process_for_a_filled_cache_or_one_that_keeps_nothing(tmp_path: Path,
     KernelCache(tmp_path).set_filled()
     for kernels in (KernelCache(tmp_path), KernelCache(tmp_path / "other", is_writable=False)):
         with Compilation(kernels, 2) as compilation:
-            compilation.finish(EMPTY, None)
+            compilation.finish(SPEC, EMPTY, None)
     assert not started
 
 
@@ -60,7 +63,7 @@ def test_the_end_waits_for_all_and_reports_progress(tmp_path: Path, started: Sta
             waiting[0].communicate(b"\n", timeout=10)
 
     with Compilation(KernelCache(tmp_path), 2) as compilation:
-        compilation.finish(EMPTY, progress)
+        compilation.finish(SPEC, EMPTY, progress)
         assert [process.returncode for _, process in started] == [0, 0]
     assert said[0] == ("Compiling the CPU kernels", 0, 3) and said[-1] == ("Compiling the CPU kernels", 3, 3)
 
@@ -77,4 +80,21 @@ def test_a_process_that_cannot_start_is_done_without(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("hetero_ee.runtime.compiling._started", refuse)
     with Compilation(KernelCache(tmp_path), 2) as compilation:
-        compilation.finish(EMPTY, lambda *_: pytest.fail("there is nothing to wait for"))
+        compilation.finish(SPEC, EMPTY, lambda *_: pytest.fail("there is nothing to wait for"))
+
+
+@pytest.mark.parametrize(("n_kv_heads", "compiled"), [(32, []), (16, [(2, 1), (2, 4)]), (4, [(8, 1)])])
+def test_other_attention_of_a_measurement_is_compiled_last(
+    tmp_path: Path,
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    n_kv_heads: int,
+    compiled: list[tuple[int, int]],
+) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr("hetero_ee_cpu_ops.ahead.attention", lambda *call: calls.append(call))
+    with Compilation(KernelCache(tmp_path), 2) as compilation:
+        for _, process in started:
+            process.communicate(b"\n", timeout=60)
+        compilation.finish(replace(SPEC, n_kv_heads=n_kv_heads), EMPTY, None)
+    assert calls == compiled
