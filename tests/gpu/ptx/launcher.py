@@ -25,8 +25,10 @@ from tests.gpu.ptx.machine import Counts, Machine
 from tests.gpu.ptx.memory import GlobalMemory
 from tests.gpu.ptx.parsing import Kernel, PtxError
 from tests.gpu.ptx.translation import translated
+from tests.gpu_support import DEVICE, IS_INTERPRETED
 
 Change = Any  # of PTX text, for mutants
+ONLY_HERE = pytest.mark.skipif(DEVICE != "cpu" or IS_INTERPRETED, reason="launches run elsewhere")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,13 +9,12 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.gpu.ptx.counts import ARCHITECTURE, counted, workloads
-from tests.gpu.ptx.launcher import Launcher
-from tests.gpu_support import DEVICE
+from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu_kernels.md"
 GROWTH = 1.1
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="launches run elsewhere")
+pytestmark = ONLY_HERE
 
 
 @pytest.mark.sample(0)

@@ -14,12 +14,12 @@ from hetero_ee.ops.gpu_operations import gpu_operations
 from hetero_ee.ops.registry import Registry
 from hetero_ee.runtime.executors.gpu import GpuExecutor
 from tests.executor_support import MAX_TOKENS, model_of, on_kernels
-from tests.gpu.ptx.launcher import Launcher
+from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
 from tests.gpu.ptx.test_kernels import launcher
 from tests.gpu_support import DEVICE
 
 __all__ = ["launcher"]
-pytestmark = [pytest.mark.skipif(DEVICE != "cpu", reason="launches run elsewhere"), pytest.mark.sample(0)]
+pytestmark = [ONLY_HERE, pytest.mark.sample(0)]
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 2}
 PROMPT, N_TOKENS = [1, 17, 130, 3, 99], 3
 

@@ -15,10 +15,9 @@ pytest.importorskip("triton")
 
 from hetero_ee_kernels.masked_linear import masked_linear
 from hetero_ee_kernels.sparse_ffn import sparse_ffn
-from tests.gpu.ptx.launcher import Launcher
-from tests.gpu_support import DEVICE, IS_INTERPRETED
+from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu" or IS_INTERPRETED, reason="launches run elsewhere")
+pytestmark = ONLY_HERE
 ARCHITECTURES = (86, 120)
 QUICK: list[tuple[Any, ...]] = [  # file, test, arguments: one for each kernel
     ("quantize", "codes_and_scales", (2, 1056), torch.float32),

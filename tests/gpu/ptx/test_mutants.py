@@ -9,12 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.gpu.ptx.launcher import Launcher
+from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
 from tests.gpu.ptx.parsing import PtxError
 from tests.gpu.ptx.test_kernels import QUICK, name_of, run
-from tests.gpu_support import DEVICE
 
-pytestmark = [pytest.mark.skipif(DEVICE != "cpu", reason="launches run elsewhere"), pytest.mark.slow]
+pytestmark = [ONLY_HERE, pytest.mark.slow]
 # The quick case of the sparse FFN has one block of neurons, so that the barrier between two blocks does nothing there.
 CASES = [case for case in QUICK if case[0] != "sparse_ffn"] + [("sparse_ffn", "sections_of_two_blocks", "alternating")]
 CASES += [("matmul", "products_equal_float64", "codebook", (70, 1100, m)) for m in (8, 16)]
