@@ -130,6 +130,8 @@ def _every_profile_is_kept() -> Iterator[None]:
     """Whatever else runs beside the tests: only those of disturbed profiles look for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hetero_ee.profiling.disturbance.BUSY_SPREAD", math.inf)
+        patch.setattr("hetero_ee.profiling.disturbance.BUSY_SHARE", math.inf)
+        patch.setattr("hetero_ee.profiling.disturbance.SLOW_SHARE", 0.0)
         yield
 
 

@@ -1,7 +1,15 @@
-"""Detects that another program ran while a profile was measured: the memory read rates then vary widely."""
+"""Detects that other programs ran while a profile was measured.
+
+The memory read rates then vary widely, or, if a program runs all the time, are all lower than they were before. And
+such programs use processor time.
+"""
+
+from collections.abc import Mapping
 
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
+BUSY_SHARE = 0.25  # of the cores, used by other programs: a quiet desktop uses a tenth of one core
+SLOW_SHARE = 0.7  # of the highest memory read rate that was ever kept for this machine
 BUSY_SPREAD = 0.25  # a wider p20 to p80 of the read bandwidth means that something else is running
 
 
@@ -10,8 +18,21 @@ def disturbance(profile: HardwareProfile) -> float:
     return max(times.read_bytes_per_s.spread for times in _devices(profile))
 
 
-def is_disturbed(profile: HardwareProfile) -> bool:
-    return disturbance(profile) > BUSY_SPREAD
+def doubts(profile: HardwareProfile, busy_cores: float, best_bytes_per_s: Mapping[int, float]) -> tuple[str, ...]:
+    """Return phrases for everything that speaks against a profile that was just measured.
+
+    Args:
+        busy_cores: cores that other programs kept busy meanwhile.
+        best_bytes_per_s: highest memory read rate known of this machine, by number of threads.
+    """
+    found, n_cores = disturbances(profile), profile.machine.n_cores
+    if busy_cores > BUSY_SHARE * n_cores:
+        found.append(f"other programs kept {busy_cores:.1f} of {n_cores} cores busy")
+    for times in profile.cpu:
+        now, best = times.read_bytes_per_s.value, best_bytes_per_s.get(times.threads, 0.0)
+        if now < SLOW_SHARE * best:
+            found.append(f"{_what(times)} at {now / 1e9:.1f} GB/s, once at {best / 1e9:.1f}")
+    return tuple(found)
 
 
 def disturbances(profile: HardwareProfile) -> list[str]:

@@ -1,7 +1,8 @@
 """Profiles on disk: one file for each machine, set of shapes and preset. Foreign or damaged files are not used.
 
 A profile that was disturbed by another program is first stored under another name. If the next measurement is disturbed
-as well, the better of the two is kept, since a busy machine yields no better one.
+as well, the better of the two is kept, since a busy machine yields no better one. It stays provisional: a text that is
+much faster than it predicts makes forget_provisional remove it.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.disturbance import disturbance, is_disturbed
+from hetero_ee.profiling.disturbance import disturbance
 from hetero_ee.profiling.preset import product_shapes
 from hetero_ee.weights.store.filesystem import UNFINISHED_SUFFIX, FileSystem, remove_if_there, replace_file
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile, Machine
@@ -81,16 +82,40 @@ def keep_unless_disturbed(
         OSError: if it can't be written.
     """
     disturbed = _disturbed_file(profile_file(folder, profile.machine, spec, quick=quick))
-    if is_disturbed(profile) and not disturbed.exists():
+    if profile.doubts and not disturbed.exists():
         _write(profile, disturbed)
         return profile, False
-    if is_disturbed(profile):
+    if profile.doubts:
         with suppress(OSError, ValueError):
             former = _read(disturbed, profile.machine)
             if {times.threads for times in former.cpu} >= {times.threads for times in profile.cpu}:
                 profile = min(profile, former, key=disturbance)
     keep_profile(folder, profile, spec, quick=quick)
     return profile, True
+
+
+def best_read_rates(folder: Path, machine: Machine) -> dict[int, float]:
+    """Return the highest memory read rate, in bytes/s, of all profiles kept for this processor, by thread count."""
+    best: dict[int, float] = {}
+    for file in (folder / FOLDER).glob("*.json"):
+        with suppress(OSError, ValueError):
+            found = read_record(HardwareProfile, file)
+            if (found.machine.cpu_model, found.machine.n_cores) == (machine.cpu_model, machine.n_cores):
+                for times in found.cpu:
+                    best[times.threads] = max(best.get(times.threads, 0.0), times.read_bytes_per_s.value)
+    return best
+
+
+def forget_provisional(folder: Path, profile: HardwareProfile, spec: ModelSpec) -> bool:
+    """Remove the file of a provisional profile, so that the next run measures again. Return whether there was one."""
+    file = kept_file(folder, profile, spec) if profile.doubts else None
+    if file is None:
+        return False
+    try:
+        FileSystem().remove_file(file)
+    except OSError:  # it will be found again
+        return False
+    return True
 
 
 def remove_unfinished(folder: Path) -> None:

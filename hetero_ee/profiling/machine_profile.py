@@ -10,14 +10,15 @@ from pathlib import Path
 
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.disturbance import disturbance, disturbances, is_disturbed
-from hetero_ee.profiling.kept import FOLDER, keep_unless_disturbed, kept_profile, remove_unfinished
+from hetero_ee.profiling.disturbance import disturbance, doubts
+from hetero_ee.profiling.kept import FOLDER, best_read_rates, keep_unless_disturbed, kept_profile, remove_unfinished
 from hetero_ee.profiling.preset import FULL, QUICK
 from hetero_ee.profiling.problems import REFRESH, WITHOUT_GPU, reason
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee_profiles.gpu.platform import GpuPlatform, cuda_platform
 from hetero_ee_profiles.hardware import HardwareProfile, Machine
+from hetero_ee_profiles.host.others import OtherPrograms
 from hetero_ee_profiles.host.process import surplus_threads
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.probe_samples import Clock
@@ -111,7 +112,7 @@ class _Search:
             return found
         if not is_kept:
             self._say(["This profile is used now and not kept: the next run measures again"])
-        elif is_disturbed(found):
+        elif found.doubts:
             self._say([f"The least disturbed profile of two runs is kept; {REFRESH} on a quiet machine"])
         return found
 
@@ -136,16 +137,17 @@ class _Search:
         found: list[HardwareProfile] = []
         for attempt in range(preset.attempts):
             if attempt:
-                self._say([f"{'; '.join(disturbances(found[0]))}: something else is running; measuring once more"])
-            found.append(
-                measure_profile(
-                    self.spec, subject, origin, threads=threads, preset=preset, remedy=REFRESH, progress=self.remark
-                )
+                self._say([f"{'; '.join(found[0].doubts)}: something else is running; measuring once more"])
+            others = OtherPrograms()
+            profile = measure_profile(
+                self.spec, subject, origin, threads=threads, preset=preset, remedy=REFRESH, progress=self.remark
             )
-            if not is_disturbed(found[-1]):
+            known = best_read_rates(self.data_folder, self.machine)
+            found.append(replace(profile, doubts=doubts(profile, others.busy_cores(), known)))
+            if not found[-1].doubts:
                 self._say(["Nothing disturbed the second measurement, which is used"] if attempt else [])
                 break
-        return min(found, key=disturbance)
+        return min(found, key=lambda profile: (bool(profile.doubts), disturbance(profile)))
 
     def _say(self, remarks: Sequence[str]) -> None:
         for each in remarks:

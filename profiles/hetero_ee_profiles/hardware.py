@@ -250,6 +250,9 @@ class HardwareProfile:
     link: LinkTimes | None  # None without a GPU
     disk_read_bytes_per_s: Measurement
     warnings: tuple[str, ...]
+    doubts: tuple[str, ...] = ()  # why it is provisional: signs that other programs ran while it was measured
+
+    ADDED_FIELDS: ClassVar = ("doubts",)  # may be missing from a file of this version
 
     def __post_init__(self) -> None:
         self.check_version(self.version)

@@ -170,7 +170,13 @@ def test_exact_mode_that_was_declined_is_measured_too(cli: Cli, headless: Path, 
     write_record(replace(profile, cpu=(replace(profile.cpu[0], matmuls=tuple(slow)),)), file)
     line = cli("calibrate", headless, "-t", 1).out.splitlines()[-1]
     assert "; still full mode. Exact mode was declined: with calibration on TinyStories" in line
-    assert re.search(r" Forced, exact mode has [\d.]+ tokens/s expected, [\d.]+ measured\.$", line)
+    forced = re.search(r" Forced, exact mode has ([\d.]+) tokens/s expected, [\d.]+ measured\.$", line)
+    declined = re.search(r"would reach ([\d.]+) tokens/s at best, ([+-]\d+)% against full mode", line)
+    full = re.match(GAIN, line)
+    assert forced is not None and declined is not None and full is not None
+    best = float(declined[1])  # all numbers are of the same context
+    assert best / (1 + int(declined[2]) / 100) == pytest.approx(float(full[1]), rel=0.02)
+    assert best == pytest.approx(float(forced[1]), rel=0.05)
 
 
 @pytest.mark.sample(0)

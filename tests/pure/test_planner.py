@@ -17,12 +17,13 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.reports.what_if import Request, what_if
 from hetero_ee.planning.schedule import WORTH_IT
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.memory import rounded
 from hetero_ee_profiles.data_sheets import DataSheet
-from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
+from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes, MatmulTime
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import derived_profile
 from hetero_ee_profiles.units import GIB
@@ -376,3 +377,21 @@ def test_a_streamed_layer_shares_the_ram_with_a_cpu_that_reads(gpu_layers: int, 
     copied_s = sum(costs.copy_s(part, beside_cpu=is_shared) for part in layer)
     (streamed,) = [term.seconds for term in found.prediction.layer_terms if term.name == "streamed"]
     assert found.gpu_layers == gpu_layers and streamed == pytest.approx(copied_s)
+
+
+def test_other_measured_numbers_of_threads_are_offered() -> None:
+    """With the speed that was measured with them: more threads may be slower."""
+    profile = replace(derived_profile(DATA_SHEETS[0], "2026-11-21"), gpu=None, link=None)
+    [times] = profile.cpu
+    slower = replace(times, threads=12, matmuls=tuple(doubled(row) for row in times.matmuls))
+    profile = replace(profile, cpu=(times, slower))
+    spec, limits = spec_of(8), Limits(context_tokens=512)
+    made = plan(spec, profile, limits)
+    found = what_if(Request(spec, profile, limits, Statistics(), made))
+    assert made.threads == 12 and "-t 12" not in found and found["-t 6"].threads == 6
+    assert found["-t 6"].prediction.generated_tokens_per_s > 1.5 * made.prediction.generated_tokens_per_s
+
+
+def doubled(row: MatmulTime) -> MatmulTime:
+    value = 2 * row.time.value
+    return replace(row, time=replace(row.time, value=value, p20=value, p80=value))

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from hetero_ee.profiling import disturbance, kept
 from hetero_ee.profiling import machine_profile as machine_profile_module
 from hetero_ee.profiling import measure as profiling
 from hetero_ee.profiling.gpu import GpuMetrics
-from hetero_ee.profiling.kept import keep_profile, kept_profile, profile_file
+from hetero_ee.profiling.kept import forget_provisional, keep_profile, kept_profile, profile_file
 from hetero_ee.profiling.machine_profile import Wanted, known_profile, machine_profile
 from hetero_ee.profiling.preset import FULL, QUICK
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee_profiles import machine as machine_module
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, Machine
 from hetero_ee_profiles.host import memory as memory_module
+from hetero_ee_profiles.host import others as others_module
 from hetero_ee_profiles.host.memory import MemoryInfo
+from hetero_ee_profiles.host.others import OtherPrograms
 from hetero_ee_profiles.measurement import Origin, measured
 from hetero_ee_profiles.reference import derived_profile
 from tests.families import config_of
@@ -327,6 +329,14 @@ QUIET, BUSY, BUSIER = [1e9, 1e9, 1e9], [1e9, 1.2e9, 1.5e9], [1e9, 1.2e9, 1.9e9]
 COMMAND = "`hetero-ee profile --refresh MODEL` measures again"
 
 
+@dataclass(frozen=True)
+class StandInPrograms:
+    cores: float = 0.0
+
+    def busy_cores(self) -> float:
+        return self.cores
+
+
 def p80(profile: HardwareProfile) -> float:
     return profile.cpu[0].read_bytes_per_s.p80
 
@@ -366,6 +376,46 @@ def test_a_disturbed_profile_is_used_and_not_kept(disturbed: Asking, probes: Pro
     assert probes.teams == [4, 4, 4] and again.warnings == () and p80(again) == 1e9
     assert disturbed.file.suffix == ".json"  # and nothing beside it
     assert disturbed() == again and probes.teams == [4, 4, 4]
+
+
+def test_a_program_that_runs_all_the_time_is_noticed(
+    ask: Asking, probes: Probes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rates agree, and are a third of what they were: by its processor time, and by an earlier profile."""
+    monkeypatch.setattr(disturbance, "BUSY_SHARE", 0.25)
+    monkeypatch.setattr(machine_profile_module, "OtherPrograms", lambda: StandInPrograms(2.5))
+    probes.rates = [3e8] * 3
+    ask()
+    assert "other programs kept 2.5 of 4 cores busy: something else is running" in ask.remarks[0]
+    found = ask()
+    assert found.doubts == ("other programs kept 2.5 of 4 cores busy",) and ask().doubts == found.doubts
+    assert ask.file.suffix == ".json" and len(probes.teams) == 4  # kept, after two runs, but provisional
+
+    monkeypatch.setattr(machine_profile_module, "OtherPrograms", lambda: StandInPrograms(0.1))
+    probes.rates = QUIET
+    assert ask(AGAIN).doubts == () and ask().cpu[0].read_bytes_per_s.value == 1e9
+    monkeypatch.setattr(disturbance, "SLOW_SHARE", 0.7)
+    probes.rates = [3e8] * 3
+    ask.spec = read_spec(config_of("qwen3"))
+    assert ask().doubts == ("with 4 threads memory was read at 0.3 GB/s, once at 1.0",)
+
+
+def test_a_provisional_profile_is_forgotten_and_no_other(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = ask()
+    assert not forget_provisional(ask.folder, good, ask.spec) and ask() == good
+    doubted = replace(good, doubts=("other programs kept 2.5 of 4 cores busy",))
+    keep_profile(ask.folder, doubted, ask.spec, quick=True)
+    assert ask() == doubted and forget_provisional(ask.folder, doubted, ask.spec)
+    assert ask() == good  # measured again
+
+
+def test_other_programs_are_all_but_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(10.0, 100.0, 5.0), (12.0, 106.0, 8.0), (14.0, 106.0, 9.0)])  # by the clock, of all, of this one
+    monkeypatch.setattr(others_module, "_times_s", lambda: next(times))
+    others = OtherPrograms()
+    assert others.busy_cores() == 1.5 and others.busy_cores() == 0.5
+    monkeypatch.undo()
+    assert OtherPrograms().busy_cores() >= 0
 
 
 @pytest.mark.parametrize("then, best", [(BUSIER, 1.5e9), ([1e9, 1.2e9, 1.4e9], 1.4e9)])

@@ -73,6 +73,7 @@ class _Run:
     plan: "Plan"
     placement: "PlanRequest"
     speed: Speed
+    context_tokens: int  # in the middle of its texts
 
 
 def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
@@ -93,7 +94,10 @@ def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
     progress(MEASURING, 1, 2)
     made, placement, profile = after.plan, after.placement, after.placement.profile
     assert profile is not None, "it was found or measured"
-    reasons = [each for each in made.reasons if each.startswith(ABOUT_THE_MODE)]
+    limits = replace(placement.limits, context_tokens=made.context_tokens, threads=made.threads)
+    # Reasons with numbers for the length of these texts, like those that are measured and expected.
+    here = make_plan(after.spec, profile, limits, placement.statistics, predict_at_tokens=after.context_tokens)
+    reasons = [each for each in here.reasons if each.startswith(ABOUT_THE_MODE)] if here.mode == made.mode else []
     before, forced = after.speed, None
     known = {"profile": profile, "progress": progress}
     if made.mode == "full":
@@ -102,7 +106,6 @@ def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
         except UsageError as error:  # nothing exits anywhere, say
             reasons.append(f"It can't be forced: {str(error).partition(';')[0]}.")
     else:
-        limits = replace(placement.limits, context_tokens=made.context_tokens, threads=made.threads)
         former = make_plan(after.spec, profile, limits, replace(placement.statistics, exits=None))
         if _decided(former) != _decided(made):
             before = _run(options | known | {"plan": former, "context_tokens": 0}).speed
@@ -131,7 +134,8 @@ def _run(options: dict[str, Any]) -> _Run:
         expected_s = predicted_text_s(engine.spec, placement.profile, made, placement.statistics, n_new, n_prompt)
         expected = None if expected_s is None else n_new / expected_s
         measured = n_new / seconds if seconds else 0.0
-        return _Run(engine.spec, made, placement, Speed(made.mode, engine.draft_origin or None, expected, measured))
+        speed = Speed(made.mode, engine.draft_origin or None, expected, measured)
+        return _Run(engine.spec, made, placement, speed, n_prompt + n_new // 2)
 
 
 def _decoded(engine: "Engine", prompt: str, params: Any, limit_s: float) -> tuple[int, float]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
 BAR_COLUMNS = 40
 SLOW = 0.5  # share of the expected speed; predictions err by less
+FAST = 1.5  # times the expected speed: the profile was measured while other programs ran
 MIN_S, MIN_TOKENS = 1.0, 8  # least length of a text whose speed is judged
 LEAST_SHARE = 0.005  # least share of a prompt's time that is reported
 
@@ -60,6 +61,7 @@ def closing_lines(
     if result.finish_reason is FinishReason.CONTEXT:
         lines.insert(0, f"(The context of {engine.context_tokens} tokens is full; the text ends here.)")
     lines += slowness(result, expected, engine.plan is not None and engine.plan.n_bytes("gpu") > 0)
+    lines += fastness(engine, result, expected)
     lines += _times(result, session) if placement.verbose else []
     return "\n".join(lines + (_statistics(engine, result, start_s) if placement.stats else []))
 
@@ -94,6 +96,23 @@ def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool)
     return [
         f"This text ran at {rate:.1f} tokens/s, less than half of the expected {expected:.1f}: another program may be "
         f"busy{spilled}. {remedy}, or measure again with hetero-ee profile --refresh."
+    ]
+
+
+def fastness(engine: "Engine", result: "GenerationResult", expected: float | None) -> list[str]:
+    """Drop a provisional profile if a text in full mode was much faster than it predicts, and return a sentence."""
+    from hetero_ee.config import data_folder
+    from hetero_ee.profiling.kept import forget_provisional
+
+    profile, rate = None if engine.plan_request is None else engine.plan_request.profile, result.generated_tokens_per_s
+    is_short = result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS
+    if expected is None or profile is None or is_short or engine.draft_statistics or engine.exit_statistics:
+        return []
+    if rate < FAST * expected or not forget_provisional(data_folder(), profile, engine.spec):
+        return []
+    return [
+        f"This text ran at {rate:.1f} tokens/s, {rate / expected:.1f} times the expected speed, because the profile of "
+        "this machine was measured while other programs ran. It is dropped: the next start measures again."
     ]
 
 

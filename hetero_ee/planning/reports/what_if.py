@@ -63,6 +63,9 @@ def _changes(request: Request) -> Iterator[tuple[str, dict[str, object]]]:
     for kv_type in KV_BYTES:
         if kv_type != made.kv_type:
             yield f"--kv-type {kv_type}", {"kv_type": kv_type}
+    for times in request.profile.cpu:
+        if times.threads != made.threads:
+            yield f"-t {times.threads}", {"threads": times.threads}
     half, own = made.context_tokens // 2, request.spec.max_context_tokens
     if half >= MIN_CONTEXT_TOKENS:
         yield f"-c {half}", {"context_tokens": half}
