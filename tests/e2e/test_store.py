@@ -24,6 +24,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import Workers
 from hetero_ee.weights.store import source
 from hetero_ee.weights.store.conversion import CONVERTING, cached_store, convert, planned_bytes
 from hetero_ee.weights.store.filesystem import FileSystem
@@ -162,9 +163,9 @@ def test_conversion_holds_two_tensors_at_a_time(
     n_alive: list[int] = []
     read, write = Checkpoint.values, StoreWriter.add_matrix
 
-    def watched_read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    def watched_read(checkpoint: Checkpoint, name: str, workers: Workers = map) -> torch.Tensor:
         n_alive.extend(sum(reference() is not None for reference in references) for references in (values, tiles))
-        found = read(checkpoint, name)
+        found = read(checkpoint, name, workers)
         values.append(weakref.ref(found))
         return found
 
