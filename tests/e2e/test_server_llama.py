@@ -51,7 +51,7 @@ def test_a_completion_says_what_generate_says(server: RunningServer) -> None:
 
 def test_a_completion_streams_the_same(server: RunningServer) -> None:
     whole = completed(server, n_predict=12, return_tokens=True)
-    *pieces, last = streamed(server, n_predict=12, return_tokens=True)
+    *pieces, last = streamed(server, n_predict=12)
     assert "".join(each["content"] for each in pieces) == whole["content"] and last["content"] == ""
     assert [token for each in (*pieces, last) for token in each["tokens"]] == whole["tokens"]
     assert not any(each["stop"] for each in pieces) and last["stop"] and last["stop_type"] == "limit"

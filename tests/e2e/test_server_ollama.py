@@ -118,8 +118,9 @@ def test_a_format_is_kept(server: RunningServer) -> None:
     answer = whole(server, "/api/chat", HELLO | hot | {"format": schema})
     jsonschema.validate(json.loads(answer["message"]["content"]), schema)
     assert answer["done_reason"] == "stop"
-    raw = {"model": NAME, "prompt": "Once", "raw": True, "format": "json", "options": {"num_predict": 3}}
-    assert whole(server, "/api/generate", raw)["response"].startswith("{")
+    for any_object in ("json", {}):
+        raw = {"model": NAME, "prompt": "Once", "raw": True, "format": any_object, "options": {"num_predict": 3}}
+        assert whole(server, "/api/generate", raw)["response"].startswith("{")
 
 
 def test_calls_come_with_an_object_and_results_find_their_call(servers: dict[str, RunningServer]) -> None:
@@ -191,6 +192,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "think": ("/api/generate", {"prompt": "a", "think": 5}),
     "prompt": ("/api/generate", {"prompt": 5}),
     "format": ("/api/generate", {"prompt": "a", "format": {"type": "object", "not": {}}}),
+    "format is 'xml'": ("/api/generate", {"prompt": "a", "format": "xml"}),
+    "format is [": ("/api/generate", {"prompt": "a", "format": [1]}),
     "stream": ("/api/chat", {"messages": [], "stream": "x"}),
     "raw": ("/api/generate", {"raw": 5}),
     "model": ("/api/show", {"model": {}}),

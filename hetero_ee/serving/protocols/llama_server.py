@@ -27,12 +27,13 @@ async def completion(request: Request, served: ServedModel) -> Response:
     form, prompt = asked_form(fields), fields.values.get("prompt")
     if not isinstance(prompt, str | list):
         fields.refuse("prompt", "is missing; expected text, or a list of token ids")
-    ping_s = served.settings.ping_s if fields.flag("stream") else None
+    is_stream, returns_ids = fields.flag("stream"), fields.flag("return_tokens")
+    ping_s = served.settings.ping_s if is_stream else None
     if form is not None:
         params = await until_gone(request, constrained(served, params, form.changes, form.field))
-    ids, returns_ids = await served.prompt_ids(prompt), fields.flag("return_tokens")
+    ids = await served.prompt_ids(prompt)
     text = prompt if isinstance(prompt, str) else await served.decode(ids)
-    generation = served.generation(ids, params, keeps_tokens=returns_ids)
+    generation = served.generation(ids, params, keeps_tokens=returns_ids or is_stream)
     head = {"model": served.settings.model_name, "prompt": text, "generation_settings": _settings(params, served)}
     return await answered(request, _Answer(Reply(generation, None), head), [generation], ping_s)
 
@@ -87,7 +88,7 @@ class _Answer:
         yield event(self._part("") | self._end())
 
     def _part(self, text: str) -> dict[str, Any]:
-        """Return the fields of a piece of text, with the ids of the tokens since the previous one if requested."""
+        """Return the fields of a piece of text, with the ids of the tokens since the previous one, if kept."""
         kept, self._generation.kept = self._generation.kept, []
         return {
             "index": 0,

@@ -8,7 +8,7 @@ from typing import Any, Self
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hetero_ee.errors import HeteroError
+from hetero_ee.errors import HeteroError, shown
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.answers import answered, until_gone
 from hetero_ee.serving.errors import ollama_error
@@ -90,8 +90,11 @@ def _form(fields: Fields) -> Form | None:
     form = fields.values.get("format")
     if form in (None, ""):
         return None
-    kind, schema = ("json_object", {}) if form == "json" else ("json_schema", {"schema": form})
-    return schema_form(fields, kind, Fields(schema, "format."), "format")
+    if form in ("json", {}):
+        return schema_form(fields, "json_object", Fields({}), "format")
+    if not isinstance(form, dict):
+        fields.refuse("format", f'is {shown(form)}; expected "json" or a JSON Schema, an object')
+    return schema_form(fields, "json_schema", Fields({"schema": form}, "format."), "format")
 
 
 async def _answered(
