@@ -28,6 +28,7 @@ class Asked:
     token: str | None
     status: int
     n_sent_bytes: int = 0
+    encoding: str | None = None  # what it accepts
 
 
 @dataclass(slots=True)
@@ -229,6 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[: fault.shorten]
         path = unquote(urlsplit(self.path).path)
         asked = Asked(self.command, path, asked_range, self._token(), status)
+        asked.encoding = self.headers.get("Accept-Encoding")
         if not path.startswith("/api/") or path.startswith("/api/models/"):  # a library may ask for news of its own
             self.hub.log.append(asked)  # before the answer, after which a test may look
         self.send_response(status)

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 from hetero_ee.errors import CheckpointError, ModelError
@@ -55,14 +56,16 @@ def _append(repository: Repository, file: RemoteFile, beginning: Path, n_bytes: 
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
     n_done = beginning.stat().st_size
-    wanted = build_hf_headers() | {"Range": f"bytes={n_done}-{n_bytes - 1}"}
+    wanted = build_hf_headers() | {"Range": f"bytes={n_done}-{n_bytes - 1}", "Accept-Encoding": "identity"}
     url = hf_hub_url(repository.model, file.name, revision=repository.commit)
     with (
         get_session().stream("GET", url, headers=wanted, follow_redirects=True, timeout=ANSWER_S) as response,
         beginning.open("ab") as opened,
     ):
         hf_raise_for_status(response)
+        if response.status_code != HTTPStatus.PARTIAL_CONTENT:  # the server ignores the range and sends everything
+            n_done = opened.truncate(0)
         for chunk in response.iter_bytes():
             n_done += opened.write(chunk[: n_bytes - n_done])
-            if n_done >= n_bytes:  # a server may ignore the range and send everything
+            if n_done >= n_bytes:
                 break

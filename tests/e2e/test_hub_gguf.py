@@ -1,8 +1,12 @@
 """GGUF models of the Hub, named by repository and quantization: which files are chosen, downloaded and run."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from hetero_ee import Engine, ModelError
 from hetero_ee.hub.config_file import read_spec
@@ -12,7 +16,7 @@ from tests.command_line import Cli
 from tests.families import random_model
 from tests.gguf_models import write_gguf
 from tests.hub_model import Calls, files_of, resolve
-from tests.hub_server import Fault, Hub
+from tests.hub_server import Fault, Hub, digest
 
 ID = "some-org/Tiny-GGUF"
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -225,6 +229,56 @@ def test_an_interrupted_download_resumes(
     assert progress.calls[-1][1:] == (size_bytes, size_bytes)
     (blob,) = (file for file in hub_cache.glob("*/blobs/*") if file.is_file())
     assert blob.read_bytes() == files["Tiny-Q8_0.gguf"]
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_server_without_ranges_sends_a_header_of_several_requests(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero_ee.hub.remote_header.FIRST_BYTES", 2**12)
+    hub.publish(ID, files)
+    hub.ignores_ranges = True
+    assert read_spec(resolve(f"{ID}:Q8_0", configuration_only=True)).n_layers == 1
+    encodings = [request.encoding for request in hub.log if request.path.startswith("/large/")]
+    assert len(encodings) > 1 and set(encodings) == {"identity"}
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_two_starts_at_once_download_a_file_once(hub: Hub, files: dict[str, bytes], hub_cache: Path) -> None:
+    hub.publish(ID, files)
+    resolve(f"{ID}:Q8_0", configuration_only=True)
+    hub.log.clear()
+    hub.faults.append(Fault("/large/", pause_s=0.005))
+    progress = [Calls(), Calls()]
+    with ThreadPoolExecutor(2) as both:
+        started = [both.submit(resolve, f"{ID}:Q8_0", progress=each) for each in progress]
+        first, second = (each.result(timeout=60) for each in started)
+    assert first == second and len(hub.ranges()) == 1
+    size_bytes = len(files["Tiny-Q8_0.gguf"])
+    assert [each.calls[-1][1:] for each in progress] == [(size_bytes, size_bytes)] * 2
+    assert len([file for file in hub_cache.glob("*/blobs/*") if file.is_file()]) == 1
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_an_interrupt_ends_the_wait_for_another_download(hub: Hub, files: dict[str, bytes], hub_cache: Path) -> None:
+    hub.publish(ID, files)
+    resolve(f"{ID}:Q8_0", configuration_only=True)
+    hub.log.clear()
+    blobs = hub_cache / f"models--{ID.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    calls = Calls()
+
+    def interrupt(*call: Any) -> None:
+        calls(*call)
+        if len(calls.calls) == 3:
+            raise KeyboardInterrupt
+
+    with (
+        FileLock(blobs / f"{digest('m.gguf', files['Tiny-Q8_0.gguf'])}.resumable.lock"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        resolve(f"{ID}:Q8_0", progress=interrupt)
+    assert not hub.ranges() and not any("_work" in thread.name for thread in threading.enumerate())
 
 
 def test_commands_and_python_run_it(hub: Hub, files: dict[str, bytes], cli: Cli, cache: Path) -> None:

@@ -25,6 +25,7 @@ MODULES = {
     "imp",
     "telnetlib",
 }
+POSIX = {"fcntl", "grp", "pty", "pwd", "resource", "termios", "tty"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {
     ("torch", "load"),
@@ -65,6 +66,14 @@ def test_no_module_runs_data_as_code(file: Path) -> None:
     name = str(file.relative_to(ROOT))
     found = [(line, what) for line, what in banned(ast.parse(file.read_text())) if (name, what) not in ALLOWED]
     assert found == []
+
+
+def test_no_module_needs_what_windows_lacks_when_it_is_imported() -> None:
+    for file in SOURCES:
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            assert not POSIX & set(names), f"{file}:{node.lineno}"
 
 
 @pytest.mark.parametrize(
