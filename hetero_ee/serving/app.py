@@ -61,7 +61,8 @@ POSTS: dict[str, Answer] = {
 OF_ALL_MODELS: frozenset[Answer] = frozenset(
     (
         *(files.file, openapi.document, native.health, native.metrics, native.models, native.model, native.unload),
-        *(native.not_offered, ollama_models.tags, ollama_models.running, ollama_models.version),
+        *(native.not_offered, ollama_models.tags, ollama_models.running, ollama_models.version, ollama_models.show),
+        *(ollama.unload, llama_server.slots),
     )
 )
 
@@ -97,10 +98,13 @@ class _Endpoint:
 
     async def _response(self, request: Request, held: AsyncExitStack) -> Response:
         try:
-            if self._answer in OF_ALL_MODELS:
-                return await self._answer(request, self._models)
+            answer = self._answer
+            if answer in (ollama.chat, ollama.generate) and await ollama.is_unload(request, self._models):
+                answer = ollama.unload
+            if answer in OF_ALL_MODELS:
+                return await answer(request, self._models)
             name = await self._model_name(request)
-            return await self._answer(request, await held.enter_async_context(self._models.using(name)))
+            return await answer(request, await held.enter_async_context(self._models.using(name)))
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except HeteroError as error:

@@ -83,18 +83,23 @@ class Models:
         model = self._found(name)
         return "loaded" if model.served is not None else "loading" if model.is_loading else "unloaded"
 
+    def named(self, name: str | None) -> str:
+        """Return the name, as in `names`, of the model that a request names. Args and Raises: see `using`."""
+        return (self._usual() if name is None or self.is_single else self._found(name)).name
+
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
         """Load the model if necessary, and keep it loaded until the end of the block.
 
         Args:
-            name: The model that a request names. None means the model used last, or the first one.
+            name: The model that a request names. None means the one that is being loaded, the loaded one used last,
+                or the one used last, in this order.
 
         Raises:
             RequestError: if there is no such model.
             HeteroError: if it can't be opened.
         """
-        model = self._usual() if name is None or self.is_single else self._found(name)
+        model = self._models[self.named(name)]
         served = await self._taken(model)
         try:
             yield served
@@ -135,7 +140,10 @@ class Models:
         return model
 
     def _usual(self) -> _Model:
-        return max(self._models.values(), key=lambda each: each.last_use)  # the first one of equals
+        def rank(each: _Model) -> tuple[bool, bool, int]:
+            return each.is_loading, each.served is not None, each.last_use
+
+        return max(self._models.values(), key=rank)  # the first one of equals
 
     async def _taken(self, model: _Model) -> ServedModel:
         served = model.served

@@ -57,6 +57,9 @@ class Server:
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, timeout=5).json()
 
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30)
+
     @property
     def loaded(self) -> list[str]:
         return [each["id"] for each in self.get("/v1/models")["data"] if each["status"]["value"] == "loaded"]
@@ -151,6 +154,9 @@ def test_as_many_stay_as_fit(tiny: Path) -> None:
         server.errors["b"] = DeviceMemoryError("no memory.", "gpu")
         assert server.ask("b").status_code == 200
         assert server.loaded == ["b"] and server.opened == ["a", "b", "c", "b", "b"]
+        server.ask("a")
+        server.post("/models/unload", model="a")
+        assert server.get("/props")["model_alias"] == "b" and server.loaded == ["b"]
 
 
 def test_models_in_a_folder_are_found(tmp_path: Path) -> None:
@@ -210,3 +216,43 @@ def test_ollamas_clients_see_and_load_all_models(server: Server) -> None:
     assert (loaded["name"], loaded["context_length"]) == ("c", 600) and loaded["size"] > 0
     lost = httpx.post(f"{server.url}/api/generate", json=body | {"model": "d"}, timeout=30)
     assert lost.status_code == 404 and lost.json()["error"].startswith("there is no such model")
+
+
+@pytest.mark.parametrize("keep_alive", [0, "0", "0s"])
+def test_ollama_stop_closes_a_model_and_loads_none(server: Server, keep_alive: Any) -> None:
+    server.ask("a")
+    n_opened = len(server.opened)
+    other = server.post("/api/generate", model="b", keep_alive=keep_alive).json()
+    assert (other["model"], other["response"], other["done"], other["done_reason"]) == ("b", "", True, "unload")
+    assert server.loaded == ["a"]
+    stopped = server.post("/api/chat", model="a:latest", messages=[], keep_alive=keep_alive).json()
+    assert (stopped["message"]["content"], stopped["done_reason"]) == ("", "unload")
+    assert server.loaded == [] and len(server.opened) == n_opened
+    assert server.post("/api/generate", model="d", keep_alive=keep_alive).status_code == 404
+
+
+def test_what_only_reads_loads_no_model(server: Server) -> None:
+    server.ask("a")
+    n_opened = len(server.opened)
+    shown = server.post("/api/show", model="b").json()
+    assert (shown["model_info"], shown["details"], shown["capabilities"]) == ({}, {}, ["completion"])
+    assert server.get("/slots?model=b") == [] and len(server.get("/slots")) == 4
+    assert server.get("/props")["model_alias"] == "a" and "eos_token" in server.get("/tokenizer_info")
+    loaded = server.post("/api/show", model="", name="a:latest").json()
+    assert loaded["model_info"] and loaded["details"] and set(loaded) == set(shown)
+    assert server.post("/api/show", model="d").status_code == 404
+    assert server.loaded == ["a"] and len(server.opened) == n_opened
+
+
+def test_a_request_without_a_model_waits_for_the_one_that_loads(server: Server) -> None:
+    server.ask("a")
+    n_opened = len(server.opened)
+    server.may_open.clear()
+    with ThreadPoolExecutor(2) as threads:
+        loading = threads.submit(server.ask, "b")
+        eventually(lambda: server.opened[n_opened:] == ["b"])
+        props = threads.submit(server.get, "/props")
+        assert server.get("/slots") == []
+        server.may_open.set()
+        assert loading.result(20).status_code == 200 and props.result(20)["model_alias"] == "b"
+    assert server.opened[n_opened:] == ["b"]

@@ -105,6 +105,12 @@ def test_what_loads_the_model_is_answered_at_once(server: RunningServer) -> None
     assert (loaded["response"], loaded["done"], loaded["done_reason"]) == ("", True, "load")
     loaded = server.post("/api/chat", {"model": NAME, "messages": []}).json()
     assert loaded["message"]["role"] == "assistant" and loaded["done_reason"] == "load"
+    unloaded = server.post("/api/generate", {"model": "any", "keep_alive": 0}).json()  # though the only one stays
+    assert (unloaded["model"], unloaded["response"], unloaded["done_reason"]) == (NAME, "", "unload")
+    for more in ({"keep_alive": False}, {"keep_alive": "5m"}):
+        assert server.post("/api/generate", {"model": NAME} | more).json()["done_reason"] == "load"
+    said = whole(server, "/api/chat", HELLO | GREEDY | {"keep_alive": 0})
+    assert said["done_reason"] == "length" and server.post("/api/generate", {"keep_alive": 0, "model": 5}).is_error
 
 
 def test_a_format_is_kept(server: RunningServer) -> None:
@@ -181,6 +187,7 @@ def test_clients_learn_what_there_is(servers: dict[str, RunningServer]) -> None:
     kind = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{kind}.context_length"] == 2048 and shown["details"] == model["details"]
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert server.post("/api/show", {"name": NAME}).json() == shown
     assert servers["lines"].post("/api/show", {"model": NAME}).json()["capabilities"] == ["completion", "tools"]
 
 
@@ -197,6 +204,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "stream": ("/api/chat", {"messages": [], "stream": "x"}),
     "raw": ("/api/generate", {"raw": 5}),
     "model": ("/api/show", {"model": {}}),
+    "name": ("/api/show", {"name": 5}),
 }
 
 

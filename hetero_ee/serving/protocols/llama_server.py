@@ -12,6 +12,7 @@ from hetero_ee.errors import HeteroError
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.answers import PING, answered, event, until_gone
 from hetero_ee.serving.errors import openai_error
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.protocols.openai import read_chat
 from hetero_ee.serving.protocols.sampling_fields import ONE, REFUSED, REFUSED_IN_CHATS, TEXTS, read_request
 from hetero_ee.serving.served_model import ServedModel
@@ -45,8 +46,14 @@ async def apply_template(request: Request, served: ServedModel) -> Response:
     return JSONResponse({"prompt": chat.prompt})
 
 
-async def slots(request: Request, served: ServedModel) -> Response:
-    """Answer with the state of each slot, without the texts in it, which are other clients'."""
+async def slots(request: Request, models: Models) -> Response:
+    """Answer with the state of each slot, without the texts in it, which are other clients'.
+
+    A model that is not loaded has no slots.
+    """
+    served = models.served(models.named(request.query_params.get("model")))
+    if served is None:
+        return JSONResponse([])
     engine = served.engine
     common = {"n_ctx": engine.context_tokens, "speculative": engine.drafting is not None}
     found = [

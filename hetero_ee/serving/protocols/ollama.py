@@ -12,8 +12,9 @@ from hetero_ee.errors import HeteroError, shown
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.answers import answered, until_gone
 from hetero_ee.serving.errors import ollama_error
+from hetero_ee.serving.models import Models
 from hetero_ee.serving.protocols import sampling_fields
-from hetero_ee.serving.protocols.body import Fields
+from hetero_ee.serving.protocols.body import Fields, read_body
 from hetero_ee.serving.protocols.messages import ollama_messages, text_of
 from hetero_ee.serving.protocols.ollama_models import timestamp
 from hetero_ee.serving.protocols.sampling_fields import OPTIONS, read_request, refuse_unsupported
@@ -27,7 +28,8 @@ from hetero_ee.text.chat_template import Message
 LINES_TYPE = "application/x-ndjson"
 NS = 10**9
 NO_TOOLS = ToolUse()
-LOADED = {"done_reason": "load", "done": True}
+LOADED, UNLOADED = ({"done_reason": reason, "done": True} for reason in ("load", "unload"))
+NO_TIME = ("0", "0.0", "0s", "0m", "0h")
 REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
     "images": ([],),
     "suffix": ("",),
@@ -38,12 +40,27 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
 }
 
 
+async def is_unload(request: Request, models: Models) -> bool:
+    """Return whether a request for a chat or for text only closes its model, as `ollama stop` does."""
+    given = (await read_body(request, models.settings)).values
+    return not (given.get("prompt") or given.get("messages")) and str(given.get("keep_alive")) in NO_TIME
+
+
+async def unload(request: Request, models: Models) -> Response:
+    """Close the model once its requests have ended. The only model of a server stays loaded."""
+    name = models.named((await read_body(request, models.settings)).text("model"))
+    if not models.is_single:
+        await models.unload(name)
+    part = _message("") if request.url.path == "/api/chat" else {"response": ""}
+    return JSONResponse(_document(name, part) | UNLOADED)
+
+
 async def chat(request: Request, served: ServedModel) -> Response:
     """Answer a chat. Without messages, which loads the model in ollama, there is nothing to do."""
     fields = await read_request(request, served.settings, REFUSED)
     asked, is_empty = _Asked.of(fields, served, openai_tools(fields)), not fields.items("messages")
     if is_empty:
-        return JSONResponse(_document(served, _message("")) | LOADED)
+        return JSONResponse(_document(served.settings.model_name, _message("")) | LOADED)
     return await _answered(request, served, ollama_messages(fields), asked, is_chat=True)
 
 
@@ -52,7 +69,7 @@ async def generate(request: Request, served: ServedModel) -> Response:
     fields = await read_request(request, served.settings, REFUSED)
     asked, is_raw, has_system = _Asked.of(fields, served), fields.flag("raw"), bool(fields.text("system"))
     if fields.values.get("prompt") in (None, ""):
-        return JSONResponse(_document(served, {"response": ""}) | LOADED)
+        return JSONResponse(_document(served.settings.model_name, {"response": ""}) | LOADED)
     prompt = text_of(fields, "prompt")
     if not is_raw and served.template is not None:
         said = [Message("system", text_of(fields, "system"))] if has_system else []
@@ -138,7 +155,7 @@ class _Answer:
     def _part(self, said: str = "", thought: str = "", calls: Sequence[Call] = ()) -> dict[str, Any]:
         more = {"thinking": thought} if thought else {}
         part = _message(said, **more, calls=calls) if self._is_chat else {"response": said, **more}
-        return _document(self._served, part)
+        return _document(self._served.settings.model_name, part)
 
     def _end(self) -> dict[str, Any]:
         generation = self._reply.generation
@@ -159,8 +176,8 @@ def _line(document: dict[str, Any]) -> bytes:
     return (json.dumps(document) + "\n").encode()
 
 
-def _document(served: ServedModel, part: dict[str, Any]) -> dict[str, Any]:
-    return {"model": served.settings.model_name, "created_at": timestamp(), **part, "done": False}
+def _document(name: str, part: dict[str, Any]) -> dict[str, Any]:
+    return {"model": name, "created_at": timestamp(), **part, "done": False}
 
 
 def _message(content: str, *, calls: Sequence[Call] = (), **more: str) -> dict[str, Any]:

@@ -33,11 +33,20 @@ async def version(request: Request, models: Models) -> Response:
     return JSONResponse({"version": VERSION})
 
 
-async def show(request: Request, served: ServedModel) -> Response:
-    """Answer with the model's shape and what it can do."""
-    (await read_body(request, served.settings)).text("model")  # the router of models has used it
-    spec, template = served.engine.spec, served.template or ""
-    kind = _family(served)
+async def show(request: Request, models: Models) -> Response:
+    """Answer with the model's shape and what it can do. Only its files tell most of that, so it has to be loaded."""
+    fields = await read_body(request, models.settings)
+    name, old_name = fields.text("model"), fields.text("name")
+    served = models.served(models.named(name or old_name))
+    template = "" if served is None else served.template or ""
+    able = ["completion", *(["tools"] if template else []), *(["thinking"] if THINK in template else [])]
+    card = {"modelfile": "", "parameters": "", "license": "", "template": template, "capabilities": able}
+    known = {"details": {}, "model_info": {}} if served is None else _shape(served)
+    return JSONResponse(card | known)
+
+
+def _shape(served: ServedModel) -> dict[str, Any]:
+    spec, kind = served.engine.spec, _family(served)
     info = {
         "general.architecture": kind,
         "general.parameter_count": served.engine.executor.weights.n_weights,
@@ -46,9 +55,7 @@ async def show(request: Request, served: ServedModel) -> Response:
         f"{kind}.embedding_length": spec.hidden_size,
         f"{kind}.vocab_size": spec.vocab_size,
     }
-    able = ["completion", *(["tools"] if template else []), *(["thinking"] if THINK in template else [])]
-    card = {"modelfile": "", "parameters": "", "license": "", "template": template, "details": _details(served)}
-    return JSONResponse({**card, "model_info": info, "capabilities": able})
+    return {"details": _details(served), "model_info": info}
 
 
 def timestamp(at_s: float | None = None) -> str:

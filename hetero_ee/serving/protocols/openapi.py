@@ -147,7 +147,7 @@ def _gets() -> dict[str, Any]:
         "/metrics": _operation("Counts, as Prometheus reads them", TEXT, "text/plain"),
     }
     said["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT}]
-    for path in ("/props", "/tokenizer_info"):
+    for path in ("/props", "/tokenizer_info", "/slots"):
         said[path]["parameters"] = [{"name": "model", "in": "query", "schema": TEXT}]
     return {path: {"get": operation} for path, operation in said.items()}
 
@@ -184,7 +184,11 @@ def _posts() -> dict[str, Any]:
         ),
         "/api/chat": ("A reply, for ollama's clients", ollama_chat, part),
         "/api/generate": ("A completion, for ollama's clients", ollama_prompt, part),
-        "/api/show": ("The model's shape", _asked({"model": TEXT}, {}), _object({}, "model_info", "capabilities")),
+        "/api/show": (
+            "The model's shape",
+            _asked({"model": TEXT, "name": TEXT}, {}),
+            _object({}, "model_info", "capabilities"),
+        ),
         "/tokenize": ("Text as tokens", _asked(TOKENIZE, {}), ids),
         "/detokenize": ("Tokens as text", _asked({"tokens": IDS}, {}), _object({"content": TEXT}, "content")),
         "/slots/{number}": ("A slot saved, restored or erased", _asked({"filename": TEXT}, {}), slot),
