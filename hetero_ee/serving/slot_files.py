@@ -111,6 +111,7 @@ class SlotFiles:
             )
 
         def fill(sequence: int) -> None:
+            self._engine.executor.remember(sequence, content.token_ids)
             cache.admit(Batch.of_sequence(sequence, 0, content.token_ids, is_prompt=True))
             for layer in cache.held_layers:
                 part = cache.part(layer)

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee import Engine
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.serving.slot_files import SlotFiles
+from hetero_ee.serving.slots import Slots
+from hetero_ee_profiles.reference import reference_profile
+from tests.emulation import LAPTOP, prompt_of
 from tests.server_support import RunningServer, opened, serving
 
 PROMPT = "Once upon a time there was a little girl"
@@ -58,6 +63,42 @@ def test_a_restored_slot_continues_as_if_the_server_had_never_ended(tiny: Path, 
     with server(tiny, tmp_path, quantizer="nf4") as other:
         answer = act(other, "restore")
         assert answer.status_code == 400 and "made for another model or other weights" in answer.text
+
+
+@pytest.fixture
+def growing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """The demo model split between an emulated GPU and the CPU; its plan chooses 64 tokens and grows on demand."""
+    monkeypatch.setattr("hetero_ee.planning.context.USUAL_TOKENS", 64)
+    monkeypatch.setattr("hetero_ee.planning.context.FREE", 2.0)
+    monkeypatch.setattr("hetero_ee.planning.context.ROUND_TOKENS", 16)
+    with Engine.from_pretrained(
+        threads=1, profile=reference_profile(LAPTOP), gpu_layers=6, emulate=True, mode="full"
+    ) as engine:
+        yield engine
+
+
+def filled(engine: Engine, token_ids: list[int]) -> Slots:
+    """One slot that holds these tokens."""
+    executor = engine.executor
+    slots = Slots(executor, 1, lambda sequence: executor.cache.close(sequence))
+    slot = slots.idle(0)
+    assert slot is not None
+    slot.sequence, slot.token_ids = executor.cache.open_new(), token_ids
+    executor.prompt(prompt_of(executor, slot.sequence, token_ids))
+    return slots
+
+
+def test_a_restored_slot_is_read_again_when_the_plan_changes(growing: Engine, tmp_path: Path) -> None:
+    files, kept, other = SlotFiles(growing, tmp_path), list(range(5, 45)), list(range(60, 110))
+    slots = filled(growing, kept)
+    expected = files.copy(slots, 0)
+    slots.free_idle()
+    slots = filled(growing, other)
+    files.install(slots, 0, expected)
+    assert growing.executor.grow(100) >= 100  # a new plan, for which the open sequences are read again
+    found = files.copy(slots, 0)
+    assert found.token_ids == kept
+    assert all((found.layers[layer] == expected.layers[layer]).all() for layer in expected.layers)
 
 
 @pytest.mark.sample(0)

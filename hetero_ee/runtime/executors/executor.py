@@ -155,6 +155,10 @@ class Executor(HeadExecutor, Protocol):
         """Prepare memory for a prompt. `ends` gives the tokens that each sequence will then have."""
         return
 
+    def remember(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Prepare for a sequence whose cached keys and values the caller writes itself. These are all its tokens."""
+        return
+
     def hidden(self, batch: Batch) -> Tensor:
         """Run the batch through embedding and layers. Return the states (m, hidden) after the last layer."""
         return self.run(batch, None, range(self.spec.n_layers))

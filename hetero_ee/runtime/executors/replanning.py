@@ -152,6 +152,11 @@ class ReplanningExecutor(Executor):
         if n_pages > -(-self.cache.max_tokens // PAGE_TOKENS):
             self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
 
+    def remember(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Store the ids of a restored sequence as in Executor.remember, to read them again if the plan changes."""
+        self._token_ids[sequence] = list(token_ids)
+        self._emptied.discard(sequence)
+
     def _taken(self, chunks: Iterable[Batch], taken: list[Batch]) -> Iterator[Batch]:
         """Yield `chunks` and append each to the list `taken`, so that they can be run again."""
         for batch in chunks:
