@@ -1,7 +1,7 @@
 """Slot files: a slot's tokens with their keys and values, so that a later server continues without prefill.
 
 A file holds the bytes of the KV cache. They are restored only for the same weights, kind of cache, placement of layers
-and context limit, so that the next tokens are those of a server that was never ended.
+and rotary angles, so that the next tokens are those of a server that was never ended.
 """
 
 import hashlib
@@ -103,15 +103,17 @@ class SlotFiles:
 
     def install(self, slots: Slots, number: int, content: SlotContent) -> None:
         """Let a slot hold what a file held."""
-        cache, n_tokens = self._engine.executor.cache, len(content.token_ids)
-        if not 0 < n_tokens <= cache.max_tokens:
+        executor, n_tokens = self._engine.executor, len(content.token_ids)
+        n_most = executor.grow(n_tokens)
+        if not 0 < n_tokens <= n_most:
             raise RequestError(
-                f"the slot file has {n_tokens} tokens; the context holds {cache.max_tokens}. Raise --ctx-size.",
-                "filename",
+                f"the slot file has {n_tokens} tokens; the context holds {n_most}. Raise --ctx-size.", "filename"
             )
 
         def fill(sequence: int) -> None:
-            self._engine.executor.remember(sequence, content.token_ids)
+            executor.make_room({sequence: n_tokens})
+            executor.remember(sequence, content.token_ids)
+            cache = executor.cache  # another one after each growth
             cache.admit(Batch.of_sequence(sequence, 0, content.token_ids, is_prompt=True))
             for layer in cache.held_layers:
                 part = cache.part(layer)
@@ -129,7 +131,8 @@ class SlotFiles:
         executor = self._engine.executor
         parts = [executor.cache.part(layer) for layer in executor.cache.held_layers]
         layout = [(type(part).__name__, part.kind) for part in parts]
-        key = [self._calibrations.key, layout, executor.most_tokens]
+        ropes = sorted(repr(rope.for_context(executor.most_tokens)) for rope in executor.spec.ropes)
+        key = [self._calibrations.key, layout, ropes]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
     def _file(self, name: str) -> Path:

@@ -71,10 +71,19 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr("hetero_ee.planning.context.USUAL_TOKENS", 64)
     monkeypatch.setattr("hetero_ee.planning.context.FREE", 2.0)
     monkeypatch.setattr("hetero_ee.planning.context.ROUND_TOKENS", 16)
-    with Engine.from_pretrained(
-        threads=1, profile=reference_profile(LAPTOP), gpu_layers=6, emulate=True, mode="full"
-    ) as engine:
+    with demo() as engine:
         yield engine
+
+
+def demo(context_tokens: int = 0) -> Engine:
+    return Engine.from_pretrained(
+        threads=1,
+        profile=reference_profile(LAPTOP),
+        gpu_layers=6,
+        emulate=True,
+        mode="full",
+        context_tokens=context_tokens,
+    )
 
 
 def filled(engine: Engine, token_ids: list[int]) -> Slots:
@@ -96,6 +105,18 @@ def test_a_restored_slot_is_read_again_when_the_plan_changes(growing: Engine, tm
     slots = filled(growing, other)
     files.install(slots, 0, expected)
     assert growing.executor.grow(100) >= 100  # a new plan, for which the open sequences are read again
+    found = files.copy(slots, 0)
+    assert found.token_ids == kept
+    assert all((found.layers[layer] == expected.layers[layer]).all() for layer in expected.layers)
+
+
+def test_a_slot_of_a_grown_context_is_restored_after_a_restart(growing: Engine, tmp_path: Path) -> None:
+    kept = [5 + number % 90 for number in range(80)]
+    with demo(context_tokens=200) as first:
+        expected = SlotFiles(first, tmp_path).copy(filled(first, kept), 0)
+        SlotFiles(first, tmp_path).write("kept", expected)
+    files, slots = SlotFiles(growing, tmp_path), filled(growing, kept[:9])
+    files.install(slots, 0, files.read("kept"))
     found = files.copy(slots, 0)
     assert found.token_ids == kept
     assert all((found.layers[layer] == expected.layers[layer]).all() for layer in expected.layers)
