@@ -58,17 +58,18 @@ class Compilation:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
-            process.wait()
+            process.communicate()  # waits, and closes the pipe
 
 
 def _started(folder: Path, group: list[str]) -> "subprocess.Popen[bytes]":
-    null = subprocess.DEVNULL
+    """Start a process that ends with this one, since then its standard input ends."""
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
     own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
     if sys.platform == "win32":
         own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-m", "hetero_ee_cpu_ops.ahead", str(folder), *group]
-    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, env=environment, **own_group)
+    return subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, env=environment, **own_group)
 
 
 def _compile_products(weights: ModelWeights) -> None:

@@ -28,8 +28,13 @@ executor.close()
 @pytest.mark.sample(0)
 def test_a_first_token_compiles_nothing_more(tmp_path: Path) -> None:
     ahead = [sys.executable, "-m", "hetero_ee_cpu_ops.ahead", str(tmp_path)]
-    processes = [subprocess.Popen([*ahead, group]) for group in GROUPS]
+    processes = [subprocess.Popen([*ahead, group], stdin=subprocess.PIPE) for group in GROUPS]
     assert [process.wait(timeout=600) for process in processes] == [0] * len(GROUPS)
     compiled = {file.name for file in tmp_path.iterdir()}
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=300)
     assert {file.name for file in tmp_path.iterdir()} == compiled
+
+
+def test_the_process_ends_with_its_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hetero_ee_cpu_ops.ahead", str(tmp_path), "attention"]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60).returncode == 1

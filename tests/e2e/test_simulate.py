@@ -129,6 +129,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     ),
     "a real prompt beyond the context": (["-p", PROMPT * 9, "-c", 8, "-t", 1], "the context limit is 8"),
     "a prompt for random weights": ([*SHAPES, "-p", "Hi"], "say how long it is by --prompt-tokens"),
+    "a prompt as argument for random weights": ([*SHAPES, "-m", "x", "Hi"], "say how long it is by --prompt-tokens"),
     "a temperature for random weights": ([*SHAPES, "--temp", 1], "choose no tokens; drop --temp, or name a model"),
     "random weights without an end": ([*SHAPES, "-n", -1], "never end a text; give its length with -n / --max-tokens"),
     "a file for random weights": ([*SHAPES, "-f", "/missing"], "say how long it is by --prompt-tokens"),

@@ -1,11 +1,13 @@
 """Processes that fill an empty kernel cache while a model is read: when they start, and that they always end."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hetero_ee.models.known_shapes import known_spec
@@ -15,6 +17,19 @@ from hetero_ee.weights.model_weights import ModelWeights
 
 SPEC = known_spec("llama-2-7b")
 EMPTY = ModelWeights({}, {}, "none")
+# Starts the processes in a daemon thread, as a program with a window does.
+LOADING = """
+import sys, threading, time
+from pathlib import Path
+from hetero_ee.runtime.compiling import Compilation
+from hetero_ee.runtime.kernel_cache import KernelCache
+def load():
+    with Compilation(KernelCache(Path(sys.argv[1])), 2):
+        print("started", flush=True)
+        time.sleep(60)
+threading.Thread(target=load, daemon=True).start()
+time.sleep(60)
+"""
 Started = list[tuple[list[str], "subprocess.Popen[bytes]"]]
 
 
@@ -72,6 +87,20 @@ def test_an_interrupt_ends_the_processes(tmp_path: Path, started: Started) -> No
     with pytest.raises(KeyboardInterrupt), Compilation(KernelCache(tmp_path), 2):
         raise KeyboardInterrupt
     assert len(started) == 2 and all(process.returncode for _, process in started)
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("end", ["kill", "interrupt of a program whose load runs in a thread"])
+def test_no_process_outlives_the_program(tmp_path: Path, end: str) -> None:
+    program = subprocess.Popen([sys.executable, "-c", LOADING, tmp_path], stdout=subprocess.PIPE)
+    assert program.stdout is not None and program.stdout.readline() == b"started\n"
+    compilers = psutil.Process(program.pid).children()
+    program.send_signal(signal.SIGKILL if end == "kill" else signal.SIGINT)
+    program.communicate(timeout=10)
+    _, running = psutil.wait_procs(compilers, timeout=10)
+    for each in running:
+        each.kill()
+    assert len(compilers) == 2 and not running
 
 
 def test_a_process_that_cannot_start_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,9 @@ USUAL: dict[str, Any] = {"max_new_tokens": 64, "seed": 0}  # a simulation can be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options for the machine, the lengths and the output."""
+    """Options for the machine, the lengths and the output, and the argument PROMPT."""
 
+    argument: PromptArgument = None
     hardware: Annotated[
         str, typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names)
     ] = "rtx-4060-laptop-8gb"
@@ -80,7 +81,6 @@ def simulate(
     placement: PlacementOptions,
     engine: ModelOptions,
     model: ModelArgument = None,
-    argument: PromptArgument = None,
 ) -> None:
     """Run a prompt through the real model as another machine would: the same tokens, and the time they take there.
 
@@ -90,8 +90,8 @@ def simulate(
     """
     from hetero_ee.planning.hardware import hardware_from
 
-    model, argument = engine.model_and_prompt(model, argument)
-    changes = _changes(wanted, prompts, sampling)
+    model, argument = engine.model_and_prompt(model, wanted.argument)
+    changes = _changes(replace(wanted, argument=argument), prompts, sampling)
     placed = placement.checked(limits, engine)
     profile = hardware_from(wanted.hardware)
     if placed.plan is not None and placed.plan.hardware != profile.name:
@@ -115,7 +115,7 @@ def _changes(wanted: SimulateOptions, prompts: PromptOptions, sampling: Sampling
     changes = USUAL | sampling.changes(escapes=prompts.escape)
     if wanted.random_weights is None:
         return changes if "seed" in sampling.given else changes | {"seed": USUAL["seed"]}
-    if (prompts.prompt, prompts.file) != (None, None):
+    if (wanted.argument, prompts.prompt, prompts.file) != (None, None, None):
         raise UsageError("random weights read no prompt; say how long it is by --prompt-tokens, or name a model.")
     others = [sampling.OPTIONS[name] for name in sampling.given if name != "max_new_tokens"]
     if others:
