@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hetero_ee.errors import StoreError as StoreError
     from hetero_ee.errors import UsageError as UsageError
     from hetero_ee.models.spec import ModelSpec as ModelSpec
+    from hetero_ee.options.sampling import ChatChanges as ChatChanges
     from hetero_ee.options.sampling import Sampling as Sampling
     from hetero_ee.options.sampling import SamplingChanges as SamplingChanges
     from hetero_ee.options.sampling import SamplingParams as SamplingParams
@@ -68,7 +69,7 @@ _NAMES = {
     "hetero_ee.decoding.conversation": ("Conversation", "Messages", "Reply"),
     "hetero_ee.decoding.logprobs": ("TokenLogprobs",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult", "TokenOrigin"),
-    "hetero_ee.options.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
+    "hetero_ee.options.sampling": ("ChatChanges", "Sampling", "SamplingChanges", "SamplingParams"),
     "hetero_ee.decoding.loop": ("DecodingLoop", "Stepped"),
     "hetero_ee.engine": ("Engine",),
     "hetero_ee.errors": (

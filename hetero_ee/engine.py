@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Self, Unpack, overload
 
 from hetero_ee.calibrating import CalibratingEngine
-from hetero_ee.config import Progress, cache_folder
-from hetero_ee.config.terminal_progress import chosen_progress
+from hetero_ee.config import Progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.constrained.grammars import Grammars
 from hetero_ee.decoding.conversation import Conversation, Messages, read_messages
@@ -21,16 +20,14 @@ from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.scoring import prompt_logprobs
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, UsageError, shown
-from hetero_ee.hub.draft_head import resolve_draft_head
-from hetero_ee.opening import OpenModel, open_model, read_model, running_threads
-from hetero_ee.options.sampling import SAMPLING, Sampling, SamplingChanges, SamplingParams
+from hetero_ee.opening import OpenModel, open_named
+from hetero_ee.options.sampling import SAMPLING, ChatChanges, Sampling, SamplingChanges, SamplingParams
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
+from hetero_ee.planning.request import EngineOptions, PlanRequest
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.devices.traffic import TextTraffic
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.text_meter import TextMeter
-from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
 from hetero_ee.speculation.exact import ExactMode
@@ -38,7 +35,6 @@ from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics, ExitC
 from hetero_ee.text.chat_prompt import chat_ids, open_template
 from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.store.library import model_folder
 
 
 class Engine(CalibratingEngine):
@@ -111,15 +107,7 @@ class Engine(CalibratingEngine):
         Raises:
             ModelError, CheckpointError, StoreError, DiskFullError, UsageError, DeviceMemoryError.
         """
-        check_options(options)
-        quantizer, offline = options.get("quantizer"), options.get("offline", False)
-        sparsity, tell = SparsityRequest.parsed(options.get("sparsity")), chosen_progress(options.get("progress"))
-        draft_head = resolve_draft_head(options.get("draft_head"), offline=offline, progress=tell)
-        request = PlanRequest.of({**options, "draft_head": draft_head})
-        revision = options.get("revision")
-        folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
-        threads = running_threads(options.get("threads", 0), tell)
-        return cls(open_model(read_model(folder, quantizer, threads, tell, sparsity), request, threads, tell), tell)
+        return cls(*open_named(model, options))
 
     def __repr__(self) -> str:
         if self._executor is None:
@@ -257,46 +245,30 @@ class Engine(CalibratingEngine):
 
     @overload
     def chat(
-        self,
-        messages: Messages,
-        /,
-        sampling: Sampling | None = None,
-        *,
-        chat_template: str | None = None,
-        **changes: Unpack[SamplingChanges],
+        self, messages: Messages, /, sampling: Sampling | None = None, **changes: Unpack[ChatChanges]
     ) -> GenerationResult: ...
 
     @overload
     def chat(
-        self,
-        system: str | None = None,
-        sampling: Sampling | None = None,
-        *,
-        chat_template: str | None = None,
-        **changes: Unpack[SamplingChanges],
+        self, system: str | None = None, sampling: Sampling | None = None, **changes: Unpack[ChatChanges]
     ) -> Conversation: ...
 
     def chat(
-        self,
-        system: str | Messages | None = None,
-        sampling: Sampling | None = None,
-        *,
-        chat_template: str | None = None,
-        **changes: Unpack[SamplingChanges],
+        self, system: str | Messages | None = None, sampling: Sampling | None = None, **changes: Unpack[ChatChanges]
     ) -> Conversation | GenerationResult:
         """Return the reply to a list of messages, or start a conversation, which ends with close() or the engine.
 
         Args:
             system: Instructions before a conversation's first message; or the messages to reply to: Message objects or
                 dictionaries, as in [{"role": "user", "content": "Hello"}].
-            chat_template: Template instead of the model's own.
-            changes: Sampling options to change.
+            changes: Sampling options to change, and chat_template: a template instead of the model's own.
 
         Raises:
             UsageError: if an option or a message is impossible.
             ModelError: if there is no template.
         """
-        executor, params = self.executor, self._params(sampling, changes)
+        executor, chat_template = self.executor, changes.pop("chat_template", None)
+        params = self._params(sampling, changes)
         template = open_template(self._tokenizer, chat_template)
         if system is not None and not isinstance(system, str):
             with closing(template):

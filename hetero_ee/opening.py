@@ -11,14 +11,16 @@ import torch
 
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
+from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.generation_defaults import GenerationDefaults
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
-from hetero_ee.planning.request import PlanRequest
+from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.compiling import Compilation
 from hetero_ee.runtime.executors.executor import Executor
@@ -36,7 +38,7 @@ from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import cached_store
-from hetero_ee.weights.store.library import open_cached
+from hetero_ee.weights.store.library import model_folder, open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.host import this_host
@@ -71,6 +73,19 @@ class OpenModel:
     opened: Opened | None = None  # None if nothing was planned
     drafting: Drafting | None = None  # None except in exact mode
     exits: EarlyExits | None = None  # None except in early-exit modes
+
+
+def open_named(model: str | Path | None, options: EngineOptions) -> tuple[OpenModel, Progress | None]:
+    """Open a model, with the arguments of `Engine.from_pretrained`. Return also what receives its progress."""
+    check_options(options)
+    quantizer, offline = options.get("quantizer"), options.get("offline", False)
+    sparsity, tell = SparsityRequest.parsed(options.get("sparsity")), chosen_progress(options.get("progress"))
+    draft_head = resolve_draft_head(options.get("draft_head"), offline=offline, progress=tell)
+    request = PlanRequest.of({**options, "draft_head": draft_head})
+    revision = options.get("revision")
+    folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
+    threads = running_threads(options.get("threads", 0), tell)
+    return open_model(read_model(folder, quantizer, threads, tell, sparsity), request, threads, tell), tell
 
 
 def running_threads(n_asked: int, progress: Progress | None) -> int:

@@ -279,6 +279,12 @@ class SamplingChanges(TypedDict, total=False):
     grammar: str | None
 
 
+class ChatChanges(SamplingChanges, total=False):
+    """Keyword arguments of a chat."""
+
+    chat_template: str | None
+
+
 def _check_names(names: Iterable[Any], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
