@@ -1,5 +1,6 @@
 """The server's paths and their handlers. Every error has the format of the API that its path belongs to."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.serving.access_log import CLIENT_GONE, AccessLog
+from hetero_ee.serving.answers import until_gone
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.guard import Guard, refusal
 from hetero_ee.serving.models import Models
@@ -103,8 +105,7 @@ class _Endpoint:
                 answer = ollama.unload
             if answer in OF_ALL_MODELS:
                 return await answer(request, self._models)
-            name = await self._model_name(request)
-            return await answer(request, await held.enter_async_context(self._models.using(name)))
+            return await answer(request, await self._served(request, held))
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except HeteroError as error:
@@ -114,11 +115,27 @@ class _Endpoint:
             message = f"the server failed ({type(error).__name__}); see its log."
             return refusal(request.url.path, RequestError(message, status=500))
 
+    async def _served(self, request: Request, held: AsyncExitStack) -> ServedModel:
+        """Return the model that a request names, loaded until `held` ends.
+
+        Raises:
+            RequestError: if that needs more time than an answer may need.
+            ClientDisconnect: if the client disconnects first.
+        """
+        name, timeout_s = await self._model_name(request), self._models.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await until_gone(request, held.enter_async_context(self._models.using(name)))
+        except TimeoutError:
+            message = f"the model was not loaded after {timeout_s:g} s, the server's --timeout."
+            raise RequestError(message, status=504, code="timeout") from None
+
     async def _model_name(self, request: Request) -> str | None:
         """Return the model that a request names. The only model of a server answers to any name."""
-        if self._models.is_single or request.method != "POST":
+        if request.method != "POST":
             return request.query_params.get("model")
-        return (await read_body(request, self._models.settings)).text("model")
+        fields = await read_body(request, self._models.settings)  # all of it, before until_gone() skips it
+        return None if self._models.is_single else fields.text("model")
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

@@ -1,6 +1,6 @@
-"""Limits the number of open connections, and the time in which the head of a request must arrive.
+"""Limits the number of open connections, and the times in which a request's head arrives and an answer is read.
 
-uvicorn has neither limit: its limit_concurrency answers 503 and keeps the connection, and a connection that sends no
+uvicorn has no such limit: its limit_concurrency answers 503 and keeps the connection, and a connection that sends no
 request stays open forever. Without file descriptors, asyncio would log thousands of tracebacks per second.
 """
 
@@ -73,9 +73,18 @@ class Listener(socket.socket):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when a request's head takes longer than HEAD_S to arrive."""
+    """A connection that is closed when a request's head takes longer than HEAD_S to arrive.
+
+    Args:
+        read_s: Seconds after which a client that does not read its answer is disconnected.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *given: Any, read_s: float, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._read_s = read_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first request."""
@@ -90,8 +99,20 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer."""
         super().connection_lost(exc)
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        for timer in (self._head_timer, self._read_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        """Start the timer for the client to read. asyncio calls this when too much was sent and not read."""
+        super().pause_writing()
+        self._read_timer = self.loop.call_later(self._read_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Cancel the timer."""
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
 
     def _watch_head(self) -> None:
         is_waiting = self.cycle is None or self.cycle.response_complete

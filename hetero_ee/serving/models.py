@@ -10,6 +10,7 @@ from itertools import count
 from typing import Self, TypeVar
 
 from hetero_ee.errors import DeviceMemoryError, HeteroError
+from hetero_ee.runtime.devices.device import CPU
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.metrics import MetricFamilies
 from hetero_ee.serving.scheduler import STOPPING, BusyError
@@ -104,9 +105,7 @@ class Models:
         try:
             yield served
         finally:
-            model.n_requests -= 1
-            if model.n_requests == 0:
-                model.idle.set()
+            self._release(model)
 
     async def unload(self, name: str) -> None:
         """Close a model once its requests have ended. Raises: RequestError: if there is no such model."""
@@ -146,17 +145,37 @@ class Models:
         return max(self._models.values(), key=rank)  # the first one of equals
 
     async def _taken(self, model: _Model) -> ServedModel:
-        served = model.served
-        if served is None or model.is_leaving:
-            async with self._switching:
-                served = model.served or await self._load(model)
-                return self._counted(model, served)
-        return self._counted(model, served)
+        if model.served is not None and not model.is_leaving:
+            return self._counted(model, model.served)
+        await self._switching.acquire()
+        loading = asyncio.ensure_future(self._switched(model))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:  # the model is loaded nevertheless, for later requests
+            loading.add_done_callback(lambda done: self._drop(model, done))
+            raise
+
+    def _drop(self, model: _Model, loaded: asyncio.Future[ServedModel]) -> None:
+        """End the use of a model by a request that did not wait for it."""
+        if not loaded.cancelled() and loaded.exception() is None:
+            self._release(model)
+
+    async def _switched(self, model: _Model) -> ServedModel:
+        """Return the model, loaded and in use, and release the lock, which the caller acquired."""
+        try:
+            return self._counted(model, model.served or await self._load(model))
+        finally:
+            self._switching.release()
 
     def _counted(self, model: _Model, served: ServedModel) -> ServedModel:
         model.n_requests, model.last_use = model.n_requests + 1, next(self._uses)
         model.idle.clear()
         return served
+
+    def _release(self, model: _Model) -> None:
+        model.n_requests -= 1
+        if model.n_requests == 0:
+            model.idle.set()
 
     async def _load(self, model: _Model) -> ServedModel:
         while len(self._loaded()) >= self.settings.models_max:
@@ -167,7 +186,7 @@ class Models:
         finally:
             model.is_loading = False
         most_bytes = memory_info(this_host()).usable_bytes
-        while len(self._loaded()) > 1 and sum(map(_n_bytes, self._loaded())) > most_bytes:
+        while len(self._loaded()) > 1 and sum(map(_host_bytes, self._loaded())) > most_bytes:
             await self._unload_oldest(except_for=model)
         return served
 
@@ -194,8 +213,10 @@ class Models:
         model.is_leaving = True
         try:
             if model.n_requests:
-                await model.idle.wait()
+                await asyncio.wait_for(model.idle.wait(), self.settings.request_timeout_s)
             served, model.served = model.served, None
+        except TimeoutError:
+            raise BusyError(f"{model.name} still answers requests; try again later.") from None
         finally:
             model.is_leaving = False
         if served is not None:
@@ -208,8 +229,10 @@ def _close(served: ServedModel) -> None:
     served.engine.close()
 
 
-def _n_bytes(served: ServedModel) -> int:
-    return sum(served.scheduler.memory.values())
+def _host_bytes(served: ServedModel) -> int:
+    """Return the RAM that a model needs: by its plan, or all of its memory if it has none."""
+    plan = served.engine.plan
+    return sum(served.scheduler.memory.values()) if plan is None else plan.n_bytes(CPU)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

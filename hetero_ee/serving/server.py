@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -66,7 +67,7 @@ def http_server(models: Models, log: Callable[[str], None] | None = None) -> uvi
     config = uvicorn.Config(
         create_app(models, log),
         loop="asyncio",  # others accept connections past the listener's limit
-        http=Connection,
+        http=partial(Connection, read_s=models.settings.request_timeout_s),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_level="warning",

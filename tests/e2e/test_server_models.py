@@ -1,7 +1,10 @@
 """Several models behind one server: loaded by requests, closed for others after their requests, and listed."""
 
+import asyncio
+import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,11 +24,13 @@ from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.hub.model_folders import models_in
 from hetero_ee.serving.metrics import MetricFamilies
 from hetero_ee.serving.models import Models
+from hetero_ee.serving.scheduler import BusyError
 from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.server import bind
 from hetero_ee.serving.settings import ServerSettings
 from hetero_ee_cli.app import app
 from tests.chat_support import LINES
-from tests.server_support import chosen_settings, events, eventually, listening, opened, slowed
+from tests.server_support import ENDLESS, chosen_settings, events, eventually, listening, opened, slowed
 
 TEXT = {"prompt": "Tom", "max_tokens": 8, "temperature": 0}
 
@@ -157,6 +163,83 @@ def test_as_many_stay_as_fit(tiny: Path) -> None:
         server.ask("a")
         server.post("/models/unload", model="a")
         assert server.get("/props")["model_alias"] == "b" and server.loaded == ["b"]
+
+
+def test_a_model_that_is_loaded_too_slowly_is_a_timeout_and_kept(tiny: Path) -> None:
+    with running(tiny, request_timeout_s=0.3, models_max=2) as server:
+        server.may_open.clear()
+        answer = server.ask("a")
+        assert answer.status_code == 504 and "--timeout" in answer.json()["error"]["message"]
+        with pytest.raises(httpx.ReadTimeout):  # this client leaves while it waits for its turn
+            httpx.post(f"{server.url}/v1/completions", json=TEXT | {"model": "b"}, timeout=0.1)
+        server.may_open.set()
+        eventually(lambda: server.loaded == ["a"])
+        assert httpx.post(f"{server.url}/models/unload", json={"model": "a"}, timeout=30).status_code == 200
+        assert server.opened == ["a"]
+
+
+def test_a_client_that_does_not_read_keeps_no_other_model_out(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind_small(settings: ServerSettings) -> socket.socket:
+        found = bind(settings)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return found
+
+    monkeypatch.setattr("tests.server_support.bind", bind_small)
+    with running(tiny, request_timeout_s=3.0) as server, socket.socket() as client:
+        server.ask("a")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        body = json.dumps(TEXT | ENDLESS | {"model": "a", "stream": True, "logprobs": 5}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        eventually(lambda: server.ask("b").status_code == 200, 20)
+
+
+class StandIn:
+    """A served model of 100 bytes, of which its plan puts `host_bytes` on the CPU."""
+
+    def __init__(self, host_bytes: int) -> None:
+        self.engine = self.scheduler = self
+        self.memory, self.plan, self.problem = {"weights": 100}, self, None
+        self._host_bytes = host_bytes
+
+    def n_bytes(self, device: str) -> int:
+        return self._host_bytes if device == "cpu" else 100 - self._host_bytes
+
+    def stop_soon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("host_bytes", "expected"), [(10, "loaded"), (90, "unloaded")])
+def test_only_memory_of_the_host_counts_as_ram(host_bytes: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_ee.serving.models.memory_info", lambda host: SimpleNamespace(usable_bytes=150))
+    served: Any = StandIn(host_bytes)
+    models = Models(chosen_settings(models_max=2), ["a", "b"], lambda *_: served)
+
+    async def use_both() -> None:
+        for name in models.names:
+            async with models.using(name):
+                pass
+
+    asyncio.run(asyncio.wait_for(use_both(), 20))
+    assert [models.status(name) for name in models.names] == [expected, "loaded"]
+
+
+def test_a_model_whose_requests_do_not_end_is_not_waited_for_long() -> None:
+    served: Any = StandIn(10)
+    models = Models(chosen_settings(request_timeout_s=0.05), ["a", "b"], lambda *_: served)
+
+    async def switch() -> None:
+        async with models.using("a"):
+            with pytest.raises(BusyError, match="a still answers requests"):
+                await models.unload("a")
+        await models.unload("a")
+
+    asyncio.run(asyncio.wait_for(switch(), 20))
+    assert models.status("a") == "unloaded"
 
 
 def test_models_in_a_folder_are_found(tmp_path: Path) -> None:
