@@ -1,8 +1,9 @@
-"""Compile the kernels of a typical first token into a cache folder: python -m hetero_ee_cpu_ops.ahead FOLDER GROUP ...
+"""Compile the kernels that most models need for their first token, and store them in the kernel cache.
 
-Numba compiles one function at a time per process, so several processes with a group each are faster. Every kernel is
-compiled by using it once, since some get their signature from their first call. What is compiled already stays.
-The process ends when its standard input does, so that it never outlives the one that started it.
+Usage: python -m hetero_ee_cpu_ops.ahead FOLDER GROUP ... with groups from GROUPS. Numba compiles one function at a
+time per process, so one process per group is faster. Each kernel is compiled by calling it once on small arrays, since
+some take their signature from the first call. Kernels that the cache already holds are only loaded. The process exits
+when its standard input is closed, so that it never outlives its parent.
 """
 
 import os
@@ -16,11 +17,16 @@ import numpy as np
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
 HEAD_DIM = 16
-CODEBOOK = tuple(range(-16, 16, 2))  # its kind of tile is that of fitted ones with small entries
+CODEBOOK = tuple(range(-16, 16, 2))  # selects the same kernels as codebooks fitted to a model, whose entries are small
 
 
 def attention(group: int = 1, n_tokens: int = 1) -> None:
-    """Write keys and values of one head to an fp16 cache, and attend to them with `group` query heads per token."""
+    """Compile attention and the writing of keys and values, for an fp16 KV cache.
+
+    Args:
+        group: query heads per key head.
+        n_tokens: tokens in the batch, all of one sequence.
+    """
     from hetero_ee_cpu_ops.attention.attention import Attention
     from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
     from hetero_ee_cpu_ops.attention.kv_write import KvWrite
@@ -34,7 +40,7 @@ def attention(group: int = 1, n_tokens: int = 1) -> None:
 
 
 def products() -> None:
-    """Multiply by tiles of int8 and of a fitted codebook, which every measurement of a machine needs."""
+    """Compile the products with int8 tiles and with int4 tiles of a fitted codebook, which every profile measures."""
     from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 
     pool, scales = ThreadPool(2), np.ones((1, 1, 16), np.float16)
@@ -47,7 +53,7 @@ def products() -> None:
 
 
 def others() -> None:
-    """Use the other operations of a layer, and what measuring reads memory with."""
+    """Compile the other operations of a layer, and the memory read that profiles measure."""
     from hetero_ee_cpu_ops.activate import activate
     from hetero_ee_cpu_ops.attention.rope import Rope
     from hetero_ee_cpu_ops.embed import embed_int8
@@ -75,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _end_with_input() -> None:
-    os.read(0, 1)  # sys.stdin would hold a lock that Python waits for at its end
+    os.read(0, 1)  # reading sys.stdin would hold a lock for which Python waits at exit
     os._exit(1)
 
 

@@ -1,15 +1,15 @@
 """Detects that other programs ran while a profile was measured.
 
-The memory read rates then vary widely, or, if a program runs all the time, are all lower than they were before. And
-such programs use processor time.
+Signs are memory read rates that vary widely, rates far below the best known ones (if a program ran all the time), and
+processor time that other programs used.
 """
 
 from collections.abc import Mapping
 
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
-BUSY_SHARE = 0.25  # of the cores, used by other programs: a quiet desktop uses a tenth of one core
-SLOW_SHARE = 0.7  # of the highest memory read rate that was ever kept for this machine
+BUSY_SHARE = 0.25  # share of all cores that other programs keep busy; a quiet desktop uses a tenth of one core
+SLOW_SHARE = 0.7  # share of the highest memory read rate in any saved profile of this machine
 BUSY_SPREAD = 0.25  # a wider p20 to p80 of the read bandwidth means that something else is running
 
 
@@ -19,11 +19,11 @@ def disturbance(profile: HardwareProfile) -> float:
 
 
 def doubts(profile: HardwareProfile, busy_cores: float, best_bytes_per_s: Mapping[int, float]) -> tuple[str, ...]:
-    """Return phrases for everything that speaks against a profile that was just measured.
+    """Return a phrase for each sign that other programs disturbed the measurement of a profile.
 
     Args:
-        busy_cores: cores that other programs kept busy meanwhile.
-        best_bytes_per_s: highest memory read rate known of this machine, by number of threads.
+        busy_cores: number of cores that other programs kept busy during the measurement.
+        best_bytes_per_s: highest memory read rate known for this machine, by number of threads.
     """
     found, n_cores = disturbances(profile), profile.machine.n_cores
     if busy_cores > BUSY_SHARE * n_cores:

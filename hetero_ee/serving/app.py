@@ -59,7 +59,7 @@ POSTS: dict[str, Answer] = {
     "/api/show": ollama_models.show,
     **dict.fromkeys(native.NOT_OFFERED, native.not_offered),
 }
-# Handlers that get all Models of the server and load none. The others get the ServedModel that the request names.
+# Handlers that receive `Models` and load none. The others receive the ServedModel that the request names.
 OF_ALL_MODELS: frozenset[Answer] = frozenset(
     (
         *(files.file, openapi.document, native.health, native.metrics, native.models, native.model, native.unload),
@@ -139,7 +139,7 @@ class _Endpoint:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """Answer a request for a path that does not exist, or does not have this method, with what exists."""
+    """Answer a request with an unknown path or method. The error lists the paths or methods that exist."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     asked, headers = f"{request.method} {request.url.path[:200]}", getattr(error, "headers", None) or {}
     if status == 405:

@@ -75,12 +75,12 @@ class MetricFamilies:
 
 
 class Metrics:
-    """Metrics of one model. Its counts go on in `families` if the model is closed and loaded again."""
+    """Metrics of one model. Counters in `families` continue if the model is closed and loaded again."""
 
     def __init__(self, model_name: str, scheduler: Scheduler, families: MetricFamilies | None = None) -> None:
         self.families, self._model = families or MetricFamilies(), model_name
         self._shown: list[tuple[Gauge, tuple[str, ...]]] = []  # gauges that show the loaded model, with their labels
-        # With their label at once, so that they are there, as 0, before anything is counted.
+        # Labelled at once, so that they are reported as 0 before anything is counted.
         self._counters = {name: self._counter(name, text).labels(model_name) for name, text in COUNTERS.items()}
         self._histograms = {
             name: self.families.get(Histogram, name, text, (), buckets=each).labels(model_name)
@@ -99,7 +99,7 @@ class Metrics:
         self._gauge("cache_config_info", "The KV cache as the model was loaded", config).set(1)
 
     def close(self) -> None:
-        """Remove what is shown of the loaded model. Counts stay."""
+        """Remove the gauges of the loaded model. Counters keep their values."""
         for gauge, labels in self._shown:
             gauge.remove(*labels)
         self._shown = []

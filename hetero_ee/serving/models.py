@@ -28,7 +28,7 @@ class _Model:
     name: str
     served: ServedModel | None = None  # None unless loaded
     is_loading: bool = False
-    is_leaving: bool = False  # waits for its requests to end, and new ones wait for it to be loaded again
+    is_leaving: bool = False  # being unloaded once its requests end; new requests wait and load it again
     n_requests: int = 0
     last_use: int = 0  # a number that grows with each use
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while it has no requests
@@ -37,14 +37,14 @@ class _Model:
 class Models:
     """The models that a server offers, of which at most `ServerSettings.models_max` are loaded.
 
-    All methods are for the server's event loop, except `stop_soon` and `close`.
+    Call all methods from the server's event loop, except `stop_soon` and `close`.
     """
 
     def __init__(self, settings: ServerSettings, names: Sequence[str], open_model: Open) -> None:
         """Offer these models without loading any.
 
         Args:
-            open_model: Opens a model by its name, with the metrics to count in. It runs in a thread of its own.
+            open_model: Opens the model of a name and counts in the given metrics. It is called in a separate thread.
         """
         self.settings, self.families, self.created_s = settings, MetricFamilies(), int(time.time())
         self._models, self._open = {name: _Model(name) for name in names}, open_model
@@ -85,7 +85,7 @@ class Models:
         return "loaded" if model.served is not None else "loading" if model.is_loading else "unloaded"
 
     def named(self, name: str | None) -> str:
-        """Return the name, as in `names`, of the model that a request names. Args and Raises: see `using`."""
+        """Return the entry of `names` that a request means. For `name` and the errors, see `using`."""
         return (self._usual() if name is None or self.is_single else self._found(name)).name
 
     @asynccontextmanager
@@ -93,8 +93,8 @@ class Models:
         """Load the model if necessary, and keep it loaded until the end of the block.
 
         Args:
-            name: The model that a request names. None means the one that is being loaded, the loaded one used last,
-                or the one used last, in this order.
+            name: The model that a request names. None: the model being loaded, else the most recently used loaded
+                model, else the most recently used one.
 
         Raises:
             RequestError: if there is no such model.
@@ -131,7 +131,7 @@ class Models:
         return [each.served for each in list(self._models.values()) if each.served is not None]
 
     def _found(self, name: str) -> _Model:
-        model = self._models.get(name) or self._models.get(name.removesuffix(":latest"))  # which ollama's clients add
+        model = self._models.get(name) or self._models.get(name.removesuffix(":latest"))  # ollama's clients append it
         if model is None:
             known = ", ".join(self._models)
             message = f"there is no such model here; this server has {known}."
@@ -142,7 +142,7 @@ class Models:
         def rank(each: _Model) -> tuple[bool, bool, int]:
             return each.is_loading, each.served is not None, each.last_use
 
-        return max(self._models.values(), key=rank)  # the first one of equals
+        return max(self._models.values(), key=rank)  # of models that were never used, the first
 
     async def _taken(self, model: _Model) -> ServedModel:
         if model.served is not None and not model.is_leaving:
@@ -191,7 +191,7 @@ class Models:
         return served
 
     async def _opened(self, name: str) -> ServedModel:
-        """Open a model. If memory runs out, close others first, as long as there are any."""
+        """Open a model. Whenever memory runs out, close the least recently used other model and try again."""
         while True:
             if self._is_closing:
                 raise BusyError(STOPPING)
@@ -200,7 +200,7 @@ class Models:
             except (DeviceMemoryError, MemoryError):
                 if not self._loaded():
                     raise
-            except HeteroError as error:  # no fault of the request
+            except HeteroError as error:  # the server's problem, not the request's
                 raise RequestError(f"{name} can't be loaded: {error}", status=500, code="model_not_loaded") from error
             await self._unload_oldest()
 

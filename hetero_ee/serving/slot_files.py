@@ -1,7 +1,7 @@
 """Slot files: a slot's tokens with their keys and values, so that a later server continues without prefill.
 
-A file holds the bytes of the KV cache. They are restored only for the same weights, kind of cache, placement of layers
-and rotary angles, so that the next tokens are those of a server that was never ended.
+A file holds the bytes of the KV cache. They are restored only for the same weights, cache types, placement of layers
+and rotary angles. Generation then continues as if the server had never been restarted.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ KIND = RecordKind(_Header, "slot file", version=1, way_out="save the slot")
 
 
 class SlotFiles:
-    """Reads and writes the slot files of one model. `copy` and `install` are for the engine's thread.
+    """Reads and writes the slot files of one model. Call `copy` and `install` in the engine's thread.
 
     Raises:
         RequestError: if the engine's mode keeps state that slot files lack.
@@ -91,7 +91,7 @@ class SlotFiles:
         return content
 
     def copy(self, slots: Slots, number: int) -> SlotContent:
-        """Return a copy of what a slot holds."""
+        """Return a copy of an idle slot's tokens, keys and values. Raises: RequestError: if it has none."""
         slot, cache, layers = idle(slots, number), self._engine.executor.cache, Arrays()
         n_tokens = min(len(slot.token_ids), cache.length(slot.sequence)) if slot.token_ids else 0
         if n_tokens == 0:
@@ -102,7 +102,11 @@ class SlotFiles:
         return SlotContent(slot.token_ids[:n_tokens], layers)
 
     def install(self, slots: Slots, number: int, content: SlotContent) -> None:
-        """Let a slot hold what a file held."""
+        """Restore a slot file's tokens, keys and values into an idle slot.
+
+        Raises:
+            RequestError: if the tokens do not fit the context, or the file's sizes are wrong.
+        """
         executor, n_tokens = self._engine.executor, len(content.token_ids)
         n_most = executor.grow(n_tokens)
         if not 0 < n_tokens <= n_most:
@@ -113,7 +117,7 @@ class SlotFiles:
         def fill(sequence: int) -> None:
             executor.make_room({sequence: n_tokens})
             executor.remember(sequence, content.token_ids)
-            cache = executor.cache  # another one after each growth
+            cache = executor.cache  # growing may have replaced the cache
             cache.admit(Batch.of_sequence(sequence, 0, content.token_ids, is_prompt=True))
             for layer in cache.held_layers:
                 part = cache.part(layer)

@@ -27,7 +27,7 @@ class Slots:
 
     def __init__(self, executor: Executor, n_slots: int, close_sequence: Callable[[int], None]) -> None:
         self._executor, self._close_sequence = executor, close_sequence
-        self._idle = [Slot(number) for number in range(n_slots)]  # the one used last at the end
+        self._idle = [Slot(number) for number in range(n_slots)]  # the most recently used one last
 
     @property
     def n_idle(self) -> int:
@@ -69,9 +69,10 @@ class Slots:
         return next((slot for slot in self._idle if slot.number == number), None)
 
     def replace(self, slot: Slot, token_ids: list[int], fill: Callable[[int], None]) -> None:
-        """Let an idle slot hold other tokens, whose state `fill` writes to an empty sequence. If it fails, none.
+        """Replace the tokens of an idle slot, freeing other idle slots if memory requires it.
 
-        Other idle slots are freed if necessary.
+        Args:
+            fill: Writes the KV cache of the tokens to the given empty sequence. If it raises, the slot is left empty.
         """
         self.free(slot)
         self._make_room(slot, len(token_ids))

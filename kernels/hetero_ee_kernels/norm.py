@@ -4,8 +4,9 @@ rms:    y = x / sqrt(mean(x^2) + eps) * scale              (arXiv 1910.07467)
 layer:  y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias   (arXiv 1607.06450; variance of the population)
 If a delta is given, x += delta first, in place: one launch and one pass over the row instead of two.
 
-One program per row, with the row in registers and sums in a tree fixed by n and the class of cards (sm_120 adds two
-numbers at once): a row's bits depend only on the row. Valid for 1 <= n <= 65536 and any m. Layout: rows contiguous.
+One program per row, with the row in registers. The order of its sums depends only on n and on the GPU's architecture
+(sm_120 adds two numbers at once), so on one architecture a row's bits depend only on the row. Valid for 1 <= n <= 65536
+and any m. Layout: rows contiguous.
 """
 
 from typing import Any

@@ -25,7 +25,7 @@ from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, jo
 
 MAX_SECTIONS = 32
 PASS_TOKENS = 16  # the sections' sums of a whole prompt would need hundreds of MB
-UNITS, ROWS, N_WARPS = 8, 8, 1  # units of columns and neurons per step of `sections`; one warp shares no sums
+UNITS, ROWS, N_WARPS = 8, 8, 1  # units of columns, neurons per step of `sections`; one warp needs no exchange
 FOLDED = 256  # columns per program
 
 

@@ -1,4 +1,4 @@
-"""Data sheets of computers with one GPU: a table of GPUs, each in a computer that is usual for its time."""
+"""Data sheets of typical PCs with one GPU. Each GPU is combined with a computer of its time."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -6,21 +6,21 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Computer:
-    """Everything but the GPU, in decimal units: GB/s, GHz; memory in GiB."""
+    """Data sheet of a PC without its GPU. Rates are decimal (GB/s, GHz), memory is in GiB."""
 
     cpu_model: str
     n_cores: int
-    ghz: float  # sustained on all cores
-    vector_bytes: int  # of the widest integer instructions
+    ghz: float  # sustained clock with all cores busy
+    vector_bytes: int  # width of the widest integer vector instructions, in bytes
     has_dot: bool  # whether one instruction multiplies bytes and adds (VNNI)
     ram_gib: int
     ram_gb_s: float
-    disk_gb_s: float  # of a drive from the machine's time
+    disk_gb_s: float  # read rate of a typical drive of that year
 
 
 @dataclass(frozen=True, slots=True)
 class DataSheet(Computer):
-    """A machine's data sheet in decimal units, with TFLOPS."""
+    """Data sheet of a PC with its GPU. Rates are decimal (GB/s, TFLOPS), memory is in GiB."""
 
     name: str
     gpu_model: str
@@ -41,8 +41,8 @@ LAPTOP_2021 = Computer("AMD Ryzen 7 5800H", 8, 3.8, 32, False, 16, 51.2, 3.5)
 LAPTOP_2023 = Computer("Intel Core i7-13700H (6 performance cores counted)", 6, 3.6, 32, True, 32, 83.2, 3.5)
 LAPTOP_2025 = Computer("Intel Core Ultra 9 275HX (8 performance cores counted)", 8, 4.6, 32, True, 32, 89.6, 7.0)
 # Name; memory in GiB and GB/s; fp32 TFLOPS at the (largest) boost clock; the link's GB/s, at 1.97 per PCIe 4.0 lane.
-# Laptops' processors give their GPUs eight lanes. RX 7000's second fp32 instruction per cycle is not counted: the
-# rule's shares are those of GPUs without one.
+# Laptops' processors give their GPUs eight lanes. RX 7000's second fp32 instruction per cycle is not counted,
+# since the shares of peak speed in reference.py come from GPUs without one.
 Gpu = tuple[str, int, float, float, float]
 GPUS: tuple[tuple[Computer, tuple[Gpu, ...]], ...] = (
     (
@@ -137,7 +137,7 @@ GPUS: tuple[tuple[Computer, tuple[Gpu, ...]], ...] = (
 
 
 def data_sheets() -> tuple[DataSheet, ...]:
-    """Return the data sheet of every shipped machine, those of GPUs of one kind in a row."""
+    """Return the data sheets of all shipped machines, grouped by series of GPUs."""
     return tuple(_sheets())
 
 

@@ -250,9 +250,9 @@ class HardwareProfile:
     link: LinkTimes | None  # None without a GPU
     disk_read_bytes_per_s: Measurement
     warnings: tuple[str, ...]
-    doubts: tuple[str, ...] = ()  # why it is provisional: signs that other programs ran while it was measured
+    doubts: tuple[str, ...] = ()  # signs of other programs during the measurement; any makes it provisional
 
-    ADDED_FIELDS: ClassVar = ("doubts",)  # may be missing from a file of this version
+    ADDED_FIELDS: ClassVar = ("doubts",)  # added without a new version, so files of this version may lack them
 
     def __post_init__(self) -> None:
         self.check_version(self.version)
@@ -329,12 +329,17 @@ def _at_context(rows: Sequence[AttentionTime], context_tokens: float) -> list[tu
 
 
 def mean_positions(m: int, context_tokens: int) -> float:
-    """Return how many positions the last m tokens of a context see on average, each its own and all earlier ones."""
+    """Return the mean number of positions that the last m tokens of a context attend to, their own included."""
     return max(context_tokens, m) - (m - 1) / 2
 
 
 def _chunk_s(rows: Sequence[AttentionTime], m: int, n_positions: float) -> float:
-    """Return the seconds of a chunk of m tokens, from chunks of the most similar size with several contexts."""
+    """Estimate the seconds of attention for a chunk of m prompt tokens.
+
+    Args:
+        rows: measured chunks; those of the most similar size are used, at several context lengths.
+        n_positions: positions that a token sees on average.
+    """
     by_m: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         point = mean_positions(row.m, row.context_tokens), row.time.value / row.m

@@ -64,7 +64,7 @@ def profile(
 
 
 def _list_shipped(*, as_json: bool) -> None:
-    """Print the machines whose profiles are derived from data sheets."""
+    """Print the shipped profiles, which are derived from data sheets instead of measured."""
     from hetero_ee_profiles.data_sheets import data_sheets
 
     sheets = sorted(data_sheets(), key=lambda sheet: sheet.name)

@@ -44,7 +44,7 @@ MODELS_FOLDER = Option(
     typed=Path,
     flags=("--models-dir",),
 )
-NO_LOG = Option(name="no_access_log", help="Print no line for each request.", kind=bool, flags=("--no-access-log",))
+NO_LOG = Option(name="no_access_log", help="Do not print a line per request.", kind=bool, flags=("--no-access-log",))
 EXTRA = ("prometheus_client", "starlette", "uvicorn")  # packages of the extra `server`
 
 
@@ -59,7 +59,14 @@ class ServerOptions(OptionGroup):
     COMPLETIONS: ClassVar = {MODELS.name: model_names}
 
     def models(self, argument: str | None) -> dict[str, str | None]:
-        """Return the models to serve, by their names for clients. None is the demo model, or that of the settings."""
+        """Return the models to serve.
+
+        Returns:
+            For each name that clients use, the folder, file or id; None for the demo model or the settings' model.
+
+        Raises:
+            UsageError: if two models have the same name, a path does not exist, or --alias is given for several.
+        """
         folder: Path | None = self.given.get(MODELS_FOLDER.name)
         found = [str(each) for each in models_in(folder)] if folder is not None else []
         named = dict.fromkeys([*([argument] if argument else []), *self.given.get(MODELS.name, ()), *found])
@@ -94,8 +101,8 @@ class ServerOptions(OptionGroup):
         "system": "requests bring their own",
         "seed": "each request has its own, or a random one",
         **dict.fromkeys(("json_schema", "json_schema_file", "grammar", "grammar_file"), "requests bring their own"),
-        "stats": "of several texts at a time it would say nothing of one",
-        "trace": "a server's would have no end",
+        "stats": "it describes one text, and a server generates several at a time",
+        "trace": "the trace of a server would grow without end",
         "verbose": "every answer has its `timings`, and /metrics has all",
     }
 )
@@ -110,8 +117,8 @@ def serve(
 ) -> None:
     """Serve models over an HTTP API for clients of OpenAI, Anthropic, llama-server and ollama. Ctrl-C ends it.
 
-    The options of the text hold for requests that say nothing. Needs the extra `server`. A single model is loaded at
-    once. Several are loaded by requests that name them, --models-max at a time.
+    The text options are defaults for requests that do not set them. Needs the extra `server`. A single model is loaded
+    at start. With several models, each is loaded by the first request that names it; --models-max stay loaded.
     """
     _require_extra()
     models = server.models(model)

@@ -52,7 +52,7 @@ USUAL: dict[str, Any] = {"max_new_tokens": 64, "seed": 0}  # a simulation can be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options for the machine, the lengths and the output, and the argument PROMPT."""
+    """Options that choose the machine, the lengths and the output format, and the argument PROMPT."""
 
     argument: PromptArgument = None
     hardware: Annotated[
@@ -111,12 +111,16 @@ def simulate(
 
 
 def _changes(wanted: SimulateOptions, prompts: PromptOptions, sampling: SamplingOptions) -> dict[str, Any]:
-    """Return the sampling options. With random weights, check that only a length is given."""
+    """Return the sampling options to use.
+
+    Raises:
+        UsageError: if a prompt or a sampling option other than the length is given for random weights.
+    """
     changes = USUAL | sampling.changes(escapes=prompts.escape)
     if wanted.random_weights is None:
         return changes if "seed" in sampling.given else changes | {"seed": USUAL["seed"]}
     if (wanted.argument, prompts.prompt, prompts.file) != (None, None, None):
-        raise UsageError("random weights read no prompt; say how long it is by --prompt-tokens, or name a model.")
+        raise UsageError("random weights read no prompt; set its length with --prompt-tokens, or name a model.")
     others = [sampling.OPTIONS[name] for name in sampling.given if name != "max_new_tokens"]
     if others:
         raise UsageError("random weights choose no tokens; drop ", others[0], ", or name a model.")
@@ -150,7 +154,7 @@ def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, co
 def _emulated(
     profile: "HardwareProfile", placed: Placed, options: ModelOptions, model: str | None
 ) -> "Iterator[Engine]":
-    """Open the model on the profile's machine, which is emulated here."""
+    """Open the model in an engine that emulates the profile's machine."""
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee_profiles.host.process import physical_core_count
@@ -182,7 +186,7 @@ def _generated(
 
 
 def _simulated(engine: "Engine", result: "GenerationResult") -> _Simulated:
-    """Return the times of an emulated engine's first text."""
+    """Return the simulated and the predicted times of the first text that an emulating engine generated."""
     from hetero_ee.decoding.simulation import simulated
     from hetero_ee.planning.times.prediction import predicted_step
 
@@ -204,7 +208,7 @@ def _report(found: _Simulated) -> str:
     derived = ", derived from data sheets" if simulation.hardware_kind == "derived" else ""
     lines = [] if simulation.text is None else [simulation.text, ""]
     lines.append(f"SIMULATED on {simulation.hardware}{derived}: {_on_gpu(plan)} on the GPU, {plan.mode} mode")
-    # Only a text's drafts and exits are real here. Without them, both times would be the same prediction.
+    # Simulated times differ from predicted ones only by the text's own drafts and exits; without them, show one column.
     times: tuple[str, ...] = ("predicted ms", "tokens/s")
     if found.drafts is not None or found.exits is not None:
         times = ("with its drafts ms", "tokens/s", *times)

@@ -34,9 +34,9 @@ class HeteroCommand(TyperCommand):
                     formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words and store them for messages. Refuse flags of other tools that mean nothing here."""
+        """Parse the arguments and keep them, so that messages can quote them. Reject unknown flags first."""
         ctx.meta[TYPED] = list(args)
-        if not ctx.resilient_parsing:  # while the user presses Tab
+        if not ctx.resilient_parsing:  # true during shell completion, when arguments are incomplete
             takes_value = {flag: _takes_value(each) for each in self.get_params(ctx) for flag in _flags(each)}
             for word in _unknown(args, takes_value):
                 _refuse(word, takes_value, ctx.command_path)
@@ -68,9 +68,15 @@ def _unknown(args: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator[s
 
 
 def _refuse(word: str, known: Collection[str], command: str) -> None:
-    """Refuse a flag of llama.cpp that is not offered, and a word like -ngl99 or -xyz; -c512 passes.
+    """Reject an unknown flag with advice, if it is a llama.cpp flag or has several letters after one dash (-ngl99).
 
-    Such a word is never read as a group of one-letter flags, or as a letter and its value.
+    Click would read the latter as a group of one-letter flags. Other words, such as -c512, are left to Click.
+
+    Args:
+        known: all flags of the command; the closest one is suggested.
+
+    Raises:
+        UsageError: if the word is such a flag.
     """
     name = word.partition("=")[0]
     if name in NOT_OFFERED:

@@ -44,7 +44,7 @@ class ModelOptions(OptionGroup):
         return flag if argument is None else argument
 
     def model_and_prompt(self, model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-        """Return the arguments MODEL and PROMPT. Next to --model, a single argument is the prompt."""
+        """Return the arguments MODEL and PROMPT. If --model is given, a single argument is the prompt."""
         return (None, model) if MODEL_FLAG in self.given and prompt is None else (model, prompt)
 
     def arguments(self, model: str | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"),
         "keys and values have one type; use --kv-type int8 for q8_0, fp16 for f16, or fp32 for f32",
     ),
-    (("-nkvo", "--no-kv-offload"), "keys and values are where attention runs; use -ot '.*attention=cpu'"),
+    (("-nkvo", "--no-kv-offload"), "keys and values are stored where attention runs; use -ot '.*attention=cpu'"),
     (("--mlock",), "the system keeps a mapped model in RAM while it fits; leave it out"),
     (("--mmap", "--no-mmap"), "converted models are always memory-mapped; leave it out"),
     (
@@ -26,7 +26,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro"),
-        "no prompt is kept on disk; hetero-ee serve keeps what prompts share in memory",
+        "no prompt is kept on disk; hetero-ee serve keeps shared beginnings of prompts in memory",
     ),
     (("-fa", "--flash-attn"), "every device has one kernel for attention, which never stores its scores; leave it out"),
     (

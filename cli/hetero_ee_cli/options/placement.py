@@ -174,8 +174,8 @@ class Session:
     engine: "Engine"
     model: str | None  # as the user named it
     placement: PlacementOptions
-    load_s: float  # seconds that opening it needed
-    phases: Mapping[str, float]  # seconds of each stage of that, by name
+    load_s: float  # seconds needed to open the model
+    phases: Mapping[str, float]  # seconds of each stage of opening, by the stage's name
 
 
 @contextmanager

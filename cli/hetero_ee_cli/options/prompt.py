@@ -11,7 +11,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee_cli.terminal.text_file import MAX_TEXT_BYTES, decoded, read_text
 
 STANDARD_INPUT = "-"
-ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}  # in llama.cpp, next to \', \", \\ and \xHH
+ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}  # llama.cpp's escapes, in addition to \', \", \\ and \xHH
 ONE_PROMPT = "give one prompt: as an argument, with --prompt, with --file, or - for standard input."
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The text to begin with; - reads it from standard input.")
@@ -57,7 +57,7 @@ class PromptOptions:
 
 
 def unescaped(text: str) -> str:
-    """Replace escape sequences by their characters, as llama.cpp does. Unknown ones stay as they are."""
+    """Replace escape sequences by their characters, as llama.cpp does. Unknown sequences stay unchanged."""
 
     def character(found: re.Match[bytes]) -> bytes:
         return bytes.fromhex(found[1].decode()) if found[1] else ESCAPES.get(found[2], found[2])

@@ -13,8 +13,8 @@ from hetero_ee_cli.options.flags import OptionGroup
 from hetero_ee_cli.options.prompt import unescaped
 from hetero_ee_cli.terminal.text_file import read_text
 
-OF_FILE = "_file"  # the end of the names of options that read another option's value from a file
-FORMS = {"json_schema": "{", "grammar": ":"}  # each with a character that its text has and a file's name has not
+OF_FILE = "_file"  # suffix of options that read another option's value from a file
+FORMS = {"json_schema": "{", "grammar": ":"}  # a character that occurs in every such text but hardly in a file name
 LENGTH_FLAGS = SAMPLING["max_new_tokens"].flags
 BIAS = r"(\d{1,10})([+-](?:inf|\d+\.?\d*|\.\d+))"  # as in llama.cpp
 
@@ -37,9 +37,10 @@ class SamplingOptions(OptionGroup):
         return bool(self.given.get("seed", RANDOM) != RANDOM)
 
     def changes(self, *, escapes: bool = False) -> dict[str, Any]:
-        """Return the given fields of SamplingParams, and a seed in any case.
+        """Return the fields of SamplingParams that the user gave, and always a seed.
 
-        `escapes`: whether stop strings have escapes such as \\n.
+        Args:
+            escapes: replace escape sequences such as \\n in stop strings.
         """
         if "" in self.given.get("stop", ()):
             raise UsageError(SAMPLING["stop"], " is empty, which every text holds; give the string that ends the text.")
@@ -60,7 +61,7 @@ class SamplingOptions(OptionGroup):
         return changes
 
     def _forms(self) -> dict[str, str]:
-        """Return the JSON Schema and the grammar, which are given as text or as files."""
+        """Return the JSON Schema and the grammar that the user gave as text or in files."""
         found: dict[str, str] = {}
         for name, sign in FORMS.items():
             option, text, file = SAMPLING[name], self.given.get(name), self.given.get(f"{name}{OF_FILE}")
@@ -75,7 +76,7 @@ class SamplingOptions(OptionGroup):
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Return the token id and the bias in a text like 15043-1.5."""
+    """Split a --logit-bias value such as 15043-1.5 into the token id and the bias."""
     if (found := re.fullmatch(BIAS, text)) is None:
         option = SAMPLING["logit_bias"]
         raise UsageError(option, f" is {shown(text)}; expected a token id, a sign and a number, like 15043-1.5.")

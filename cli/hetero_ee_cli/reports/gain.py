@@ -73,7 +73,7 @@ class _Run:
     plan: "Plan"
     placement: "PlanRequest"
     speed: Speed
-    context_tokens: int  # in the middle of its texts
+    context_tokens: int  # context length in the middle of the generated texts, at which speed is predicted
 
 
 def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
@@ -95,7 +95,7 @@ def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
     made, placement, profile = after.plan, after.placement, after.placement.profile
     assert profile is not None, "it was found or measured"
     limits = replace(placement.limits, context_tokens=made.context_tokens, threads=made.threads)
-    # Reasons with numbers for the length of these texts, like those that are measured and expected.
+    # Plan again for the length of these texts, so that its reasons quote the numbers that are measured here.
     here = make_plan(after.spec, profile, limits, placement.statistics, predict_at_tokens=after.context_tokens)
     reasons = [each for each in here.reasons if each.startswith(ABOUT_THE_MODE)] if here.mode == made.mode else []
     before, forced = after.speed, None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
 BAR_COLUMNS = 40
 SLOW = 0.5  # share of the expected speed; predictions err by less
-FAST = 1.5  # times the expected speed: the profile was measured while other programs ran
+FAST = 1.5  # times the expected speed; a faster text means that other programs disturbed the profile's measurement
 MIN_S, MIN_TOKENS = 1.0, 8  # least length of a text whose speed is judged
 LEAST_SHARE = 0.005  # least share of a prompt's time that is reported
 
@@ -100,7 +100,14 @@ def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool)
 
 
 def fastness(engine: "Engine", result: "GenerationResult", expected: float | None) -> list[str]:
-    """Drop a provisional profile if a text in full mode was much faster than it predicts, and return a sentence."""
+    """Remove a provisional profile from the disk if a text in full mode was much faster than it predicts.
+
+    Args:
+        expected: predicted speed in tokens/s; None if there is no prediction.
+
+    Returns:
+        One line that reports the removal; no lines if nothing was removed.
+    """
     from hetero_ee.config import data_folder
     from hetero_ee.profiling.kept import forget_provisional
 
@@ -117,7 +124,7 @@ def fastness(engine: "Engine", result: "GenerationResult", expected: float | Non
 
 
 def _times(result: "GenerationResult", session: "Session") -> list[str]:
-    """Return the times of --verbose, named like ollama's. Stages of loading that happen only once come first."""
+    """Return the lines of --verbose, named as in ollama. The stages of loading come first, as far as they ran."""
     load_s = session.load_s
     stages = {stage.split(" for ")[0]: seconds for stage, seconds in session.phases.items()}
     values = {

@@ -1,4 +1,4 @@
-"""Saves a conversation in a file, as JSON that people can read, and continues it from there."""
+"""Save a conversation to a readable JSON file, and load it again."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class SavedMessage:
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """Messages and sampling options of a conversation."""
+    """Content of a chat file: the messages and sampling options of a conversation."""
 
     version: int
     model: str  # as the user named it; any model can continue the chat
@@ -42,7 +42,7 @@ def save_chat(name: str, model: str, conversation: "Conversation") -> Path:
     """Write the conversation to a file and return its path. An earlier chat in the file is replaced.
 
     Raises:
-        UsageError: if the file can't be written, or is something else than a saved chat.
+        UsageError: if the file can't be written, or exists and is not a saved chat.
     """
     file = _file(name, "/save")
     if file.exists():
@@ -59,7 +59,7 @@ def save_chat(name: str, model: str, conversation: "Conversation") -> Path:
 
 
 def load_chat(name: str, conversation: "Conversation") -> SavedChat:
-    """Replace messages and sampling options of the conversation by those in a file, and return these.
+    """Replace the conversation's messages and sampling options by those in a file, and return the file's content.
 
     Raises:
         UsageError, ModelError: if the file is not a saved chat. The conversation then stays unchanged.

@@ -44,7 +44,7 @@ def print_tokens(
 def end_line(text: str) -> None:
     """End the line of a generated text, so that a report on standard error begins on a line of its own.
 
-    A pipe or a file gets the text as it is. The newline then goes to standard error, if that continues the same line.
+    A pipe or file receives the text unchanged. If standard error goes to the same place, the newline is written there.
     """
     if sys.stdout.isatty():
         print("" if text.endswith("\n") else "\n")
@@ -53,10 +53,13 @@ def end_line(text: str) -> None:
 
 
 def _is_shown_with_errors() -> bool:
-    """Return whether standard output ends up where standard error does: the same pipe or file, or a terminal."""
+    """Return whether standard output and standard error appear together.
+
+    True for the same pipe or file, or if the output is piped while errors go to a terminal (as in `... | tee FILE`).
+    """
     try:
         out, errors = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
-    except (OSError, ValueError):  # a stream without a file
+    except (OSError, ValueError):  # a stream without a file descriptor, as in tests
         return False
     return os.path.samestat(out, errors) or (sys.stderr.isatty() and stat.S_ISFIFO(out.st_mode))
 
@@ -108,7 +111,7 @@ def say(lines: str) -> None:
 
 
 def say_loading(model: str | None) -> None:
-    """Name the model that is being loaded, on a terminal only: its screen would stay blank for seconds."""
+    """Print which model is being loaded, on a terminal only, since loading can take seconds."""
     if is_terminal():
         say(f"Loading {printable(model or 'the demo model')} ...")
 

@@ -35,10 +35,10 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
 
 
 class PhaseClock:
-    """Passes progress on and measures how long each stage needs.
+    """Progress callback that forwards each report and measures how long each stage lasts.
 
     Attributes:
-        seconds: by stage, from its first report to its latest; without the reading of prompts.
+        seconds: for each stage, the seconds from its first to its latest report. Prefill is not included.
     """
 
     def __init__(self, progress: Progress, clock: Callable[[], float] = time.perf_counter) -> None:

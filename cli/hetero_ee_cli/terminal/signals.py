@@ -19,8 +19,8 @@ def raise_on_sigterm() -> None:
 def ending_at_once() -> Iterator[None]:
     """End the process at once if a signal arrives inside the block. Used for imports, which need no cleanup.
 
-    An exception during the import of torch makes its C++ code abort, or is lost and leaves numpy half imported. Only
-    the main thread receives signals, so that other threads need no handlers, and may set none.
+    An exception during the import of torch makes its C++ code abort, or is lost and leaves numpy half imported. Does
+    nothing in other threads: only the main thread receives signals and may set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

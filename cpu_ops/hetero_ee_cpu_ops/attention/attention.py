@@ -71,8 +71,10 @@ QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WIN
 )
 TWO, EIGHT = 13, 14  # addresses of the chunk functions with tiles of 2 and 8 queries; 0 if no item needs them
 N_ARGUMENTS, ARGUMENT_BYTES = 15, 120
-NEEDS_TWO, NEEDS_EIGHT = 1, 2  # bits that name these functions
-NOT_YET = {True: (0, 0), False: (1, 1)}  # their first addresses by _is_wide(); without AVX-512 nothing calls them
+NEEDS_TWO, NEEDS_EIGHT = 1, 2  # bits of a set of these two functions
+# Addresses of these functions before they are compiled, by _is_wide(). 0 means that an item may need one. Without
+# AVX-512 nothing calls them, so that 1, which is never used, keeps them from being compiled.
+NOT_YET = {True: (0, 0), False: (1, 1)}
 
 
 @inner
@@ -112,7 +114,10 @@ def _tile_bit(n_queries: int) -> int:
 
 @inner
 def _needed(table: int, n_rows: int, group: int, most: int) -> int:
-    """Return NEEDS_TWO, NEEDS_EIGHT, both or 0: the tiles that some items need. All but a sequence's last are equal."""
+    """Return the tile bits that the work items of all sequences need, NEEDS_TWO | NEEDS_EIGHT at most.
+
+    The items of a sequence have equal sizes except the last, so two sizes per sequence are checked.
+    """
     needed, row = 0, 0
     while row < n_rows:
         end = _run_end(table, row, n_rows)
@@ -243,7 +248,8 @@ def _enter(
         two, eight: addresses of the functions with tiles of 2 and 8 queries, 0 if they are not compiled.
 
     Returns:
-        As in activate.py. Nothing was computed if it is less than -1: -1 minus the bits of the functions that lack.
+        A code as in activate.py. Below -1, functions that are not compiled yet are needed and nothing was computed: the
+        code is -1 minus their bits.
     """
     m, n_features = out.shape
     group = n_features // (n_kv_heads * head_dim)
@@ -326,7 +332,7 @@ class Attention:
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
         self._scale, self._cap = 1.0 / sqrt(head_dim) if scale is None else scale, cap
         self._pool, self._n_threads, self._kind = pool, pool.n_threads if pool else 1, kind
-        self._functions: tuple[int, int, int] | None = None  # addresses of those with tiles of 4, 2 and 8 queries
+        self._functions: tuple[int, int, int] | None = None  # addresses, by tiles of 4, 2 and 8 queries
 
     def attend(
         self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
@@ -368,7 +374,11 @@ class Attention:
         return out
 
     def _compiled(self, bits: int) -> tuple[int, int, int]:
-        """Compile the functions that these bits name, or load them, and return the addresses of all known ones."""
+        """Compile or load the chunk functions that `bits` selects.
+
+        Returns:
+            Addresses of the functions with tiles of 4, 2 and 8 queries; those not compiled yet keep NOT_YET's value.
+        """
         four, *others = self._functions or (_chunk(self._kind, TILE_QUERIES).address, *NOT_YET[_is_wide()])
         for place, (bit, n_queries) in enumerate(((NEEDS_TWO, 2), (NEEDS_EIGHT, 8))):
             if bits & bit:

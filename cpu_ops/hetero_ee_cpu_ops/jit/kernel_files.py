@@ -59,7 +59,7 @@ class KernelFiles(_Cache):
         payload = read_kernel(self._file(signature, target_context.codegen()))
         if payload is None:
             return None
-        # Numba would import all that it can compile, SciPy's BLAS included. Machine code only needs the memory system.
+        # Numba would import everything it can compile, even SciPy's BLAS. Cached code needs only the memory manager.
         rtsys.initialize(target_context)
         return CompileResult._rebuild(target_context, *pickle.loads(payload))  # noqa: S301  # digest checked above
 

@@ -28,10 +28,10 @@ class Call:
 
 
 class RepeatedCalls:
-    """Filter of a reply that must call: drops the first call that repeats an earlier one, after which the reply ends.
+    """Filter for replies that must call tools. Drops the first call that repeats an earlier one, and ends the reply.
 
-    Small models that are held to calls write the same one until the token limit. Pieces of a call are held back as long
-    as it reads like an earlier one.
+    Small models that must call repeat the same call until the token limit. Pieces of a call are held back while they
+    could still become a repetition.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class RepeatedCalls:
         self._calls, self._held = list[str](), list[Piece]()
 
     def passed(self, piece: Piece) -> list[Piece]:
-        """Return the pieces that are certain to be no repetition, among this and the earlier ones."""
+        """Add a piece, and return all pieces held so far that are certainly not part of a repeated call."""
         if self.is_found or piece.block != CALLED:
             return [] if self.is_found else [piece]
         if piece.kind == CALLED:
@@ -48,7 +48,7 @@ class RepeatedCalls:
             self._calls[-1] += piece.text
         *earlier, call = self._calls
         self._held.append(piece)
-        self.is_found = call in earlier  # and whole: a JSON object is never the beginning of another
+        self.is_found = call in earlier  # equal means complete: no JSON object is a prefix of another
         if any(each.startswith(call) for each in earlier):
             return []
         held, self._held = self._held, []

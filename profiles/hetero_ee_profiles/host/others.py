@@ -18,7 +18,10 @@ class OtherPrograms:
 
 
 def _times_s() -> tuple[float, float, float]:
-    """Return the seconds of the clock, of all programs, and of this one. Guests' seconds are among the users'."""
+    """Return wall-clock seconds, processor seconds of all programs, and processor seconds of this program.
+
+    Times of virtual machines (guest) are skipped, because user time already contains them.
+    """
     counted = psutil.cpu_times()._asdict()
     left_out = ("idle", "iowait", "guest", "guest_nice")
     own = psutil.Process().cpu_times()
