@@ -91,6 +91,8 @@ class Guard:
 
 
 def _check_content(headers: Headers) -> None:
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return  # no content, such as that of `curl -X POST`
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"Content-Type is {shown(kind)}; expected application/json.", status=415)

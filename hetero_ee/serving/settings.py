@@ -88,6 +88,8 @@ class ServerSettings:
         for origin in self.cors_origins:
             if not origin.startswith(("http://", "https://")) or origin.count("/") != 2:
                 raise UsageError(origin_option, f" is {shown(origin)}; expected one like http://localhost:3000.")
+        if self.slot_save_path is not None:
+            _check_folder(self.slot_save_path)
         if not self.is_local and self.api_key is None and not self.insecure:
             reached = f" {self.host} can be reached by others; give an --api-key, or --insecure to let anyone in."
             raise UsageError(SERVER_OPTIONS["host"], reached)
@@ -100,6 +102,17 @@ class ServerSettings:
             return ip_address(self.host).is_loopback
         except ValueError:  # a name, which may be anyone's
             return False
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that slots can be saved in the folder, which may not exist yet. Raises: UsageError: if not."""
+    try:
+        existing = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+        problem = None if existing.is_dir() else f"{existing} is not a folder"
+    except OSError as error:
+        problem = error.strerror
+    if problem is not None:
+        raise UsageError(SERVER_OPTIONS["slot_save_path"], f" is {folder}, but {problem}; choose another folder.")
 
 
 SERVER_OPTIONS = options_of(ServerSettings)

@@ -87,6 +87,14 @@ def test_a_form_that_any_page_could_send_is_refused(server: RunningServer) -> No
     assert server.post("/tokenize", {}, headers=KEY | {"content-encoding": "gzip"}).status_code == 415
 
 
+def test_a_request_without_a_body_has_no_fields(server: RunningServer) -> None:
+    url = f"{server.url}/slots/0?action=erase"
+    for more in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # curl -X POST, and curl -d ""
+        assert httpx.post(url, headers=KEY | more).json() == {"id_slot": 0, "n_erased": 0}
+    assert httpx.post(url, headers=KEY | {"origin": "http://example.org"}).status_code == 403
+    assert httpx.post(f"{server.url}/v1/completions", headers=KEY).status_code == 400
+
+
 def test_a_body_that_is_too_large_is_refused(server: RunningServer) -> None:
     large = {"content": "a" * MAX_BODY_BYTES}
     assert server.post("/tokenize", large, headers=KEY).status_code == 413
@@ -224,6 +232,8 @@ def test_no_body_makes_the_server_fail(server: RunningServer) -> None:
         ({"api_key": "caf\xe9"}, "api_key is empty"),
         ({"cors_origins": ("*",)}, "cors_origins is"),
         ({"request_timeout_s": 0.0}, "request_timeout_s is 0"),
+        ({"slot_save_path": Path(__file__)}, "slot_save_path is .* is not a folder"),
+        ({"slot_save_path": Path(__file__) / "slots"}, "slot_save_path is .* is not a folder"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: Any, words: str) -> None:

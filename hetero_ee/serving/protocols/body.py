@@ -16,11 +16,13 @@ T = TypeVar("T")
 
 
 async def read_body(request: Request, settings: ServerSettings) -> "Fields":
-    """Return the fields of a request's body. Later calls return those of the first."""
+    """Return the fields of a request's body: none if it is empty and not declared as JSON. Later calls return them."""
     if not hasattr(request.state, "fields"):
         try:
             async with asyncio.timeout(settings.body_timeout_s):
-                request.state.fields = Fields(_object(await _bytes(request, settings.max_body_bytes)))
+                body = await _bytes(request, settings.max_body_bytes)
+            is_json = bool(body) or request.headers.get("content-type", "").startswith("application/json")
+            request.state.fields = Fields(_object(body) if is_json else {})
         except TimeoutError as error:
             message = f"the body did not arrive within {settings.body_timeout_s:g} s."
             raise RequestError(message, status=408) from error
