@@ -1,6 +1,6 @@
 """The part of an engine that calibrates its model and stores the results next to the model's store.
 
-The calibrations are imported when one starts, since most engines never calibrate.
+Calibration code is imported only when a calibration starts, since most engines never calibrate.
 """
 
 from abc import ABC, abstractmethod

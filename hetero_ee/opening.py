@@ -62,7 +62,7 @@ class ModelFiles:
     eos_token_ids: frozenset[int]
     weights: ModelWeights
     calibrations: CalibrationPlace | None  # None for fp32 weights, which have no store
-    order: "NeuronOrder | None" = None  # order of the sparse FFNs' neurons, if a GPU may hold the first
+    order: "NeuronOrder | None" = None  # order of the sparse FFNs' neurons; None unless a GPU may hold the first ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def read_model(
     """
     if quantizer == UNQUANTIZED and not is_store(folder):
         return _read_files(folder, quantizer, threads, progress, sparsity)
-    kernels = use_kernel_cache(cache_folder(), progress)  # mapping a file needs a kernel, a conversion several
+    kernels = use_kernel_cache(cache_folder(), progress)  # first, since reading already calls kernels
     with Compilation(kernels, threads) as compilation:
         files = _read_files(folder, quantizer, threads, progress, sparsity)
         compilation.finish(files.spec, files.weights, progress)

@@ -43,7 +43,7 @@ FORMAT_NAME = "hetero_ee calibration"  # format name in calibration.json
 MAX_JSON_BYTES = 4 * 2**20
 HEADER_BYTES = 256  # most that describe an array in the file's header, names being as short as ours
 MAX_HIDDEN = 4096  # units of a predictor
-MOMENT, FREQUENCY = "second_moment", "active_share"  # ends of the names of activations
+MOMENT, FREQUENCY = "second_moment", "active_share"  # suffixes of the activations' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _exit_map(header: ExitLayerRecord, prefix: str, hidden_size: int, arrays: Re
 
 
 def activation_names(spec: ModelSpec) -> dict[str, int]:
-    """Return the names of a calibration's activations, with their numbers of features."""
+    """Return the number of features of each activation that a calibration records, by the activation's name."""
     sizes: dict[str, int] = {}
     for block in watched_blocks(spec):
         for short, tensor in block.tensors.items():
@@ -240,5 +240,5 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
 
 
 def watched_blocks(spec: ModelSpec) -> list[Block]:
-    """Return the layers' blocks without predictors of active neurons, because these are not part of the store."""
+    """Return the blocks to watch: all layers' blocks except neuron predictors, which are not part of the store."""
     return [block for block in decoder_blocks(replace(spec, predictor_rank=0)) if block.layer is not None]

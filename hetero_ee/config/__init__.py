@@ -19,5 +19,5 @@ __all__ = [
 Progress = Callable[[str, int, int], None]  # (stage, done, total), called during long work
 READING = "Reading the prompt"  # the stage of a prompt
 COMPILING = "Compiling the CPU kernels"
-CONVERTING, DOWNLOADING = "Converting the weights", "Downloading"  # beginnings of stages whose progress is in bytes
+CONVERTING, DOWNLOADING = "Converting the weights", "Downloading"  # prefixes of stages counted in bytes
 BYTE_STAGES = (CONVERTING, DOWNLOADING)

@@ -20,7 +20,7 @@ from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, M
 from hetero_ee.text.tokenizer import Tokenizer
 
 N_SEEDS = 2**64
-ROLES = ("system", "user", "assistant")  # of messages given as dictionaries
+ROLES = ("system", "user", "assistant")  # roles that messages given as dictionaries may have
 Messages = Sequence[Message | Mapping[str, str]]
 Generate = Callable[[Continuation, SamplingParams], Iterator[GeneratedToken]]
 
@@ -130,7 +130,7 @@ class Conversation:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Sampling options of turns that don't change them."""
+        """Default sampling options for replies."""
         return self._sampling
 
     @property
@@ -186,10 +186,10 @@ class Conversation:
         """Replace messages and sampling options, for example by those of an earlier conversation.
 
         Args:
-            messages: A system message or none, then those of the user and the replies alternately.
+            messages: At most one system message, then user messages and replies alternately.
 
         Raises:
-            UsageError, ModelError: if the messages or options are impossible. The conversation then stays unchanged.
+            UsageError, ModelError: if the messages or options are invalid. The conversation then stays unchanged.
         """
         self._end_reply()
         n_system = int(bool(messages) and messages[0].role == "system")
@@ -260,7 +260,7 @@ class Conversation:
         self, messages: list[Message], ids: list[int], n_cached: int, params: SamplingParams
     ) -> Generator[GeneratedToken]:
         """Yield the reply's tokens. The state is valid after each step, since Ctrl-C may end the reply at any time."""
-        n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
+        n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less if a GPU was lost
         n_cached = self._executor.cache.truncate(self._sequence, n_cached)
         self._cached_ids = ids[:n_cached]
         tokens = self._generate(Continuation(self._sequence, ids), params)
@@ -273,7 +273,11 @@ class Conversation:
 
 
 def read_messages(given: Messages) -> list[Message]:
-    """Return the messages of a conversation that the user or a tool ends. Raises UsageError."""
+    """Check and convert the messages that a caller gave for a reply.
+
+    Raises:
+        UsageError: if they are malformed, or the last one is not the user's or a tool's.
+    """
     expected = """[{"role": "user", "content": "..."}], with roles system, user and assistant, the user's last."""
     if not isinstance(given, list | tuple) or not given:
         raise UsageError(f"messages are {shown(given)}; expected {expected}")

@@ -95,9 +95,10 @@ class Download:
             self._progress(f"{self._repository.model}: {files} came without a checksum; only sizes were checked", 0, 0)
 
     def name_revision(self, revision: str, file: str = CONFIG_FILE) -> None:
-        """Record in the cache that the branch or tag `revision` is this commit, so that offline runs find it.
+        """Record in the cache that the branch or tag `revision` points to this commit, so that offline runs find it.
 
-        `file` is one that was downloaded.
+        Args:
+            file: any downloaded file of the commit.
         """
         with suppress(Exception):  # only an offline run would miss the name
             self._ask_for(file, revision)
@@ -114,7 +115,7 @@ class Download:
         return sum(file.size_bytes for file in absent)
 
     def resumed_bytes(self, files: Sequence[RemoteFile]) -> int:
-        """Return how many of the missing bytes are on the disk already, from interrupted downloads."""
+        """Return how many bytes of `files` earlier, interrupted downloads left on the disk."""
         partial = [resumed_file(self._blobs(), file) for file in files if file.is_resumed and not self.is_cached(file)]
         return sum(file.stat().st_size for file in partial if file.is_file())
 

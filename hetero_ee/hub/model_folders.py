@@ -20,11 +20,11 @@ def models_in(folder: Path) -> list[Path]:
     found = {each for depth in DEPTHS for each in folder.glob(depth) if _is_model(each)}
     if not found:
         raise UsageError(f"{folder} has no models; expected folders with {CONFIG_FILE}, or GGUF files.")
-    return sorted(each for each in found if not found & set(each.parents))  # a checkpoint's folder is one model
+    return sorted(each for each in found if not found & set(each.parents))  # do not search inside a checkpoint's folder
 
 
 def _is_model(path: Path) -> bool:
     if path.is_dir():
         return (path / CONFIG_FILE).is_file()
-    is_first = part_names(path.name)[:1] == [path.name]  # the first part stands for a split model
+    is_first = part_names(path.name)[:1] == [path.name]  # a split model is listed by its first part
     return path.suffix == ".gguf" and is_first and is_model_name(path.name) and is_gguf(path)

@@ -24,7 +24,7 @@ _REVISION = re.compile(rf"(?!.*\.\.){_REVISION_PART}(?:/{_REVISION_PART})*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-# What follows the host in an address: a model, perhaps a quantization, perhaps a revision and a file.
+# The part of an address after the host: a model, optionally a quantization, optionally a revision and a file.
 _ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 _PLACE = re.compile(
     r"(?P<name>[^/:]+(?:/[^/:]+)?)(?::(?P<quantization>[^/:]+))?"
@@ -36,9 +36,11 @@ EXAMPLE = "Qwen/Qwen3-4B or unsloth/Qwen3-4B-GGUF:Q4_K_M"
 
 @dataclass(frozen=True, slots=True)
 class ModelId:
-    """A model on the Hugging Face Hub and its revision. Its name is `org/name`, or a single name for early models.
+    """A model on the Hugging Face Hub and its revision.
 
-    gguf: quantization or file of a GGUF model in the repository. None: the repository's files decide.
+    Attributes:
+        name: `org/name`, or only a name for the Hub's oldest models.
+        gguf: quantization or file of a GGUF model in the repository. None: safetensors if it has any, else a default.
     """
 
     name: str
@@ -50,7 +52,7 @@ class ModelId:
         """Read an id, `org/name:QUANTIZATION`, or the address of a model or a GGUF file on the Hub.
 
         Args:
-            revision: precedes the one in an address.
+            revision: branch, tag or commit. It takes precedence over a revision in an address.
 
         Raises:
             UsageError: if `model` is anything else.
@@ -58,7 +60,7 @@ class ModelId:
         address = _ADDRESS.match(model)
         found = _PLACE.fullmatch(re.split("[?#]", model[address.end() :])[0].rstrip("/") if address else model)
         if not found or (found["quantization"] and "/" not in found["name"]):
-            return cls(model)  # refused there
+            return cls(model)  # __post_init__ rejects it
         file = unquote(found["file"] or "")
         if file and not is_gguf_name(file):
             raise UsageError(
@@ -81,7 +83,7 @@ class ModelId:
 
 
 def _why_not(name: str) -> str:
-    """Return why a name is not an id, and what to give instead."""
+    """Explain why a name is not an id, and what to give instead, as a clause for a message."""
     if "://" in name or is_address(name):
         return "it is not the address of a model or a GGUF file on huggingface.co; give one, or an id"
     if ":" in name and "/" not in name:

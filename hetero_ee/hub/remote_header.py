@@ -12,15 +12,18 @@ from hetero_ee.hub.gguf.header import GgufHeader, read_gguf_header
 from hetero_ee.hub.gguf.parts import base_name, joined_header
 from hetero_ee.hub.repository import ANSWER_S, RemoteFile, Repository
 
-FIRST_BYTES, MAX_BYTES = 2**20, 2**26  # requested at first, and at most; published headers have up to 20 MB
+FIRST_BYTES, MAX_BYTES = 2**20, 2**26  # size of the first request, and the limit; published headers have up to 20 MB
 
 
 def remote_configuration(repository: Repository, files: Sequence[RemoteFile]) -> Path:
-    """Return a folder in the cache with only the configuration of a GGUF model on the Hub. `files` are its parts.
+    """Return a cached folder that holds only the configuration of a GGUF model on the Hub.
+
+    Args:
+        files: the model's file, or all parts of a split model.
 
     Raises:
         ModelError, CheckpointError: if the model is unsupported or damaged.
-        Exception: whatever huggingface_hub raises.
+        Exception: any error of huggingface_hub.
     """
     name, identity = base_name(Path(files[0].name)), [repository.model, *(file.digest or file.name for file in files)]
 
@@ -36,7 +39,7 @@ def remote_configuration(repository: Repository, files: Sequence[RemoteFile]) ->
 
 
 def _header(repository: Repository, file: RemoteFile, folder: Path) -> GgufHeader:
-    """Download the beginning of a file, each time twice as much, until it holds the whole header."""
+    """Download and parse the header, doubling the number of bytes until the header is complete."""
     beginning, n_bytes = folder / Path(file.name).name, FIRST_BYTES
     beginning.touch()
     while True:
@@ -63,7 +66,7 @@ def _append(repository: Repository, file: RemoteFile, beginning: Path, n_bytes: 
         beginning.open("ab") as opened,
     ):
         hf_raise_for_status(response)
-        if response.status_code != HTTPStatus.PARTIAL_CONTENT:  # the server ignores the range and sends everything
+        if response.status_code != HTTPStatus.PARTIAL_CONTENT:  # the server ignored the range and sent the whole file
             n_done = opened.truncate(0)
         for chunk in response.iter_bytes():
             n_done += opened.write(chunk[: n_bytes - n_done])

@@ -35,7 +35,7 @@ class RemoteFile:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether a later run resumes the download: of GGUF files, whose models are often a single large one."""
+        """Whether a later run resumes an interrupted download. Only GGUF files are: they are often one large file."""
         return self.name.endswith(".gguf") and len(self.digest) == 64
 
     @classmethod
@@ -71,9 +71,13 @@ class Repository:
         return SINGLE_FILE not in self.files and INDEX_FILE in self.files
 
     def gguf_model(self, wanted: str | None) -> PublishedGguf | None:
-        """Return the GGUF model to run; None to run the safetensors, which take precedence if `wanted` names no model.
+        """Return the GGUF model to run, or None to run the repository's safetensors.
 
-        Raises: ModelError: there is no such model.
+        Args:
+            wanted: quantization or file of a GGUF model. None prefers safetensors.
+
+        Raises:
+            ModelError: if there is no such GGUF model.
         """
         has_safetensors = SINGLE_FILE in self.files or INDEX_FILE in self.files
         models = [] if wanted is None and has_safetensors else PublishedGguf.listed(self.files)
@@ -121,7 +125,7 @@ def _instead_of_weights(names: Collection[str]) -> str:
     if ".safetensors" in endings:
         return f"neither {SINGLE_FILE} nor {INDEX_FILE}; give a copy in the format transformers saves."
     if ".gguf" in endings:
-        return "only GGUF files that are no whole models, such as image projectors; give another repository."
+        return "only GGUF files that are not whole models, such as image projectors; give another repository."
     if endings & {".bin", ".pt", ".pth"}:
         return "its weights only as pickles, which can run code and are never read; give a copy in safetensors."
     return "no weights in safetensors; give the id of a model."

@@ -40,14 +40,14 @@ def resolve_model(
     """Return the folder of a model, downloading or translating the model if necessary.
 
     Args:
-        model: a folder; a GGUF file, which is represented by a folder in the cache; None for the demo model; or what
-            `ModelId.of` reads: an id such as org/name, or org/name:QUANTIZATION. Of an id, the configuration, tokenizer
-            and safetensors, or a GGUF file, are downloaded into the cache of huggingface_hub.
+        model: a folder; a GGUF file, which is represented by a folder in the cache; None for the demo model; or an id
+            or address that `ModelId.of` reads, such as org/name or org/name:QUANTIZATION. For an id, configuration,
+            tokenizer and safetensors, or a GGUF model, are downloaded into the cache of huggingface_hub.
         revision: branch, tag or commit of an id; its main branch by default.
         offline: use only the cache.
         progress: called with (stage, bytes done, total bytes); a total of 0 marks `stage` as a one-line remark.
         configuration_only: download only the configuration of an id, which is enough to plan for the model. Unsupported
-            models are still refused. If the cache holds the whole model, its entry for the revision stays.
+            models are still refused. If the cache already holds the whole model, that is used.
 
     Raises:
         UsageError, ModelError, CheckpointError, DiskFullError: if the model is not found or unusable.
@@ -96,7 +96,7 @@ class _Hub:
             raise hub_error(error, self._model) from error
 
     def _cached(self) -> Path | None:
-        """Return what the cache holds of the revision, if that is enough. Without a quantization, safetensors win."""
+        """Return the cached folder or GGUF file, None if incomplete. Safetensors precede unnamed GGUF models."""
         folder = None
         if self._model.gguf is None:
             folder = self._cached_configuration() if self._configuration_only else self._cached_folder()
@@ -176,7 +176,7 @@ class _Hub:
         return folder
 
     def _fetched_gguf(self, repository: Repository, model: PublishedGguf) -> Path:
-        """Download the missing files of a GGUF model, and return the first file, or only its configuration's folder."""
+        """Download a GGUF model, and return its first file, or the folder if only the configuration is wanted."""
         if self._model.gguf is None:
             self._tell_choice(model, PublishedGguf.listed(repository.files))
         files, download = [repository.files[name] for name in model.files], Download(repository, self._progress)
@@ -192,7 +192,7 @@ class _Hub:
         return download.fetch_one(files[0])
 
     def _tell_choice(self, chosen: PublishedGguf, models: list[PublishedGguf]) -> None:
-        """Report, in one line, which of several GGUF models was chosen by default, and how to choose another."""
+        """Report which of several GGUF models was chosen by default, and how to choose another."""
         name, others = self._model.name, list(dict.fromkeys(each.quantization for each in models if each != chosen))
         if self._progress and others:
             self._progress(f"{name}: using {chosen.files[0]}; for {', '.join(others)} give {name}:{others[0]}", 0, 0)

@@ -1,7 +1,7 @@
-"""Downloads a large file such that an interrupted download resumes at the next run.
+"""Download large files so that the next run resumes an interrupted download.
 
-huggingface_hub resumes within a run only. Here its http_get appends to a file next to the cache's blobs. Once complete,
-that file becomes the blob, which huggingface_hub then only links to.
+huggingface_hub resumes only within one run. Here its http_get appends to a partial file next to the blobs in its cache.
+The complete file is renamed to the blob, and huggingface_hub then only links to it.
 """
 
 from contextlib import suppress
@@ -11,25 +11,26 @@ from typing import Any
 from hetero_ee.hub.repository import RemoteFile, Repository
 
 SUFFIX = ".resumable"
-MAX_BYTES = 50 * 10**9  # of a file that the Hub sends by plain HTTP
+MAX_BYTES = 50 * 10**9  # largest file that the Hub sends by plain HTTP
 POLL_S = 0.1
 
 
 def resumed_file(blobs: Path, file: RemoteFile) -> Path:
-    """Return the path of a file's bytes so far, whether or not there are any."""
+    """Return the path of the partial file, which may not exist."""
     return blobs / (file.digest + SUFFIX)
 
 
 def download_blob(repository: Repository, file: RemoteFile, blobs: Path, bar: Any) -> None:
-    """Download a file to its place among the blobs, continuing an earlier download. Its digest is not checked.
+    """Download a file into the cache's blobs, resuming an earlier download. The caller must check the digest.
 
-    Waits while another process downloads the file. Does nothing if the file is too large or the disk has no locks.
+    Waits while another process downloads the same file. Does nothing if the file exceeds MAX_BYTES or the file system
+    has no locks, so that huggingface_hub downloads it.
 
     Args:
-        bar: class of the progress bar. Its `update` ends the wait by raising an error.
+        bar: class of the progress bar. While waiting, its `update` is called and may raise an error to stop.
 
     Raises:
-        Exception: whatever huggingface_hub or `bar` raises.
+        Exception: any error of huggingface_hub or `bar`.
     """
     import filelock
 
@@ -46,12 +47,12 @@ def download_blob(repository: Repository, file: RemoteFile, blobs: Path, bar: An
             bar(initial=file.size_bytes)
         else:
             _resume(repository, file, blobs, bar)
-        with suppress(OSError):  # Windows keeps an open file
+        with suppress(OSError):  # Windows does not delete a file that another process has open
             Path(lock.lock_file).unlink()
 
 
 def _resume(repository: Repository, file: RemoteFile, blobs: Path, bar: Any) -> None:
-    """Download what is missing of a file. The caller holds its lock."""
+    """Download the missing bytes of a file. The caller must hold its lock."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]

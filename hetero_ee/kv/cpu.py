@@ -78,7 +78,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
         return keys, values
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """See LayeredCache. Returns views, to read and write."""
+        """See LayeredCache. Returns writable views instead of copies."""
         index = self.index(layer)
         return tuple(part[index, :, first:end] for part in self._sequences[sequence].parts)
 

@@ -74,7 +74,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         return tuple(part[at].transpose(0, 1) for part in self._parts(layer))
 
     def store(self, layer: int, sequence: int, first: int, parts: Sequence[Tensor]) -> None:
-        """See LayeredCache. The host waits for the copies."""
+        """See LayeredCache. Returns after the copies to the GPU are complete."""
         at = self._pages_and_lines(sequence, first, first + parts[0].shape[1])
         for ours, theirs in zip(self._parts(layer), parts, strict=True):
             ours[at] = theirs.transpose(0, 1).to(ours.device)

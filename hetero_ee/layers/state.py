@@ -54,13 +54,16 @@ class KvState(State):
         last = max(context_tokens, m)
         if self.window is None:
             return mean_positions(m, last)
-        n_growing = min(max(0, self.window - last + m), m)  # tokens that see everything before them
+        n_growing = min(max(0, self.window - last + m), m)  # tokens whose window reaches the sequence's start
         return (n_growing * (last - m + (n_growing + 1) / 2) + (m - n_growing) * self.window) / m
 
     def read_s(self, times: DeviceTimes, m: int, context_tokens: int, kv_type: str) -> float:
-        """Return the seconds of attention, scaled if the profile timed keys and values of another type.
+        """Estimate the seconds of attention in this layer for m tokens.
 
-        A decode batch costs what it reads, a chunk of a prompt what its tokens see.
+        A decode batch is charged for the positions it reads, a prompt chunk for the positions its tokens attend to.
+
+        Args:
+            kv_type: type of the cache. Times are scaled if the profile measured another type.
         """
         few = m <= MAX_DECODE_TOKENS
         positions = self.positions_read if few else self.mean_positions

@@ -1,7 +1,7 @@
 """List the shapes of well-known models, to plan for them and time them without their weights.
 
-The file holds what the models' published config.json files say, as far as it matters for shapes and times, and their
-numbers of parameters, by which a test checks the rest.
+The file holds the fields of the models' published config.json that affect shapes and times. It also holds their numbers
+of parameters, against which a test checks the shapes.
 """
 
 import json

@@ -24,7 +24,7 @@ class Option:
     help: str
     flags: tuple[str, ...] = ()  # on the command line; empty if it has none
     _: KW_ONLY
-    file_flags: tuple[str, ...] = ()  # those that read its value from a file
+    file_flags: tuple[str, ...] = ()  # flags that read the option's value from a file
     choices: tuple[str, ...] = ()  # the words it may be; empty allows any
     least: float | None = None
     most: float | None = None
@@ -39,7 +39,7 @@ class Option:
     openai: tuple[str, ...] = ()  # its fields in OpenAI's requests, as llama-server and vLLM extend them
     responses: tuple[str, ...] = ()  # its fields in /v1/responses, if they differ
     anthropic: tuple[str, ...] = ()  # its fields in Anthropic's requests
-    ollama: tuple[str, ...] = ()  # its keys in the options of ollama's requests, if they differ from OpenAI's
+    ollama: tuple[str, ...] = ()  # keys in `options` of ollama's requests; empty if as in OpenAI's
     name: str = ""  # its Python keyword; `options_of` sets it and `kind`
     kind: Any = str  # its type without None
 

@@ -1,8 +1,8 @@
 """Profiles on disk: one file for each machine, set of shapes and preset. Foreign or damaged files are not used.
 
-A profile that was disturbed by another program is first stored under another name. If the next measurement is disturbed
-as well, the better of the two is kept, since a busy machine yields no better one. It stays provisional: a text that is
-much faster than it predicts makes forget_provisional remove it.
+A profile whose measurement other programs disturbed is first stored under another name. If the next measurement is
+disturbed too, the better of the two is used, since a busy machine yields no better one. It stays provisional:
+forget_provisional removes it after a text that was much faster than it predicts.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ def forget_provisional(folder: Path, profile: HardwareProfile, spec: ModelSpec) 
         return False
     try:
         FileSystem().remove_file(file)
-    except OSError:  # it will be found again
+    except OSError:  # not a loss: the next run would find the profile again
         return False
     return True
 

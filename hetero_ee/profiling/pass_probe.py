@@ -68,7 +68,7 @@ class PassSamples:
 
     @property
     def besides_layers_s(self) -> float:
-        """Median seconds outside of layers. A prompt's chunk has no head: its noise would exceed all that remains."""
+        """Median seconds outside of layers. Prompt chunks have no head, whose noise would exceed the rest."""
         head_s = median(self.head_s) if self.m <= MAX_DECODE_TOKENS else 0.0
         return head_s + median(self.outside_s)
 

@@ -1,4 +1,4 @@
-"""Fill an empty kernel cache with other processes, while this one reads or converts a model."""
+"""Compile kernels into an empty cache in other processes, while this one reads or converts a model."""
 
 import os
 import subprocess
@@ -14,16 +14,16 @@ from hetero_ee.runtime.kernel_cache import KernelCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 
-LIMIT_S = 300.0  # for each process; later this one compiles what is missing
+LIMIT_S = 300.0  # longest wait; this process then compiles what is missing
 POLL_S = 0.05
-MEASURED_TOKENS = (1, 4)  # of a quick profile's short passes
-OWN_TILES = (2, 6, 7, 8)  # numbers of queries for which attention has other kernels than for one
+MEASURED_TOKENS = (1, 4)  # batch sizes of a quick profile's decode passes
+OWN_TILES = (2, 6, 7, 8)  # numbers of queries that need other attention kernels than one query
 
 
 class Compilation:
-    """Processes that compile the kernels of a first token. Use it as a context manager, which ends them.
+    """Processes that compile the kernels of the first token. As a context manager, it ends them on exit.
 
-    None are started if one thread is allowed, or if the cache is filled or keeps nothing.
+    No process is started if only one thread is allowed, or if the cache is already filled or cannot store kernels.
     """
 
     def __init__(self, kernels: KernelCache, n_threads: int) -> None:
@@ -35,11 +35,11 @@ class Compilation:
         names = list(GROUPS)
         n_first = min(n_threads, len(names)) - 1
         for group in (*([name] for name in names[:n_first]), names[n_first:]):
-            with suppress(OSError):  # without the process, this one compiles
+            with suppress(OSError):  # if it can't start, `finish` compiles its kernels
                 self._processes.append(_started(kernels.folder, group))
 
     def finish(self, spec: ModelSpec, weights: ModelWeights, progress: Progress | None) -> None:
-        """Compile the products with these weights here, wait for the other processes, and compile the rest."""
+        """Compile the products with these weights in this process, wait for the others, and compile what remains."""
         if not self._processes:
             return
         report, n_all = progress or (lambda *_: None), len(self._processes) + 1
@@ -62,7 +62,7 @@ class Compilation:
 
 
 def _started(folder: Path, group: list[str]) -> "subprocess.Popen[bytes]":
-    """Start a process that ends with this one, since then its standard input ends."""
+    """Start a process that compiles one group. It exits when this process does, which closes its standard input."""
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
     if sys.platform == "win32":
@@ -85,7 +85,7 @@ def _compile_products(weights: ModelWeights) -> None:
 
 
 def _compile_tiles(group: int) -> None:
-    """Compile the attention that a quick measurement needs in addition, for `group` query heads per key head."""
+    """Compile the further attention kernels of a quick profile, for `group` query heads per key head."""
     from hetero_ee_cpu_ops import ahead
 
     for n_tokens in MEASURED_TOKENS:

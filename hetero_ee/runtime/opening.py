@@ -62,12 +62,12 @@ def open_on_cpu(
 ) -> HostExecutor:
     """Open an executor on the CPU: the CPU kernels if the weights are quantized, else the reference.
 
-    The first start compiles what passes of up to draft_length tokens need.
+    The first start compiles the kernels for passes of up to draft_length tokens.
     """
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
-    from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
+    from hetero_ee.runtime.executors.cpu import CpuExecutor  # kernels read the cache folder at import
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
     if len(executor.cache.held_layers) == spec.n_layers:

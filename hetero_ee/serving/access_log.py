@@ -1,4 +1,4 @@
-"""Logs one line per request, as an ASGI layer through which messages pass unchanged."""
+"""ASGI middleware that logs one line per request."""
 
 import time
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-CLIENT_GONE = 499  # the status that servers log if the client disconnects before it has an answer
+CLIENT_GONE = 499  # logged if the client disconnects before the answer, as in nginx
 LONGEST_PATH = 200  # characters
 
 
 class AccessLog:
-    """ASGI layer that passes `log` a line for each request once its answer has ended."""
+    """ASGI middleware that calls `log` with one line after each answer. Messages pass unchanged."""
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
         self._app, self._log = app, log
@@ -35,9 +35,9 @@ class AccessLog:
 
 
 def _line(scope: Scope, status: int, seconds: float) -> str:
-    """Return method, path, status, seconds and, if the request was for text, tokens of its prompts and replies.
+    """Return time, method, path, status, seconds and, for text generation, the tokens of prompts and replies.
 
-    The path is without its query, which may hold secrets, and as in the address, without line ends.
+    The query is left out, since it may hold secrets. The path is percent-encoded, so that it stays on one line.
     """
     path = quote(scope["path"])[:LONGEST_PATH]
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {scope['method']} {path} {status} {seconds:.3f} s"

@@ -70,7 +70,7 @@ OF_ALL_MODELS: frozenset[Answer] = frozenset(
 
 
 def create_app(models: Models | ServedModel, log: Callable[[str], None] | None = None) -> ASGIApp:
-    """Return the server as an ASGI application. The caller must close `models`, or the server's only model.
+    """Return the server as an ASGI application. The caller must close `models` (or the single model).
 
     Args:
         log: Called with a line for each request; None logs nothing.

@@ -58,7 +58,7 @@ class Generation:
         self._start_s = self._begun_s = self._first_s = self._last_s = time.monotonic()
         self._timeout_s, self._is_begun, self._is_over, self._echo = timeout_s, False, False, echo
         self.n_prompt_tokens, self.n_cached_tokens, self.n_tokens = len(prompt_ids), 0, 0
-        self.slot_number = -1  # until it has a slot
+        self.slot_number = -1  # -1 until the request runs in a slot
         self._untold = self.text = "" if echo is None else echo.text
         self.placed: list[PlacedToken] = []  # tokens with log-probabilities
         self.kept: list[GeneratedToken] = []
@@ -105,7 +105,7 @@ class Generation:
         return text
 
     def end(self) -> None:
-        """End the request as if its text had ended here."""
+        """End the request with finish reason STOP."""
         self.reason = FinishReason.STOP
         self.close()
 

@@ -83,7 +83,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """A slot at one moment, and the tokens of the request that runs in it."""
+    """Snapshot of a slot, with the token counts of the request that runs in it."""
 
     number: int
     is_running: bool = False
@@ -104,7 +104,7 @@ class Scheduler:
         self._engine, self._loop, self.n_slots = engine, engine.loop(self._someone_waits), n_slots
         self._slots = Slots(engine.executor, n_slots + N_EXPRESS, engine.close_sequence)
         self._queue, self._queue_size = deque[Job](), queue_size
-        self._calls = deque[Callable[..., None]]()  # each takes an error to pass on instead
+        self._calls = deque[Callable[..., None]]()  # run between steps; given an error, each only passes it on
         self._running: dict[int, _Running] = {}  # by the loop's numbers; scored prompts have negative ones
         self._scoring_numbers = count(-1, -1)
         self._changed = threading.Condition()
@@ -160,7 +160,7 @@ class Scheduler:
             self._changed.notify()
 
     def call(self, work: Callable[[Slots], T]) -> Future[T]:
-        """Run `work` in the engine's thread between two steps, and pass its result or error on.
+        """Run `work` in the engine's thread between two steps. The future receives its result or error.
 
         Raises:
             BusyError: if the server shuts down.

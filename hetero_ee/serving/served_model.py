@@ -23,7 +23,7 @@ from hetero_ee.text.prompt import Prompt, PromptReader
 from hetero_ee.text.text_stream import TextStream
 
 T = TypeVar("T")
-CHAT_TEMPERATURE = 0.8  # of models whose files ask for none
+CHAT_TEMPERATURE = 0.8  # temperature of the page for models whose files set none
 MARGIN_TOKENS = 64  # by which a text may have fewer tokens than its beginning
 LONG_TEXT = 2**15  # characters; encoding digits takes 0.15 s then (busy 2-core Zen 4, 2026-11-27)
 

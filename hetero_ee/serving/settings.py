@@ -58,7 +58,7 @@ class ServerSettings:
     ] = 600.0
     body_timeout_s: float = 30.0  # for a request's body to arrive
     max_body_bytes: int = 2 * 2**20
-    page_temperature: float | None = None  # the page's usual one; None: the model's own, or 0.8 if that is greedy
+    page_temperature: float | None = None  # default of the chat page; None: the model's own, or 0.8 if that is greedy
     ping_s: float = 15.0  # between signs of life in a stream that has nothing to say
     models_max: Annotated[
         int,

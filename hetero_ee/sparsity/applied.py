@@ -39,9 +39,13 @@ def made_sparse(
 
 
 def require_calibration(store: Path, request: SparsityRequest) -> None:
-    """Check that there is the calibration that the request needs of a store, which need not exist yet.
+    """Check that the calibration that the request needs exists.
 
-    Raises: UsageError: if there isn't.
+    Args:
+        store: the model's store, which need not exist yet.
+
+    Raises:
+        UsageError: if there is no such calibration.
     """
     suffix = PREDICTOR_SUFFIX if request.is_predicted else None if request.is_exact else SPARSITY_SUFFIX
     if suffix is not None and not neuron_file(store, suffix).exists():

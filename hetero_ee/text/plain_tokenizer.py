@@ -25,14 +25,14 @@ IRRELEVANT = {
     *("add_bos_token", "add_eos_token"),  # transformers ignores them next to a tokenizer.json
 }
 KNOWN = {*IRRELEVANT, *NAMED_TOKENS, *TOKEN_LISTS, "added_tokens_decoder", "chat_template"}
-FLAGS = ("lstrip", "normalized", "rstrip", "single_word")  # of an added token
+FLAGS = ("lstrip", "normalized", "rstrip", "single_word")  # flags of an added token
 # Files that transformers merges into the tokenizer unless the settings list the added tokens.
 MERGED_FILES = ("special_tokens_map.json", "added_tokens.json")
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 
 
 class PlainTokenizer:
-    """A tokenizer.json with its special tokens. Its methods are those that Tokenizer calls of transformers' classes."""
+    """A tokenizer.json with its special tokens. Has the methods of transformers' classes that Tokenizer calls."""
 
     is_fast = True
 
@@ -42,7 +42,7 @@ class PlainTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Load the tokenizer in `folder`. Return None if transformers might change what tokenizer.json says."""
+        """Load the tokenizer in `folder`. Return None if transformers might not use tokenizer.json unchanged."""
         config = tokenizer_config(folder)
         if not is_plain(config, folder) or not KNOWN.issuperset(config) or (folder / TEMPLATE_FOLDER).exists():
             return None
@@ -65,7 +65,7 @@ class PlainTokenizer:
         decoder = config.get("added_tokens_decoder")
         if decoder is not None and decoder != {str(token_id): fields for token_id, fields in added.items()}:
             return None
-        if backend.padding is not None:  # its token becomes a special one
+        if backend.padding is not None:  # transformers makes its token a special one
             return None
         return cls(backend, special_tokens, template)
 
@@ -103,7 +103,7 @@ def tokenizer_config(folder: Path) -> Any:
 
 
 def is_plain(config: Any, folder: Path) -> bool:
-    """Return whether the class of transformers that belongs to these settings reads tokenizer.json unchanged."""
+    """Return whether transformers would use tokenizer.json unchanged with these settings."""
     return config.get("tokenizer_class") in PLAIN_CLASSES and (folder / "tokenizer.json").is_file()
 
 

@@ -12,7 +12,7 @@ from hetero_ee.text.tokenizer import Tokenizer
 
 
 class TokenArray(Protocol):
-    """An array of token ids of NumPy, torch or another library: a prompt, or several in its rows."""
+    """Array of token ids from NumPy, torch or another library: one prompt, or one prompt per row."""
 
     def tolist(self) -> Any: ...
 
@@ -61,7 +61,7 @@ class PromptReader:
 
 
 def _plain(given: Any) -> Any:
-    """Return arrays as lists, also those in a list, such as the numbers of NumPy; anything else as it is."""
+    """Convert arrays and NumPy numbers, also inside a list, to plain lists and numbers. Return others unchanged."""
     if hasattr(given, "tolist"):
         return given.tolist()
     return [_plain(each) for each in given] if isinstance(given, list | tuple) else given

@@ -15,7 +15,7 @@ from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 LEAST_VALUE = -127  # int8 tiles have no -128
 HALF_ROUNDING = 2.0**-11  # largest relative rounding error of fp16, except for subnormals
 LARGEST_ZERO = 65504.0  # in fp16
-CHUNK_WEIGHTS = 2**18  # unpacked and packed at a time, about; a chunk stays in the cache
+CHUNK_WEIGHTS = 2**18  # weights per chunk, about; an unpacked chunk fits the processor's cache
 SMALL_ZERO = 2.0**-13  # a smaller zero point is practically 0: codes are 1 apart, and fp16 is less precise there
 
 
@@ -73,10 +73,11 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlocks:
-    """A matrix of `n_rows` rows that become blocks a few at a time, so that memory never holds all codes unpacked.
+    """A matrix that is unpacked to blocks a few rows at a time, so that memory never holds all codes unpacked.
 
-    `rows` returns the blocks of some rows. `values` returns some rows as the file has them, fp32, if blocks can only
-    hold the nearest values; None if blocks hold them exactly.
+    Attributes:
+        rows: returns the blocks of some rows.
+        values: returns some rows with the file's values, fp32, if blocks only approximate them; None if they are exact.
     """
 
     n_rows: int
@@ -90,23 +91,32 @@ class RowBlocks:
         return RowBlocks(len(order), lambda rows: self.rows(order[rows]), reordered)
 
     def file_values(self, rows: Tensor) -> Tensor:
-        """Return some rows as the file has them, fp32."""
+        """Return some rows with the file's values, fp32."""
         return self.rows(rows).dequantize() if self.values is None else self.values(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptCodes:
-    """Tiles with the codes of a file. `wanted` holds the parts they were rounded from; None if they are exact."""
+    """Tiles that keep a file's codes.
+
+    Attributes:
+        wanted: the parts whose values the tiles approximate; None if the tiles are exact.
+    """
 
     weight: TileWeight
     wanted: Sequence[RowBlocks] | None
 
 
 def int4_tiles(parts: Sequence[RowBlocks], *most: float, workers: Workers = map) -> KeptCodes | None:
-    """Stack parts to int4 tiles; None if their codebooks differ, or fp16 can't hold scales and zero points.
+    """Stack parts to int4 tiles.
 
-    Rounding to fp16 may change each by a relative error of at most `most`. If several are given, the first one that is
-    large enough counts. Zero points need LINEAR_CODEBOOK.
+    Args:
+        most: largest relative errors by which rounding to fp16 may change a scale or zero point. The first one that
+            suffices is used.
+
+    Returns:
+        None if the codebooks differ, zero points come with another codebook than LINEAR_CODEBOOK, or fp16 can't hold
+        the scales and zero points.
     """
     firsts = [part.rows(slice(0, 1)) for part in parts]
     codebook = firsts[0].codebook
@@ -144,7 +154,7 @@ def _kept(
     """Pack tiles chunk by chunk; None if `pack` refuses one, or rounding changes a scale or zero point by too much."""
     n_rows, n_columns = sum(part.n_rows for part in parts), parts[0].rows(slice(0, 1)).codes.shape[1]
     n_down, n_across = layout.tile_grid(n_rows, n_columns)
-    n_together = max(1, CHUNK_WEIGHTS // (n_columns * layout.TILE_ROWS))  # tiles, one above the other
+    n_together = max(1, CHUNK_WEIGHTS // (n_columns * layout.TILE_ROWS))  # rows of tiles per chunk
     name, dtype = ("int8", torch.int8) if codebook is None else ("int4", torch.uint8)
     tiles = torch.empty(n_down, n_across, layout.TILE_BYTES[name], dtype=dtype)
 
@@ -179,14 +189,14 @@ def _rows_of_all(parts: Sequence[RowBlocks], rows: slice) -> list[Blocks]:
 
 
 def _whole_tiles(codes: Sequence[Tensor], padding: int) -> Tensor:
-    """Stack codes and fill them up to whole tiles."""
+    """Stack codes, and append rows of `padding` up to whole tiles."""
     stacked = torch.cat(list(codes))
     n_missing = -len(stacked) % layout.TILE_ROWS
     return pad(stacked, (0, 0, 0, n_missing), value=padding) if n_missing else stacked
 
 
 def _joined(zeros: Sequence[Tensor | None], scales: Sequence[Tensor]) -> Tensor | None:
-    """Stack zero points, with 0 for scales without any; None if there are none at all."""
+    """Stack zero points, with 0 for parts that have none; None if no part has any."""
     if all(each is None for each in zeros):
         return None
     both = zip(zeros, scales, strict=True)
@@ -196,7 +206,7 @@ def _joined(zeros: Sequence[Tensor | None], scales: Sequence[Tensor]) -> Tensor 
 def _stored_scales(
     scales: Tensor, zeros: Tensor | None, tolerances: Sequence[float]
 ) -> tuple[Tensor, int, float] | None:
-    """Return packed fp16 scales with zero points, their exponent and the tolerance; None if all are exceeded."""
+    """Return packed fp16 scales and zero points, the exponent and the first sufficient tolerance; None if none is."""
     missing = 0, 0, 0, -len(scales) % layout.TILE_ROWS
     halves = None if zeros is None else pad(zeros.half(), missing)
     for most in tolerances:

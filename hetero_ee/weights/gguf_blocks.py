@@ -25,7 +25,7 @@ IQ4_NL_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 # FP4's values by code, doubled so that all are integers (arXiv 2310.10537); the second zero is a negative one.
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_CODEBOOK = (*sorted(set(MXFP4_VALUES)), 13)  # no code has the last entry
-CHUNK_WEIGHTS = 2**18  # dequantized at a time; a chunk stays in the cache
+CHUNK_WEIGHTS = 2**18  # weights per chunk; a dequantized chunk fits the processor's cache
 
 
 def floats(raw: Tensor, kind: str, workers: Workers = map) -> Tensor:
@@ -50,7 +50,7 @@ def _by_package(kind: str) -> Callable[[Tensor], Tensor]:
     number = gguf.GGMLQuantizationType[kind]
 
     def dequantized(rows: Tensor) -> Tensor:
-        with np.errstate(all="ignore"):  # callers check whether values are finite
+        with np.errstate(all="ignore"):  # scales may overflow; callers check that values are finite
             return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), number))
 
     return dequantized

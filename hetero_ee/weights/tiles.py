@@ -62,7 +62,7 @@ def unpack_nibbles(lines: Tensor) -> Tensor:
 
 
 def lines_of_rows(tiles: Tensor, indices: Tensor) -> Tensor:
-    """Return the bytes of some rows (n, K/32, 16 or 32). The other 15 rows of their tiles are not unpacked."""
+    """Return the packed bytes of some rows (n, K/32, 16 or 32), without unpacking the rest of their tiles."""
     words = _words(tiles)
     return words[indices // TILE_ROWS, :, :, indices % TILE_ROWS].view(tiles.dtype)
 
@@ -78,7 +78,7 @@ def unpack_int8(tiles: Tensor) -> Tensor:
 
 
 def _lines(tiles: Tensor) -> Tensor:
-    """Return the bytes of all rows (N, K/32, 16 or 32)."""
+    """Return the packed bytes of all rows (N, K/32, 16 or 32)."""
     return _words(tiles).permute(0, 3, 1, 2).contiguous().flatten(0, 1).view(tiles.dtype)
 
 

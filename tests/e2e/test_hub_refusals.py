@@ -138,7 +138,7 @@ def test_impossible_revisions_are_refused(hub: Hub, tiny: Path, revision: str) -
 WITHOUT_WEIGHTS = {
     "pickles": ({"pytorch_model.bin": b"\x80"}, "only as pickles"),
     "older pickles": ({"model.pth": b"\x80", "model.pt": b"\x80"}, "only as pickles"),
-    "GGUF": ({"mmproj-F16.gguf": b"GGUF"}, "only GGUF files that are no whole models"),
+    "GGUF": ({"mmproj-F16.gguf": b"GGUF"}, "only GGUF files that are not whole models"),
     "an adapter": ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"0"}, "an adapter and no model"),
     "another layout": ({"consolidated.safetensors": b"0"}, f"neither {SINGLE} nor {INDEX}"),
     "parts elsewhere": ({"unet/model.safetensors": b"0"}, "no weights in safetensors"),

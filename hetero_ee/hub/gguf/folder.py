@@ -93,11 +93,14 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
 
 
 def configuration_folder(header: Callable[[], GgufHeader], name: str, identity: Sequence[str]) -> Path:
-    """Return a folder in the cache with only the configuration of a model, whose files may be elsewhere.
+    """Return a cached folder that holds only a model's configuration, creating it if necessary.
+
+    The model's files need not be on this machine.
 
     Args:
-        header: returns the model's header; called if there is no such folder yet.
-        identity: determines the header.
+        header: returns the model's header; called only to create the folder.
+        name: the folder's name.
+        identity: strings that identify the model's content, such as digests; the folder is found by them.
 
     Raises:
         ModelError, StoreError: if the model is unsupported, or the cache cannot be written.
@@ -134,14 +137,14 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def _folder(name: str, identity: Sequence[Any]) -> Path:
-    """Return the path in the cache of the folder of a model called `name`."""
+    """Return the cache path for a model's folder: one per identity, ending with `name` in safe characters."""
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[:64].strip(".") or "model"
     return cache_folder() / FOLDERS / key / name
 
 
 def _configuration(header: GgufHeader) -> dict[str, Any]:
-    """Return the fields of config.json, with the matrices' storage. Raises ModelError."""
+    """Translate a header to the fields of config.json, including how matrices are stored. Raises ModelError."""
     config = hf_config(header)
     spec = spec_from_hf(config, str(header.file))
     return config | {INT8_FIELD: int8_matrices(header, spec), ZEROS_FIELD: zero_point_matrices(header, spec)}

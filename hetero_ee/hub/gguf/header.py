@@ -101,10 +101,10 @@ def is_gguf(file: Path) -> bool:
 
 
 def read_gguf_header(file: Path, n_file_bytes: int | None = None) -> GgufHeader:
-    """Read the header of one file, a whole model or a part.
+    """Read the header of a GGUF file, which holds a whole model or a part of one.
 
     Args:
-        n_file_bytes: size of the whole file if `file` is only its beginning.
+        n_file_bytes: size of the complete file, if `file` holds only its beginning. None: `file` is complete.
 
     Raises:
         CheckpointError: names the file and the reason.
@@ -173,7 +173,7 @@ class _Cursor:
         return value
 
     def text(self, what: str, most_bytes: int) -> str:
-        n_bytes: int = LENGTH.unpack(self.take(LENGTH.size))[0]  # a vocabulary has 100,000 texts: `count` is too slow
+        n_bytes: int = LENGTH.unpack(self.take(LENGTH.size))[0]  # `count` is too slow for 100,000 vocabulary strings
         if n_bytes > most_bytes:
             raise ValueError(f"it has {n_bytes} bytes in {what}, expected at most {most_bytes}")
         data = self.take(n_bytes)

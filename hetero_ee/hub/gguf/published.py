@@ -11,10 +11,10 @@ from hetero_ee.hub.gguf.parts import base_name, part_names
 from hetero_ee.hub.model_files import NO_DEVICE
 
 DEFAULT_QUANTIZATION = "Q4_K_M"  # as in llama.cpp
-MAX_SHOWN = 40  # of a repository's quantizations, in one message
+MAX_SHOWN = 40  # quantizations that one message lists at most
 _PART = NO_DEVICE + r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,200}"
 _FILE = re.compile(rf"(?!.*\.\.)(?:{_PART}/){{0,4}}{_PART}\.gguf")
-_OTHER_FILE = re.compile("mmproj|imatrix")  # image projectors, and statistics for quantizers
+_OTHER_FILE = re.compile("mmproj|imatrix")  # GGUF files without a model: image projectors and importance matrices
 _QUANTIZATION = re.compile(
     r"(?<![a-z0-9])(?:ud-)?(?:[it]?q[1-8](?:_[a-z0-9]+)*|bf16|fp?16|fp?32|mxfp4(?:_moe)?)(?![a-z0-9_])", re.IGNORECASE
 )
@@ -22,9 +22,9 @@ _QUANTIZATION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PublishedGguf:
-    """A GGUF model in a list of files: one file, or all parts of a split one, in order."""
+    """A GGUF model in a list of files: a single file, or all parts of a split model in order."""
 
-    quantization: str  # from the file's name, as written there; the whole name if it has none
+    quantization: str  # as spelled in the file name; the whole name if it states no quantization
     files: tuple[str, ...]
 
     @classmethod
@@ -42,7 +42,7 @@ class PublishedGguf:
         return models
 
     def is_called(self, wanted: str) -> bool:
-        """Return whether `wanted` is one of the model's files or, in any case, its quantization."""
+        """Return whether `wanted` is one of the model's files or its quantization, ignoring upper and lower case."""
         return wanted in self.files or wanted.casefold() == self.quantization.casefold()
 
 
@@ -57,15 +57,17 @@ def is_gguf_name(name: str) -> bool:
 
 
 def choose(models: Sequence[PublishedGguf], wanted: str | None, repository: str) -> PublishedGguf:
-    """Return the model that `wanted` names by quantization or file, by default the Q4_K_M one, else the first.
+    """Return the model with the wanted quantization or file name.
 
-    A dynamic quantization such as UD-Q4_K_XL is also found without UD, if there is no other of that name.
+    A dynamic quantization such as UD-Q4_K_XL is also found as Q4_K_XL, unless another model has that quantization.
 
     Args:
         models: at least one.
+        wanted: quantization or file. None chooses Q4_K_M, or the first model if there is no Q4_K_M.
+        repository: name for messages.
 
     Raises:
-        ModelError: if there is no such model; lists those there are.
+        ModelError: if there is no such model; the message lists the existing ones.
     """
     for name in (wanted, f"UD-{wanted}") if wanted else (DEFAULT_QUANTIZATION,):
         for model in models:

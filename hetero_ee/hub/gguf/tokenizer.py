@@ -81,7 +81,7 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
 
 
 def check_vocabulary(header: GgufHeader) -> None:
-    """Raise ModelError for an unknown kind of tokenizer or rule that splits text."""
+    """Check that the tokenizer's type and its rule for splitting text are known. Raises ModelError."""
     _Vocabulary(header)
 
 

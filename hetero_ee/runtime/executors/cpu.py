@@ -45,7 +45,11 @@ class CpuExecutor(OpsExecutor):
         self._splits: dict[tuple[str, int], CpuSplit] = {}
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING, n_tokens: Iterable[int] = (1,)) -> None:
-        """Compile the kernels that the first token needs, or load them from the disk, by running passes of n_tokens."""
+        """Compile the kernels that the first token needs, or load them from the disk.
+
+        Args:
+            n_tokens: batch sizes for which a pass is run, because attention kernels depend on them.
+        """
         tiles = (matrix.tiles for matrix in self._device_weights.matrices.values())
         kinds = sorted({each.kind for each in tiles if each is not None})
         for n_done, kind in enumerate(kinds):

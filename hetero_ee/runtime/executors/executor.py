@@ -156,7 +156,11 @@ class Executor(HeadExecutor, Protocol):
         return
 
     def remember(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Prepare for a sequence whose cached keys and values the caller writes itself. These are all its tokens."""
+        """Register the tokens of a sequence whose keys and values the caller will write to the cache.
+
+        Args:
+            token_ids: all tokens of the sequence.
+        """
         return
 
     def hidden(self, batch: Batch) -> Tensor:

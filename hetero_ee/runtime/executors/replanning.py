@@ -153,7 +153,7 @@ class ReplanningExecutor(Executor):
             self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
 
     def remember(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Store the ids of a restored sequence as in Executor.remember, to read them again if the plan changes."""
+        """Store the token ids of a restored sequence, to prefill them again if the plan changes. See Executor."""
         self._token_ids[sequence] = list(token_ids)
         self._emptied.discard(sequence)
 

@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 
 async def read_body(request: Request, settings: ServerSettings) -> "Fields":
-    """Return the fields of a request's body: none if it is empty and not declared as JSON. Later calls return them."""
+    """Read and parse a request's body. Later calls return the fields that the first call read.
+
+    Returns:
+        The fields; none if the body is empty and not declared as JSON.
+    """
     if not hasattr(request.state, "fields"):
         try:
             async with asyncio.timeout(settings.body_timeout_s):

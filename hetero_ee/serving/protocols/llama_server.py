@@ -40,16 +40,16 @@ async def completion(request: Request, served: ServedModel) -> Response:
 
 
 async def apply_template(request: Request, served: ServedModel) -> Response:
-    """Answer with the prompt that the chat template makes of a request for a chat."""
+    """Answer with the prompt text that the chat template renders for a chat request."""
     fields = await read_request(request, served.settings, REFUSED, REFUSED_IN_CHATS)
     chat = await read_chat(request, fields, served, served.usual)
     return JSONResponse({"prompt": chat.prompt})
 
 
 async def slots(request: Request, models: Models) -> Response:
-    """Answer with the state of each slot, without the texts in it, which are other clients'.
+    """Answer with the state of each slot, or an empty list if the model is not loaded.
 
-    A model that is not loaded has no slots.
+    Unlike in llama-server, prompts and texts are left out, since they belong to other clients.
     """
     served = models.served(models.named(request.query_params.get("model")))
     if served is None:
@@ -75,7 +75,11 @@ def _settings(params: SamplingParams, served: ServedModel) -> dict[str, Any]:
 
 
 class _Answer:
-    """Answer with a completion in llama-server's own shape. `head` has the fields that are known before it."""
+    """Answer with a completion in llama-server's own format.
+
+    Args:
+        head: fields that are known before generation, included in the last event.
+    """
 
     def __init__(self, reply: Reply, head: dict[str, Any]) -> None:
         self._reply, self._generation, self._head = reply, reply.generation, head
@@ -85,7 +89,7 @@ class _Answer:
         return self._part(self._reply.content) | self._end()
 
     async def events(self, ping_s: float) -> AsyncIterator[bytes]:
-        """Yield the text piece by piece, and last an event without text that has all figures."""
+        """Yield an event for each piece of text, and last one with the statistics and no text."""
         try:
             async for piece in self._reply.pieces(ping_s):
                 yield PING if piece is None else event(self._part(piece.text))
@@ -95,7 +99,7 @@ class _Answer:
         yield event(self._part("") | self._end())
 
     def _part(self, text: str) -> dict[str, Any]:
-        """Return the fields of a piece of text, with the ids of the tokens since the previous one, if kept."""
+        """Return the fields of an event. `tokens` has the ids since the previous event if the request keeps tokens."""
         kept, self._generation.kept = self._generation.kept, []
         return {
             "index": 0,

@@ -29,7 +29,7 @@ def anthropic_messages(fields: Fields) -> list[Message]:
 
 
 def ollama_messages(fields: Fields) -> list[Message]:
-    """Return the messages of an ollama request. Its calls have no ids: each result belongs to the next open call."""
+    """Return the messages of an ollama request. Without call ids, each tool result belongs to the next open call."""
     found, open_ids = list[Message](), list[str]()
     for number, one in enumerate(_each(fields)):
         one.refuse_unless("images", ([],), "this server supports text only")

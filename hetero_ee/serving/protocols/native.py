@@ -133,7 +133,7 @@ async def not_offered(request: Request, models: Models) -> Response:
 
 
 def _card(name: str, models: Models) -> dict[str, object]:
-    """Return a model's entry in the list of models. What only its files tell is left out until it is loaded."""
+    """Return a model's entry in the list of models. Its shape is included only while it is loaded."""
     served = models.served(name)
     card = {"id": name, "object": "model", "created": models.created_s, "owned_by": OWNER}
     card["status"] = {"value": models.status(name)}

@@ -30,7 +30,7 @@ NS = 10**9
 NO_TOOLS = ToolUse()
 LOADED, UNLOADED = ({"done_reason": reason, "done": True} for reason in ("load", "unload"))
 NO_TIME = ("0", "0.0", "0s", "0m", "0h")
-REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
+REFUSED: dict[str, tuple[Any, ...]] = {  # with values that are allowed, see sampling_fields.py
     "images": ([],),
     "suffix": ("",),
     "template": ("",),
@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # as in sampling_fields.py
 
 
 async def is_unload(request: Request, models: Models) -> bool:
-    """Return whether a request for a chat or for text only closes its model, as `ollama stop` does."""
+    """Return whether a request only unloads its model: no prompt or messages, and keep_alive 0 (`ollama stop`)."""
     given = (await read_body(request, models.settings)).values
     return not (given.get("prompt") or given.get("messages")) and str(given.get("keep_alive")) in NO_TIME
 
@@ -56,7 +56,7 @@ async def unload(request: Request, models: Models) -> Response:
 
 
 async def chat(request: Request, served: ServedModel) -> Response:
-    """Answer a chat. Without messages, which loads the model in ollama, there is nothing to do."""
+    """Answer a chat. A request without messages only loads the model, which has happened before this call."""
     fields = await read_request(request, served.settings, REFUSED)
     asked, is_empty = _Asked.of(fields, served, openai_tools(fields)), not fields.items("messages")
     if is_empty:
@@ -65,7 +65,7 @@ async def chat(request: Request, served: ServedModel) -> Response:
 
 
 async def generate(request: Request, served: ServedModel) -> Response:
-    """Answer a prompt, which the chat template makes a user's message of unless it is `raw`."""
+    """Answer a prompt. Unless `raw` is set, the chat template renders it as a user message."""
     fields = await read_request(request, served.settings, REFUSED)
     asked, is_raw, has_system = _Asked.of(fields, served), fields.flag("raw"), bool(fields.text("system"))
     if fields.values.get("prompt") in (None, ""):
@@ -83,12 +83,12 @@ async def generate(request: Request, served: ServedModel) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The fields of a request, except for its messages or its prompt."""
+    """Parsed fields of a request, without its messages or prompt."""
 
     params: SamplingParams
     form: Form | None
     tools: ToolUse
-    variables: dict[str, Any]  # of the chat template
+    variables: dict[str, Any]  # variables for the chat template
     is_stream: bool
 
     @classmethod
@@ -103,7 +103,7 @@ class _Asked:
 
 
 def _form(fields: Fields) -> Form | None:
-    """Return the form in `format`, which is "json" or a schema."""
+    """Return the output format that field `format` requests ("json" or a schema), None if there is none."""
     form = fields.values.get("format")
     if form in (None, ""):
         return None
@@ -124,7 +124,7 @@ async def _answered(
 
 
 class _Answer:
-    """Answer to a chat or a prompt, as one document or as lines of JSON, which is the default."""
+    """Answer to a chat or a prompt, as lines of JSON (the default) or as one document."""
 
     def __init__(self, served: ServedModel, reply: Reply, *, is_chat: bool) -> None:
         self._served, self._reply, self._is_chat = served, reply, is_chat
@@ -139,7 +139,7 @@ class _Answer:
         return self._part(reply.content, reply.thought, reply.calls) | self._end()
 
     async def events(self, ping_s: float) -> AsyncIterator[bytes]:
-        """Yield the pieces of the reply, its calls in one line, and last a line with the figures."""
+        """Yield a line for each piece of the reply, one line with all tool calls, and last one with the statistics."""
         try:
             async for piece in self._reply.pieces(ping_s):
                 if piece is not None and piece.kind in (SAID, THOUGHT):

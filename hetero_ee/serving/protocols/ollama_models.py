@@ -1,4 +1,4 @@
-"""Ollama's paths by which its clients learn what there is: /api/tags, /api/ps, /api/show and /api/version."""
+"""Ollama's paths that describe models and server: /api/tags, /api/ps, /api/show and /api/version."""
 
 import hashlib
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ from hetero_ee.serving.protocols.body import read_body
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.tool_format import THINK
 
-VERSION = "0.12.6"  # the version of ollama whose answers these are; some clients require one
+VERSION = "0.12.6"  # ollama version whose answers these follow; some clients require a minimum
 NEVER = "9999-12-31T23:59:59Z"
 
 
@@ -21,7 +21,7 @@ async def tags(request: Request, models: Models) -> Response:
 
 
 async def running(request: Request, models: Models) -> Response:
-    """Answer with the loaded models, which stay loaded until others need their memory."""
+    """Answer with the loaded models. They have no expiry: they stay loaded until others need their memory."""
     cards = [
         (_card(name, served, models.created_s), served) for name in models.names if (served := models.served(name))
     ]
@@ -34,7 +34,7 @@ async def version(request: Request, models: Models) -> Response:
 
 
 async def show(request: Request, models: Models) -> Response:
-    """Answer with the model's shape and what it can do. Only its files tell most of that, so it has to be loaded."""
+    """Answer with a model's shape and capabilities. Most of these are empty while the model is not loaded."""
     fields = await read_body(request, models.settings)
     name, old_name = fields.text("model"), fields.text("name")
     served = models.served(models.named(name or old_name))
@@ -59,7 +59,11 @@ def _shape(served: ServedModel) -> dict[str, Any]:
 
 
 def timestamp(at_s: float | None = None) -> str:
-    """Return this time, by default now, as text in ollama's format."""
+    """Format a time as ollama does.
+
+    Args:
+        at_s: seconds since 1970; None for now.
+    """
     at = datetime.now(UTC) if at_s is None else datetime.fromtimestamp(at_s, UTC)
     return at.isoformat().replace("+00:00", "Z")
 
@@ -71,7 +75,7 @@ def _family(served: ServedModel) -> str:
 def _card(name: str, served: ServedModel | None, at_s: float) -> dict[str, Any]:
     """Return a model's entry in the list of models, with the size and details of its weights once it is loaded.
 
-    The digest is made from the name, since nothing here downloads by digest.
+    The digest is a hash of the name, since nothing here is downloaded by digest.
     """
     n_bytes = 0 if served is None else served.engine.executor.weights.n_bytes
     head = {"name": name, "model": name, "modified_at": timestamp(at_s), "size": n_bytes}

@@ -99,7 +99,7 @@ LLAMA: dict[str, Schema] = {
 OLLAMA: dict[str, Schema] = {
     **ASKED,
     "options": _object(sampling_fields.OPTIONS.schemas()),
-    "format": {"oneOf": [{"enum": ["", "json"]}, {"type": "object", "maxProperties": 0}]},  # or a schema
+    "format": {"oneOf": [{"enum": ["", "json"]}, {"type": "object", "maxProperties": 0}]},  # also a JSON Schema
     "think": {"oneOf": [FLAG, TEXT]},
 }
 OLLAMA_CHAT: dict[str, Schema] = {**OLLAMA, "messages": CHAT["messages"], "tools": CHAT["tools"]}

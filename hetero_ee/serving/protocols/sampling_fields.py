@@ -76,7 +76,10 @@ def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> N
 
 
 async def read_request(request: Request, settings: ServerSettings, *refused: dict[str, tuple[Any, ...]]) -> Fields:
-    """Return the fields of a request for text, whose `model` has been found already, if there are several."""
+    """Read a request for text, and check that it uses no unsupported fields.
+
+    `model` is only checked to be text here, since app.py chooses the model.
+    """
     fields = await read_body(request, settings)
     refuse_unsupported(fields, *refused)
     fields.text("model")

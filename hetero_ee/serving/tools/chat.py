@@ -36,13 +36,13 @@ class Chat:
     """A chat request, ready for generation."""
 
     prompt_ids: list[int]
-    prompt: str  # the same as text
+    prompt: str  # the text that prompt_ids encode
     params: SamplingParams
     format: ToolFormat | None  # format of calls; None if the reply can't call
     names: tuple[str, ...]  # names of the tools
     thinks: bool  # replies may begin with thoughts
     is_thinking: bool  # the prompt has begun them
-    must_call: bool = False  # the reply has to be one call at least
+    must_call: bool = False  # the reply must contain at least one call
     special_texts: Mapping[int, str] = field(default_factory=dict)  # texts of markers that are special tokens
 
     @property
@@ -172,7 +172,7 @@ def effort_variables(template: str | None, effort: str | bool | None) -> dict[st
 
     Args:
         template: The chat template. An effort for which it has no variable has no effect.
-        effort: A word, of which "none" turns thinking off, or whether to think.
+        effort: A level such as "low", "none" to turn thinking off, or a bool.
     """
     known: dict[str, Any] = {} if isinstance(effort, bool) else {"reasoning_effort": effort}
     known["enable_thinking"] = effort not in ("none", False)

@@ -100,7 +100,7 @@ def _chosen(fields: Fields, found: list[Tool], choice: Any, words: dict[str, str
 
 
 def _use(fields: Fields, found: list[Tool], name: str | None) -> ToolUse:
-    """Return the use of a tool that the request names. The reply is exactly one call of it."""
+    """Return the ToolUse for a request that forces one tool: the reply must be exactly one call of it."""
     if name not in {each.name for each in found}:
         fields.refuse("tool_choice", f"names {shown(name)}, which is not among the tools")
     return ToolUse(tuple(found), True, False, frozenset({name or ""}))

@@ -18,7 +18,7 @@ TYPES = (E4M3, E5M2)  # the second is refused
 WEIGHT, SCALES = ".weight", (".weight_scale_inv", ".weight_scale")
 ENTRY_BITS = 7  # of an int8 value without its sign
 NAN = 127  # as a code, without its sign
-CHUNK_WEIGHTS = 2**17  # dequantized at a time; a chunk stays in the cache
+CHUNK_WEIGHTS = 2**17  # weights per chunk; a dequantized chunk fits the processor's cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,11 @@ class GroupedCodes:
         return RowBlocks(len(self.codes), lambda rows: self.rows(rows)._blocks(first, in_8_bits=in_8_bits), values)
 
     def _blocks(self, groups: Tensor, *, in_8_bits: bool) -> Blocks:
-        """Return the blocks; `groups` holds the group of each."""
+        """Return the matrix as blocks.
+
+        Args:
+            groups: index of the group that holds each block's scale.
+        """
         scales = self.scales[:, groups]
         if self.zeros is None:
             if self.bits == 4:

@@ -37,7 +37,7 @@ FOUR_BITS = (
     "Most of the weights are rounded to 4 bits, which changes what the model writes (SmolLM2-135M: KL divergence 0.15 "
     "to 0.22 nats); files that are quantized already, such as GGUF, keep their own codes"
 )
-NOTICED_WEIGHTS = 10**8  # of models that FOUR_BITS is said of; smaller ones are toys, and the demo loses 0.004 nats
+NOTICED_WEIGHTS = 10**8  # smaller models are toys and get no FOUR_BITS notice; the demo loses 0.004 nats
 WAITING = "Another process is converting this model; waiting for it"
 
 
@@ -119,7 +119,7 @@ def _write(
 def _is_mostly_rounded(
     checkpoint: Checkpoint | GgufCheckpoint, tensors: list[TensorSpec], quantization: Quantization
 ) -> bool:
-    """Return whether most weights of a model, not a toy, become 4-bit codes that the checkpoint doesn't have."""
+    """Return whether a conversion rounds most weights to new 4-bit codes. False for toy models."""
 
     def is_rounded(tensor: TensorSpec) -> bool:
         if not is_quantized(tensor.role) or _layout(tensor, quantization) == "int8":

@@ -66,7 +66,7 @@ class StoredModel:
     quantizer: str | None
     source_format: str | None  # of the checkpoint: "safetensors", "GGUF", "GPTQ int4, groups of 128"
     exact_share: float | None  # of the matrices' weights those that are the checkpoint's to the bit; None for floats
-    relative_squared_error: float | None  # mean of the matrices'; None for floats
+    relative_squared_error: float | None  # mean relative squared error of the matrices; None for float weights
     bits: float | None  # per weight of the matrices, including scales
     n_bytes: int
     last_used_s: float  # since 1970, correct to about a day
@@ -275,7 +275,7 @@ def _described(path: Path) -> StoredModel:
 
 
 def _source_format(source: Mapping[str, Any]) -> str:
-    """Return the checkpoint's format. Neuron-major stores don't name it, as their matrices are cut otherwise."""
+    """Return the checkpoint's format. Neuron-major stores do not record it, so their files' names decide."""
     files = source.get("files")
     names = [str(file.get("name")) for file in files if isinstance(file, dict)] if isinstance(files, list) else []
     return str(source.get("format", "GGUF" if any(name.endswith(".gguf") for name in names) else "safetensors"))
