@@ -1,4 +1,4 @@
-"""Memory of a launch as its instructions see it: every access is checked and counted."""
+"""Loads, stores and atomics of an emulated launch. Every access is checked and counted."""
 
 from typing import Any
 
@@ -10,12 +10,20 @@ from tests.gpu.ptx.parsing import Kernel, PtxError
 from tests.gpu.ptx.races import Access, Races
 from tests.gpu.ptx.warps import Warps
 
-WATCHED_BYTES = 1 << 26  # of global memory at most: more would take gigabytes
+WATCHED_BYTES = 1 << 26  # global memory from this size on is not checked for races, which would need gigabytes
 ATOMICS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
 
 
 class Accesses(Warps):
-    """Global and shared memory. Methods are what translated blocks call; c is their Context."""
+    """Memory instructions, as methods that translated blocks call.
+
+    Args of all methods:
+        c: the Context, which has the threads that execute the instruction.
+        at: address of each thread.
+        size: bytes per word.
+        guard: whether each thread executes the instruction; None for all.
+        site: index in Kernel.sites, for messages.
+    """
 
     counts: Any
     parameters: dict[str, bytes]
@@ -28,7 +36,7 @@ class Accesses(Warps):
         self.global_races = Races(memory.n_bytes, kernel.n_threads, True) if is_watched else None
 
     def start_programs(self, first: int, n_programs: int) -> None:
-        """Give these programs fresh shared memory."""
+        """Start to run programs first .. first + n_programs - 1, with unwritten shared memory."""
         self.first_program, self.first_warp = first, first * self.kernel.n_threads // 32
         self.program_time = np.ones(n_programs, np.int32)
         self.warp_time = np.ones(n_programs * self.kernel.n_threads // 32, np.int32)
@@ -44,11 +52,11 @@ class Accesses(Warps):
         return np.full(c.n, np.frombuffer(self.parameters[name], kind)[0])
 
     def approximate(self, value: Any) -> Any:
-        """Return the result of an approximate instruction."""
+        """Return the result of an approximate instruction, with an error if the launch has jitter."""
         return jittered(value) if self.has_jitter else value
 
     def load(self, c: Any, space: str, at: Any, size: int, n: int, guard: Any, site: int) -> list[Any]:
-        """Return n adjacent words of `size` bytes."""
+        """Load n adjacent words per thread. Threads whose guard is false get 0."""
         active = np.ones(c.n, bool) if guard is None else guard
         index = self.place(c, space, at, size * n, active, site, False)[active]
         if space == "shared":
@@ -64,7 +72,7 @@ class Accesses(Warps):
         return results
 
     def store(self, c: Any, space: str, at: Any, size: int, values: Any, guard: Any, site: int) -> None:
-        """Store adjacent words. Threads that store to one address must store one value."""
+        """Store adjacent words per thread. Raises: PtxError: if threads store different values to one address."""
         active = np.ones(c.n, bool) if guard is None else guard
         index = self.place(c, space, at, size * len(values), active, site, True)[active]
         values = [value[active] for value in values]
@@ -80,7 +88,7 @@ class Accesses(Warps):
             raise PtxError(f"{self.kernel.sites[site]}: threads store different values to one address")
 
     def atomic(self, c: Any, space: str, at: Any, size: int, operation: str, value: Any, guard: Any, site: int) -> Any:
-        """Update global memory, one thread after the other, and return the old values."""
+        """Update one word of global memory per thread, in the threads' order, and return the old values."""
         assert space == "global"
         active = np.ones(c.n, bool) if guard is None else guard
         races, self.global_races = self.global_races, None  # atomics don't race
@@ -95,7 +103,7 @@ class Accesses(Warps):
         return old
 
     def place(self, c: Any, space: str, at: Any, n_bytes: int, active: Any, site: int, is_store: bool) -> Any:
-        """Check accesses of n_bytes each, and return their indices in that memory; 0 for threads that are not active.
+        """Check accesses of n_bytes each, and return their byte indices in `space`; 0 for inactive threads.
 
         Raises:
             PtxError: for accesses outside tensors, misaligned ones, reads of unwritten shared memory, and races.

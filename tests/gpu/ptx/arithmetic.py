@@ -1,4 +1,4 @@
-"""Operations of single threads on arrays over threads, with the bits that NVIDIA's hardware gives."""
+"""Arithmetic of PTX instructions on arrays with one value per thread. Results equal NVIDIA's hardware bit by bit."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def shift_left(value: Any, by: Any) -> Any:
-    """Shift left. All bits are gone if the word is not longer than `by`."""
+    """Shift left. The result is 0 if `by` is at least the word's number of bits, unlike in NumPy."""
     return _shifted(np.left_shift, value, by)
 
 
@@ -51,7 +51,7 @@ def remainder(a: Any, b: Any) -> Any:
 
 
 def mul_hi(a: Any, b: Any) -> Any:
-    """Return the upper half of the product."""
+    """Return the upper half of the double-width product."""
     if a.dtype.itemsize == 4:
         wide = np.int64 if a.dtype.kind == "i" else U64
         return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
@@ -64,14 +64,17 @@ def mul_hi(a: Any, b: Any) -> Any:
 
 
 def bfe(a: Any, position: Any, length: Any) -> Any:
-    """Extract a bit field that lies within the word. Signed ones are sign-extended."""
+    """Extract a bit field that lies within the word. Fields of signed words are sign-extended."""
     bits, position, length = a.dtype.itemsize * 8, int(position), int(length)
     assert 0 < length <= bits - position
     return (a << a.dtype.type(bits - position - length)) >> a.dtype.type(bits - length)
 
 
 def prmt(a: Any, b: Any, selector: Any) -> Any:
-    """Select each byte from 8 bytes by a nibble of the selector. Its bit 3 selects eight times that byte's sign."""
+    """Select each byte of the result from the 8 bytes of a and b by a nibble of the selector.
+
+    If bit 3 of the nibble is set, all bits of the result's byte are the sign bit of the selected byte.
+    """
     result = U32(0)
     pool = [(word >> U32(8 * byte)) & U32(255) for word in (a, b) for byte in range(4)]
     for i in range(4):
@@ -84,7 +87,10 @@ def prmt(a: Any, b: Any, selector: Any) -> Any:
 
 
 def lop3(a: Any, b: Any, c: Any, table: int) -> Any:
-    """Look up every bit: bit 4 a + 2 b + c of the table, computed as an exclusive or of products of a, b and c."""
+    """Return for each bit position bit 4 a + 2 b + c of the table.
+
+    Computed for whole words, as an exclusive or of products (and) of a, b and c.
+    """
     terms = [table >> place & 1 for place in range(8)]
     for bit in (1, 2, 4):
         terms = [term ^ (terms[place ^ bit] if place & bit else 0) for place, term in enumerate(terms)]
@@ -96,7 +102,11 @@ def lop3(a: Any, b: Any, c: Any, table: int) -> Any:
 
 
 def dp4a(a: Any, b: Any, c: Any, kinds: str) -> Any:
-    """Add the products of four bytes to c. `kinds` has a letter, u or s, for a and for b."""
+    """Add the products of the four bytes of a and b to c.
+
+    Args:
+        kinds: two letters, u for unsigned or s for signed bytes: first of a, then of b.
+    """
     result = c
     for byte in range(4):
         parts = [((word >> U32(8 * byte)) & U32(255)).astype(U8) for word in (a, b)]
@@ -106,13 +116,13 @@ def dp4a(a: Any, b: Any, c: Any, kinds: str) -> Any:
 
 
 def canonical(value: Any) -> Any:
-    """Replace every NaN by NVIDIA's."""
+    """Replace every NaN by the one that NVIDIA's fp32 arithmetic returns."""
     is_nan = value != value
     return np.where(is_nan, NAN32.view(np.float32), value) if is_nan.any() else value
 
 
 def flush(value: Any) -> Any:
-    """Replace subnormal numbers by 0 of their sign."""
+    """Replace subnormal numbers by 0 with their sign (flush to zero)."""
     tiny = np.abs(value) < SMALLEST_NORMAL
     return np.where(tiny, np.copysign(np.float32(0), value), value) if tiny.any() else value
 
@@ -120,7 +130,7 @@ def flush(value: Any) -> Any:
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c in fp32, rounded once.
 
-    The fp64 product is exact. A sum that could be rounded twice is rounded to odd in fp64 first.
+    The fp64 product is exact. If rounding the fp64 sum again could go wrong, that sum is rounded to odd first.
     """
     product, wide = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = np.atleast_1d(product + wide)
@@ -136,7 +146,11 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def extreme(a: Any, b: Any, is_max: bool, keeps_nan: bool) -> Any:
-    """Return the maximum or minimum. -0 is below +0. A number wins against NaN, unless NaN is kept."""
+    """Return the maximum or minimum, with -0 below +0.
+
+    Args:
+        keeps_nan: return NaN if a or b is NaN. Otherwise NaN is ignored if the other one is a number.
+    """
     result = (np.fmax if is_max else np.fmin)(a, b)
     zeros = (a == 0) & (b == 0)
     if zeros.any():
@@ -151,7 +165,7 @@ def rounded(function: Any, value: Any) -> Any:
 
 
 def jittered(value: Any) -> Any:
-    """Move each value by -2 to 2 units in the last place, equal values equally."""
+    """Move each value by -2 to 2 units in the last place, by an amount that depends only on the value."""
     bits = np.ascontiguousarray(value).view(np.int32)
     off = ((bits * np.int32(-1640531527)) >> np.int32(16)) % np.int32(5) - np.int32(2)
     fits = np.isfinite(value) & (np.abs(value) > 1e-36) & (np.abs(value) < 1e38)
@@ -159,7 +173,7 @@ def jittered(value: Any) -> Any:
 
 
 def to_float(value: Any, kind: Any) -> Any:
-    """Convert to a float type. NaN becomes the one that NVIDIA's conversions return."""
+    """Convert to a float type. Every NaN becomes the one that NVIDIA's conversions return."""
     result = value.astype(kind)
     if kind == np.float16:
         return np.where(value != value, U16(0x7FFF).view(np.float16), result)
@@ -175,7 +189,7 @@ def to_integer(value: Any, mode: str, kind: Any) -> Any:
 
 
 def half_of(pair: Any, at: int) -> Any:
-    """Return one fp32 of two in a 64-bit word."""
+    """Return the fp32 number at place `at` (0 or 1) of a 64-bit word."""
     return ((pair >> U64(at)) & U64(0xFFFFFFFF)).astype(U32).view(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Instructions of compiled kernels, counted at a model's row lengths: the last table of docs/gpu_kernels.md."""
+"""Counts instructions of compiled kernels at a 7B model's row lengths, for the last table of docs/gpu_kernels.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ ARCHITECTURE = 86
 N_COLUMNS, N_ROWS, N_NEURONS, N_TOKENS, N_LOGITS = 4096, 128, 512, 1024, 32000
 CARDS = {"RTX 3060": (28, 1.78, 360.0), "RTX 4060": (24, 2.46, 272.0), "RTX 4090": (128, 2.52, 1008.0)}
 """Multiprocessors, GHz, GB/s."""
-ISSUED_PER_CLOCK = 4  # instructions of warps, by a multiprocessor
-MIN_SHARE = 0.2  # of a workload's instructions, for a kernel to have a row
+ISSUED_PER_CLOCK = 4  # warp instructions that a multiprocessor issues per clock
+MIN_SHARE = 0.2  # a kernel has a row if it executes at least this share of a workload's instructions
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kernel of a workload."""
+    """Row of the table: the counts of one kernel in one workload."""
 
     workload: str
     kernel: str
-    instructions_per_byte: float  # of threads, per byte of global memory that the launch touches
-    asked_per_touched: float  # sectors
+    instructions_per_byte: float  # thread instructions per byte of global memory touched
+    asked_per_touched: float  # sectors requested by warps per different sector touched
 
     def share(self, card: str) -> float:
         """Return the time to issue the instructions, as a share of the time to read the bytes from DRAM."""
@@ -39,7 +39,7 @@ class Row:
 
 
 def workloads() -> dict[str, Callable[[], Any]]:
-    """Return launches by name: few rows of weights, each as long as a 7B model's."""
+    """Return functions that launch a workload, by its name. Rows of weights are few, but as long as in a 7B model."""
     found: dict[str, Callable[[], Any]] = {}
     for kind, m in (("linear", 1), ("codebook", 1), ("int8", 1), ("zeros", 1), ("linear", 8), ("linear", 32)):
         found[f"{kind} weights, m = {m}"] = lambda kind=kind, m=m: matmul.matmul(
@@ -76,7 +76,7 @@ def _sparse_ffn() -> None:
 
 
 def counted(name: str, launcher: Launcher) -> list[Row]:
-    """Execute a workload, and return a row for each kernel that matters."""
+    """Execute a workload, and return a row for each kernel with at least MIN_SHARE of its instructions."""
     launcher.launches.clear()
     with launcher.installed():
         workloads()[name]()

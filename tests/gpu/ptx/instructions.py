@@ -1,4 +1,4 @@
-"""What each PTX instruction does, as an expression of arithmetic.py's functions or a call of the machine."""
+"""Translates PTX instructions to Python: expressions of arithmetic.py's functions, or calls of the Machine `m`."""
 
 import re
 from typing import Any
@@ -21,11 +21,15 @@ FP32 |= {"div": "canonical({0} / {1})", "sqrt": "canonical(np.sqrt({0}))", "tanh
 FP32 |= {"ex2": "rounded(np.exp2, {0})", "lg2": "rounded(np.log2, {0})", "rcp": "rounded(np.reciprocal, {0})"}
 FP32 |= {"rsqrt": "rounded(lambda v: 1 / np.sqrt(v), {0})"}
 PAIRS = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "fma": "fma({}, {}, {})"}
-MMA_HALVES = {"m16n8k32": 2, "m8n8k16": 1}  # of 8 rows
+MMA_HALVES = {"m16n8k32": 2, "m8n8k16": 1}  # number of 8-row halves of a matrix fragment
 
 
 def emit(w: BlockWriter, i: Instruction) -> None:
-    """Append the Python of one instruction. Raises: KeyError, AssertionError, ValueError: if it is unknown."""
+    """Append the Python source of one instruction to its block.
+
+    Raises:
+        KeyError, AssertionError, ValueError: if the instruction is unknown.
+    """
     name, *parts = i.opcode.split(".")
     kind = parts[-1] if parts else ""
     if BARRIER.match(i.opcode):
@@ -150,7 +154,7 @@ def _convert(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> Non
 
 
 def _multiply(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
-    """Multiply, with `mad` multiply and add, or in floating point."""
+    """Translate mul and mad of integers (lo, hi or wide), or pass a float instruction on."""
     how, kind = (["", *parts])[-2:]
     if kind[0] == "f":
         _float(w, i, name, parts)
@@ -164,7 +168,7 @@ def _multiply(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> No
 
 
 def _float(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
-    """Apply an fp32 instruction. One without a rounding could be fused by ptxas, and its result is not defined."""
+    """Translate an fp32 instruction. Without a rounding mode, ptxas may fuse it, so its bits are undefined."""
     assert parts[-1] == "f32" and not {"rz", "rm", "rp", "sat"} & set(parts)
     values = [w.source(operand, "f32") for operand in i.operands[1:]]
     values = [f"flush({value})" for value in values] if "ftz" in parts else values
@@ -181,7 +185,7 @@ def _float(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
 
 
 def _pairs(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
-    """Apply an instruction to both fp32 halves of 64-bit registers."""
+    """Translate an instruction on both fp32 halves of 64-bit registers."""
     assert parts == ["rn", "f32x2"]
     halves = []
     for at in (0, 32):

@@ -1,6 +1,7 @@
-"""Replaces Triton's launches: kernel[grid](...) on CPU tensors is lowered to PTX by Triton's own compiler and executed.
+"""Emulates launches of Triton kernels on CPU tensors.
 
-ptxas is not run: what it removes, fuses or reorders is not modelled, nor is time.
+Triton's own compiler lowers kernel[grid](...) to PTX, which is then executed. Neither time nor ptxas is modelled, which
+removes, fuses and reorders instructions.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from tests.gpu.ptx.parsing import Kernel, PtxError
 from tests.gpu.ptx.translation import translated
 from tests.gpu_support import DEVICE, IS_INTERPRETED
 
-Change = Any  # of PTX text, for mutants
+Change = Any  # function from PTX text to PTX text, for mutants
 ONLY_HERE = pytest.mark.skipif(DEVICE != "cpu" or IS_INTERPRETED, reason="launches run elsewhere")
 
 
@@ -50,7 +51,7 @@ class Launch:
 
     @property
     def n_instructions(self) -> int:
-        """Instructions of warps."""
+        """Number of warp instructions that were executed."""
         return self.counts.n_instructions(self.program.kernel)
 
 
@@ -60,9 +61,9 @@ class Launcher:
 
     Attributes:
         architecture: the compute capability, such as 86.
-        folder: where PTX is kept, for other processes of this run.
-        has_jitter: whether approximate instructions are off by up to 2 units in the last place, as hardware's may be.
-        change: applied to the PTX of every kernel before it is translated.
+        folder: where PTX is cached for other processes of this test run; None for no cache.
+        has_jitter: add errors of up to 2 units in the last place to approximate instructions, as hardware may.
+        change: function applied to the PTX of every kernel before translation.
     """
 
     architecture: int
@@ -75,7 +76,7 @@ class Launcher:
 
     @contextmanager
     def installed(self) -> Iterator["Launcher"]:
-        """Execute every launch here. Memory that torch allocates is full of NaN meanwhile."""
+        """Emulate every launch inside the block. Meanwhile torch fills new memory with NaN to reveal missing writes."""
 
         def run(function: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
             self.launch(function, arguments, grid, options)
@@ -91,18 +92,22 @@ class Launcher:
 
     @contextmanager
     def reported(self, node: pytest.Item) -> Iterator["Launcher"]:
-        """Execute a test's launches here, and count them for pytest's summary."""
+        """Emulate the launches of a test, and add their counts to pytest's summary."""
         self.launches.clear()
         with self.installed():
             yield self
         node.user_properties.append(("ptx", [len(self.launches), sum(x.n_instructions for x in self.launches)]))
 
     def launch(self, function: Any, arguments: Any, grid: Any, options: dict[str, Any]) -> None:
-        """Execute one launch. Raises: PtxError: names the kernel, the instruction and what is wrong."""
+        """Execute one launch.
+
+        Raises:
+            PtxError: names the kernel, the instruction and its fault.
+        """
         backend = make_backend(GPUTarget("cuda", self.architecture, 32))
         if function not in self._binders:
             self._binders[function] = create_function_from_signature(function.signature, function.params, backend)
-        if options.get("ISA") == PLAIN:  # what host code chooses for CPU tensors
+        if options.get("ISA") == PLAIN:  # chosen by host code for CPU tensors
             options["ISA"] = TURING if self.architecture < 80 else PTX
         bound, specialization, extra = self._binders[function](*arguments, **options)
         packed = function._pack_args(backend, options, bound, specialization, extra)
@@ -113,7 +118,7 @@ class Launcher:
         given = [(value, signature[name]) for name, value in bound.items() if signature[name] != "constexpr"]
         memory = GlobalMemory([value for value, _ in given if hasattr(value, "data_ptr")])
         values = [_packed(value, kind, memory) for value, kind in given]
-        values += [bytes(8)] * (len(program.kernel.parameters) - len(values))  # of Triton's own scratch memory
+        values += [bytes(8)] * (len(program.kernel.parameters) - len(values))  # Triton's scratch memory, null
         sizes = (*map(int, grid(bound) if callable(grid) else grid), 1, 1)[:3]
         named = dict(zip(program.kernel.parameters, values, strict=True))
         machine = Machine(program.kernel, sizes, named, memory, program.shared_bytes, has_jitter=self.has_jitter)
@@ -142,7 +147,7 @@ class Launcher:
 
 
 def compiled(source: Any, backend: Any, options: Any) -> tuple[str, int]:
-    """Return the PTX of a kernel and the bytes of shared memory that it needs."""
+    """Compile a kernel. Return its PTX and the bytes of shared memory per program."""
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     context = ir.context()
@@ -159,7 +164,7 @@ def compiled(source: Any, backend: Any, options: Any) -> tuple[str, int]:
 
 
 def _packed(value: Any, kind: str, memory: GlobalMemory) -> bytes:
-    """Return an argument's bytes."""
+    """Return the bytes of a kernel parameter; for a tensor, its device address."""
     if kind.startswith("*"):
         return struct.pack("<Q", memory.address(value.data_ptr()) if hasattr(value, "data_ptr") else 0)
     if kind.startswith("fp"):

@@ -1,6 +1,7 @@
-"""Executes one launch of a translated kernel: some thousand threads at a time, one array for each register.
+"""Executes one launch of a translated kernel, with some thousand threads at a time and one array per register.
 
-Threads that diverge run lowest block first, which is where they meet again. A barrier waits for all of a program.
+If threads diverge, the threads in the block with the lowest number run first, so that they converge again. A barrier
+waits for all threads of a program.
 """
 
 from dataclasses import dataclass, fields
@@ -13,12 +14,12 @@ from tests.gpu.ptx.arithmetic import U32, UNSIGNED
 from tests.gpu.ptx.memory import GlobalMemory
 from tests.gpu.ptx.parsing import Block, Kernel, PtxError
 
-CHUNK_THREADS = 8192  # that run side by side
+CHUNK_THREADS = 8192  # threads that run at the same time, about
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The threads that execute a block, as arrays over them."""
+    """The threads that execute a block. Each field is an array with one value per thread."""
 
     thread: Any  # number in the launch
     program: Any  # number in the launch
@@ -39,7 +40,7 @@ class Context:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the threads are whole warps."""
+        """Whether the threads form whole warps, in order."""
         if self.n % 32:
             return False
         rows = self.thread.reshape(-1, 32)
@@ -51,12 +52,12 @@ class Context:
 
 @dataclass(slots=True)
 class Counts:
-    """What a launch executed. Instructions are those of warps."""
+    """Counts of one launch. An instruction counts once per warp."""
 
     n_warps: int
-    by_block: Any  # executions of each basic block
-    n_sectors: int = 0  # of 32 bytes of global memory that warps' accesses asked for
-    n_touched_sectors: int = 0  # different ones
+    by_block: Any  # how many warps executed each basic block
+    n_sectors: int = 0  # sectors (32 bytes of global memory) requested, summed over the accesses of warps
+    n_touched_sectors: int = 0  # different sectors requested
 
     def n_instructions(self, kernel: Kernel) -> int:
         sizes = [len(block.instructions) for block in kernel.blocks]
@@ -64,16 +65,17 @@ class Counts:
 
 
 class Machine(Accesses):
-    """One launch.
+    """Emulator of one launch. `run` executes it.
 
     Args:
-        values: each parameter's bytes.
-        shared_bytes: dynamic shared memory of a program.
-        has_jitter: whether approximate instructions are off by up to 2 units in the last place.
+        grid: number of programs in x, y and z.
+        values: bytes of each parameter, by its name.
+        shared_bytes: dynamic shared memory per program.
+        has_jitter: see Launcher.
 
     Raises:
-        PtxError: from `run`, for accesses outside tensors, misaligned ones, reads of what was not written, races,
-            diverged warps and barriers that not all threads reach.
+        PtxError: from `run`, for accesses outside tensors, misaligned accesses, reads of unwritten registers or shared
+            memory, races, warp instructions in diverged warps, and barriers that not all threads reach.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Machine(Accesses):
                 self._release(c, place, waiting)
 
     def _release(self, c: Context, place: Any, waiting: Any) -> None:
-        """Let programs continue whose threads all wait at one barrier."""
+        """Let every program continue whose threads all wait at the same barrier."""
         waits, at = waiting.reshape(-1, self.kernel.n_threads), place.reshape(-1, self.kernel.n_threads)
         ready = waits.all(1)
         if (at[ready] != at[ready, :1]).any():
@@ -144,18 +146,20 @@ class Machine(Accesses):
 
 
 class Registers:
-    """Registers of the threads that run side by side."""
+    """Registers of the threads that run at the same time."""
 
     def __init__(self, kernel: Kernel, n_threads: int) -> None:
         self.kernel, self.n_threads = kernel, n_threads
         self.values: dict[str, Any] = {}
-        self.is_written: dict[str, Any] = {}  # threads that wrote a register which not all have written
+        self.is_written: dict[str, Any] = {}  # for registers that some threads have not written: which did
 
     def read(self, block: Block, chosen: Any) -> list[Any]:
-        """Return a block's inputs. Registers that no instruction writes, such as what pads a pair, are full of ones.
+        """Return the block's input registers for the chosen threads.
+
+        Registers that no instruction of the kernel writes, such as the padding of a pair, have all bits set.
 
         Raises:
-            PtxError: if a thread has not written one.
+            PtxError: if a chosen thread has not written one of the others.
         """
         for name in set(block.inputs) & self.kernel.never_written:
             kind = UNSIGNED.get(self.kernel.widths[name], np.bool_)
@@ -175,7 +179,7 @@ class Registers:
             if name not in self.values:
                 self.values[name] = np.zeros(self.n_threads, value.dtype)
                 self.is_written[name] = np.zeros(self.n_threads, bool)
-            self.values[name] = self.values[name].copy()  # other names may share the array
+            self.values[name] = self.values[name].copy()  # other registers may share the array
             self.values[name][chosen] = value
             if name in self.is_written:
                 self.is_written[name] = self.is_written[name] | chosen

@@ -1,4 +1,4 @@
-"""Global memory of a launch: the given tensors where they are, at addresses with gaps between them."""
+"""Global memory of an emulated launch. Tensors are not copied: device addresses, with gaps, map to host memory."""
 
 import ctypes
 from dataclasses import dataclass
@@ -8,26 +8,30 @@ import numpy as np
 
 from tests.gpu.ptx.arithmetic import U8, UNSIGNED
 
-BASE = 1 << 36  # address of the first byte
-GAP_BYTES = 512  # between tensors
+BASE = 1 << 36  # device address of index 0
+GAP_BYTES = 512  # unmapped bytes between tensors, so that accesses outside a tensor are found
 SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One tensor, or several that overlap."""
+    """Memory of one tensor, or of several that overlap."""
 
-    low: int  # on the host
+    low: int  # first byte's host address; `high` is the end
     high: int
-    at: int  # index of the first byte on the device
-    first: int  # index of the first byte of `memory`
-    memory: Any  # uint8, from up to 15 bytes before the tensor
+    at: int  # device index (address - BASE) of the first byte
+    first: int  # device index of the first byte of `memory`
+    memory: Any  # uint8 view of host memory, beginning up to 15 bytes before the tensor
 
 
 class GlobalMemory:
-    """The tensors' memory. `is_touched` marks the sectors that were read or written.
+    """Global memory that consists of the given tensors.
 
-    An address is aligned as the host's is, up to 256 bytes. Memory between a tensor's elements counts as the tensor's.
+    Device addresses have the alignment of the host addresses, up to 256 bytes. Gaps between the elements of a strided
+    tensor belong to the tensor.
+
+    Attributes:
+        is_touched: whether each sector was read or written.
     """
 
     def __init__(self, tensors: list[Any]) -> None:
@@ -42,11 +46,15 @@ class GlobalMemory:
         self.is_touched = np.zeros(self.n_bytes // SECTOR_BYTES, bool)
 
     def address(self, pointer: int) -> int:
-        """Return the device's address of a tensor; of an empty one, an address that nothing may read."""
+        """Return the device address for a host address. Empty tensors get an address that must not be accessed."""
         return next((BASE + r.at + pointer - r.low for r in self.regions if r.low <= pointer < r.high), BASE)
 
     def parts(self, index: Any, n_bytes: int) -> list[tuple[Any, Region]]:
-        """Return which accesses are in which region. Accesses that are in none are left out."""
+        """Group accesses by region.
+
+        Returns:
+            Selections of accesses with their regions. Accesses outside of all regions are left out.
+        """
         if not len(index):
             return []
         least, most, found = index.min(), index.max(), []

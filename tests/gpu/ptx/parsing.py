@@ -1,4 +1,4 @@
-"""PTX text parsed into basic blocks of instructions, by the grammar of the PTX ISA manual."""
+"""Parses PTX text into basic blocks of instructions, by the grammar of the PTX ISA manual."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ ACCESSES = ("ld.", "st.", "atom.", "ldmatrix", "stmatrix", "red.")
 
 
 class PtxError(Exception):
-    """An error of the kernel that is executed, or an instruction that this emulator does not have."""
+    """A fault of the emulated kernel, or an instruction that the emulator does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction. Registers of inner scopes have unique names."""
+    """One PTX instruction. Registers of inner scopes are renamed to unique names."""
 
     opcode: str
     operands: list[str]
@@ -38,30 +38,34 @@ class Block:
 
     label: str
     instructions: list[Instruction] = field(default_factory=list)
-    run: Any = None  # of (machine, context, *inputs) -> (outputs, condition)
+    run: Any = None  # function (machine, context, *inputs) -> (outputs, condition)
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
-    end: str = "fall"  # or bra, ret, bar
+    end: str = "fall"  # how it ends: fall, bra, ret or bar
     target: int = -1  # index of the block that `bra` jumps to
 
 
 @dataclass(slots=True)
 class Kernel:
-    """The one entry of a PTX module."""
+    """A parsed kernel, the only entry of a PTX module."""
 
     name: str
     parameters: list[str]
-    n_threads: int  # of a program
-    symbols: dict[str, int]  # offsets in shared memory
+    n_threads: int  # threads per program
+    symbols: dict[str, int]  # byte offsets in shared memory, by name
     static_shared_bytes: int
     blocks: list[Block] = field(default_factory=lambda: [Block("entry")])
     widths: dict[str, int] = field(default_factory=dict)  # bits of each register, 1 for predicates
-    sites: list[Instruction] = field(default_factory=list)  # that access memory
+    sites: list[Instruction] = field(default_factory=list)  # instructions that access memory, for messages
     never_written: set[str] = field(default_factory=set)  # registers that are read but that no instruction writes
 
 
 def parse(text: str) -> Kernel:
-    """Parse a module with one entry. Raises: PtxError: if there is no entry, or the text is not understood."""
+    """Parse a module with one entry.
+
+    Raises:
+        PtxError: if there is no entry, or a line cannot be parsed.
+    """
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
     head = re.search(r"\.visible\s+\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", text, re.DOTALL)
     threads = head and re.search(r"\.(?:reqntid|maxntid)\s+([\d, ]+)", head[3])
@@ -79,7 +83,7 @@ def parse(text: str) -> Kernel:
 
 
 class _Body:
-    """The parser of a kernel's body. Braces open scopes with registers of their own."""
+    """Parser of a kernel's body. Braces open scopes with their own registers."""
 
     def __init__(self, kernel: Kernel, text: str) -> None:
         self.kernel, self.text = kernel, text
@@ -120,7 +124,7 @@ class _Body:
                 self.kernel.widths[f"{name}@{self.n_scopes}"] = bits
 
     def _label(self, name: str) -> None:
-        if name.startswith("$L__BB"):  # others are the debugger's
+        if name.startswith("$L__BB"):  # other directives are for debuggers
             if self.kernel.blocks[-1].instructions:
                 self.kernel.blocks.append(Block(name))
             self.labels[name] = len(self.kernel.blocks) - 1

@@ -1,4 +1,4 @@
-"""Detection of races: who wrote and who read each byte last, and the barriers since then."""
+"""Detects races from the last writer and reader of each byte and the barriers since then."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,33 +8,33 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes that threads access with one instruction, and the time, counted in barriers."""
+    """Bytes that threads access with one instruction, and the time of the access, counted in barriers."""
 
-    at: Any  # (threads, bytes): indices
-    thread: Any  # (threads, 1): number in the launch
+    at: Any  # (threads, bytes): byte indices
+    thread: Any  # (threads, 1), like all below: number of the thread in the launch
     warp: Any
     program: Any
-    program_time: Any  # barriers of the program so far
-    warp_time: Any  # barriers of the warp so far
+    program_time: Any  # barriers that the program has passed
+    warp_time: Any  # barriers that the warp has passed
 
 
 class Races:
-    """The last accesses of each byte of one memory.
+    """Race detector for one memory. It keeps the last write and read of each byte.
 
     Args:
         n_bytes: size of the memory.
-        n_threads: threads of a program.
-        in_step: whether threads of a warp are taken to run in step, so that they never race.
+        n_threads: threads per program.
+        in_step: assume that the threads of a warp run in lockstep, so that they never race.
     """
 
     def __init__(self, n_bytes: int, n_threads: int, in_step: bool) -> None:
         self.n_threads, self.in_step = n_threads, in_step
         self.writer, self.reader = np.full(n_bytes, -1, np.int64), np.full(n_bytes, -1, np.int64)
         self.writer_time, self.reader_time = np.zeros((2, n_bytes), np.int32), np.zeros((2, n_bytes), np.int32)
-        self.has_many_readers = np.zeros(n_bytes, bool)  # of several warps since the program's barrier
+        self.has_many_readers = np.zeros(n_bytes, bool)  # several warps since the last barrier
 
     def record(self, access: Access, is_store: bool) -> str:
-        """Return a description of a race, or an empty string, and record the access."""
+        """Record an access. Return a description of its race with an earlier one, or an empty string."""
         problem = self._problem(access, self.writer, self.writer_time, None, is_store)
         if is_store:
             many = self.has_many_readers[access.at]

@@ -1,4 +1,4 @@
-"""No kernel executes many more instructions than the table of docs/gpu_kernels.md says."""
+"""Checks that no kernel executes many more instructions than the table in docs/gpu_kernels.md states."""
 
 import re
 from importlib.metadata import version
@@ -20,7 +20,7 @@ pytestmark = ONLY_HERE
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("name", workloads())
 def test_instructions_are_those_of_the_page(name: str, run_folder: Path) -> None:
-    """After a change that is meant: python scripts/generate_gpu_kernel_docs.py --counts."""
+    """After an intended change, run python scripts/generate_gpu_kernel_docs.py --counts."""
     if f"Triton {version('triton')} " not in PAGE.read_text(encoding="utf-8"):
         pytest.skip("another Triton compiles other instructions")
     listed = re.findall(rf"^\| {re.escape(name)} \| `(\w+)` \| ([\d.]+) \|", PAGE.read_text(encoding="utf-8"), re.M)

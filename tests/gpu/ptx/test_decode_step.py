@@ -1,4 +1,4 @@
-"""A whole model's tokens from compiled GPU code: every operation of a GPU's executor, launched instead of recorded."""
+"""Generates tokens with compiled GPU code: the operations of the GPU executor, launched one by one without a graph."""
 
 from pathlib import Path
 

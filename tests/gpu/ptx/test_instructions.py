@@ -1,4 +1,4 @@
-"""Single instructions against exact arithmetic on Python's integers and fractions, and every kind of error."""
+"""Compares single instructions with exact arithmetic on Python integers and fractions, and tests every PtxError."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from tests.gpu.ptx.parsing import PtxError
 from tests.gpu.ptx.translation import translated
 from tests.gpu_fragments import run_warp
 
-N = 64  # threads of a program
+N = 64  # threads per program
 MODULE = """.visible .entry k(.param .u64 p) .reqntid {n} {{
 .reg .b32 %r<40>; .reg .b64 %d<40>; .reg .b16 %h<9>; .reg .pred %p<9>;
 .shared .align 16 .b8 shared[512];
@@ -31,10 +31,11 @@ ret; }}"""
 
 
 def execute(body: str, words: Any, n_programs: int = 1) -> Any:
-    """Execute a program of N threads on 64-bit words, and return the words afterwards.
+    """Execute programs of N threads on an array of 64-bit words, and return the words afterwards.
 
-    %d31 is the array's address, %d32 that of the thread's first word, %r30 the thread's number, and %r31 the address of
-    its word in shared memory.
+    Args:
+        body: PTX instructions. In them, %d31 is the array's address, %d32 the address of the thread's first word, %r30
+            the thread's number, and %r31 the address of the thread's word in shared memory.
     """
     held = torch.from_numpy(np.asarray(words).astype(np.uint64).view(np.int64))
     memory = GlobalMemory([held])
@@ -44,7 +45,7 @@ def execute(body: str, words: Any, n_programs: int = 1) -> Any:
 
 
 def applied(instruction: str, *operands: Any) -> list[int]:
-    """Return %d9, or %r9 of an instruction without one, for operands %r0, %r1 and %r2."""
+    """Apply an instruction to operands %r0, %r1 and %r2. Return %d9 if it writes that register, else %r9."""
     words = np.zeros((4, N), np.uint64)
     words[: len(operands)] = operands
     loads = "".join(f"ld.global.b64 %d{row}, [%d32+{8 * N * row}]; cvt.u32.u64 %r{row}, %d{row};" for row in range(3))

@@ -1,6 +1,6 @@
-"""Kernels compiled to PTX and executed, by tests of tests/gpu/interpreted: a few for each kernel.
+"""Runs some tests of tests/gpu/interpreted for each kernel on emulated PTX.
 
-All of those tests run on PTX with PTX_ARCHITECTURE=86 pytest -n 0 tests/gpu/interpreted.
+PTX_ARCHITECTURE=86 pytest -n 0 tests/gpu/interpreted runs all of them on PTX.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
 
 pytestmark = ONLY_HERE
 ARCHITECTURES = (86, 120)
-QUICK: list[tuple[Any, ...]] = [  # file, test, arguments: one for each kernel
+QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("quantize", "codes_and_scales", (2, 1056), torch.float32),
     ("norm", "heads_in_place_and_nothing_beside_them", 80),
     ("activate", "bits_depend_on_the_row_alone"),
@@ -71,7 +71,7 @@ def name_of(case: tuple[Any, ...]) -> str:
 
 @pytest.fixture(params=ARCHITECTURES)
 def launcher(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Launcher]:
-    """Executes the test's launches for cards of a compute capability."""
+    """Emulates the test's launches for a compute capability."""
     with Launcher(request.param, run_folder / "ptx").reported(request.node) as launcher:
         yield launcher
 

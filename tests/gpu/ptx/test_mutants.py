@@ -1,4 +1,4 @@
-"""The test of the tests: PTX with a barrier, an offset or an operand of a matrix product changed must fail."""
+"""Tests the tests: they must fail if a barrier, an offset or a matrix product's operands in the PTX are changed."""
 
 import re
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ pytestmark = [ONLY_HERE, pytest.mark.slow]
 # The quick case of the sparse FFN has one block of neurons, so that the barrier between two blocks does nothing there.
 CASES = [case for case in QUICK if case[0] != "sparse_ffn"] + [("sparse_ffn", "sections_of_two_blocks", "alternating")]
 CASES += [("matmul", "products_equal_float64", "codebook", (70, 1100, m)) for m in (8, 16)]
-CHANGES = {  # pattern, replacement
+CHANGES = {  # kind: (pattern, replacement)
     "barrier": (r"bar\.sync\s+0;", ""),
     "offset": (r"((?:ld|st)\.(?:global|shared)\S* [^;]*\[%r\w+)\+16\]", r"\1+32]"),
     "operands": (r"(mma\.sync\S* \{[^}]*\}, )\{(\S+), (\S+),", r"\1{\3, \2,"),
 }
-OF_EACH = 4  # mutants of a kernel at most
+OF_EACH = 4  # mutants per kind and kernel at most
 
 
 def mutants(text: str) -> Iterator[tuple[str, str]]:
-    """Return the changed texts of a kernel with their names: at most OF_EACH of a kind, spread evenly."""
+    """Yield (name, changed PTX) for a kernel: at most OF_EACH of each kind, spread evenly over the text."""
     for kind, (pattern, replacement) in CHANGES.items():
         places = list(re.finditer(pattern, text))
         for place in places[:: max(1, -(-len(places) // OF_EACH))]:

@@ -1,6 +1,6 @@
-"""PTX translated to Python: each basic block becomes a function over arrays of threads.
+"""Translates PTX to Python. Each basic block becomes a function on arrays with one element per thread.
 
-A register of b bits is an array of unsigned b-bit integers, one for each thread.
+A register of b bits is an array of unsigned b-bit integers.
 """
 
 import re
@@ -42,7 +42,7 @@ def split_type(name: str) -> tuple[str, int]:
 
 
 def raw(kind: str) -> str:
-    """Return the type of the same bits for moves: signed ones stay signed, since they are extended."""
+    """Return the type for a move of the same bits. Signed types stay signed, since moves may sign-extend them."""
     return kind if kind[0] == "s" else f"b{split_type(kind)[1]}"
 
 
@@ -51,14 +51,18 @@ def vector(operand: str) -> list[str]:
 
 
 class BlockWriter:
-    """The Python source of one basic block."""
+    """Writes the Python source of one basic block.
+
+    Args:
+        emit: writes the source of one instruction, see instructions.py.
+    """
 
     def __init__(self, kernel: Kernel, block: Block, emit: Any) -> None:
         self.kernel = kernel
         self.lines: list[str] = []
         self.written: set[str] = set()
-        self.live_in: set[str] = set()  # registers that are read before they are written here
-        self.condition = "None"  # of the threads that jump or end
+        self.live_in: set[str] = set()  # registers that the block reads before it writes them
+        self.condition = "None"  # expression that tells which threads jump or end
         self._names = dict(NAMES)
         for instruction in block.instructions:
             try:
@@ -74,7 +78,7 @@ class BlockWriter:
         return self._names["run"]
 
     def source(self, operand: str, kind: str) -> str:
-        """Return the expression of an operand: an array of that type, or a NumPy scalar if it is a constant."""
+        """Return the Python expression of an operand as type `kind`: an array, or a NumPy scalar for a constant."""
         letter, bits = split_type(kind)
         view = "" if letter in "ub" else f".view({'I' if letter == 's' else 'F'}{bits})"
         if operand in self.kernel.widths:
@@ -103,7 +107,11 @@ class BlockWriter:
         return self.predicate("!" * i.is_negated + i.guard) if i.guard else "None"
 
     def assign(self, i: Instruction, register: str, expression: str, kind: str) -> None:
-        """Set a register to an expression of this type, extended to the register's width, where the guard holds."""
+        """Append an assignment of an expression to a register, for the threads whose guard is true.
+
+        Args:
+            kind: the expression's type, such as s32. Narrower values are extended to the register's width.
+        """
         if register == "_":
             return
         width = self.kernel.widths[register]
@@ -121,7 +129,7 @@ class BlockWriter:
         self.written.add(register)
 
     def results(self, i: Instruction, registers: list[str], call: str, kind: str) -> None:
-        """Set registers to the elements that a call returns."""
+        """Append a call, and assign the elements that it returns to registers."""
         self.lines.append(f"t = {call}")
         for place, register in enumerate(registers):
             self.assign(i, register, f"t[{place}]", kind)
@@ -133,7 +141,7 @@ class BlockWriter:
         return f"m.full(c, {self.source(found[1], f'u{bits}')}{offset})"
 
     def values(self, registers: list[str], kind: str) -> str:
-        """Return the expression of a tuple of whole arrays."""
+        """Return the expression of a tuple with each register's value as an array, also for constants."""
         return "(" + "".join(f"m.full(c, {self.source(name, kind)}), " for name in registers) + ")"
 
     def _read(self, register: str) -> str:

@@ -1,4 +1,4 @@
-"""Instructions that a whole warp executes together: shuffles, reductions, matrix fragments and products."""
+"""Instructions that a whole warp executes together: shuffles, reductions, and matrix loads, stores and products."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor
 
 
 class Warps:
-    """Instructions of warps. Each raises PtxError if threads of a warp have diverged."""
+    """Warp instructions. Each raises PtxError if the threads of a warp have diverged."""
 
     shared_words: Any
     warp_time: Any
@@ -26,7 +26,7 @@ class Warps:
         self.warp_time[c.thread[::32] // 32 - self.first_warp] += 1
 
     def ldmatrix(self, c: Any, at: Any, n: int, is_transposed: bool, site: int) -> Any:
-        """Load n matrices. Matrix i has a row of 16 bytes at each address of lanes 8 i to 8 i + 7."""
+        """Load n matrices of 8 rows with 16 bytes. Lanes 8 i to 8 i + 7 give the addresses of matrix i's rows."""
         whole(c, "ldmatrix")
         rows = self.place(c, "shared", at, 16, c.laneid < 8 * n, site, False).reshape(-1, 32)
         results = []
@@ -38,14 +38,19 @@ class Warps:
         return results
 
     def stmatrix(self, c: Any, at: Any, values: Any, site: int) -> None:
-        """Store matrices, as ldmatrix loads them."""
+        """Store matrices in the layout that ldmatrix loads."""
         whole(c, "stmatrix")
         rows = self.place(c, "shared", at, 16, c.laneid < 8 * len(values), site, True).reshape(-1, 32)
         for i, value in enumerate(values):
             self.shared_words.view(U32)[rows[:, 8 * i + LANE // 4] // 4 + LANE % 4] = value.reshape(-1, 32)
 
     def shuffle(self, c: Any, value: Any, by: Any, clamp: Any, mode: str) -> Any:
-        """Return the value of another lane of the segment that `clamp` describes, or a lane's own if it has none."""
+        """Return the value of another lane, or the lane's own value if the other lane is outside its segment.
+
+        Args:
+            by: offset, mask or index of the other lane, depending on `mode` (up, down, bfly, idx).
+            clamp: PTX's operand c, which encodes the segments.
+        """
         whole(c, "shfl.sync")
         lane, by, clamp = c.laneid.astype(np.int64), np.asarray(by, np.int64) & 31, np.asarray(clamp, np.int64)
         segment = clamp >> 8 & 31
@@ -60,10 +65,13 @@ class Warps:
         return np.repeat(REDUCTIONS[operation].reduce(rows, 1, dtype=rows.dtype), 32)
 
     def mma(self, c: Any, a: Any, b: Any, start: Any, n_halves: int) -> Any:
-        """Multiply signed bytes: fragments of m16n8k32 with two halves of 8 rows, or of m8n8k16 with one.
+        """Multiply matrices of signed bytes and add `start`.
 
-        Lane 4 r + j: register p of a has row r + 8 (p % n_halves), columns 4 j to 4 j + 3 of k's part p // n_halves.
-        Products of at most 32 pairs are below 2^20, so fp32 adds them exactly.
+        In lane 4 r + j, register p of `a` holds row r + 8 (p % n_halves), columns 4 j to 4 j + 3 of the 16 columns in
+        part p // n_halves of k. Sums of at most 32 products are below 2^20, so fp32 computes them exactly.
+
+        Args:
+            n_halves: number of 8-row halves of the result: 2 for m16n8k32, 1 for m8n8k16.
         """
         whole(c, "mma.sync")
         n_warps = c.n // 32
@@ -79,6 +87,6 @@ class Warps:
 
 
 def whole(c: Any, name: str) -> None:
-    """Check that the threads are whole warps."""
+    """Check that the threads form whole warps. Raises: PtxError: if not, naming the instruction `name`."""
     if not c.is_whole:
         raise PtxError(f"{name} in a warp whose threads have diverged")
