@@ -37,10 +37,10 @@ they fit. With 8 query heads or rows instead of 4, a program needs 226 to 255 re
 
 | model | rows of a sequence per program |"""
 COUNTS = """
-Instructions of threads per byte of global memory that a launch touches, and sectors of 32 bytes that its accesses ask
-for per sector touched: counted, not measured, by executing the PTX for sm_{architecture} (tests/gpu/ptx). The last
-columns are the time to issue that many instructions, {issued} per clock and multiprocessor, as a share of the time to
-read the bytes from DRAM. ptxas makes other instructions of PTX, and some need more than one issue slot.
+The next table has counts, not measurements, from executing the PTX for sm_{architecture} (tests/gpu/ptx): thread
+instructions per byte of global memory touched, and 32-byte sectors requested per different sector touched. The last
+columns estimate the time to issue the instructions, at {issued} per clock and multiprocessor, as a share of the time to
+read the bytes from DRAM. ptxas translates PTX to other instructions, and some of these need more than one issue slot.
 
 | launch | kernel | instructions per byte | sectors asked per touched |"""
 READ_SHAPES = (("Llama-2-7B", 32, 1), ("Llama-3-8B", 8, 4))  # n_kv_heads, query heads of each
