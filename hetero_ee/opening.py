@@ -76,7 +76,11 @@ class OpenModel:
 
 
 def open_named(model: str | Path | None, options: EngineOptions) -> tuple[OpenModel, Progress | None]:
-    """Open a model, with the arguments of `Engine.from_pretrained`. Return also what receives its progress."""
+    """Open a model with the arguments of `Engine.from_pretrained`.
+
+    Returns:
+        The open model, and the callback that receives further progress.
+    """
     check_options(options)
     quantizer, offline = options.get("quantizer"), options.get("offline", False)
     sparsity, tell = SparsityRequest.parsed(options.get("sparsity")), chosen_progress(options.get("progress"))

@@ -195,7 +195,7 @@ class Conversation:
         n_system = int(bool(messages) and messages[0].role == "system")
         turns = [_message(each.role, each.content) if each.content else each for each in messages[n_system:]]
         if [each.role for each in turns] != ["user", "assistant"] * (len(turns) // 2):
-            raise UsageError("the messages are not turns of a user and a reply each.")
+            raise UsageError("the messages do not alternate between user and assistant.")
         sampling.require_known(self._executor.spec.vocab_size)
         self._template.render([*messages[:n_system], *turns, Message("user", "?")])
         self._system, self._messages, self._sampling = tuple(messages[:n_system]), turns, sampling
@@ -249,7 +249,7 @@ class Conversation:
             if len(ids) <= room:
                 enough = enough or (n_forgotten, ids)
         if enough is None and len(ids) >= context:
-            what = f"the message has {len(ids)} tokens with all that must go with it"
+            what = f"the message has {len(ids)} tokens, including the system message and the chat template"
             raise UsageError(beyond_context(what, context, self._executor.spec))
         return enough or (len(earlier), ids)
 

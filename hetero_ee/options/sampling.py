@@ -119,7 +119,7 @@ class SamplingParams:
     presence_penalty: Annotated[
         float,
         Option(
-            "Subtracted from the logit of every token that the text has; the prompt does not count.",
+            "Subtracted from the logit of every token that occurs in the text; the prompt does not count.",
             ("--presence-penalty",),
         ),
         Range(-2.0, 2.0),
@@ -127,7 +127,7 @@ class SamplingParams:
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        Option("Subtracted from a token's logit as many times as the text has the token.", ("--frequency-penalty",)),
+        Option("Subtracted from a token's logit for each time the token occurs in the text.", ("--frequency-penalty",)),
         Range(-2.0, 2.0),
         Requests(("frequency_penalty",)),
     ] = 0.0
@@ -144,7 +144,7 @@ class SamplingParams:
     json_schema: Annotated[
         str | None,
         Option(
-            "The text is JSON that keeps to this JSON Schema. Needs the extra [server].",
+            "Generate only JSON that matches this JSON Schema. Needs the extra [server].",
             ("-j", "--json-schema"),
             file_flags=("-jf", "--json-schema-file"),
         ),
@@ -152,7 +152,7 @@ class SamplingParams:
     grammar: Annotated[
         str | None,
         Option(
-            "The text keeps to this grammar: Lark, as in llguidance, or GBNF.",
+            "Generate only text that matches this grammar: Lark, as in llguidance, or GBNF.",
             ("--grammar",),
             file_flags=("--grammar-file",),
         ),
@@ -280,7 +280,7 @@ class SamplingChanges(TypedDict, total=False):
 
 
 class ChatChanges(SamplingChanges, total=False):
-    """Keyword arguments of a chat."""
+    """Keyword arguments of `Engine.chat`: sampling options and the chat template."""
 
     chat_template: str | None
 

@@ -31,7 +31,7 @@ def doubts(profile: HardwareProfile, busy_cores: float, best_bytes_per_s: Mappin
     for times in profile.cpu:
         now, best = times.read_bytes_per_s.value, best_bytes_per_s.get(times.threads, 0.0)
         if now < SLOW_SHARE * best:
-            found.append(f"{_what(times)} at {now / 1e9:.1f} GB/s, once at {best / 1e9:.1f}")
+            found.append(f"{_what(times)} at {now / 1e9:.1f} GB/s, earlier at {best / 1e9:.1f}")
     return tuple(found)
 
 

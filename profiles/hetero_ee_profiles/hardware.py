@@ -179,15 +179,16 @@ class DeviceTimes:
     ) -> float:
         """Estimate the seconds of one layer's attention, linearly between measured contexts.
 
-        For heads of other sizes, the time is scaled, except for the constant time of a call. A decode batch reads keys
-        and values once, so one token's time scales with their size, and that of further tokens with the queries. It is
-        interpolated between measured numbers of tokens. Prompts scale with the queries only: a token costs what it
-        costs in the measured chunk of the most similar size whose tokens see as many positions.
+        If heads of another size were measured, the time is scaled, except for the constant time of a call. A decode
+        batch reads keys and values once: the time of the first token scales with their size, that of further tokens
+        with the queries. It is interpolated between measured numbers of tokens. Prompt chunks scale only with the
+        queries: a token costs as much as in the measured chunk of the most similar size, at equal positions.
 
         Args:
-            n_positions: positions that a decode batch reads, or that a token of a prompt's chunk sees on average.
-            few: whether m is the size of a decode batch.
-            kept_share: bytes of a cached value relative to the measured type; scales one token's time.
+            m: tokens in the batch.
+            n_positions: positions that a decode batch reads, or that a token of a prompt chunk sees on average.
+            few: whether this is a decode batch instead of a prompt chunk.
+            kept_share: bytes of a cached value relative to the measured type; scales the first token's time.
         """
         width = n_heads * head_dim
         nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))

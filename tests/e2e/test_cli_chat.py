@@ -107,7 +107,7 @@ def test_a_saved_chat_goes_on_in_another_process(chat: Cli, replies: list[str], 
         ("/load {}", "my notes", "is not a saved chat: "),
         ("/load {}", '{"version": 2}', "its version is 2; this program reads version 1"),
         ("/load {}.json", "", r"can't be read \(No such file"),
-        ("/load {}", SAVED % '{"role": "assistant", "content": "Hi"}', "are not turns of a user and a reply"),
+        ("/load {}", SAVED % '{"role": "assistant", "content": "Hi"}', "do not alternate between user and assistant"),
     ],
 )
 def test_files_that_are_no_chats_are_refused(chat: Cli, tmp_path: Path, words: str, text: str, message: str) -> None:

@@ -397,7 +397,7 @@ def test_a_program_that_runs_all_the_time_is_noticed(
     monkeypatch.setattr(disturbance, "SLOW_SHARE", 0.7)
     probes.rates = [3e8] * 3
     ask.spec = read_spec(config_of("qwen3"))
-    assert ask().doubts == ("with 4 threads memory was read at 0.3 GB/s, once at 1.0",)
+    assert ask().doubts == ("with 4 threads memory was read at 0.3 GB/s, earlier at 1.0",)
 
 
 def test_a_provisional_profile_is_forgotten_and_no_other(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not 
 
 @with_options(
     without={
-        "profile": "it always compares with one",
+        "profile": "it always compares with this machine's profile",
         "mode": "it takes both modes, too",
         "threads": "it takes several numbers",
         "verbose": "its rows have the times and rates",

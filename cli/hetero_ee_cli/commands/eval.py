@@ -134,7 +134,7 @@ def _risks(text: str) -> list[float]:
         raise UsageError(PLAN_OPTIONS["risk"], f" is {shown(text)}; {expected}") from error
 
 
-@with_options(without={"mode": "its --modes are several", "risk": "it takes several"})
+@with_options(without={"mode": "it compares several --modes", "risk": "it compares several"})
 def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model: ModelArgument = None) -> None:
     """Run modes on the same texts and show how fast each is and what it changes, with intervals over the texts.
 

@@ -81,7 +81,7 @@ class _Subject:
         return ["generate", PROMPT, *named, *unquantized, *sparse]
 
 
-@with_options(without={"profile": "it always plans by one"})
+@with_options(without={"profile": "it always plans with a profile"})
 def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions, model: ModelArgument = None) -> None:
     """Plan where each part of a model goes, and predict its speed. Nothing is loaded or changed.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @with_options(
     without={
-        "profile": "it always measures one",
+        "profile": "it always measures a profile",
         "quantizer": "every int4 quantizer has the same shapes",
         "context_tokens": "several context lengths are measured",
     }

@@ -97,7 +97,7 @@ class ServerOptions(OptionGroup):
 
 @with_options(
     without={
-        MODEL_FLAG: "it takes several",
+        MODEL_FLAG: "its own --model can be given several times",
         "system": "requests bring their own",
         "seed": "each request has its own, or a random one",
         **dict.fromkeys(("json_schema", "json_schema_file", "grammar", "grammar_file"), "requests bring their own"),

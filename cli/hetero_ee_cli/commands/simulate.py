@@ -67,7 +67,7 @@ class SimulateOptions:
 
 @with_options(
     without={
-        "profile": "--hardware names the one it runs by",
+        "profile": "--hardware names the machine to simulate",
         "stats": "what --stats shows is always shown",
         "verbose": "what -v shows is always shown",
     }

@@ -20,7 +20,7 @@ BIAS = r"(\d{1,10})([+-](?:inf|\d+\.?\d*|\.\d+))"  # as in llama.cpp
 
 
 def _of_file(option: Option) -> Option:
-    return replace(option, flags=option.file_flags, typed=Path, help=f"{option.flag} from this file.")
+    return replace(option, flags=option.file_flags, typed=Path, help=f"Read {option.flag} from this file.")
 
 
 class SamplingOptions(OptionGroup):

@@ -4,8 +4,8 @@ import { copied, render } from "/page/render.js";
 import { addTokens, align, leafOf } from "/page/tokens.js";
 
 export class Chat {
-  // asked: makes a request's fields from its messages. changed: called when a reply begins, grows, ends or changes, and
-  // when a message is to be edited or no longer is.
+  // asked: returns a request's fields for its messages. changed: called when a reply begins, grows, ends or changes, and
+  // when editing a message begins or ends.
   constructor(page, log, asked, changed) {
     [this.page, this.log, this.asked, this.changed] = [page, log, asked, changed];
     [this.messages, this.running] = [[], null]; // running: stops the current reply
@@ -55,7 +55,7 @@ export class Chat {
     for (const each of this.log.querySelectorAll(".error")) each.remove();
   }
 
-  // Takes the last reply back, if there is one, and asks for another.
+  // Removes the last reply, if there is one, and requests a new one.
   async regenerate() {
     if (this.running || !this.messages.length) return;
     this.edit(null);

@@ -3,7 +3,7 @@
 const WHOLE = ["max_tokens", "top_k", "seed"];
 const NUMBERS = ["temperature", "top_p", "min_p", "repeat_penalty", ...WHOLE];
 
-// Returns a request's parameters. `temperature` holds if the form has none.
+// Returns a request's parameters. `temperature` is the default if the form has none.
 export function parameters(form, temperature) {
   const found = temperature === undefined ? {} : { temperature };
   for (const name of NUMBERS) {

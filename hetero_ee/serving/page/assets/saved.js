@@ -1,4 +1,4 @@
-// Chats that the browser keeps for this page, the latest first, and the file of one.
+// Chats that the browser keeps for this page, the latest first, and the export of one to a file.
 
 const KEY = "hetero-ee.chats";
 const MOST = 100;
@@ -16,11 +16,11 @@ export class SavedChats {
       const found = JSON.parse(this.storage?.getItem(KEY) ?? "[]");
       return Array.isArray(found) ? found.filter((each) => Array.isArray(each?.messages)) : [];
     } catch {
-      return []; // not what this page has written
+      return []; // this page did not write it
     }
   }
 
-  // Returns whether the chat was kept. The oldest ones make room for it.
+  // Returns whether the chat was kept. If storage is full, the oldest chats are deleted.
   keep(chat) {
     const said = chat.messages.filter(({ text, thought }) => text || thought);
     const messages = said.map(({ role, text, thought = "" }) => ({ role, text, thought }));
