@@ -47,7 +47,7 @@ def resolve_model(
         offline: use only the cache.
         progress: called with (stage, bytes done, total bytes); a total of 0 marks `stage` as a one-line remark.
         configuration_only: download only the configuration of an id, which is enough to plan for the model. Unsupported
-            models are still refused. If the cache already holds the whole model, that is used.
+            models are still refused. A whole model in the cache remains what offline runs find for the revision.
 
     Raises:
         UsageError, ModelError, CheckpointError, DiskFullError: if the model is not found or unusable.
@@ -80,8 +80,8 @@ class _Hub:
             return cached
         if offline or is_offline_mode():
             raise ModelError(
-                f"{self._model} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and this "
-                "is offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
+                f"{self._model} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or only in part, and "
+                "offline mode is on; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
             )
         if constants.HF_HUB_CACHE.startswith("~"):  # not expanded by huggingface_hub: it would create a folder ~ here
             raise UsageError(f"this user has no home folder to keep {name} in; set HF_HOME to a folder.")

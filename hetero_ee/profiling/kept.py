@@ -113,7 +113,7 @@ def forget_provisional(folder: Path, profile: HardwareProfile, spec: ModelSpec) 
         return False
     try:
         FileSystem().remove_file(file)
-    except OSError:  # not a loss: the next run would find the profile again
+    except OSError:  # the next run still finds the profile
         return False
     return True
 

@@ -79,7 +79,7 @@ class GgufCheckpoint:
         return values if order is None else values[order]
 
     def _blocks(self, part: Part) -> RowBlocks | None:
-        """Return a part as blocks, or None if blocks cannot keep the codes of its type."""
+        """Return a part as blocks, or None if blocks cannot keep its type. Non-finite scales never become tiles."""
         tensor = self._tensor(part)
         if tensor.type.name not in KEPT:
             return None
