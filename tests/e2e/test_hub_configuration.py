@@ -36,7 +36,7 @@ def test_the_configuration_alone_is_downloaded_once(hub: Hub, tiny: Path, hub_ca
 def test_it_is_no_model_that_could_be_run(hub: Hub, tiny: Path) -> None:
     hub.publish(ID, tiny)
     configured()
-    with pytest.raises(ModelError, match="or not all of it"):
+    with pytest.raises(ModelError, match="or only in part"):
         resolve(offline=True)
     assert files_of(resolve()) == files_of(tiny)
 
