@@ -1,7 +1,7 @@
 """Measure what int4 costs in quality: each quantizer vs. fp32 on a text, and int8 activations, and keys and values of
 fewer than 32 bits. Print tables, or one document with --json.
 
-    python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--also FILE ...] [--json]
+    python scripts/measure_quality.py --text stories.txt [--model MODEL] [--tokens 50000] [--also FILE ...] [--json]
 
 Mean KL divergence of the next-token distributions (fp32 to quantized, nats), share of positions with the same likeliest
 token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context. --also FILE
@@ -64,12 +64,13 @@ class Quality:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    spec = read_spec(arguments.model)
-    tokenizer = Tokenizer.load(arguments.model, spec.vocab_size)
+    folder = gguf_folder(arguments.model) if arguments.model.is_file() else arguments.model
+    spec = read_spec(folder)
+    tokenizer = Tokenizer.load(folder, spec.vocab_size)
     windows = list(token_windows(tokenizer, read_stories([arguments.text]), arguments.window, arguments.tokens))
     n_tokens = sum(len(window) - 1 for window in windows)
     n_text_bytes = sum(len(tokenizer.decode(window[1:]).encode()) for window in windows)
-    checkpoint = Checkpoint(arguments.model, spec)
+    checkpoint = open_checkpoint(folder, spec)
     exact = ReferenceExecutor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
     truth = [log_probabilities(exact, window) for window in windows]
     candidates = [each for each in CANDIDATES if each.vocabulary == "int8"] if arguments.also else CANDIDATES
@@ -103,8 +104,8 @@ def token_windows(tokenizer: Tokenizer, stories: list[str], window: int, n_token
         for first in range(0, len(ids) - 1, window):
             yield ids[first : first + window]
             n_covered += min(window, len(ids) - first)
-        if n_covered >= n_tokens:
-            return
+            if n_covered >= n_tokens:
+                return
 
 
 def measure(
