@@ -131,6 +131,7 @@ def _every_profile_is_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hetero_ee.profiling.disturbance.BUSY_SPREAD", math.inf)
         patch.setattr("hetero_ee.profiling.disturbance.BUSY_SHARE", math.inf)
+        patch.setattr("hetero_ee.profiling.disturbance.BUSY_SHARE", math.inf)
         patch.setattr("hetero_ee.profiling.disturbance.SLOW_SHARE", 0.0)
         yield
 

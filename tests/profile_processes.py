@@ -1,5 +1,6 @@
 """A first profile in a process of its own, whose measurement ends when the file `go` is there, and is written down."""
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.profiling import measure
+from hetero_ee.profiling import disturbance, measure
 from hetero_ee.profiling.machine_profile import WAITING, Wanted, machine_profile
 from hetero_ee_profiles.records import to_json
 from hetero_ee_profiles.reference import reference_profile
@@ -34,6 +35,7 @@ def profile_slowly(family: str, data_folder: Path, cache_folder: Path, log: Path
         if stage == WAITING:
             events.send("waiting")
 
+    disturbance.BUSY_SHARE = math.inf  # this machine runs other tests
     (times,) = reference_profile("rtx-3060-12gb").cpu
     measure.measured_cpu = measured  # type: ignore[assignment]
     measure.probed_model = lambda *arguments: None  # type: ignore[assignment, return-value]

@@ -32,7 +32,7 @@ def test_only_ages_of_files_and_dates_of_answers_go_by_the_wall_clock() -> None:
     folders = ("hetero_ee", "kernels", "cpu_ops", "profiles", "cli")
     sources = (file for folder in folders for file in (PRODUCT / folder).rglob("*.py"))
     users = {file.name for file in sources if "time.time()" in file.read_text()}
-    assert users == {"kernel_files.py", "doctor.py", "openai.py", "responses.py", "served_model.py"}
+    assert users == {"kernel_files.py", "doctor.py", "openai.py", "responses.py", "models.py"}
 
 
 @pytest.mark.parametrize("jump_s", [-YEAR_S, YEAR_S])

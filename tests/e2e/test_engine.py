@@ -229,7 +229,7 @@ def test_wrong_types_are_refused(engine: Engine) -> None:
     for call, words in (
         (lambda: engine.count_tokens(None), "text is None; expected a string"),  # type: ignore[arg-type]
         (lambda: engine.chat(chat_template=3), "chat_template is 3; expected a Jinja template"),  # type: ignore[arg-type]
-        (lambda: engine.chat(system=3, chat_template="x"), "a message is a string"),  # type: ignore[arg-type]
+        (lambda: engine.chat(system=3, chat_template="x"), "messages are 3; expected"),  # type: ignore[arg-type]
         (lambda: engine.chat(), "has no chat template; give one with chat_template"),
     ):
         with pytest.raises((UsageError, ModelError), match=words):

@@ -196,7 +196,7 @@ def test_published_exits_of_a_7b_model(mode: str) -> None:
     assert made.prediction.generated_tokens_per_s > made.prediction.other_mode_tokens_per_s
     assert from_json(Plan, to_json(made)) == made
     text = explained(made)
-    assert f"{mode}: tokens exit after layer" in text and f"this plan, {mode}" in text and "moved" in text
+    assert f"{mode}: tokens exit after layer" in text and f"this plan, {mode}" in text and "transfers" in text
     assert "--mode full" in what_if(Request(SPEC, PROFILE, Limits(mode=mode, **HALF), known, made))
 
 
