@@ -249,7 +249,7 @@ class Conversation:
             if len(ids) <= room:
                 enough = enough or (n_forgotten, ids)
         if enough is None and len(ids) >= context:
-            what = f"the message has {len(ids)} tokens, including the system message and the chat template"
+            what = f"the message has {len(ids)} tokens with the system message and the chat template"
             raise UsageError(beyond_context(what, context, self._executor.spec))
         return enough or (len(earlier), ids)
 
