@@ -86,13 +86,13 @@ STEPS = (
     ),
     Step(
         "\n## Measure\n\nThis compares measured and predicted speeds.\n",
-        f"hetero-ee bench {SMOLLM2} -p 128 -n 32",
+        f"hetero-ee bench {SMOLLM2} -p 128 -n 32 --quick",
         is_measured=True,
     ),
     Step(
         "\n## Calibrate\n\nThis measures after which layers the model's tokens are settled, so that exact mode can "
         "draft with early exits.\n",
-        f"hetero-ee calibrate {SMOLLM2} --tokens 2048",
+        f"hetero-ee calibrate {SMOLLM2} --tokens 512",
         is_measured=True,
     ),
     Step("\n## Python\n", "python examples/generate.py"),
