@@ -86,7 +86,7 @@ def browser(tiny: Path) -> Iterator[Browser]:
     with (
         opened(tiny) as engine,
         serving(engine) as server,
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         Browser(Path(folder)) as running,
     ):
         running.open(server.url)
@@ -138,7 +138,7 @@ def test_every_piece_of_text_knows_its_place_and_no_text_takes_long() -> None:
     )
     pieces += ["[", "](", ")", "!", "https://a.example", "\\", "~~", "  ", "    ", "a", "word ", "ä😀", "<b>", "---"]
     sources = ["".join(drawn.choices(pieces, k=drawn.randrange(60))) for _ in range(2000)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copy = Path(folder) / "markdown.mjs"
         shutil.copy(FOLDER / "markdown.js", copy)
         (Path(folder) / "texts.json").write_text(json.dumps([*sources, *LONG, *ATTACKS]))
