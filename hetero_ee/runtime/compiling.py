@@ -1,18 +1,17 @@
 """Compile kernels into an empty cache in other processes, while this one reads or converts a model."""
 
-import os
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hetero_ee.config import COMPILING, Progress
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.kernel_cache import KernelCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.host.python_process import start_python
 
 LIMIT_S = 300.0  # longest wait; this process then compiles what is missing
 POLL_S = 0.05
@@ -63,13 +62,7 @@ class Compilation:
 
 def _started(folder: Path, group: list[str]) -> "subprocess.Popen[bytes]":
     """Start a process that compiles one group. It exits when this process does, which closes its standard input."""
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
-    if sys.platform == "win32":
-        own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-m", "hetero_ee_cpu_ops.ahead", str(folder), *group]
-    return subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, env=environment, **own_group)
+    return start_python(["-m", "hetero_ee_cpu_ops.ahead", str(folder), *group])
 
 
 def _compile_products(weights: ModelWeights) -> None:

@@ -76,7 +76,7 @@ class Models:
         return next((served.problem for served in self._loaded() if served.problem is not None), None)
 
     def served(self, name: str) -> ServedModel | None:
-        """Return a model if it is loaded. Raises: RequestError: if there is no such model."""
+        """Return a model, or None while it is not loaded. Raises: RequestError: if the server does not offer it."""
         return self._found(name).served
 
     def status(self, name: str) -> str:

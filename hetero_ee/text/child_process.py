@@ -1,13 +1,13 @@
 """Run a Python program in its own process, to work on untrusted input that must not bring down this process."""
 
 import json
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+
+from hetero_ee_profiles.host.python_process import start_python
 
 
 class ChildProcess:
@@ -57,13 +57,7 @@ class ChildProcess:
         process.wait()
 
     def _start(self) -> None:
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
-        if sys.platform == "win32":
-            own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", *self._arguments]
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=environment, **own_group)
+        self._process = start_python(self._arguments, stdout=subprocess.PIPE)
         self._exchange(b"" if self._first is None else _line(self._first), 2**16, self._start_seconds)
 
     def _exchange(self, request: bytes, longest: int, seconds: float) -> bytes:

@@ -23,7 +23,7 @@ from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee.profiling.kept import keep_profile
 from hetero_ee.profiling.machine_profile import known_profile, versions
-from hetero_ee_cli.reports.run_report import fastness, slowness
+from hetero_ee_cli.reports.run_report import drop_exceeded_profile, slowness
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.machine import this_machine
@@ -394,7 +394,7 @@ def test_a_text_far_above_a_provisional_profile_drops_it(
         plan_request=SimpleNamespace(profile=profile), spec=spec, draft_statistics=None, exit_statistics=None
     )
     result = GenerationResult("x", tuple(range(round(rate * 5) + 1)), FinishReason.LENGTH, 5, 0.1, 5.0)
-    said = fastness(engine, result, 10.0)
+    said = drop_exceeded_profile(engine, result, 10.0)
     assert file.exists() != is_dropped
     assert not said if not is_dropped else "1.6 times the expected speed" in said[0] and "measures again" in said[0]
-    assert fastness(engine, result, None) == []
+    assert drop_exceeded_profile(engine, result, None) == []

@@ -61,7 +61,7 @@ def closing_lines(
     if result.finish_reason is FinishReason.CONTEXT:
         lines.insert(0, f"(The context of {engine.context_tokens} tokens is full; the text ends here.)")
     lines += slowness(result, expected, engine.plan is not None and engine.plan.n_bytes("gpu") > 0)
-    lines += fastness(engine, result, expected)
+    lines += drop_exceeded_profile(engine, result, expected)
     lines += _times(result, session) if placement.verbose else []
     return "\n".join(lines + (_statistics(engine, result, start_s) if placement.stats else []))
 
@@ -99,7 +99,7 @@ def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool)
     ]
 
 
-def fastness(engine: "Engine", result: "GenerationResult", expected: float | None) -> list[str]:
+def drop_exceeded_profile(engine: "Engine", result: "GenerationResult", expected: float | None) -> list[str]:
     """Remove a provisional profile from the disk if a text in full mode was much faster than it predicts.
 
     Args:

@@ -103,7 +103,7 @@ class _Asked:
 
 
 def _form(fields: Fields) -> Form | None:
-    """Return the output format that field `format` requests ("json" or a schema), None if there is none."""
+    """Return the output format in the field `format`, which is "json" or a JSON Schema. None: any text."""
     form = fields.values.get("format")
     if form in (None, ""):
         return None
