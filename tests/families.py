@@ -33,6 +33,15 @@ GEMMA = LLAMA | {
     "attn_logit_softcapping": 1.5,  # small enough to matter
     "final_logit_softcapping": 2.0,
 }
+GEMMA_4 = LLAMA | {  # key heads, head sizes and windows differ from layer to layer
+    "head_dim": 10,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 7,
+    "final_logit_softcapping": 2.0,
+    "hidden_size_per_layer_input": 0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -95,6 +104,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": ("Gemma4", GEMMA_4),
+    "ministral3": (
+        "Ministral3",
+        LLAMA
+        | {
+            "head_dim": 12,
+            "rope_parameters": YARN_ROPE
+            | {
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
     "olmo2": ("Olmo2", LLAMA | {"attention_bias": True}),
     "olmo3": (
         "Olmo3",
@@ -146,7 +170,7 @@ def config_of(name: str, **changes: Any) -> Any:
     import transformers
 
     prefix, values = FAMILIES[name]
-    config_class = f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config_class = f"{prefix}TextConfig" if prefix in ("Gemma3", "Gemma4") else f"{prefix}Config"
     config = getattr(transformers, config_class)(**(values | changes))
     config.architectures = [f"{prefix}ForCausalLM"]
     return config
@@ -163,6 +187,9 @@ def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
         for parameter in model.parameters():
             is_norm = parameter.dim() == 1 and bool((parameter == 1).all())
             parameter.copy_(torch.randn_like(parameter) * 0.15 + float(is_norm))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
     return model
 
 

@@ -7,6 +7,7 @@ from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache, LayeredCache
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers.state import KvState
 from hetero_ee.models.blocks import layer_states
 from hetero_ee.models.spec import ModelSpec
@@ -110,12 +111,52 @@ def host_cache(spec: ModelSpec, max_tokens: int, kind: str, layers: Sequence[int
 
     A part without heads counts the tokens that have passed through layers without keys and values.
     """
-    shapes: dict[tuple[int, int], list[int]] = {}
-    for layer, state in enumerate(layer_states(spec)):
-        if layers is None or layer in layers:
-            shape = (state.n_kv_heads, state.head_dim) if isinstance(state, KvState) else (0, 0)
-            shapes.setdefault(shape, []).append(layer)
+    shapes = layers_by_shape(spec, layers)
     parts = [CpuKvCache(len(mine), *shape, max_tokens, mine, kind=kind) for shape, mine in shapes.items()]
     if not parts:
         return CpuKvCache(0, 0, 0, max_tokens, kind=kind)
     return parts[0] if len(parts) == 1 else DeviceCaches(parts)
+
+
+class GpuCaches(DeviceCaches):
+    """KV caches of layers with different heads on one GPU. A sequence has the same slot in all of them."""
+
+    def __init__(self, caches: Sequence[GpuKvCache]) -> None:
+        super().__init__(caches)
+        self._pools, self._first = caches, caches[0]
+        self.device, self.n_parts = self._first.device, self._first.n_parts
+
+    def slots(self, batch: Batch) -> list[int]:
+        """Return, for each token, its sequence's row in the page tables."""
+        return self._first.slots(batch)
+
+    def release(self) -> None:
+        """Close every sequence and free the pools. The caches can't hold tokens afterwards."""
+        for pool in self._pools:
+            pool.release()
+
+
+def gpu_cache(
+    spec: ModelSpec, max_tokens: int, kind: str, device: Any, layers: Sequence[int] | None = None, *, n_slots: int
+) -> GpuKvCache | GpuCaches:
+    """Return a KV cache of the given layers, None for all, on a GPU, with a part for each shape of heads."""
+    shapes = layers_by_shape(spec, layers) or {(0, 0): []}
+    parts = [
+        GpuKvCache((len(mine), *shape), max_tokens, device, n_slots=n_slots, kind=kind, layers=mine)
+        for shape, mine in shapes.items()
+    ]
+    return parts[0] if len(parts) == 1 else GpuCaches(parts)
+
+
+def layers_by_shape(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[tuple[int, int], list[int]]:
+    """Return the given layers, None for all, by number and size of the key heads that their state holds.
+
+    Layers without keys and values of their own have no heads.
+    """
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for layer, state in enumerate(layer_states(spec)):
+        if layers is None or layer in layers:
+            own = state if isinstance(state, KvState) and state.source is None else None
+            shape = (0, 0) if own is None else (own.n_kv_heads, own.head_dim)
+            shapes.setdefault(shape, []).append(layer)
+    return shapes

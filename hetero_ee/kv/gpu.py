@@ -13,7 +13,6 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import LayeredCache
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.models.spec import ModelSpec
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
 
 VISITOR = 0  # number of the only sequence of a VisitingCache
@@ -57,6 +56,15 @@ class GpuKvCache(LayeredCache[_Sequence]):
         self.kind = kind
         n_pages = _n_pages(max_tokens if pool_tokens is None else pool_tokens)
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
+
+    @property
+    def device(self) -> Any:
+        return self.pages.codes.device
+
+    @property
+    def n_parts(self) -> int:
+        """Number of parts into which attention divides the longest sequence."""
+        return self.pages.n_parts
 
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
         """See KvCache.cut. Pages without tokens become free."""
@@ -180,10 +188,13 @@ class VisitingCache(GpuKvCache):
     """GPU copy of one layer's keys and values of one sequence, for an attention whose KV cache is on the CPU.
 
     Keys and values are uploaded and copied back in the CPU's format. The host waits for every copy.
+
+    Args:
+        heads: number and size of the key heads.
     """
 
-    def __init__(self, spec: ModelSpec, max_tokens: int, kind: str, device: Any) -> None:
-        super().__init__((1, spec.n_kv_heads, spec.head_dim), max_tokens, device, n_slots=1, kind=kind)
+    def __init__(self, heads: tuple[int, int], max_tokens: int, kind: str, device: Any) -> None:
+        super().__init__((1, *heads), max_tokens, device, n_slots=1, kind=kind)
 
     def index(self, layer: int) -> int:
         """Return 0, since the cache has one layer."""

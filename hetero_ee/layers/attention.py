@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hetero_ee.layers.ops import ATTENDED, DELTA, QKV, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
+from hetero_ee.layers.ops import ATTENDED, DELTA, PRODUCT, QKV, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.layers.state import KvState
 from hetero_ee.layers.tensors import Tensors
@@ -30,6 +30,10 @@ class AttentionSpec(MixerSpec):
     qk_norm: bool
     qk_norm_whole: bool  # norms all heads together instead of each head
     norm_eps: float
+    value_norm: bool = False  # divides each value head by its root mean square
+    keys_are_values: bool = False  # values are the keys before their norm and rotation
+    query_growth: tuple[float, int] | None = None  # (g, n): a query at position p is multiplied by 1 + g ln(1 + p // n)
+    kv_layer: int | None = None  # earlier layer whose keys and values this layer reads; None if it has its own
 
     @property
     def query_size(self) -> int:
@@ -41,29 +45,50 @@ class AttentionSpec(MixerSpec):
         return self.n_kv_heads * self.head_dim
 
     @property
+    def product_size(self) -> int:
+        """Number of features that the layer's first matrix computes: of queries, and of its own keys and values."""
+        n_computed = 0 if self.kv_layer is not None else 1 if self.keys_are_values else 2
+        return self.query_size + n_computed * self.kv_size
+
+    def norms(self, query_norm: Norm | None, key_norm: Norm | None, ones: Any) -> list[tuple[Any, int, int]]:
+        """Return the scale, the first feature and the number of heads of each norm of queries, keys and values.
+
+        Args:
+            ones: the scale of value norms (head_dim,).
+        """
+        n_queries, n_keys = (1, 1) if self.qk_norm_whole else (self.n_heads, self.n_kv_heads)
+        found = [] if query_norm is None else [(query_norm.scale, 0, n_queries)]
+        if self.kv_layer is None:
+            found += [] if key_norm is None else [(key_norm.scale, self.query_size, n_keys)]
+            found += [(ones, self.query_size + self.kv_size, self.n_kv_heads)] if self.value_norm else []
+        return found
+
+    @property
     def state(self) -> KvState:
-        return KvState(self.n_heads, self.n_kv_heads, self.head_dim, self.window)
+        return KvState(self.n_heads, self.n_kv_heads, self.head_dim, self.window, self.kv_layer)
 
     @property
     def buffers(self) -> dict[str, int]:
-        return {QKV: self.query_size + 2 * self.kv_size, ATTENDED: self.query_size}
+        return {QKV: self.query_size + 2 * self.kv_size, ATTENDED: self.query_size} | (
+            {PRODUCT: self.product_size} if self.keys_are_values else {}
+        )
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         """Declare qkv, whose rows are those of queries, keys and values, the norms, and the output's matrix."""
-        tensors.matrix("qkv", self.query_size + 2 * self.kv_size, hidden_size, bias=self.qkv_bias)
+        tensors.matrix("qkv", self.product_size, hidden_size, bias=self.qkv_bias)
         if self.qk_norm:
             query_size, key_size = (self.query_size, self.kv_size) if self.qk_norm_whole else (self.head_dim,) * 2
             tensors.vector("query_norm", query_size)
-            tensors.vector("key_norm", key_size)
+            if self.kv_layer is None:
+                tensors.vector("key_norm", key_size)
         tensors.matrix("output", hidden_size, self.query_size, bias=self.output_bias)
 
     def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "Attention":
-        query_norm, key_norm = (
-            Norm("rms", parameters.vector(short), None, self.norm_eps) if self.qk_norm else None
-            for short in ("query_norm", "key_norm")
+        scales = (parameters.vector(short) for short in ("query_norm", "key_norm"))
+        norms = (None if scale is None else Norm("rms", scale, None, self.norm_eps) for scale in scales)
+        return Attention(
+            self, parameters.matrix("qkv"), parameters.matrix("output"), ops.heads(self, layer, cache, *norms)
         )
-        heads = ops.heads(self, layer, cache, query_norm, key_norm)
-        return Attention(parameters.matrix("qkv"), parameters.matrix("output"), heads)
 
 
 class Attention(Mixer):
@@ -71,9 +96,14 @@ class Attention(Mixer):
 
     has_state = True
 
-    def __init__(self, qkv: Any, output: Any, heads: Any) -> None:
-        self._qkv, self._output, self._heads = qkv, output, heads
+    def __init__(self, spec: AttentionSpec, qkv: Any, output: Any, heads: Any) -> None:
+        self._spec, self._qkv, self._output, self._heads = spec, qkv, output, heads
 
     def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
-        queries = ops.write_kv(ops.linear(x, self._qkv, QKV), self._heads, rows)
+        spec = self._spec
+        if spec.keys_are_values:
+            qkv = ops.append_copy(ops.linear(x, self._qkv, PRODUCT), spec.query_size, QKV)
+        else:
+            qkv = ops.linear(x, self._qkv, QKV)
+        queries = ops.write_kv(qkv, self._heads, rows)
         return ops.linear(ops.attend(queries, self._heads, rows), self._output, DELTA)

@@ -9,10 +9,16 @@ from hetero_ee.layers.ops import Array, Mixer, MixerSpec, Norm, Ops, Parameters,
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Specs of one decoder layer's two mixers, which run one after the other, such as an attention and an FFN."""
+    """Specs of one decoder layer's mixers, which run one after the other, such as an attention and an FFN."""
 
     mixer: MixerSpec
     ffn: MixerSpec
+    last: MixerSpec | None = None  # runs after the FFN, if any
+    is_scaled: bool = False  # multiplies the hidden states after the layer by a number that was trained
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        return (self.mixer, self.ffn) if self.last is None else (self.mixer, self.ffn, self.last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class BoundBlock:
     norm: Norm | None  # before the mixer
     post_norm: Norm | None  # after the mixer
     residual_scale: float
+    layer_scale: Array | None = None  # (1,): factor of the hidden states after the block
 
     def finish(self, ops: Ops, delta: Array) -> Array:
         """Apply the norm after the mixer, if any, and the residual scale to the mixer's output."""
@@ -46,12 +53,14 @@ class BoundBlock:
 def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Rows) -> Array:
     """Run hidden states x (m, hidden) through the blocks, in place.
 
-    Each block's output is added to x by the same operation that computes the next block's norm.
+    Each block's output is added to x by the same operation that computes the next block's norm, or before x is scaled.
     """
     delta = None
     for block in blocks:
         delta = block.mixer.forward(ops, ops.add_norm(x, delta, block.norm), rows)
         delta = block.finish(ops, delta)
+        if block.layer_scale is not None:
+            x, delta = ops.multiply(ops.add(x, delta), block.layer_scale), None
     return x if delta is None else ops.add(x, delta)
 
 

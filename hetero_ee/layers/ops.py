@@ -18,6 +18,7 @@ Heads = Any  # a layer's attention as the device computes it, and the place of i
 
 # Buffers of a pass.
 NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended", "inner", "active", "delta", "logits"
+PRODUCT = "product"  # of a matrix whose result is copied into another buffer
 MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
 
 
@@ -83,6 +84,7 @@ class MixerSpec(ABC):
     """Base of the parameters that describe one layer's mixer."""
 
     name: ClassVar[str]  # name of the mixer's block in a layer
+    reads_norm: ClassVar[bool] = True  # whether its input is the hidden states' norm, in families with norms before
 
     @property
     def state(self) -> State | None:
@@ -147,6 +149,10 @@ class Ops(Protocol):
         """Multiply x by a number, in place."""
         ...
 
+    def multiply(self, x: Array, y: Array) -> Array:
+        """Multiply x (m, features) by y (m, features) or (1,), in place."""
+        ...
+
     def add(self, x: Array, y: Array) -> Array:
         """Add y (m, features) or (features,) to x, in place."""
         ...
@@ -159,6 +165,10 @@ class Ops(Protocol):
         """Concatenate each row's features."""
         ...
 
+    def append_copy(self, x: Array, first: int, into: str) -> Array:
+        """Append to each row a copy of its features from `first` on: (m, N) -> (m, 2 N - first)."""
+        ...
+
     def activate(self, x: Array, activation: Activation) -> Array:
         """Return act(x): (m, F) -> (m, F), or, with a gate, act(first half) * second half: (m, 2F) -> (m, F)."""
         ...
@@ -168,7 +178,9 @@ class Ops(Protocol):
         ...
 
     def write_kv(self, qkv: Array, heads: Heads, rows: Any) -> Array:
-        """Norm and rotate queries and keys (m, queries + keys + values), in place, and store keys and values.
+        """Norm and rotate queries, keys and values (m, queries + keys + values), in place, and store keys and values.
+
+        If the layer reads the keys and values of another one, there are only queries (m, queries).
 
         Returns the queries in the form that attend() needs with the same heads.
         """

@@ -13,6 +13,8 @@ MAX_DECODE_TOKENS = 16  # up to this many, attention reads keys and values once 
 class State(ABC):
     """A mixer's state of one sequence in a cache. `kv_type`, a key of KV_BYTES, is the type of keys and values."""
 
+    source: int | None = None  # earlier layer whose state the mixer reads; None if it has its own
+
     @abstractmethod
     def n_bytes(self, n_tokens: int, kv_type: str) -> int:
         """Return the state's size in bytes after n_tokens tokens."""
@@ -35,10 +37,15 @@ class KvState(State):
     n_kv_heads: int
     head_dim: int
     window: int | None  # positions that a token sees, its own included; None for all
+    source: int | None = None
 
     def n_bytes(self, n_tokens: int, kv_type: str) -> int:
         """Return the bytes after n_tokens tokens. A sliding window saves nothing, since the cache keeps all tokens."""
-        return n_tokens * 2 * self.n_kv_heads * (self.head_dim * KV_BYTES[kv_type] + KV_SCALE_BYTES[kv_type])
+        return 0 if self.source is not None else n_tokens * self.token_bytes(kv_type)
+
+    def token_bytes(self, kv_type: str) -> int:
+        """Return the bytes of one token's keys and values, whichever layer keeps them."""
+        return 2 * self.n_kv_heads * (self.head_dim * KV_BYTES[kv_type] + KV_SCALE_BYTES[kv_type])
 
     @property
     def part_values(self) -> int:
@@ -74,5 +81,5 @@ class KvState(State):
             m,
             positions(m, context_tokens),
             few=few,
-            kept_share=self.n_bytes(1, kv_type) / self.n_bytes(1, times.kv_type),
+            kept_share=self.token_bytes(kv_type) / self.token_bytes(times.kv_type),
         )

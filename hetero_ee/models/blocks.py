@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hetero_ee.layers.decoder import BoundBlock
+from hetero_ee.layers.decoder import BoundBlock, LayerSpec
 from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.layers.ops import MixerSpec, Ops, Parameters
 from hetero_ee.layers.state import State
@@ -48,8 +48,8 @@ def decoder_blocks(spec: ModelSpec) -> list[Block]:
     """Return every block of the decoder, in the order in which tokens pass through them."""
     blocks = [_embedding_block(spec)]
     for layer in range(spec.n_layers):
-        mixers = spec.layer(layer)
-        blocks += [_layer_block(spec, layer, mixer) for mixer in (mixers.mixer, mixers.ffn)]
+        own = spec.layer(layer)
+        blocks += [_layer_block(spec, layer, own, mixer) for mixer in own.mixers]
     if spec.final_norm:
         blocks.append(_final_norm_block(spec))
     blocks.append(_head_block(spec))
@@ -64,15 +64,15 @@ def neuron_blocks(spec: ModelSpec) -> list[Block]:
 def layer_states(spec: ModelSpec) -> list[State | None]:
     """Return for each layer the state that it keeps of a sequence, None if it keeps none."""
     layers = map(spec.layer, range(spec.n_layers))
-    return [layer.mixer.state or layer.ffn.state for layer in layers]
+    return [next((each.state for each in layer.mixers if each.state is not None), None) for layer in layers]
 
 
 def layer_buffers(spec: ModelSpec) -> dict[str, int]:
     """Return the features per token of each buffer, by name: the most that any layer's mixer needs."""
     found: dict[str, int] = {}
     for layer in map(spec.layer, range(spec.n_layers)):
-        for name, width in (*layer.mixer.buffers.items(), *layer.ffn.buffers.items()):
-            found[name] = max(width, found.get(name, 0))
+        for mixer in layer.mixers:
+            found |= {name: max(width, found.get(name, 0)) for name, width in mixer.buffers.items()}
     return found
 
 
@@ -81,8 +81,12 @@ def bind(ops: Ops, spec: ModelSpec, block: Block, parameters: Parameters, cache:
     assert block.mixer is not None and block.layer is not None, "not a block of a layer"
     norm = spec.norms.bind(parameters, "norm") if block.has_norm else None
     post_norm = spec.norms.bind(parameters, "post_norm") if block.has_post_norm else None
-    part = None if block.state is None else cache.part(block.layer)
-    return BoundBlock(block.mixer.bind(ops, parameters, block.layer, part), norm, post_norm, spec.residual_scale)
+    state, layer, part = block.state, block.layer, None
+    if state is not None:
+        layer = block.layer if state.source is None else state.source
+        part = cache.part(layer)
+    mixer, scale = block.mixer.bind(ops, parameters, layer, part), parameters.vector("layer_scale")
+    return BoundBlock(mixer, norm, post_norm, spec.residual_scale, scale)
 
 
 def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
@@ -114,19 +118,22 @@ def _head_block(spec: ModelSpec) -> Block:
     return Block("head", BlockKind.HEAD, None, {"tokens": tensor})
 
 
-def _layer_block(spec: ModelSpec, layer: int, mixer: MixerSpec) -> Block:
+def _layer_block(spec: ModelSpec, layer: int, own: LayerSpec, mixer: MixerSpec) -> Block:
     def role_of(name: str) -> TensorRole:
         if name in spec.int8_matrices:
             return TensorRole.MATRIX_8
         return TensorRole.MATRIX_ZEROS if name in spec.zero_point_matrices else TensorRole.MATRIX
 
     tensors = Tensors(f"layers.{layer}.{mixer.name}", role_of)
-    if spec.pre_norm:
+    has_norm, is_scaled = spec.pre_norm and mixer.reads_norm, own.is_scaled and mixer is own.mixers[-1]
+    if has_norm:
         _declare_norm(spec, tensors, "norm")
     mixer.declare(tensors, spec.hidden_size)
     if spec.post_norm:
         _declare_norm(spec, tensors, "post_norm")
-    return Block(tensors.prefix, BlockKind.LAYER, layer, tensors.declared, mixer, spec.pre_norm, spec.post_norm)
+    if is_scaled:
+        tensors.vector("layer_scale", 1)
+    return Block(tensors.prefix, BlockKind.LAYER, layer, tensors.declared, mixer, has_norm, spec.post_norm)
 
 
 def _final_norm_block(spec: ModelSpec) -> Block:

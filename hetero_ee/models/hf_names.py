@@ -47,14 +47,16 @@ def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
 
 
 def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:
-    suffix = ".bias" if tensor.name.endswith("_bias") else ".weight"
+    suffix = ".bias" if tensor.name.endswith("_bias") else "" if tensor.name.endswith(".layer_scale") else ".weight"
     room, _, rest = tensor.name.removesuffix("_bias").partition(".")
     layer, _, short = rest.partition(".")
     pattern = f"layers.{{n}}.{short}" if room == "layers" else f"{room}.{rest}"
-    modules = FAMILIES[spec.architecture].tensor_names[pattern]
-    sizes, neighbours, mixer = [tensor.shape[0] // len(modules)] * len(modules), None, block.mixer
+    modules, mixer = FAMILIES[spec.architecture].tensor_names[pattern], block.mixer
+    sizes, neighbours = [tensor.shape[0] // len(modules)] * len(modules), None
     if isinstance(mixer, AttentionSpec) and len(modules) == 3:
         sizes, rope = [mixer.query_size, mixer.kv_size, mixer.kv_size], spec.rope
+        n_parts = 1 if mixer.kv_layer is not None else 2 if mixer.keys_are_values else 3
+        modules, sizes = modules[:n_parts], sizes[:n_parts]
         neighbours = (mixer.head_dim, rope.n_features) if rope is not None and rope.interleaved else None
     added = spec.norm_offset if tensor.name.endswith("norm") else 0.0
     return [

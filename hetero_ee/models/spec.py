@@ -1,7 +1,7 @@
 """Define ModelSpec, the numbers that describe a decoder. `read_spec` creates it from a Hugging Face configuration."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import EmbeddingSpec, LayerSpec, LogitsSpec, NormSpec
@@ -101,6 +101,19 @@ class ModelSpec:
             )
         return LayerSpec(attention, ffn)
 
+    def changed_layers(self, **changes: Any) -> tuple[LayerSpec, ...]:
+        """Return this model's layers with other fields of their attentions."""
+        layers = map(self.layer, range(self.n_layers))
+        return tuple(
+            replace(each, mixer=replace(each.mixer, **changes)) if isinstance(each.mixer, AttentionSpec) else each
+            for each in layers
+        )
+
+    def plain_layers(self, n_layers: int) -> Self:
+        """Return a copy with n_layers equal layers without windows, whose savings the planner counts, to measure."""
+        windows = (None,) * n_layers
+        return replace(self, n_layers=n_layers, sliding_windows=windows, layer_ropes=None, own_layers=())
+
     @property
     def embedding(self) -> EmbeddingSpec:
         return EmbeddingSpec(self.hidden_size, self.learned_position_offset or 0, self.embedding_scale)
@@ -115,9 +128,18 @@ class ModelSpec:
         return NormSpec(self.norm, self.norm_eps)
 
     @property
-    def ropes(self) -> set[RopeSpec]:
+    def attentions(self) -> list[AttentionSpec]:
         mixers = [self.layer(layer).mixer for layer in range(self.n_layers)]
-        return {each.rope for each in mixers if isinstance(each, AttentionSpec) and each.rope is not None}
+        return [each for each in mixers if isinstance(each, AttentionSpec)]
+
+    @property
+    def ropes(self) -> set[RopeSpec]:
+        return {each.rope for each in self.attentions if each.rope is not None}
+
+    @property
+    def query_growths(self) -> set[tuple[float, int]]:
+        """The different growths of queries with their position, see AttentionSpec."""
+        return {each.query_growth for each in self.attentions if each.query_growth is not None}
 
     @property
     def query_size(self) -> int:

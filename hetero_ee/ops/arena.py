@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_ee.kv.devices import GpuCaches
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers.ops import DELTA, NORMED
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.models.blocks import layer_buffers
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee_kernels.pages import attention_workspace
+from hetero_ee.ops.torch_ops import query_factors
+from hetero_ee_kernels.pages import FEW_ROWS, workspace_size
 from hetero_ee_kernels.rope_table import rope_table
 
 MAX_ROWS = 16  # most rows of a decode pass; each number of rows has a CUDA graph of its own
@@ -39,11 +42,12 @@ class Arena:
         n_rows: most tokens of one pass: MAX_ROWS, or a whole chunk of a prompt. More tokens need further passes.
     """
 
-    def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
+    def __init__(self, spec: ModelSpec, cache: GpuKvCache | GpuCaches, n_rows: int = MAX_ROWS) -> None:
         self.n_rows = n_rows
-        self.device = cache.pages.codes.device
+        self.device = cache.device
         self.rope_tables = _rope_tables(spec, cache.max_tokens, self.device)  # rotary angles, if any
-        self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
+        self.query_factors = _query_factors(spec, cache.max_tokens, self.device)
+        self.workspace = _attention_workspace(spec, cache.n_parts, min(n_rows, FEW_ROWS), self.device)
         self._buffers: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # recorded launches may still use them
         sizes = dict.fromkeys((NORMED, HIDDEN, DELTA), spec.hidden_size)
@@ -88,4 +92,17 @@ def _rope_tables(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpe
     return {None: None} | {
         rope: rope_table(rope.inverse_frequencies(n_positions), rope.scaling.magnitude, n_positions, device)
         for rope in spec.ropes
+    }
+
+
+def _attention_workspace(spec: ModelSpec, n_parts: int, n_rows: int, device: Any) -> Tensor:
+    """Allocate a workspace that is large enough for each layer's attention."""
+    sizes = (workspace_size(n_rows * each.n_heads * n_parts, each.head_dim) for each in spec.attentions)
+    return torch.empty(max(sizes, default=0), device=device)
+
+
+def _query_factors(spec: ModelSpec, n_positions: int, device: Any) -> dict[tuple[float, int] | None, Any]:
+    positions = np.arange(n_positions)[:, None]
+    return {None: None} | {
+        growth: torch.from_numpy(query_factors(growth, positions)).to(device) for growth in spec.query_growths
     }

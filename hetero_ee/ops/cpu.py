@@ -15,6 +15,7 @@ from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.torch_ops import query_factors
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate
@@ -53,8 +54,7 @@ class CpuHeads:
     write: KvWrite
     attention: Attention
     rope: Rope | None
-    query_norm: Norm | None
-    key_norm: Norm | None
+    norms: list[tuple[Any, int, int]]  # see AttentionSpec.norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ class CpuOps(Ops):
         self, spec: AttentionSpec, layer: int, cache: CpuKvCache, query_norm: Norm | None, key_norm: Norm | None
     ) -> CpuHeads:
         rope = None if spec.rope is None else self._rope(spec.rope, cache.max_tokens)
-        return CpuHeads(spec, cache, cache.index(layer), *self._attention(spec, cache), rope, query_norm, key_norm)
+        norms = spec.norms(query_norm, key_norm, np.ones(spec.head_dim, np.float32))
+        return CpuHeads(spec, cache, cache.index(layer), *self._attention(spec, cache), rope, norms)
 
     def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> CpuRows:
         """Convert a batch for the operations. Neurons are counted in `counts`. `cache` is None if no layer attends."""
@@ -157,6 +158,10 @@ class CpuOps(Ops):
         x *= np.float32(factor)
         return x
 
+    def multiply(self, x: Any, y: Any) -> Any:
+        x *= y
+        return x
+
     def add(self, x: Any, y: Any) -> Any:
         x += y
         return x
@@ -173,6 +178,9 @@ class CpuOps(Ops):
     def concatenate(self, parts: list[Any]) -> Any:
         return np.hstack(parts)
 
+    def append_copy(self, x: Any, first: int, into: str) -> Any:
+        return np.hstack([x, x[:, first:]])
+
     def activate(self, x: Any, activation: Activation) -> Any:
         kind, threshold = activation.kind, activation.threshold
         return activate(x, kind, gated=activation.gated, threshold=threshold, pool=self.pool)
@@ -181,14 +189,17 @@ class CpuOps(Ops):
         return activate(x, "softcap", x, gated=False, threshold=cap, pool=self.pool)
 
     def write_kv(self, qkv: Any, heads: CpuHeads, rows: CpuRows) -> Any:
-        spec = heads.spec
-        if heads.query_norm is not None and heads.key_norm is not None:
-            n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
-            rms_norm_heads(qkv, heads.query_norm.scale, heads.query_norm.eps, 0, n_queries)
-            rms_norm_heads(qkv, heads.key_norm.scale, heads.key_norm.eps, spec.query_size, n_keys)
+        spec, is_own = heads.spec, heads.spec.kv_layer is None
+        for scale, first, n_heads in heads.norms:
+            rms_norm_heads(qkv, scale, spec.norm_eps, first, n_heads)
         if heads.rope is not None:
-            heads.rope.rotate(qkv, rows.positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
-        heads.write.write(qkv, rows.places[heads.cache], heads.place, spec.query_size, spec.query_size + spec.kv_size)
+            n_rotating = spec.n_heads + (spec.n_kv_heads if is_own else 0)
+            heads.rope.rotate(qkv, rows.positions, 0, n_rotating, spec.head_dim)
+        if is_own:
+            starts = spec.query_size, spec.query_size + spec.kv_size
+            heads.write.write(qkv, rows.places[heads.cache], heads.place, *starts)
+        if spec.query_growth is not None:
+            qkv[:, : spec.query_size] *= query_factors(spec.query_growth, rows.positions)[:, None]
         return qkv
 
     def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:

@@ -52,8 +52,8 @@ class GpuHeads:
     cache: GpuKvCache
     place: int
     angles: Any  # the table of rotary angles, or None
-    query_norm: Norm | None
-    key_norm: Norm | None
+    factors: Any  # of queries by position, fp32 (n_positions, 1), or None
+    norms: list[tuple[Any, int, int]]  # see AttentionSpec.norms
 
 
 class GpuOps(Ops):
@@ -90,8 +90,9 @@ class GpuOps(Ops):
     def heads(
         self, spec: AttentionSpec, layer: int, cache: GpuKvCache, query_norm: Norm | None, key_norm: Norm | None
     ) -> GpuHeads:
-        angles = self.arena.rope_tables[spec.rope]
-        return GpuHeads(spec, cache, cache.index(layer), angles, query_norm, key_norm)
+        angles, factors = self.arena.rope_tables[spec.rope], self.arena.query_factors[spec.query_growth]
+        norms = spec.norms(query_norm, key_norm, torch.ones(spec.head_dim, device=self.device))
+        return GpuHeads(spec, cache, cache.index(layer), angles, factors, norms)
 
     @property
     def arena(self) -> Arena:
@@ -126,6 +127,9 @@ class GpuOps(Ops):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
 
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.mul_(y)
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         self.kernels.add(x, y)
         return x
@@ -142,6 +146,12 @@ class GpuOps(Ops):
     def concatenate(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts, 1)
 
+    def append_copy(self, x: Tensor, first: int, into: str) -> Tensor:
+        n_features = x.shape[1]
+        out = self.arena.rows(into, len(x), 2 * n_features - first)
+        out[:, :n_features], out[:, n_features:] = x, x[:, first:]
+        return out
+
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         out = self.arena.rows(ACTIVE, len(x), x.shape[1] // (2 if activation.gated else 1))
         how: dict[str, Any] = {"gated": activation.gated, "threshold": activation.threshold}
@@ -154,12 +164,13 @@ class GpuOps(Ops):
 
     def write_kv(self, qkv: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:
         spec, kernels = heads.spec, self.kernels
-        if heads.query_norm is not None and heads.key_norm is not None:
-            n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
-            kernels.rms_norm_heads(qkv, heads.query_norm.scale, heads.query_norm.eps, 0, n_queries)
-            kernels.rms_norm_heads(qkv, heads.key_norm.scale, heads.key_norm.eps, spec.query_size, n_keys)
+        for scale, first, n_heads in heads.norms:
+            kernels.rms_norm_heads(qkv, scale, spec.norm_eps, first, n_heads)
         place = heads.cache.pages, rows.slots, rows.positions, heads.place
-        kernels.kv_write(qkv, *place, spec.query_size, spec.query_size + spec.kv_size, rotary_table=heads.angles)
+        starts = (spec.query_size, spec.query_size + spec.kv_size) if spec.kv_layer is None else (spec.query_size, None)
+        kernels.kv_write(qkv, *place, *starts, rotary_table=heads.angles)
+        if heads.factors is not None:
+            qkv[:, : spec.query_size] *= heads.factors.index_select(0, rows.positions)
         return qkv
 
     def attend(self, queries: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:

@@ -7,9 +7,11 @@ their own.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,8 +44,7 @@ class TorchHeads:
     spec: AttentionSpec
     layer: int
     cache: CpuKvCache
-    query_norm: Norm | None
-    key_norm: Norm | None
+    norms: list[tuple[Any, int, int]]  # see AttentionSpec.norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,12 @@ class TorchRows:
     def may_skip(self) -> Tensor:
         """Which tokens may skip neurons, bool (m, 1)."""
         return torch.from_numpy(self.batch.may_skip())[:, None]
+
+
+def query_factors(growth: tuple[float, int], positions: Sequence[int] | Any) -> Any:
+    """Return the factors, fp32 (m,), of queries at these positions: 1 + g ln(1 + p // n) for a growth (g, n)."""
+    share, n_tokens = growth
+    return (1 + share * np.log1p(np.asarray(positions) // n_tokens)).astype(np.float32)
 
 
 class TorchOps(Ops):
@@ -75,7 +82,7 @@ class TorchOps(Ops):
     def heads(
         self, spec: AttentionSpec, layer: int, cache: CpuKvCache, query_norm: Norm | None, key_norm: Norm | None
     ) -> TorchHeads:
-        return TorchHeads(spec, layer, cache, query_norm, key_norm)
+        return TorchHeads(spec, layer, cache, spec.norms(query_norm, key_norm, torch.ones(spec.head_dim)))
 
     def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> TorchRows:
         """Convert a batch to the form that operations need. Neurons are counted in `counts`."""
@@ -111,6 +118,10 @@ class TorchOps(Ops):
         return x * factor
 
     @torch.inference_mode()
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @torch.inference_mode()
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
@@ -120,6 +131,9 @@ class TorchOps(Ops):
 
     def concatenate(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts, 1)
+
+    def append_copy(self, x: Tensor, first: int, into: str) -> Tensor:
+        return torch.cat([x, x[:, first:]], 1)
 
     @torch.inference_mode()
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
@@ -135,21 +149,26 @@ class TorchOps(Ops):
     @torch.inference_mode()
     def write_kv(self, qkv: Tensor, heads: TorchHeads, rows: TorchRows) -> Tensor:
         """See Ops.write_kv. Returns queries (m, n_heads, head_dim)."""
-        spec = heads.spec
-        queries, keys, values = (
+        spec, rope = heads.spec, heads.spec.rope
+        for scale, first, n_heads in heads.norms:
+            normed = qkv[:, first : first + n_heads * len(scale)].reshape(len(qkv), n_heads, -1)
+            qkv[:, first : first + n_heads * len(scale)] = self.norm(normed, "rms", scale, None, spec.norm_eps).flatten(
+                1
+            )
+        queries, *keys_and_values = (
             part.reshape(len(qkv), -1, spec.head_dim)
-            for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
+            for part in torch.split(qkv, [spec.query_size] + [spec.kv_size] * (2 if spec.kv_layer is None else 0), -1)
         )
-        if spec.qk_norm_whole:
-            queries, keys = queries.flatten(1), keys.flatten(1)
-        if heads.query_norm is not None and heads.key_norm is not None:
-            queries = self.norm_in_place(queries, heads.query_norm)
-            keys = self.norm_in_place(keys, heads.key_norm)
-        queries, keys = (part.view(len(qkv), -1, spec.head_dim) for part in (queries, keys))
-        if spec.rope is not None:
-            place = rows.batch.positions, spec.rope, heads.cache.max_tokens
-            queries, keys = (self.rope(part, *place) for part in (queries, keys))
-        heads.cache.write(heads.layer, rows.batch, keys, values)
+
+        def rotated(part: Tensor) -> Tensor:
+            return part if rope is None else self.rope(part, rows.batch.positions, rope, heads.cache.max_tokens)
+
+        if keys_and_values:
+            keys, values = keys_and_values
+            heads.cache.write(heads.layer, rows.batch, rotated(keys), values)
+        queries = rotated(queries)
+        if spec.query_growth is not None:
+            queries = queries * torch.tensor(query_factors(spec.query_growth, rows.batch.positions))[:, None, None]
         return queries
 
     @torch.inference_mode()

@@ -65,15 +65,7 @@ def probed_model(spec: ModelSpec, shapes: Sequence[ProductShape], max_bytes: int
     layer_bytes = sum(shape.n_bytes * shape.n_layers for shape in shapes if shape.layout == "int4") // spec.n_layers
     kv_bytes = max(1, *(each.n_bytes(context_tokens, KV_TYPE) for each in layer_states(spec) if each is not None))
     n_layers = max(1, min(spec.n_layers, (max_bytes - once_bytes) // layer_bytes, max_bytes // kv_bytes))
-    probed = replace(
-        spec,
-        n_layers=n_layers,
-        vocab_size=vocab_size,
-        sliding_windows=(None,) * n_layers,  # the planner counts what a window saves
-        layer_ropes=None,
-        tied_head=True,
-        learned_position_offset=None,
-    )
+    probed = replace(spec.plain_layers(n_layers), vocab_size=vocab_size, tied_head=True, learned_position_offset=None)
     n_chunk_layers = max(1, min(n_layers, (CHUNK_BYTES - once_bytes) // layer_bytes))
     return ProbedModel(probed, random_weights(probed), spec.n_layers, n_chunk_layers)
 

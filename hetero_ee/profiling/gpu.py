@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.devices import gpu_cache
 from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -183,20 +183,11 @@ def _run_s(run: Callable[[], Any], clock: Clock) -> float:
 
 def _shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
     """Return the model with n_layers layers and a small vocabulary, which changes the time of products only."""
-    windows = (None,) * n_layers
-    return replace(
-        spec,
-        n_layers=n_layers,
-        sliding_windows=windows,
-        layer_ropes=None,
-        vocab_size=SMALL_VOCABULARY,
-        learned_position_offset=None,
-    )
+    return replace(spec.plain_layers(n_layers), vocab_size=SMALL_VOCABULARY, learned_position_offset=None)
 
 
 def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, max_tokens: int) -> GpuSegment:
-    shape = spec.n_layers, spec.n_kv_heads, spec.head_dim
-    cache = GpuKvCache(shape, max_tokens, platform.device, n_slots=1, kind=KV_KIND)
+    cache = gpu_cache(spec, max_tokens, KV_KIND, platform.device, n_slots=1)
     recorder = platform.recorded if operations.is_capturable else None
     blocks = [block for block in decoder_blocks(spec) if block.layer is not None]
     arena = Arena(spec, cache, max_tokens)
@@ -211,7 +202,7 @@ def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable
     if before:
         cache.admit(Batch.of_sequence(0, 0, [0] * before))
     batch = Batch.of_sequence(0, before, [0] * m)
-    hidden = torch.ones(m, segment.spec.hidden_size, device=cache.pages.codes.device)
+    hidden = torch.ones(m, segment.spec.hidden_size, device=cache.device)
 
     def run() -> None:
         cache.admit(batch)

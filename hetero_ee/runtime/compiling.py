@@ -48,7 +48,8 @@ class Compilation:
         while (n_running := sum(each.poll() is None for each in self._processes)) and time.monotonic() < end_s:
             report(COMPILING, n_all - n_running, n_all)
             time.sleep(POLL_S)
-        _compile_tiles(spec.n_heads // spec.n_kv_heads)
+        for group in {each.n_heads // each.n_kv_heads for each in spec.attentions}:
+            _compile_tiles(group)
         report(COMPILING, n_all, n_all)
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ fp32 multiplies and sums. Tensor cores would need fp16 queries and weights in tw
 single row, too, to have the same bits. Turing and fp32 caches could not use them, and registers would spill (compiled,
 Triton 3.9: 120 bytes on sm_86 for heads of 128).
 
-Layout: pages.py; queries (m, features) fp32, heads side by side from feature `first`. Any d up to 256; any number of
+Layout: pages.py; queries (m, features) fp32, heads side by side from feature `first`. Any d up to 512; any number of
 heads. Slots and positions are read from device memory. Programs of parts beyond a row's position end at once, as do
 those of rows that another row's program computes.
 """
@@ -46,7 +46,7 @@ from hetero_ee_kernels.tile_group import split4
 
 QUERIES = 4  # per program: query heads of a key head, times rows; later programs read the same keys from the L2 cache
 TILE = 4096  # queries x lanes x features of a step: 32 sums per thread; twice that needs 255 registers (measured)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 N_WARPS, COMBINE_WARPS, N_STAGES = 4, 1, 1
 LATEST = tl.constexpr(2**31 - 1)  # later than any position
 

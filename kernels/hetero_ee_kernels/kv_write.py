@@ -127,7 +127,7 @@ def kv_write(
     positions: Any,
     layer: int,
     first_key: int,
-    first_value: int,
+    first_value: int | None,
     *,
     rotary_table: Any = None,
 ) -> None:
@@ -136,6 +136,7 @@ def kv_write(
     Args:
         x: fp32 (m, features). With a rotary table, the heads before first_key are queries, which are rotated in place.
         slots, positions: int32 (m,). The page table must have pages for these positions.
+        first_value: first feature of the values; None if x has only queries, which are rotated, and nothing is written.
         rotary_table: rope_table(...), fp32 (positions, 2, pairs), or None.
 
     Raises:
@@ -143,26 +144,28 @@ def kv_write(
     """
     check_rows(x, pages, slots, positions, layer)
     head_dim, n_kv_heads = pages.head_dim, pages.n_kv_heads
-    last = x.shape[1] - n_kv_heads * head_dim
+    n_written = 0 if first_value is None else n_kv_heads
+    last = x.shape[1] - n_written * head_dim
+    first_value = first_key if first_value is None else first_value
     n_pairs = head_dim // 2 if rotary_table is None else rotary_table.shape[2]
     if not 0 <= first_key <= last or not 0 <= first_value <= last:
         raise ValueError(
-            f"x {tuple(x.shape)} does not hold {n_kv_heads} heads of {head_dim} from {first_key} and {first_value}."
+            f"x {tuple(x.shape)} does not hold {n_written} heads of {head_dim} from {first_key} and {first_value}."
         )
     if rotary_table is not None:
         check("rotary_table", rotary_table, (rotary_table.shape[0], 2, n_pairs))
         if first_key % head_dim or n_pairs * 2 > head_dim:
             raise ValueError(f"Heads of {head_dim} before feature {first_key} cannot rotate {2 * n_pairs} features.")
-    if not x.shape[0]:
-        return
     n_heads = 0 if rotary_table is None else first_key // head_dim
+    if not x.shape[0] or not n_heads + n_written:
+        return
     sizes = _sizes(pages.n_layers, n_heads, n_kv_heads, head_dim, n_pairs) | {
         "FEATURES": x.shape[1],
         "FIRST_KEY": first_key,
         "FIRST_VALUE": first_value,
         "PAGES_PER_SLOT": pages.pages_per_slot,
     }
-    grid = (x.shape[0], n_heads + 2 * n_kv_heads)
+    grid = (x.shape[0], n_heads + 2 * n_written)
     place = (pages.codes, pages.scales, pages.table, slots, positions)
     kv_write_kernel[grid](x, *place, rotary_table, layer, **sizes, num_warps=N_WARPS, **UNFUSED)
 

@@ -170,17 +170,20 @@ def kv_write(
     positions: Any,
     layer: int,
     first_key: int,
-    first_value: int,
+    first_value: int | None,
     *,
     rotary_table: Any = None,
 ) -> None:
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     width = n_kv_heads * head_dim
+    if rotary_table is not None:
+        queries = x[:, :first_key]
+        queries.copy_(rotated(queries.reshape(len(x), -1, head_dim), positions, rotary_table).flatten(1))
+    if first_value is None:
+        return
     keys, values = (x[:, at : at + width].reshape(-1, n_kv_heads, head_dim) for at in (first_key, first_value))
     if rotary_table is not None:
         keys = rotated(keys, positions, rotary_table)
-        queries = x[:, :first_key]
-        queries.copy_(rotated(queries.reshape(len(x), -1, head_dim), positions, rotary_table).flatten(1))
     page = pages.table[slots.long(), positions.long() // PAGE_TOKENS].long()
     within = positions.long() % PAGE_TOKENS
     for part, codes in enumerate((keys, values)):

@@ -13,6 +13,7 @@ from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.devices import host_cache
 from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
@@ -89,7 +90,7 @@ def test_every_placement_of_every_family_at_length(tmp_path: Path, name: str, ki
 def on_cpu(model: Model, kv_type: str = KV_TYPE) -> HostExecutor:
     """The CPU alone, with keys and values of this type."""
     spec = model[0]
-    cache = CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, CONTEXT_TOKENS, kind=kv_type)
+    cache = host_cache(spec, CONTEXT_TOKENS, kv_type)
     return open_on_cpu(*model, CONTEXT_TOKENS, 1, cache=cache)
 
 

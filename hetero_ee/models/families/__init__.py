@@ -1,6 +1,6 @@
 """The supported families of dense decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
-from hetero_ee.models.families import llama, opt, variants
+from hetero_ee.models.families import gemma4, llama, opt, variants
 from hetero_ee.models.families.family import Family
 from hetero_ee.models.families.llama import GATE_UP, NORMED_HEADS, QKV, TENSOR_NAMES, TWO_MATRICES, post_norms
 
@@ -22,6 +22,9 @@ FAMILIES = {
     "GemmaForCausalLM": Family("gemma", variants.GEMMA, TENSOR_NAMES),
     "Gemma2ForCausalLM": Family("gemma2", variants.GEMMA_2, TENSOR_NAMES | GEMMA_NORMS),
     "Gemma3ForCausalLM": Family("gemma3_text", variants.read_gemma_3, GEMMA_3),
+    "Gemma4ForCausalLM": Family("gemma4_text", gemma4.read_spec, gemma4.TENSOR_NAMES),
+    "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", gemma4.read_spec, gemma4.TENSOR_NAMES),
+    "Ministral3ForCausalLM": Family("ministral3", variants.MINISTRAL_3, TENSOR_NAMES),
     "Olmo2ForCausalLM": Family("olmo2", variants.OLMO_2, OLMO),
     "Olmo3ForCausalLM": Family("olmo3", variants.read_olmo_3, OLMO),
     "SmolLM3ForCausalLM": Family("smollm3", variants.SMOLLM_3, TENSOR_NAMES),
@@ -35,6 +38,10 @@ FAMILIES = {
     "Ernie4_5ForCausalLM": Family("ernie4_5", variants.ERNIE, TENSOR_NAMES),
     "Exaone4ForCausalLM": Family("exaone4", variants.EXAONE_4, OLMO),
     "Gemma3ForConditionalGeneration": Family("gemma3", variants.read_gemma_3, GEMMA_3, "gemma3_text"),
+    "Gemma4ForConditionalGeneration": Family("gemma4", gemma4.read_spec, gemma4.TENSOR_NAMES, "gemma4_text"),
+    "Gemma4UnifiedForConditionalGeneration": Family(
+        "gemma4_unified", gemma4.read_spec, gemma4.TENSOR_NAMES, "gemma4_unified_text"
+    ),
     "Mistral3ForConditionalGeneration": Family("mistral3", variants.MISTRAL, TENSOR_NAMES, "mistral"),
     "Qwen2_5_VLForConditionalGeneration": Family(
         "qwen2_5_vl", variants.read_qwen_2_5_vl, TENSOR_NAMES, "qwen2_5_vl_text"

@@ -9,12 +9,17 @@ from hetero_ee.models.families.family import FULL, SLIDING
 from hetero_ee.models.fields import MAX_SIZE, Fields
 
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones are 1 to 64
-KINDS = ("default", "linear", "llama3", "longrope", "yarn", "dynamic")
+PROPORTIONAL = "proportional"
+KINDS = ("default", "linear", "llama3", "longrope", "yarn", "dynamic", PROPORTIONAL)
 KNOWN_FIELDS = {
     *("rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
-YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"}  # the last has no effect
+# The last two have no effect. read_growth reads the one before them.
+YARN_FIELDS = {
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta"),
+    *("finetuned", "max_position_embeddings"),
+}
 
 
 def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_part: bool) -> RopeSpec:
@@ -24,7 +29,7 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_par
         rotates_part: whether the family applies partial_rotary_factor. For other families transformers 5 ignores it if
             the kind is "default" and fails otherwise.
     """
-    parameters = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+    parameters = _parameters(fields)
     theta = parameters.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if theta < 1:
@@ -35,6 +40,8 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_par
     if kind not in KINDS:
         raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are {', '.join(KINDS)}.")
     parameters.refuse_others(KNOWN_FIELDS | (YARN_FIELDS if kind == "yarn" else set()))
+    if kind == PROPORTIONAL:
+        return _proportional(fields, parameters.number("factor", 1.0), partial, theta, head_dim)
     if not rotates_part and kind != "default" and int(head_dim * partial) != head_dim:
         raise fields.fail(
             f"partial_rotary_factor is {partial:g}, which this architecture does not have with rope_type {kind}; "
@@ -49,6 +56,29 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, rotates_par
     if kind == "default":
         return RopeSpec(theta, n_features)
     return RopeSpec(theta, n_features, _scaling(fields, parameters, kind, context_tokens, theta, n_features))
+
+
+def _parameters(fields: Fields) -> Fields:
+    return fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+
+
+def _proportional(fields: Fields, factor: float, partial: float, theta: float, head_dim: int) -> RopeSpec:
+    """Read Gemma 4's rotary embedding: the fastest pairs of the whole head rotate, the others have frequency 0."""
+    n_pairs, n_rotating = head_dim // 2, int(partial * head_dim // 2)
+    if head_dim % 2 or not 0 <= n_rotating <= n_pairs or not MIN_FACTOR <= factor <= MAX_FACTOR:
+        raise fields.fail(
+            f"rope factor {factor:g} with partial_rotary_factor {partial:g} of head_dim {head_dim} is impossible; "
+            "expected a share of an even number of features."
+        )
+    divisors = (factor,) * n_rotating + (math.inf,) * (n_pairs - n_rotating)
+    return RopeSpec(theta, head_dim, RopeScaling("longrope", short_factors=divisors, long_factors=divisors))
+
+
+def read_growth(fields: Fields) -> tuple[float, int] | None:
+    """Read how much queries grow with their position, see AttentionSpec; None if they don't."""
+    parameters = _parameters(fields)
+    growth = parameters.number("llama_4_scaling_beta", 0.0)
+    return (growth, parameters.integer("original_max_position_embeddings")) if growth else None
 
 
 def of_layer_kind(fields: Fields, kind: str, theta: float) -> Fields:

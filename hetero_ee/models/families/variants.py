@@ -16,7 +16,7 @@ from hetero_ee.models.families.family import (
     read_window,
     sliding_windows,
 )
-from hetero_ee.models.families.rope_fields import of_layer_kind
+from hetero_ee.models.families.rope_fields import of_layer_kind, read_growth
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
@@ -54,6 +54,12 @@ def _bias_named(name: str, default: bool) -> Callable[[Fields], Fields]:
 
 def _one_window(fields: Fields, spec: ModelSpec) -> Values:
     return {"sliding_windows": (read_window(fields),) * spec.n_layers}
+
+
+def _ministral_layers(fields: Fields, spec: ModelSpec) -> Values:
+    """Return layers whose queries grow with their position."""
+    windowed = replace(spec, **UNBIASED, **_optional_window(fields, spec))
+    return {"own_layers": windowed.changed_layers(query_growth=read_growth(fields))}
 
 
 def _optional_window(fields: Fields, spec: ModelSpec) -> Values:
@@ -148,12 +154,12 @@ def _gemma_fields(fields: Fields) -> Fields:
     return fields.with_values(hidden_act=TANH_GELU if act == "gelu" else act, mlp_bias=None)
 
 
-def _later_gemma_fields(fields: Fields) -> Fields:
+def later_gemma_fields(fields: Fields) -> Fields:
     fields.refuse_flag("use_bidirectional_attention", "attention to later tokens")
     return fields.with_values(hidden_act=fields.get("hidden_activation", TANH_GELU), mlp_bias=None)
 
 
-def _gemma_scale(fields: Fields, spec: ModelSpec) -> Values:
+def gemma_scale(fields: Fields, spec: ModelSpec) -> Values:
     return {"embedding_scale": math.sqrt(spec.hidden_size)}
 
 
@@ -161,7 +167,7 @@ def _later_gemma_scales(fields: Fields, spec: ModelSpec) -> Values:
     scalar = fields.number("query_pre_attn_scalar", 256.0)
     if not scalar:
         raise fields.fail("query_pre_attn_scalar is 0, expected a number above 0.")
-    return {"attention_scale": scalar**-0.5, **_gemma_scale(fields, spec)}
+    return {"attention_scale": scalar**-0.5, **gemma_scale(fields, spec)}
 
 
 def _gemma_2_layers(fields: Fields, spec: ModelSpec) -> Values:
@@ -183,6 +189,9 @@ UNBIASED = values(qkv_bias=False, attention_output_bias=False, ffn_bias=False)
 AFTER = values(pre_norm=False, post_norm=True, qk_norm=True)  # norms after attention and FFN, not before
 # Mistral: arXiv 2310.06825, Qwen2: arXiv 2407.10671, Qwen3: arXiv 2505.09388, OLMo 2: arXiv 2501.00656
 MISTRAL = Variant(values(num_key_value_heads=8, max_position_embeddings=131072), UNBIASED, _one_window)
+MINISTRAL_3 = Variant(
+    values(num_key_value_heads=8, max_position_embeddings=262144, rms_norm_eps=1e-5), UNBIASED, _ministral_layers
+)
 QWEN_2 = Variant(
     values(num_key_value_heads=32, max_position_embeddings=32768), {**UNBIASED, "qkv_bias": True}, _qwen_windows
 )
@@ -256,24 +265,24 @@ EXAONE_4 = Variant(  # arXiv 2507.11407
 )
 # Gemma (arXiv 2403.08295), Gemma 2 (2408.00118) and 3 (2503.19786): checkpoints store norms' scales minus 1.
 _GEMMA = values(head_dim=256, tie_word_embeddings=True)
-_LATER_GEMMA = {**_GEMMA, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+LATER_GEMMA = {**_GEMMA, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 GEMMA = Variant(
     {**_GEMMA, "num_key_value_heads": 16, "max_position_embeddings": 8192},
     values(norm_offset=1.0),
-    _gemma_scale,
+    gemma_scale,
     _gemma_fields,
 )
 GEMMA_2 = Variant(
-    {**_LATER_GEMMA, "max_position_embeddings": 8192},
+    {**LATER_GEMMA, "max_position_embeddings": 8192},
     values(norm_offset=1.0, post_norm=True),
     _gemma_2_layers,
-    _later_gemma_fields,
+    later_gemma_fields,
 )
 _GEMMA_3 = Variant(
-    {**_LATER_GEMMA, "max_position_embeddings": 131072},
+    {**LATER_GEMMA, "max_position_embeddings": 131072},
     values(norm_offset=1.0, post_norm=True, qk_norm=True),
     _later_gemma_scales,
-    _later_gemma_fields,
+    later_gemma_fields,
 )
 
 

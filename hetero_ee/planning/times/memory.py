@@ -58,14 +58,15 @@ class WorkingSizes:
     width: int  # numbers per token: hidden states and the mixers' buffers
     widest: int  # input of a matrix
     part_values: int  # see State
-    n_ropes: int  # tables of rotary angles
+    rope_features: int  # rotating features, over all tables of rotary angles
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
         buffers, states = layer_buffers(spec), layer_states(spec)
         widest = max(spec.hidden_size, *(buffers.get(name, 0) for name in MULTIPLIED))
         part_values = max(0 if state is None else state.part_values for state in states)
-        return cls(spec, 3 * spec.hidden_size + sum(buffers.values()), widest, part_values, len(spec.ropes))
+        rope_features = sum(rope.n_features for rope in spec.ropes)
+        return cls(spec, 3 * spec.hidden_size + sum(buffers.values()), widest, part_values, rope_features)
 
     def cpu_bytes(self, chunk_tokens: int) -> int:
         """Return the bytes of a pass's activations: hidden states and the mixers' buffers."""
@@ -83,8 +84,8 @@ class WorkingSizes:
         if spec.neuron_major:
             width = MAX_SECTIONS * spec.hidden_size + 2 * spec.ffn_size
             terms["sparse sums"] = MAX_DECODE_TOKENS * width * FLOAT_BYTES
-        if self.n_ropes:
-            terms["rotary angles"] = self.n_ropes * context_tokens * spec.head_dim * FLOAT_BYTES
+        if self.rope_features:
+            terms["rotary angles"] = self.rope_features * context_tokens * FLOAT_BYTES
         return [MemoryTerm("gpu", name, rounded(n_bytes)) for name, n_bytes in terms.items()]
 
 

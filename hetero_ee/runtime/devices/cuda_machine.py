@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.device_errors import driver_errors
-from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.devices import gpu_cache
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -103,8 +103,7 @@ def cuda_machine(
 
     def open_beside(other: ModelSpec, weights: ModelWeights, blocks: Sequence[Block], max_tokens: int) -> GpuExecutor:
         with driver_errors("the draft head", gpu.driver.free_bytes):
-            shape = (other.n_layers, other.n_kv_heads, other.head_dim)
-            cache = GpuKvCache(shape, max_tokens, gpu.device, n_slots=N_SLOTS, kind=BESIDE_KV_TYPE)
+            cache = gpu_cache(other, max_tokens, BESIDE_KV_TYPE, gpu.device, n_slots=N_SLOTS)
             return GpuExecutor(other, weights, blocks, cache, gpu.operations, BESIDE_ROWS)
 
     workers = partial(ThreadPoolExecutor, 1, "weights")
@@ -126,14 +125,7 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
         kept.append(blocks[-2][0])
     visits = any(part.prefill_placement == Placement.VISIT and part.kv_bytes for part in plan.parts)
     with driver_errors("the model", gpu.driver.free_bytes):
-        cache = GpuKvCache(
-            (len(layers), spec.n_kv_heads, spec.head_dim),
-            plan.context_tokens,
-            gpu.device,
-            n_slots=N_SLOTS,
-            kind=plan.kv_type,
-            layers=layers,
-        )
+        cache = gpu_cache(spec, plan.context_tokens, plan.kv_type, gpu.device, layers, n_slots=N_SLOTS)
         return GpuExecutor(spec, weights, kept, cache, gpu.operations, _n_rows(plan), plan.kv_type if visits else None)
 
 

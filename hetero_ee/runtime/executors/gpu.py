@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.devices import GpuCaches, layers_by_shape
 from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.layers.ops import LOGITS, Norm
 from hetero_ee.layers.state import KvState
@@ -40,25 +41,30 @@ class GpuExecutor(BlockExecutor):
         visits: type of keys and values that are uploaded from the CPU's cache for prompts; None if none are.
     """
 
-    cache: GpuKvCache
+    cache: GpuKvCache | GpuCaches
 
     def __init__(
         self,
         spec: ModelSpec,
         weights: ModelWeights,
         blocks: Iterable[Block],
-        cache: GpuKvCache,
+        cache: GpuKvCache | GpuCaches,
         operations: GpuOperations,
         n_rows: int,
         visits: str | None = None,
     ) -> None:
         self._spec, self._model_blocks = spec, decoder_blocks(spec)
-        self.cache, self._device, self._operations = cache, cache.pages.codes.device, operations
+        self.cache, self._device, self._operations = cache, cache.device, operations
         self._ops = GpuOps(operations, self._device)
         self._resident = DeviceWeights(self._ops, weights, blocks)
         self._arena = Arena(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
-        self._visiting = VisitingCache(spec, cache.max_tokens, visits, self._device) if visits else None
+        shapes = layers_by_shape(spec) if visits else {}
+        self._visiting = {
+            heads: VisitingCache(heads, cache.max_tokens, visits, self._device)
+            for heads in shapes
+            if heads[0] and visits
+        }
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
         self._splits: dict[str, GpuSplit] = {}
         self._ends: dict[DraftEnd, GpuDraftEnd] = {}
@@ -71,9 +77,8 @@ class GpuExecutor(BlockExecutor):
         self._ends.clear()
         self._borrowed.clear()
         self._resident.release()
-        for cache in (self.cache, self._visiting):
-            if cache is not None:
-                cache.release()
+        for cache in (self.cache, *self._visiting.values()):
+            cache.release()
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> Tensor:
@@ -109,10 +114,11 @@ class GpuExecutor(BlockExecutor):
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: HostExecutor
     ) -> Tensor:
         """Run one attention block with uploaded keys and values, sequence by sequence. The host waits for each."""
-        visiting, layer, state = self._visiting, block.layer, block.state
-        if visiting is None or layer is None or not isinstance(state, KvState):
+        layer, state = block.layer, block.state
+        if not self._visiting or layer is None or not isinstance(state, KvState) or state.source is not None:
             raise ValueError(f"{block.name} has no keys and values that could visit here.")
-        segment, window = self._borrowed_segment(block, weights, visiting), state.window
+        visiting, window = self._visiting[state.n_kv_heads, state.head_dim], state.window
+        segment = self._borrowed_segment(block, weights, visiting)
         held = cast(CpuKvCache, owner.cache.part(layer))
         out = torch.empty(hidden.shape, device=self._device)
         for sequence, mine in _by_sequence(batch).items():
@@ -176,7 +182,7 @@ class GpuExecutor(BlockExecutor):
             )
         return self._segments[names]
 
-    def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
+    def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache | GpuCaches) -> GpuSegment:
         """Return a segment that runs one block with borrowed weights, without CUDA graphs.
 
         Copying a block takes longer than launching it, and graphs would need memory. The segment is cached only if the

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.devices import GpuCaches
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers import decoder
 from hetero_ee.models.blocks import Block, bind
@@ -88,13 +89,13 @@ class GpuSegment:
         spec: ModelSpec,
         weights: ModelWeights | DeviceWeights,
         blocks: Sequence[Block],
-        cache: GpuKvCache,
+        cache: GpuKvCache | GpuCaches,
         operations: GpuOperations,
         recorder: Recorder | None = None,
         arena: Arena | None = None,
     ) -> None:
         self.spec, self.cache = spec, cache
-        self._device = cache.pages.codes.device
+        self._device = cache.device
         self._arena = arena or Arena(spec, cache)
         self._ops = GpuOps(operations, self._device, self._arena)
         if isinstance(weights, ModelWeights):

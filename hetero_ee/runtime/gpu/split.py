@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.devices import GpuCaches
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers.ops import DELTA, INNER, NORMED
 from hetero_ee.layers.sparse_ffn import SparseFfn
@@ -33,7 +34,7 @@ class GpuSplit(GpuSegment, SplitFfn):
         weights: DeviceWeights,
         block: Block,
         n_first: int,
-        cache: GpuKvCache,
+        cache: GpuKvCache | GpuCaches,
         operations: GpuOperations,
         recorder: Recorder | None,
         arena: Arena,

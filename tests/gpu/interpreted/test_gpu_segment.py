@@ -12,6 +12,7 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.devices import gpu_cache
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -32,6 +33,7 @@ from tests.kv_contents import read_back
 INT8_ACTIVATIONS = 2e-3  # normalised squared error, as for the CPU's kernels
 FAMILIES = {"llama-tied": "codebook", "qwen2-window": "rtn", "qwen3": "codebook", "opt": "int8", "phi3-partial": "rtn"}
 FAMILIES |= {"gemma2": "codebook", "olmo2": "rtn", "smollm3-window": "codebook"}
+FAMILIES |= {"gemma4": "codebook", "ministral3": "rtn"}
 PROMPT = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64]
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
 MAX_TOKENS = 160
@@ -73,9 +75,8 @@ def operations(matmul: str) -> GpuOperations:
 
 def segment(model: Model, layers: range = range(2), ops: Any = None, recorder: Any = None, **cache: Any) -> GpuSegment:
     spec, weights = model
-    shape = (len(layers), spec.n_kv_heads, spec.head_dim)
-    sizes = {"pool_tokens": 1000, "kind": "fp16"} | cache
-    held = GpuKvCache(shape, MAX_TOKENS, torch.device(DEVICE), layers=layers, **sizes)
+    sizes = {"kind": "fp16", "n_slots": 16} | cache
+    held = gpu_cache(spec, MAX_TOKENS, device=torch.device(DEVICE), layers=layers, **sizes)
     return GpuSegment(spec, weights, blocks_of(spec, layers), held, ops or operations("torch"), recorder)
 
 

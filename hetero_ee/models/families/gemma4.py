@@ -1,0 +1,87 @@
+"""Read Gemma 4, whose layers differ in head size, key heads, window, rotary embedding and FFN size.
+
+Source: transformers' Gemma4TextConfig and Gemma4TextModel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.decoder import LayerSpec
+from hetero_ee.layers.ffn import FfnSpec
+from hetero_ee.models.families.family import FULL, SLIDING, layer_count, read_layer_kinds, read_window, sliding_windows
+from hetero_ee.models.families.llama import NORMED_HEADS, post_norms
+from hetero_ee.models.families.rope_fields import of_layer_kind
+from hetero_ee.models.families.variants import LATER_GEMMA, Variant, gemma_scale, later_gemma_fields, values
+from hetero_ee.models.fields import Fields
+from hetero_ee.models.spec import ModelSpec
+
+TENSOR_NAMES = (
+    NORMED_HEADS
+    | post_norms("post_attention_layernorm", "post_feedforward_layernorm")
+    | {
+        "layers.{n}.ffn.norm": ("model.layers.{n}.pre_feedforward_layernorm",),
+        "layers.{n}.ffn.layer_scale": ("model.layers.{n}.layer_scalar",),
+    }
+)
+EVERY = 6  # of so many layers, the last one sees all positions
+ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+def _fields(fields: Fields) -> Fields:
+    fields.refuse_flag("enable_moe_block", "a mixture of experts")
+    if fields.get("use_bidirectional_attention") == "all":
+        raise fields.fail("use_bidirectional_attention is all, and attention to later tokens is not supported.")
+    if fields.get("rope_parameters") is None:
+        fields = fields.with_values(rope_parameters=ROPES)
+    return later_gemma_fields(fields.with_values(use_bidirectional_attention=None))
+
+
+_VARIANT = Variant(
+    {**LATER_GEMMA, "vocab_size": 262144, "max_position_embeddings": 131072, "sliding_window": 512},
+    values(post_norm=True, qk_norm=True, attention_scale=1.0),
+    gemma_scale,
+    _fields,
+)
+
+
+def read_spec(fields: Fields, architecture: str) -> ModelSpec:
+    """Read Gemma 4's text part, without experts."""
+    n_layers = layer_count(fields)
+    kinds = read_layer_kinds(fields, [SLIDING if (layer + 1) % EVERY else FULL for layer in range(n_layers)])
+    kinds = (*kinds[:-1], FULL)  # as transformers does, whatever the file says
+    prepared = _fields(fields)
+    near = _VARIANT(of_layer_kind(prepared, SLIDING, 1e4), architecture)
+    full = _VARIANT(_of_full_layers(of_layer_kind(prepared, FULL, 1e6), kinds), architecture)
+    windows = sliding_windows(kinds, read_window(fields.with_defaults(sliding_window=512)))
+    near, full = (replace(each, sliding_windows=windows) for each in (near, full))
+    n_own = n_layers - fields.integer("num_kv_shared_layers", 0, smallest=0)
+    if not set(kinds[n_own:]) <= set(kinds[: max(n_own, 0)]):
+        raise fields.fail(f"num_kv_shared_layers {n_layers - n_own} leaves no layers of their own to share.")
+    equal, wide = fields.flag("attention_k_eq_v", False), fields.flag("use_double_wide_mlp", False)
+    layers = []
+    for layer, kind in enumerate(kinds):
+        is_full, shares = kind == FULL, layer >= n_own
+        found = (full if is_full else near).layer(layer)
+        assert isinstance(found.mixer, AttentionSpec) and isinstance(found.ffn, FfnSpec)
+        source = max(each for each in range(n_own) if kinds[each] == kind) if shares else None
+        mixer = replace(found.mixer, value_norm=True, keys_are_values=equal and is_full and not shares, kv_layer=source)
+        ffn = replace(found.ffn, size=found.ffn.size * 2) if wide and shares else found.ffn
+        layers.append(LayerSpec(mixer, ffn, is_scaled=True))
+    return replace(near, own_layers=tuple(layers), logit_cap=fields.number("final_logit_softcapping", 0.0))
+
+
+def _of_full_layers(fields: Fields, kinds: Sequence[str]) -> Fields:
+    """Return the fields with the head size and key heads of layers that see all positions.
+
+    transformers 5 lists every layer's own fields in per_layer_config. Older files have fields for these layers.
+    """
+    own = fields.section("per_layer_config").section(str(kinds.index(FULL)))
+    n_kv_heads = fields.get("num_global_key_value_heads") if fields.flag("attention_k_eq_v", False) else None
+    return fields.with_values(
+        head_dim=own.get("head_dim", fields.get("global_head_dim", 512)),
+        num_key_value_heads=own.get("num_key_value_heads", n_kv_heads or fields.get("num_key_value_heads")),
+    )
