@@ -238,7 +238,7 @@ MALFORMED: list[tuple[dict[str, Any], str, list[Any]]] = [
     ),
 ]
 MALFORMED_ROPE: list[tuple[str, list[Any]]] = [
-    ("rope_type", ["proportional", "YaRN", 5, ["linear"]]),
+    ("rope_type", ["axial", "YaRN", 5, ["linear"]]),
     ("rope_theta", [*NO_NUMBERS, 0, 1e-300]),
     ("factor", [*NO_NUMBERS, 0, 0.5, None]),
     ("low_freq_factor", [*NO_NUMBERS, 4, 5]),

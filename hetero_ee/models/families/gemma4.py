@@ -24,7 +24,7 @@ TENSOR_NAMES = (
         "layers.{n}.ffn.layer_scale": ("model.layers.{n}.layer_scalar",),
     }
 )
-EVERY = 6  # of so many layers, the last one sees all positions
+EVERY = 6  # every sixth layer sees all positions
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
