@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,22 +22,23 @@ CODEBOOK = tuple(range(-16, 16, 2))  # selects the same kernels as codebooks fit
 
 
 def attention(group: int = 1, n_tokens: int = 1) -> None:
-    """Compile attention and the writing of keys and values, for an fp16 KV cache.
+    """Compile attention for an fp16 KV cache.
 
     Args:
         group: query heads per key head.
         n_tokens: tokens in the batch, all of one sequence.
     """
     from hetero_ee_cpu_ops.attention.attention import Attention
-    from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
-    from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 
-    shape, n_queries = (1, 1, HEAD_DIM), group * HEAD_DIM
+    x = np.ones((n_tokens, group * HEAD_DIM), np.float32)
+    Attention(1, group, 1, HEAD_DIM, "fp16").attend(x, _kv_table(n_tokens), 0, None)
+
+
+def _kv_table(n_tokens: int) -> Any:
+    from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
+
     cache = SequenceCache(*(np.zeros((1, 1, n_tokens, HEAD_DIM), np.uint16) for _ in range(2)))
-    table = kv_table([cache] * n_tokens, range(n_tokens), shape, "fp16")
-    x = np.ones((n_tokens, n_queries + 2 * HEAD_DIM), np.float32)
-    KvWrite(*shape, "fp16").write(x, table, 0, n_queries, n_queries + HEAD_DIM)
-    Attention(1, group, 1, HEAD_DIM, "fp16").attend(x, table, 0, None)
+    return kv_table([cache] * n_tokens, range(n_tokens), (1, 1, HEAD_DIM), "fp16")
 
 
 def products() -> None:
@@ -55,6 +57,7 @@ def products() -> None:
 def others() -> None:
     """Compile the other operations of a layer, and the memory read that profiles measure."""
     from hetero_ee_cpu_ops.activate import activate
+    from hetero_ee_cpu_ops.attention.kv_write import KvWrite
     from hetero_ee_cpu_ops.attention.rope import Rope
     from hetero_ee_cpu_ops.embed import embed_int8
     from hetero_ee_cpu_ops.norm import rms_norm
@@ -66,6 +69,7 @@ def others() -> None:
     tiles, scales = np.zeros((1, 1, 512), np.int8), np.zeros((1, 1, 16), np.uint16)
     embed_int8(tiles, scales, 1.0, (16, 32), np.zeros(1, np.int64))
     rms_norm(x, np.ones(x.shape[1], np.float32), 1e-6)
+    KvWrite(1, 1, HEAD_DIM, "fp16").write(x, _kv_table(1), 0, 0, HEAD_DIM)
     Read(ThreadPool(1))(np.zeros(256, np.uint8))
 
 

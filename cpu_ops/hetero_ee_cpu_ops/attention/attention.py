@@ -12,7 +12,7 @@ output feature adds the block's values in order of position.
 A work item is one key head and up to 64 queries: consecutive rows of one sequence with all their query heads. Items
 are smaller for long heads, or when threads would stay idle. An item's queries read and convert keys and values once,
 together (attention_block.py), in tiles of 2, 4 or 8 queries. Each size of tile is a function of its own, compiled when
-an item first needs it: one takes 9 s (2-core Xeon, AVX-512, Nov 2026). An item uses 146 KB of its thread's stack.
+an item first needs it: one takes 5 s (AMD EPYC, AVX-512, Nov 2026). An item uses 146 KB of its thread's stack.
 
 Layout: docs/FORMAT.md describes the cache. Keys and values of one sequence are (n_layers, n_kv_heads, capacity, d),
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 has fp32 scales (n_layers, n_kv_heads, capacity). Queries are

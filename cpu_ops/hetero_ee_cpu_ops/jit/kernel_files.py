@@ -21,8 +21,9 @@ import llvmlite
 import numba
 from numba import njit, types
 from numba.core.caching import FunctionCache, _Cache
-from numba.core.ccallback import CFunc
-from numba.core.compiler import CompileResult
+from numba.core.ccallback import CFunc, _FunctionCompiler  # type: ignore[attr-defined]
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, CompileResult, Flags, compile_extra
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
@@ -90,18 +91,54 @@ def compiled(function: Callable[..., Any] | None = None, *, signature: Any = Non
     return dispatcher
 
 
+class _LinkedLibrary(JITCodeLibrary):
+    """Unoptimized code that is linked into kernels. LLVM optimizes and translates only whole kernels.
+
+    Numba would do so for every function with all that it calls: attention took 13 s instead of 6.3 s to compile (AMD
+    EPYC, 2 cores, 2026-11-28).
+    """
+
+    def _optimize_final_module(self) -> None:
+        """Leave the code as it is."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+class _InnerCompiler(_FunctionCompiler):
+    def _compile_core(self, args: Any, return_type: Any) -> CompileResult:
+        context, flags = self.targetdescr.target_context, Flags()
+        self.targetdescr.options.parse_as_flags(flags, self.targetoptions)
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        library = _LinkedLibrary(context.codegen(), self.py_func.__qualname__)
+        code = compile_extra(
+            self.targetdescr.typing_context, context, self.py_func, args, return_type, flags, {}, library
+        )._replace(entry_point=object())  # the key by which callers find it
+        context.insert_user_function(code.entry_point, code.fndesc, [library])
+        return code
+
+
 class Inner(CPUDispatcher):
     """A compiled function that Python code cannot call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function, targetoptions={"nopython": True})
+        self._compiler = _InnerCompiler(function, self.targetdescr, self.targetoptions, {}, Compiler)
+
+    def add_overload(self, cres: CompileResult) -> None:
+        self.overloads[tuple(cres.signature.args)] = cres
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Compile one version for all values of constant arguments."""
+        return super().get_call_template([types.unliteral(each) for each in args], kws)
 
     def __call__(self, *arguments: Any) -> Any:
         raise TypeError(f"{self.py_func.__name__} can only be called by compiled functions.")
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """Decorate a function that only compiled functions call, which saves a quarter of the compile time."""
-    dispatcher = Inner(function, targetoptions={"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True})
-    dispatcher._cache = KernelFiles(function)
-    return dispatcher
+    """Decorate a function that only compiled functions call. The cache has its code only as a part of theirs."""
+    return Inner(function)
 
 
 def compiled_chunk(function: Callable[[int, int], None]) -> Any:
