@@ -105,6 +105,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4": ("Gemma4", GEMMA_4),
+    "gemma4-shared": (
+        "Gemma4",
+        GEMMA_4
+        | {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "output_hidden_states": True,
+            "use_double_wide_mlp": True,
+            "attention_k_eq_v": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+        },
+    ),
     "ministral3": (
         "Ministral3",
         LLAMA
@@ -160,7 +172,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Those that compute as no other does: what holds for their kernels, placements and stores holds for all.
-_LIKE_ANOTHER = ["gemma", "olmo2", "smollm3", "stablelm", "glm", "seed-oss", "helium", "ernie4.5", "exaone4"]
+_LIKE_ANOTHER = [
+    "gemma",
+    "gemma4-shared",
+    "olmo2",
+    "smollm3",
+    "stablelm",
+    "glm",
+    "seed-oss",
+    "helium",
+    "ernie4.5",
+    "exaone4",
+]
 DISTINCT = sorted(FAMILIES.keys() - _LIKE_ANOTHER)
 PLACED = sorted(set(DISTINCT) - {"olmo3", "smollm3-window", "granite", "starcoder2", "glm4"})  # here: to save time
 

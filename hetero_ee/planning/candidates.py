@@ -1,5 +1,6 @@
 """Compares placements of the whole model, and chooses the one that serves a typical request fastest."""
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from hetero_ee.planning.budget import (
     reserve_terms,
 )
 from hetero_ee.planning.chain import Chain, PartOptions, chain_bytes, place_chain
-from hetero_ee.planning.parts import layer_starts
+from hetero_ee.planning.parts import layer_starts, parts_by_state
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.prefill import prefill_chains
@@ -105,7 +106,9 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
 def _trials(problem: Problem, options: Sequence[PartOptions], context_tokens: int) -> list[Trial]:
     """Combine every chain with every chunk size, so that a plan whose parts are pinned by the user is found again."""
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
-    every_option = [options, *_exit_options(problem, context_tokens)]
+    every_option = [
+        one for each in (options, *_exit_options(problem, context_tokens)) for one in _by_state(problem, each)
+    ]
     chains: dict[Chain, None] = {}
     for chunk in chunks:
         for each in every_option:
@@ -113,6 +116,18 @@ def _trials(problem: Problem, options: Sequence[PartOptions], context_tokens: in
     if draft_terms(problem, "gpu"):
         chains = {chain: None for chain in chains if chain[-1].on_gpu}
     return list(dict.fromkeys((_with_disk(problem, chain, chunk), chunk) for chain in chains for chunk in chunks))
+
+
+def _by_state(problem: Problem, options: Sequence[PartOptions]) -> Iterator[list[PartOptions]]:
+    """Yield the options with each choice of a device for layers that read the same keys and values."""
+    groups = parts_by_state(problem.layers)
+    for devices in itertools.product((False, True), repeat=len(groups)):
+        found = list(options)
+        for on_gpu, indices in zip(devices, groups, strict=True):
+            for index in indices:
+                found[index] = {name: each for name, each in found[index].items() if each.on_gpu == on_gpu}
+        if all(found):
+            yield found
 
 
 def _exit_options(problem: Problem, context_tokens: int) -> Iterator[list[PartOptions]]:

@@ -31,9 +31,24 @@ class Part:
     def weight_bytes(self) -> int:
         return self.cost.weight_bytes
 
+    @property
+    def state_layer(self) -> int | None:
+        """Layer that keeps the state which this part reads."""
+        state = self.cost.state
+        return self.layer if state is None or state.source is None else state.source
+
     def kv_bytes(self, context_tokens: int) -> int:
         """Return the bytes that the KV cache or other state of this part needs for a sequence of context_tokens."""
         return self.cost.state_bytes(context_tokens)
+
+
+def parts_by_state(parts: Sequence[Part]) -> list[list[int]]:
+    """Return the indices of parts that read one state, which must be on one device, for each state that is shared."""
+    readers: dict[int | None, list[int]] = {}
+    for index, part in enumerate(parts):
+        if part.cost.state is not None:
+            readers.setdefault(part.state_layer, []).append(index)
+    return [indices for indices in readers.values() if len(indices) > 1]
 
 
 class InLayer(Protocol):

@@ -12,7 +12,7 @@ from hetero_ee.options.engine import CERTIFIED, RISK
 from hetero_ee.planning.candidates import cpu_alone_s
 from hetero_ee.planning.context import best_context, best_in_context
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.parts import model_parts, parts_by_state
 from hetero_ee.planning.plan import PLAN_VERSION, Plan
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.reports.reasons import reasons
@@ -95,6 +95,10 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
             f"the plan's {len(found)} parts are not the model's {len(expected)}, from {shown(first[0])} on; make a new "
             "one."
         )
+    for indices in parts_by_state(parts):
+        if len({made.parts[index].decode_placement.on_gpu for index in indices}) > 1:
+            names = f"{parts[indices[0]].name} and {parts[indices[-1]].name}"
+            raise UsageError(f"the plan divides {names} between devices, which read the same keys and values.")
     for placed, part in zip(made.parts, parts, strict=True):
         sizes = part.weight_bytes, part.kv_bytes(made.context_tokens)
         if (placed.weight_bytes, placed.kv_bytes) != sizes:

@@ -33,6 +33,7 @@ def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state:
         key = part.shape, placement
         if key not in known:
             may_visit = with_state or part.cost.state is None or placement.is_split
+            may_visit = may_visit and part.state_layer == part.layer  # other layers' keys and values are not copied
             allowed = placement.prefill_choices if may_visit else (placement,)
             known[key] = {each: _option(problem, part, each, chunk_tokens) for each in allowed}
         options.append(known[key])

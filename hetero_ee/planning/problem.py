@@ -11,7 +11,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import PLAN_OPTIONS, RUN_OPTIONS
 from hetero_ee.planning.chain import Option, PartOptions
 from hetero_ee.planning.limits import OVERRIDE, Limits
-from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.parts import Part, model_parts, parts_by_state
 from hetero_ee.planning.placement import SPLITS, Placement, splits
 from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.planning.times.costs import Costs
@@ -108,7 +108,8 @@ class Problem:
         if pinned is not None:
             return Placement(pinned)
         if self.limits.gpu_layers is not None and part.layer is not None:
-            return Placement.GPU if part.layer < self.limits.gpu_layers else Placement.CPU
+            assert part.state_layer is not None, "a part of a layer"
+            return Placement.GPU if part.state_layer < self.limits.gpu_layers else Placement.CPU
         return None
 
 
@@ -132,7 +133,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
     kv_type = limits.kv_type or KV_TYPE
     parts = tuple(model_parts(spec, kv_type))
     _check_overrides(limits, parts)
-    return Problem(
+    found = Problem(
         spec=spec,
         costs=Costs(spec, profile, limits.threads),
         limits=limits,
@@ -144,6 +145,8 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
         vram_budget_bytes=_vram_budget(profile, limits),
         ram_budget_bytes=_ram_budget(profile, limits),
     )
+    _check_shared_state(found)
+    return found
 
 
 def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
@@ -211,6 +214,20 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
             _check_split(pattern, placement, [part for part in parts if part.name in names])
         if placement == "stream" and outer is not None:
             raise UsageError(f"the {outer} can't be streamed; pin it to gpu or cpu, or let the override leave it out.")
+
+
+def _check_shared_state(problem: Problem) -> None:
+    """Check that layers that read the same keys and values are not pinned to different devices."""
+    for indices in parts_by_state(problem.layers):
+        pins = {problem.layers[index].name: problem.pinned(problem.layers[index]) for index in indices}
+        pinned = {name: placement for name, placement in pins.items() if placement is not None}
+        if len({placement.on_gpu for placement in pinned.values()}) > 1:
+            first, *_, last = pinned
+            raise UsageError(
+                f"{first} and {last} read the same keys and values, so they can't be on different devices; drop an ",
+                OVERRIDE,
+                " of one of them.",
+            )
 
 
 def _check_split(pattern: str, placement: str, parts: Sequence[Part]) -> None:
