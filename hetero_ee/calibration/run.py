@@ -30,7 +30,7 @@ from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.weights.store.record import Arrays
 
-ALGORITHM_VERSION = 4  # increases when the numbers or the steps change; runs of other versions are not resumed
+ALGORITHM_VERSION = 5  # increases when the numbers or the steps change; runs of other versions are not resumed
 CALIBRATING = "Calibrating"
 MAP_SUMS = "map sums"  # a step
 

@@ -1,4 +1,4 @@
-"""Fits a calibration's schedule: the exit layers at which judging a token saves more bytes than it reads.
+"""Fits a calibration's schedule: the exit layers at which judging a token saves most bytes, or costs fewest extra ones.
 
 SpecEE (arXiv 2504.08850, section 5.1) found that a few exit layers have most exits. A token that exits saves the later
 layers. Judging it reads the whole lm_head at its first exit layer. Every exit layer reads the map, the predictor and
@@ -27,9 +27,6 @@ class Schedule(NamedTuple):
 
     saved: float
     exit_layers: tuple[int, ...]  # ascending
-
-
-NO_SCHEDULE = Schedule(0.0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class ReadBytes:
 
 
 def fit_schedule(fits: Sequence[FittedExitLayer], partial: PartialLogits, read: ReadBytes) -> Schedule:
-    """Return the schedule that saves most bytes, empty if none saves any or no exit layer has a partial predictor.
+    """Return the schedule that saves most bytes. If none saves any, it is the one that adds fewest.
 
     The first exit layer of a schedule chooses the candidates, which affects how many tokens exit later. So each
     possible first exit layer has its own histogram. Only right exits count.
@@ -81,24 +78,20 @@ def fit_schedule(fits: Sequence[FittedExitLayer], partial: PartialLogits, read: 
         partial: Partial logits of the tokens on which the schedule is chosen.
         read: Bytes of the model's parts.
     """
-    n_layers = len(fits) + 1
-    if not any(each.partial_predictor for each in fits):
-        return NO_SCHEDULE
+    n_layers, found = len(fits) + 1, []
     own = (0.0, *(_own_bytes(each, read) for each in fits))
     # An exit layer without a partial predictor can't follow another: more expensive than all that it could save.
     never = 2 * sum(read.layers)
     later = (never, *(own[each.exit_layer] if each.partial_predictor else never for each in fits))
-    best = NO_SCHEDULE
-    for first in range(1, n_layers):
+    for first in reversed(range(1, n_layers)):  # of equal ones the deepest, which changes fewest tokens
         predictor = (*later[:first], own[first], *later[first + 1 :])
         costs = ExitCosts(_histogram(fits, first, partial), read.layers, predictor, read.head)
-        found = choose_exit_layers(costs, max(1, n_layers // LAYERS_PER_EXIT_LAYER), first)
-        best = max(best, found, key=lambda schedule: schedule.saved)
-    return best
+        found.append(choose_exit_layers(costs, max(1, n_layers // LAYERS_PER_EXIT_LAYER), first))
+    return max(found, key=lambda schedule: schedule.saved)
 
 
 def choose_exit_layers(costs: ExitCosts, n_most: int, first: int) -> Schedule:
-    """Return the up to n_most exit layers, starting with `first`, that save most, empty if none saves any.
+    """Return the up to n_most exit layers, starting with `first`, that save most.
 
     Dynamic programming over the number of exit layers and the last of them finds the optimum, since an exit layer's
     gain depends only on the nearest one before it.
@@ -108,7 +101,7 @@ def choose_exit_layers(costs: ExitCosts, n_most: int, first: int) -> Schedule:
     after = tuple(accumulate(reversed(costs.layer)))[::-1]  # cost of all layers from this one on
     gain = exitable[first] * after[first] - costs.predictor[first] - costs.first
     best = {first: Schedule(gain, (first,))}  # best schedule of n_chosen exit layers, by its last one
-    found = NO_SCHEDULE
+    found = best[first]
     for n_chosen in range(1, n_most + 1):
         found = max([found, *best.values()], key=lambda schedule: schedule.saved)
         longer: dict[int, Schedule] = {}

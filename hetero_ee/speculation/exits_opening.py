@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.times.early_exits import early_step
+from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.audit import ExitAudit
@@ -41,10 +43,10 @@ class PolicyRequest:
     def schedule(self) -> tuple[int, ...]:
         """Exit layers that judge every token, from the plan or calibration. Raises: UsageError: if there are none."""
         found = self.plan.exit_layers or self.calibration.schedule
-        if not found:
+        if not found:  # a file of an earlier version
             raise UsageError(
-                f"no exit layer in this calibration saves time, so mode {self.plan.mode} would only slow this model "
-                "down; calibrate on more text, or use mode full or exact."
+                f"this calibration names no exit layers for mode {self.plan.mode}; make it again with hetero-ee "
+                "calibrate --force."
             )
         return found
 
@@ -55,6 +57,8 @@ class PolicyRequest:
 
 def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], None]) -> EarlyExits | None:
     """Return the exits of the plan, or None if the plan's mode is not an early-exit mode.
+
+    A mode that is expected to be slower than full mode is opened with a warning.
 
     Raises: UsageError: if the policy lacks something, such as a calibration.
     """
@@ -74,8 +78,30 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         candidates = DraftCandidates(head, warn)
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
     policy = POLICIES[plan.mode](PolicyRequest(calibration, plan, compiled, candidates, knowledge.certificate))
+    _warn_if_slower(opened, calibration, warn)
     audit = ExitAudit(policy.most_different) if isinstance(policy, Certified) else None
     return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn)
+
+
+def _warn_if_slower(opened: Opened, calibration: Calibration, warn: Callable[[str], None]) -> None:
+    """Warn with the predicted speeds if the plan's mode is slower than full mode.
+
+    For modes whose depths are unknown, tokens are assumed to exit where mode specee's do.
+    """
+    plan, request = opened.plan, opened.request
+    rate, full = plan.prediction.generated_tokens_per_s, plan.prediction.other_mode_tokens_per_s
+    assumed, assumption = calibration.depths_at_schedule(plan.mode), ""
+    if request is None or request.profile is None or full is None:
+        return
+    if request.statistics.depths_of(plan) is None and plan.mode != "skipdecode" and assumed is not None:
+        spec, n_tokens = opened.executor.spec, plan.prediction.context_tokens
+        step = early_step(step_times(spec, request.profile, plan, n_tokens), assumed, plan.draft_length)
+        rate, assumption = 1 / step.seconds_per_token, " if its tokens exit as in mode specee"
+    if rate < full:
+        warn(
+            f"Mode {plan.mode} is expected to reach {rate:.1f} tokens/s{assumption}, less than the {full:.1f} of full "
+            "mode, since few tokens exit for what judging them costs."
+        )
 
 
 def _certified(request: PolicyRequest) -> ExitPolicy:

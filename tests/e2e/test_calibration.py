@@ -16,10 +16,13 @@ from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
+from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.options.engine import MIN_CALIBRATION_TOKENS as MIN_TOKENS
 from hetero_ee.weights.store.calibration_files import RECORD_FILE
 from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee_profiles.reference import reference_profile
 from tests.calibration_support import FailingDisk, same
+from tests.emulation import LAPTOP
 from tests.families import random_model, save_checkpoint
 
 WORDS = tuple("the cat saw a big red ball and said hello to Lily , who ran home . Tom was sad but then".split())  # noqa: SIM905
@@ -288,3 +291,18 @@ def test_activations_are_those_of_the_matrices_inputs(engine: Engine) -> None:
     assert found.text.n_activation_tokens == len(chunks[0]) - 1
     shares = found.activations["layers.1.ffn.active_share"]
     assert shares.min() >= 0 and 0.1 < shares.mean() < 1
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mode", sorted({*EARLY_EXIT_MODES} - {"certified"}))
+def test_a_mode_that_is_asked_for_runs_though_it_is_slower_and_the_warning_has_both_speeds(
+    tiny: Path, engine: Engine, mode: str
+) -> None:
+    job(engine, CalibrationRequest(texts=[text_of(MIN_TOKENS * 2)]))
+    options: Any = {"threads": 1, "profile": reference_profile(LAPTOP), "mode": mode, "gpu_layers": 0}
+    said: list[str] = []
+    with Engine.from_pretrained(tiny, progress=lambda text, *_: said.append(text), **options) as opened:
+        assert opened.generate("the cat", max_new_tokens=4, ignore_eos=True).n_generated_tokens == 4
+        assert opened.exit_statistics is not None
+    warned = [each for each in said if f"Mode {mode} is expected to reach" in each and "of full mode" in each]
+    assert len(warned) == (mode != "skipdecode")

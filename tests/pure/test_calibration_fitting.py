@@ -82,9 +82,9 @@ def test_a_partial_threshold_is_set_on_the_tokens_that_come_by() -> None:
 
 
 @pytest.mark.parametrize("partial_right", [0.0, 0.3])
-def test_without_a_threshold_there_is_no_partial_predictor_and_no_schedule(partial_right: float) -> None:
+def test_without_a_threshold_there_is_no_partial_predictor_and_one_exit_layer_judges(partial_right: float) -> None:
     found = fitted(chunks(partial_right=partial_right))
     assert [(each.partial_predictor, each.partial_threshold) for each in found.exit_layers] == [
         (None, NO_EXIT)
     ] * N_EXIT_LAYERS
-    assert found.schedule == ()
+    assert len(found.schedule) == 1

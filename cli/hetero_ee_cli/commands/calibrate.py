@@ -214,8 +214,7 @@ def _report(found: _Found) -> Iterator[str]:
         gate = metrics.exit_rate, metrics.precision, metrics.recall, metrics.acceptance
         rows.append((str(each.exit_layer), f"{metrics.agreement:.3f}", mapped, *(f"{share:.3f}" for share in gate)))
     yield table(rows, numbers_from=0)
-    layers = ", ".join(map(str, calibration.schedule))
-    yield f"\ncandidate exit layers: {layers}" if layers else "\none candidate exit layer"
+    yield f"\ncandidate exit layers: {', '.join(map(str, calibration.schedule)) or 'none'}"
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
     yield f"{means} ({depths.oracle_mean_depth:.2f} with perfect predictors)"

@@ -79,7 +79,7 @@ class FittedExitLayer:
     threshold: float
     partial_predictor: ExitPredictor | None = None  # None if there are too few tokens
     partial_threshold: float = NO_EXIT
-    gate: ExitPredictor | None = None  # of the joint gate; None if the schedule has no exit layer, and in older files
+    gate: ExitPredictor | None = None  # of the joint gate; None at exit layers outside the schedule
 
     def opens(self, features: NDArray[np.float32], *, is_partial: bool) -> NDArray[np.bool_]:
         """Return a mask (m,) of the tokens that may exit, from features (m, 12). If is_partial, the partial predictor
@@ -119,7 +119,7 @@ class Calibration:
     hidden_size: int
     text: CalibrationText
     exit_layers: tuple[ExitLayerCalibration, ...]
-    schedule: tuple[int, ...]  # exit layers worth judging tokens at, ascending; empty where that is not known
+    schedule: tuple[int, ...]  # exit layers that judge every token, ascending; empty in files of earlier versions
     depths: DepthMetrics
     activations: Mapping[str, NDArray[np.float32]]  # means per token by name, see calibration/stages.py
     specee_depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
@@ -162,6 +162,19 @@ class Calibration:
         judged = tuple(1.0 if layer in self.schedule else self._chance_near(layer) for layer in layers)
         made = DepthStatistics("specee", self._source, tuple(layers), shares, True, is_drafted, judged)
         return (replace(made, schedule=self.schedule),)
+
+    def depths_at_schedule(self, mode: str) -> DepthStatistics | None:
+        """Return an estimate for a mode that judges only at the schedule's exit layers, by the whole lm_head.
+
+        Tokens are taken to exit as in mode specee, those between two such layers at the earlier one. None if mode
+        specee was not measured.
+        """
+        if not self.specee_depths:
+            return None
+        n_tokens = sum(self.specee_depths)
+        ends = (*(layer - 1 for layer in self.schedule[1:]), self.n_layers - 1)
+        exits = (sum(self.specee_depths[layer - 1 : end]) for layer, end in zip(self.schedule, ends, strict=True))
+        return DepthStatistics(mode, self._source, self.schedule, tuple(count / n_tokens for count in exits))
 
     def _chance_near(self, exit_layer: int) -> float:
         """Return the chance that one of a sequence's last exits was near this exit layer."""
