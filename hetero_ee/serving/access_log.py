@@ -1,11 +1,13 @@
-"""ASGI middleware that logs one line per request."""
+"""ASGI middleware that logs one line per request, and notices about its texts."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hetero_ee.serving.generation import Generation
 
 CLIENT_GONE = 499  # logged if the client disconnects before the answer, as in nginx
 LONGEST_PATH = 200  # characters
@@ -32,6 +34,8 @@ class AccessLog:
             if scope["type"] == "http":
                 with suppress(OSError):  # requests continue if the log is closed
                     self._log(_line(scope, status, time.monotonic() - start_s))
+                    for notice in filter(None, (each.notice for each in _generations(scope))):
+                        self._log(notice)
 
 
 def _line(scope: Scope, status: int, seconds: float) -> str:
@@ -41,8 +45,13 @@ def _line(scope: Scope, status: int, seconds: float) -> str:
     """
     path = quote(scope["path"])[:LONGEST_PATH]
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {scope['method']} {path} {status} {seconds:.3f} s"
-    generations = scope.get("state", {}).get("generations", ())
+    generations = _generations(scope)
     if not generations:
         return line
     n_prompt, n_tokens = (sum(getattr(each, n) for each in generations) for n in ("n_prompt_tokens", "n_tokens"))
     return f"{line}, {n_prompt} + {n_tokens} tokens"
+
+
+def _generations(scope: Scope) -> Sequence[Generation]:
+    found: Sequence[Generation] = scope.get("state", {}).get("generations", ())
+    return found

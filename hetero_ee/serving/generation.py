@@ -65,6 +65,7 @@ class Generation:
         self._keeps_tokens, self._n_drafted, self._n_accepted = keeps_tokens, 0, 0
         self.reason: FinishReason | None = None  # until the last token is there
         self.stopped_by: str | None = None  # the stop string that ended it
+        self.notice = ""  # for the server's log, once the request has ended
         scheduler.submit(self._job)
 
     async def tokens(self, ping_s: float | None = None) -> AsyncIterator[GeneratedToken | None]:
@@ -115,6 +116,8 @@ class Generation:
             self._is_over = True
             self._scheduler.cancel(self._job)
             self._metrics.ended(self.reason, self.cost())
+            counts, seconds = (self.n_prompt_tokens, self.n_tokens), self._last_s - self._first_s
+            self.notice = self._scheduler.dropped_profile(*counts, seconds)
 
     @property
     def finish_reason(self) -> str:

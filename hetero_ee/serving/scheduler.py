@@ -17,6 +17,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.engine import Engine
 from hetero_ee.errors import DeviceMemoryError, HeteroError, UsageError
 from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.profiling.expectation import dropped_profile
 from hetero_ee.serving.slots import Slot, Slots
 
 LOG = logging.getLogger(__name__)
@@ -139,6 +140,10 @@ class Scheduler:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_closing
+
+    def dropped_profile(self, n_prompt: int, n_new: int, seconds: float) -> str:
+        """Call dropped_profile (profiling/expectation.py) for a request that has ended."""
+        return dropped_profile(self._engine, n_prompt, n_new, seconds) if self.is_alive else ""
 
     @property
     def _keeps_generated(self) -> bool:

@@ -2,11 +2,16 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from hetero_ee import Engine
+from hetero_ee.profiling.kept import keep_profile
+from hetero_ee_profiles.hardware import MEASURED
+from hetero_ee_profiles.reference import reference_profile
 from tests.server_support import ENDLESS, RunningServer, eventually, opened, serving
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+) (\S+) (\d+) \d+\.\d{3} s(?:, (\d+) \+ (\d+) tokens)?")
@@ -75,3 +80,23 @@ def test_requests_go_on_if_nobody_reads_the_log(tiny: Path) -> None:
 
     with opened(tiny) as engine, serving(engine, log=closed) as running:
         assert running.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("doubts", [("others ran",), ()])
+def test_a_text_far_above_a_provisional_profile_drops_it_and_the_log_says_so(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubts: tuple[str, ...]
+) -> None:
+    """Its predictions are those of a much slower machine."""
+    monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr("hetero_ee.profiling.expectation.MIN_S", 0.0)
+    fast, log = reference_profile("rtx-3060-12gb"), Log()
+    hour = replace(fast.cpu[0].overheads[0].layer, value=3600.0, p80=3600.0)
+    slow = replace(fast.cpu[0], overheads=tuple(replace(each, layer=hour) for each in fast.cpu[0].overheads))
+    profile = replace(fast, cpu=(slow,), gpu=None, link=None, kind=MEASURED, doubts=doubts)
+    with Engine.from_pretrained(tiny, threads=1, profile=profile, mode="full") as engine:
+        file = keep_profile(tmp_path, profile, engine.spec, quick=True)
+        with serving(engine, log=log) as running:
+            running.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 9, "ignore_eos": True})
+            eventually(lambda: any("completions" in line for line in log.lines))
+            eventually(lambda: not doubts or "It is dropped: the next start measures again" in log.lines[-1])
+    assert file.exists() == (not doubts)

@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,12 @@ import pytest
 from hetero_ee import Engine
 from hetero_ee.decoding.result import FinishReason, GenerationResult
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee.profiling.kept import keep_profile
 from hetero_ee.profiling.machine_profile import known_profile, versions
-from hetero_ee_cli.reports.run_report import drop_exceeded_profile, slowness
+from hetero_ee_cli.reports.run_report import slowness
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.machine import this_machine
@@ -377,24 +375,3 @@ def test_a_speed_far_below_the_prediction_is_told(
     result = GenerationResult("x", tuple(range(n_tokens)), FinishReason.LENGTH, 5, 0.1, seconds)
     told = slowness(result, expected, uses_gpu)
     assert not told if words is None else len(told) == 1 and words in told[0] and "\n" not in told[0]
-
-
-@pytest.mark.parametrize(
-    ("rate", "doubts", "is_dropped"),
-    [(16.0, ("others ran",), True), (14.0, ("others ran",), False), (16.0, (), False)],
-)
-def test_a_text_far_above_a_provisional_profile_drops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, doubts: tuple[str, ...], is_dropped: bool
-) -> None:
-    monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path))
-    spec = known_spec("smollm2-135m")
-    profile = replace(reference_profile("rtx-3060-12gb"), kind=MEASURED, doubts=doubts)
-    file = keep_profile(tmp_path, profile, spec, quick=True)
-    engine: Any = SimpleNamespace(
-        plan_request=SimpleNamespace(profile=profile), spec=spec, draft_statistics=None, exit_statistics=None
-    )
-    result = GenerationResult("x", tuple(range(round(rate * 5) + 1)), FinishReason.LENGTH, 5, 0.1, 5.0)
-    said = drop_exceeded_profile(engine, result, 10.0)
-    assert file.exists() != is_dropped
-    assert not said if not is_dropped else "1.6 times the expected speed" in said[0] and "measures again" in said[0]
-    assert drop_exceeded_profile(engine, result, None) == []

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
 BAR_COLUMNS = 40
 SLOW = 0.5  # share of the expected speed; predictions err by less
-FAST = 1.5  # times the expected speed; a faster text means that other programs disturbed the profile's measurement
-MIN_S, MIN_TOKENS = 1.0, 8  # least length of a text whose speed is judged
 LEAST_SHARE = 0.005  # least share of a prompt's time that is reported
 
 
@@ -39,6 +37,7 @@ def closing_lines(
         is_interrupted: Whether Ctrl-C ended the text. Its speed is then not compared with the plan's.
     """
     from hetero_ee.decoding.result import FinishReason
+    from hetero_ee.profiling.expectation import dropped_profile
     from hetero_ee_profiles.host.process import peak_memory_bytes
 
     engine, placement = session.engine, session.placement
@@ -61,32 +60,24 @@ def closing_lines(
     if result.finish_reason is FinishReason.CONTEXT:
         lines.insert(0, f"(The context of {engine.context_tokens} tokens is full; the text ends here.)")
     lines += slowness(result, expected, engine.plan is not None and engine.plan.n_bytes("gpu") > 0)
-    lines += drop_exceeded_profile(engine, result, expected)
+    counts = result.n_prompt_tokens, result.n_generated_tokens
+    dropped = "" if is_interrupted else dropped_profile(engine, *counts, result.generation_s)
+    lines += [dropped] if dropped else []
     lines += _times(result, session) if placement.verbose else []
     return "\n".join(lines + (_statistics(engine, result, start_s) if placement.stats else []))
 
 
 def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
-    """Return the tokens per second that the plan predicts for this text.
+    """Return the tokens per second that the plan predicts for this text, None if it predicts none."""
+    from hetero_ee.profiling.expectation import expected_tokens_per_s
 
-    None without a plan or a profile, if the acceptance of drafts is unknown, or if the context has grown since.
-    """
-    from hetero_ee.planning.times.prediction import predicted_text_s
-
-    made, placement = engine.plan, engine.plan_request
-    if made is None or placement is None or placement.profile is None:
-        return None
-    first, last = result.n_prompt_tokens, result.n_prompt_tokens + result.n_generated_tokens
-    growth = engine.executor.growth  # which reads the text again
-    if growth is not None and any(first <= size <= last for size in growth.outgrown):
-        return None
-    counts = result.n_generated_tokens, result.n_prompt_tokens
-    seconds = predicted_text_s(engine.spec, placement.profile, made, placement.statistics, *counts)
-    return None if seconds is None else result.n_generated_tokens / seconds
+    return expected_tokens_per_s(engine, result.n_prompt_tokens, result.n_generated_tokens)
 
 
 def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool) -> list[str]:
     """Return a sentence if the text needed more than twice the expected time, else nothing."""
+    from hetero_ee.profiling.expectation import MIN_S, MIN_TOKENS
+
     rate = result.generated_tokens_per_s
     is_short = result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS
     if expected is None or is_short or rate >= SLOW * expected:
@@ -96,30 +87,6 @@ def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool)
     return [
         f"This text ran at {rate:.1f} tokens/s, less than half of the expected {expected:.1f}: another program may be "
         f"busy{spilled}. {remedy}, or measure again with hetero-ee profile --refresh."
-    ]
-
-
-def drop_exceeded_profile(engine: "Engine", result: "GenerationResult", expected: float | None) -> list[str]:
-    """Remove a provisional profile from the disk if a text in full mode was much faster than it predicts.
-
-    Args:
-        expected: predicted speed in tokens/s; None if there is no prediction.
-
-    Returns:
-        One line that reports the removal; no lines if nothing was removed.
-    """
-    from hetero_ee.config import data_folder
-    from hetero_ee.profiling.kept import forget_provisional
-
-    profile, rate = None if engine.plan_request is None else engine.plan_request.profile, result.generated_tokens_per_s
-    is_short = result.generation_s < MIN_S or result.n_generated_tokens < MIN_TOKENS
-    if expected is None or profile is None or is_short or engine.draft_statistics or engine.exit_statistics:
-        return []
-    if rate < FAST * expected or not forget_provisional(data_folder(), profile, engine.spec):
-        return []
-    return [
-        f"This text ran at {rate:.1f} tokens/s, {rate / expected:.1f} times the expected speed, because the profile of "
-        "this machine was measured while other programs ran. It is dropped: the next start measures again."
     ]
 
 
