@@ -1,7 +1,6 @@
 """Opens a model for the engine: its files, its plan, the executor that runs it, and its drafting."""
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.config import Progress, cache_folder
+from hetero_ee.config import Progress, cache_folder, warner
 from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.generation_defaults import GenerationDefaults
 from hetero_ee.errors import HeteroError, UsageError
@@ -270,10 +269,3 @@ def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration
     if files.calibrations is None:
         return None
     return files.calibrations.find() if mode in EARLY_EXIT_MODES else files.calibrations.find_or_warn(warn)
-
-
-def warner(progress: Progress | None) -> Warn:
-    """Return a function that passes warnings and notices to `progress`, or to Python's warnings if it is None."""
-    if progress is None:
-        return lambda text: warnings.warn(f"{text.removesuffix('.')}.", stacklevel=2)
-    return lambda text: progress(text, 0, 0)

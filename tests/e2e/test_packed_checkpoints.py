@@ -1,6 +1,7 @@
 """GPTQ, AWQ, compressed-tensors, FP8 and 4-bit checkpoints: logits of their values, and what is kept to the bit."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,10 @@ def test_that_most_weights_lose_bits_is_said_once(
             tmp_path, read_spec(tmp_path), tmp_path / folder, quantization, progress=lambda *told: said.append(told[0])
         )
     assert said.count(conversion.FOUR_BITS) == is_said and "KL divergence 0.15 to 0.22" in conversion.FOUR_BITS
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        convert(tmp_path, read_spec(tmp_path), tmp_path / "without a listener", quantization)
+    assert any("KL divergence 0.15 to 0.22" in str(each.message) for each in warned) == is_said
 
 
 def test_stores_say_where_they_come_from_and_what_was_exact(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Abs
 
 @contextmanager
 def _random(subject: _Subject, limits: "Limits") -> Iterator[_Running]:
-    from hetero_ee.opening import warner
+    from hetero_ee.config import warner
     from hetero_ee.planning.request import PlanRequest
     from hetero_ee.runtime.opening import open_planned
     from hetero_ee.speculation.opening import DraftKnowledge, open_drafting

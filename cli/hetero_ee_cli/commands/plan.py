@@ -151,8 +151,7 @@ def _own_statistics(
     If they can't be read, `progress` receives a notice.
     """
     from hetero_ee.calibration.location import CalibrationPlace
-    from hetero_ee.config import cache_folder
-    from hetero_ee.opening import warner
+    from hetero_ee.config import cache_folder, warner
     from hetero_ee.options.engine import CERTIFIED
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge

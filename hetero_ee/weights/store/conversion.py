@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_ee.config import CONVERTING, Progress
+from hetero_ee.config import CONVERTING, Progress, warner
 from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
 from hetero_ee.layers.tensors import TensorSpec, is_in_rows
@@ -101,8 +101,8 @@ def _write(
         _require_space(source, n_bytes, writer.allocated_bytes, target, files)
         writer.allocate(n_bytes)
         n_there, report = len(writer.entries), ImportReport(checkpoint.title)
-        if progress and _is_mostly_rounded(checkpoint, tensors, quantization):
-            progress(FOUR_BITS, 0, 0)
+        if _is_mostly_rounded(checkpoint, tensors, quantization):
+            warner(progress)(FOUR_BITS)
         read = _read_ahead(checkpoint, quantization, tensors[n_there:], workers)
         for index, tensor in enumerate(tensors):
             if index >= n_there:
