@@ -81,7 +81,7 @@ class Engine(CalibratingEngine):
                 layout; "unpredicted" uses that layout without a predictor. None: FFNs are dense.
             context_tokens: Most tokens of prompt and output together. 0: the plan chooses a length that fits and
                 grows it on demand, up to the model's maximum; without a plan it is that maximum.
-            threads: CPU threads, at most one per processor; 0 for all physical cores.
+            threads: CPU threads, at most one per processor; 0 for the fastest measured number, else all physical cores.
             profile: The machine to plan for. "auto" loads this machine's saved profile, or measures it quickly and
                 saves that; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a
                 shipped one, a file with one, or a function from the model's shapes and folder to one. None: the

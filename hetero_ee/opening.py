@@ -20,6 +20,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
+from hetero_ee.planning.times.threads import fastest_threads
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.compiling import Compilation
 from hetero_ee.runtime.executors.executor import Executor
@@ -39,7 +40,7 @@ from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.library import model_folder, open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
-from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.host.memory import memory_info
 from hetero_ee_profiles.host.process import capped_threads, physical_core_count, surplus_threads, usable_threads
@@ -212,6 +213,8 @@ def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Pro
     profile = request.found_profile(spec, files.folder, automatic)
     if profile is None and request.plan is None:
         return None
+    if request.chooses_threads and profile is not None and _is_of_this_machine(profile):
+        threads = usable_threads(fastest_threads(spec, profile))
     if files.order is not None and (profile is None or profile.gpu is not None):  # a plan may divide FFNs by it
         files = _in_order(files, files.order, warn)
         spec = files.spec
@@ -240,6 +243,10 @@ def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Pro
         opened.executor.close()
         raise
     return OpenModel(files, opened.executor, threads, opened, drafting, exits)
+
+
+def _is_of_this_machine(profile: HardwareProfile) -> bool:
+    return profile.kind == MEASURED and profile.machine.n_cores == physical_core_count()
 
 
 def _in_order(files: ModelFiles, order: "NeuronOrder", warn: Warn) -> ModelFiles:

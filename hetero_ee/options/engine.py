@@ -71,7 +71,12 @@ class ModelKeywords(TypedDict, total=False):
     ]
     threads: Annotated[
         int,
-        Option("CPU threads; 0 uses every physical core.", ("-t", "--threads"), default=0, setting="threads"),
+        Option(
+            "CPU threads; 0 uses the fastest measured number, else every physical core.",
+            ("-t", "--threads"),
+            default=0,
+            setting="threads",
+        ),
         Range(0, MAX_THREADS),
     ]
 

@@ -28,9 +28,9 @@ from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.memory import DRAFT_HEAD, DRAFT_ROWS, MemoryTerm, part_gpu_bytes, stream_buffer_bytes
 from hetero_ee.planning.times.prompts import Placements, prompt_s
+from hetero_ee.planning.times.threads import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS
 from hetero_ee_profiles.units import GIB
 
-REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS = 512, 128  # sizes of a typical request, whose time the planner minimizes
 MOST_DEPTHS = 8  # of an early-exit mode that chains are made for: each costs some 10 ms
 PREFILL_CHUNKS = (512, 128)  # tokens of a prompt per pass: larger ones read weights less often and need more memory
 

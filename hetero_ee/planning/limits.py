@@ -45,7 +45,7 @@ class Limits:
     mode: str | None = None  # None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
-    threads: int = 0  # 0: all
+    threads: int = 0  # 0: the fastest of those that the profile measured
 
     def __post_init__(self) -> None:
         for name in ("vram_budget_bytes", "vram_margin_bytes", "ram_budget_bytes"):

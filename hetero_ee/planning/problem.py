@@ -17,6 +17,7 @@ from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.memory import WorkingSizes, part_gpu_bytes
+from hetero_ee.planning.times.threads import fastest_threads
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.units import GIB
 
@@ -135,7 +136,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
     _check_overrides(limits, parts)
     found = Problem(
         spec=spec,
-        costs=Costs(spec, profile, limits.threads),
+        costs=Costs(spec, profile, limits.threads or fastest_threads(spec, profile)),
         limits=limits,
         statistics=known,
         parts=parts,

@@ -80,6 +80,7 @@ class PlanRequest:
     limited_by: Option | None = None  # the first option that set a limit; None if none did
     draft_head: Path | None = None
     context_tokens: int = 0  # 0: any
+    chooses_threads: bool = False  # the caller gave no thread count
 
     @classmethod
     def of(cls, options: EngineOptions) -> Self:
@@ -100,6 +101,7 @@ class PlanRequest:
             limited_by=limited_by,
             draft_head=_folder(options.get("draft_head")),
             context_tokens=options.get("context_tokens", 0),
+            chooses_threads=not options.get("threads"),
         )
         request._check()
         return request

@@ -19,7 +19,7 @@ from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee_profiles.gpu.platform import GpuPlatform, cuda_platform
 from hetero_ee_profiles.hardware import HardwareProfile, Machine
 from hetero_ee_profiles.host.others import OtherPrograms
-from hetero_ee_profiles.host.process import surplus_threads
+from hetero_ee_profiles.host.process import processor_count, surplus_threads
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.probe_samples import Clock
 
@@ -34,7 +34,7 @@ OpenGpu = Callable[[str | None], GpuPlatform | None]  # see cuda_platform
 class Wanted:
     quick: bool  # rough, in some seconds
     refresh: bool  # measured again even if one is kept
-    threads: tuple[int, ...]  # counts to measure besides all cores and, in a full profile, one thread
+    threads: tuple[int, ...]  # counts to measure besides all cores, all hardware threads and, in a full one, 1
     command: str  # the caller, for the record
 
 
@@ -119,7 +119,8 @@ class _Search:
     @property
     def _counts(self) -> set[int]:
         """Thread counts that the profile must have."""
-        return {self.machine.n_cores, *self.wanted.threads, *([] if self.wanted.quick else [1])}
+        n_cores = self.machine.n_cores
+        return {n_cores, max(n_cores, processor_count()), *self.wanted.threads, *([] if self.wanted.quick else [1])}
 
     def _on_disk(self) -> tuple[HardwareProfile | None, str]:
         return kept_profile(self.data_folder, self.machine, self.spec, quick_will_do=self.wanted.quick)

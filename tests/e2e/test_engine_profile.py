@@ -141,3 +141,28 @@ def test_what_is_planned_says_so(tiny: Path, measuring: Measuring) -> None:
     assert repr(CPU_ONLY).startswith(f"<HardwareProfile {LAPTOP}: Intel") and ", no GPU, derived 2026-" in repr(
         CPU_ONLY
     )
+
+
+@pytest.mark.parametrize(
+    ("doubts", "is_here", "asked", "expected"),
+    [((), True, 0, 1), (("others ran",), True, 0, 2), ((), False, 0, 2), ((), True, 2, 2)],
+)
+def test_the_thread_count_is_the_fastest_measured_unless_given_provisional_or_of_another_machine(
+    tiny: Path,
+    measuring: Measuring,
+    monkeypatch: pytest.MonkeyPatch,
+    doubts: tuple[str, ...],
+    is_here: bool,
+    asked: int,
+    expected: int,
+) -> None:
+    for place in ("hetero_ee.opening", "hetero_ee_profiles.host.process"):
+        monkeypatch.setattr(f"{place}.physical_core_count", lambda: 2)
+    fast = CPU_ONLY.cpu[0]
+    second = replace(fast.overheads[0].layer, value=1.0, p80=1.0)
+    slow = replace(fast, threads=2, overheads=tuple(replace(each, layer=second) for each in fast.overheads))
+    machine = replace(CPU_ONLY.machine, n_cores=2 if is_here else 3)
+    profile = replace(CPU_ONLY, cpu=(replace(fast, threads=1), slow), kind=MEASURED, doubts=doubts, machine=machine)
+    measuring.answer = lambda *_: profile
+    with opened(tiny, threads=asked) as engine:
+        assert engine.plan is not None and engine.plan.threads == engine.threads == expected

@@ -388,10 +388,20 @@ def test_other_measured_numbers_of_threads_are_offered() -> None:
     spec, limits = spec_of(8), Limits(context_tokens=512)
     made = plan(spec, profile, limits)
     found = what_if(Request(spec, profile, limits, Statistics(), made))
-    assert made.threads == 12 and "-t 12" not in found and found["-t 6"].threads == 6
+    assert made.threads == 6 and "-t 6" not in found and found["-t 12"].threads == 12
     assert found["-t 6"].prediction.generated_tokens_per_s > 1.5 * made.prediction.generated_tokens_per_s
 
 
 def doubled(row: MatmulTime) -> MatmulTime:
     value = 2 * row.time.value
     return replace(row, time=replace(row.time, value=value, p20=value, p80=value))
+
+
+def test_without_a_thread_count_the_fastest_measured_one_is_planned() -> None:
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    [times] = profile.cpu
+    slow = replace(times.overheads[0].layer, value=1.0, p80=1.0)
+    slower = replace(times, threads=99, overheads=tuple(replace(each, layer=slow) for each in times.overheads))
+    both = replace(profile, cpu=(times, slower))
+    assert plan(spec_of(), both).threads == times.threads
+    assert plan(spec_of(), both, Limits(threads=99)).threads == 99

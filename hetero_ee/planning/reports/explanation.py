@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from hetero_ee.options.engine import EARLY_EXIT_MODES
-from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
+from hetero_ee.planning.times.threads import REQUEST_PROMPT_TOKENS
 from hetero_ee_profiles.units import GIB, MIB
 
 LINE_COLUMNS, HASH_DIGITS = 100, 16

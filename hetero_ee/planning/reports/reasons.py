@@ -8,13 +8,14 @@ from statistics import mean
 from hetero_ee.costs.neurons import hot_activations
 from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import EARLY_EXIT_MODES
-from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate, best_candidate
+from hetero_ee.planning.candidates import Candidate, best_candidate
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, Prediction
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.reports.explanation import sized
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
 from hetero_ee.planning.times.memory import part_gpu_bytes, stream_buffer_bytes
+from hetero_ee.planning.times.threads import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS
 
 LEAST_SHARE = 0.01  # of a time that is worth mentioning
 PROMPT_CLIFF = 0.7  # fewer layers on the GPU are suggested if a prompt needs less than this share of its time with them
