@@ -9,6 +9,8 @@ _.align  # llvmlite's, of a load or store
 _Model, _type_of, _constant  # numba's, registered by their decorators
 arguments_address, offset_8, offset_128, offsets_32  # numba's, operands of an intrinsic: its code takes a list
 _.CACHE_DIR, _._cache, load_overload, save_overload  # numba's: its setting, and what it asks of a cache
+_._finalized, _._compiler, add_overload, _compile_core, _finalize_final_module, _optimize_final_module  # compiler
+_.no_compile, _.no_cpython_wrapper, _.no_cfunc_wrapper  # of its flags
 _.tags, _.parse  # jinja2's, of an extension
 _.normalizer, _.pre_tokenizer, _.post_processor  # tokenizers', of a tokenizer in the making
 update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar

@@ -177,3 +177,15 @@ with ending_at_once():
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=25)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")
+
+
+def test_the_garbage_collector_never_scans_what_was_imported() -> None:
+    program = """
+import gc
+from hetero_ee_cli.terminal.signals import ending_at_once
+with ending_at_once():
+    assert not gc.isenabled()
+    imported = [[] for _ in range(10)]
+assert gc.isenabled() and not any(each is imported for each in gc.get_objects())
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=25).returncode == 0
