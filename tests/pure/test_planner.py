@@ -380,7 +380,7 @@ def test_a_streamed_layer_shares_the_ram_with_a_cpu_that_reads(gpu_layers: int, 
 
 
 def test_other_measured_numbers_of_threads_are_offered() -> None:
-    """With the speed that was measured with them: more threads may be slower."""
+    """The fastest is planned, since more threads may be slower, and the others keep their own speeds."""
     profile = replace(derived_profile(DATA_SHEETS[0], "2026-11-21"), gpu=None, link=None)
     [times] = profile.cpu
     slower = replace(times, threads=12, matmuls=tuple(doubled(row) for row in times.matmuls))
@@ -389,7 +389,7 @@ def test_other_measured_numbers_of_threads_are_offered() -> None:
     made = plan(spec, profile, limits)
     found = what_if(Request(spec, profile, limits, Statistics(), made))
     assert made.threads == 6 and "-t 6" not in found and found["-t 12"].threads == 12
-    assert found["-t 6"].prediction.generated_tokens_per_s > 1.5 * made.prediction.generated_tokens_per_s
+    assert made.prediction.generated_tokens_per_s > 1.5 * found["-t 12"].prediction.generated_tokens_per_s
 
 
 def doubled(row: MatmulTime) -> MatmulTime:
