@@ -42,6 +42,14 @@ GEMMA_4 = LLAMA | {  # key heads, head sizes and windows differ from layer to la
     "final_logit_softcapping": 2.0,
     "hidden_size_per_layer_input": 0,
 }
+QWEN_3_5 = LLAMA | {
+    "head_dim": 24,  # of which 6 features rotate
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 18,  # more than 16 lanes, and not a multiple
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -67,6 +75,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2", LLAMA | {"rope_parameters": YARN_ROPE | {"beta_fast": 8.0, "truncate": False}}),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 20}),
     "qwen3-yarn": ("Qwen3", LLAMA | {"head_dim": 20, "rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
+    "qwen3.5": ("Qwen3_5", QWEN_3_5),
+    "qwen3.5-even": ("Qwen3_5", QWEN_3_5 | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "head_dim": 16}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None}),
     "phi3-partial": (
         "Phi3",
@@ -193,7 +203,7 @@ def config_of(name: str, **changes: Any) -> Any:
     import transformers
 
     prefix, values = FAMILIES[name]
-    config_class = f"{prefix}TextConfig" if prefix in ("Gemma3", "Gemma4") else f"{prefix}Config"
+    config_class = f"{prefix}TextConfig" if prefix in ("Gemma3", "Gemma4", "Qwen3_5") else f"{prefix}Config"
     config = getattr(transformers, config_class)(**(values | changes))
     config.architectures = [f"{prefix}ForCausalLM"]
     return config

@@ -47,6 +47,13 @@ class Batch:
         """Yield (index in the batch, sequence, position) for each token."""
         return zip(range(len(self)), self.sequences, self.positions, strict=True)
 
+    def by_sequence(self) -> dict[int, list[int]]:
+        """Return the indices of each sequence's tokens in the batch, in order of position."""
+        found: dict[int, list[int]] = {}
+        for row, sequence in enumerate(self.sequences):
+            found.setdefault(sequence, []).append(row)
+        return found
+
     @classmethod
     def of_sequence(
         cls, sequence: int, first_position: int, token_ids: list[int], *, is_prompt: bool = False

@@ -62,7 +62,10 @@ class KvCache(ABC):
 
     @abstractmethod
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        """Roll the sequence back to at most `length` tokens in the given layers; None means all layers."""
+        """Roll the sequence back to at most `length` tokens in the given layers; None means all layers.
+
+        If a layer can't restore that length, all layers are rolled back further, to one that it can restore.
+        """
 
     @abstractmethod
     def admit(self, batch: Batch, layers: range | None = None) -> None:
@@ -76,6 +79,10 @@ class KvCache(ABC):
     @abstractmethod
     def check(self) -> None:
         """Compare lengths with the allocated storage. Raises: HeteroError: if they contradict each other."""
+
+    def restorable(self, sequence: int, length: int, layers: range | None = None) -> int:
+        """Return the most tokens, up to `length`, to which the given layers can be rolled back; None means all."""
+        return length
 
     def open_new(self) -> int:
         """Start an empty sequence with the lowest free number and return the number."""

@@ -8,7 +8,8 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache, LayeredCache
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.gpu import GpuKvCache
-from hetero_ee.layers.state import KvState
+from hetero_ee.kv.recurrent import RecurrentCache
+from hetero_ee.layers.state import KvState, RecurrentState
 from hetero_ee.models.blocks import layer_states
 from hetero_ee.models.spec import ModelSpec
 
@@ -74,9 +75,17 @@ class DeviceCaches(KvCache):
     def length_at(self, sequence: int, layer: int) -> int:
         return self._holders[layer].length_at(sequence, layer)
 
+    def restorable(self, sequence: int, length: int, layers: range | None = None) -> int:
+        return min(cache.restorable(sequence, length, layers) for cache in self._caches)
+
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
+        reached = self.restorable(sequence, length, layers)
+        if reached < length:
+            layers = None
+            while (further := self.restorable(sequence, reached)) < reached:
+                reached = further
         for cache in self._caches:
-            cache.cut(sequence, length, layers)
+            cache.cut(sequence, reached, layers)
 
     def admit(self, batch: Batch, layers: range | None = None) -> None:
         first: dict[int, int] = {}
@@ -107,12 +116,17 @@ class DeviceCaches(KvCache):
 
 
 def host_cache(spec: ModelSpec, max_tokens: int, kind: str, layers: Sequence[int] | None = None) -> KvCache:
-    """Return a KV cache of the given layers, None for all, in the CPU's memory, with a part for each shape of heads.
+    """Return a KV cache of the given layers, None for all, in the CPU's memory, with a part for each shape of state.
 
-    A part without heads counts the tokens that have passed through layers without keys and values.
+    A part without heads counts the tokens that have passed through layers without state.
     """
-    shapes = layers_by_shape(spec, layers)
-    parts = [CpuKvCache(len(mine), *shape, max_tokens, mine, kind=kind) for shape, mine in shapes.items()]
+    parts: list[LayeredCache[Any]] = [
+        *(
+            CpuKvCache(len(mine), *shape, max_tokens, mine, kind=kind)
+            for shape, mine in kv_layers(spec, layers).items()
+        ),
+        *(RecurrentCache(state, max_tokens, mine) for state, mine in recurrent_layers(spec, layers).items()),
+    ]
     if not parts:
         return CpuKvCache(0, 0, 0, max_tokens, kind=kind)
     return parts[0] if len(parts) == 1 else DeviceCaches(parts)
@@ -140,7 +154,7 @@ def gpu_cache(
     spec: ModelSpec, max_tokens: int, kind: str, device: Any, layers: Sequence[int] | None = None, *, n_slots: int
 ) -> GpuKvCache | GpuCaches:
     """Return a KV cache of the given layers, None for all, on a GPU, with a part for each shape of heads."""
-    shapes = layers_by_shape(spec, layers) or {(0, 0): []}
+    shapes = kv_layers(spec, layers) or {(0, 0): []}
     parts = [
         GpuKvCache((len(mine), *shape), max_tokens, device, n_slots=n_slots, kind=kind, layers=mine)
         for shape, mine in shapes.items()
@@ -148,15 +162,24 @@ def gpu_cache(
     return parts[0] if len(parts) == 1 else GpuCaches(parts)
 
 
-def layers_by_shape(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[tuple[int, int], list[int]]:
+def kv_layers(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[tuple[int, int], list[int]]:
     """Return the given layers, None for all, by number and size of the key heads that their state holds.
 
-    Layers without keys and values of their own have no heads.
+    Layers without keys and values of their own have no heads. Recurrent layers are left out.
     """
     shapes: dict[tuple[int, int], list[int]] = {}
     for layer, state in enumerate(layer_states(spec)):
-        if layers is None or layer in layers:
+        if (layers is None or layer in layers) and not isinstance(state, RecurrentState):
             own = state if isinstance(state, KvState) and state.source is None else None
             shape = (0, 0) if own is None else (own.n_kv_heads, own.head_dim)
             shapes.setdefault(shape, []).append(layer)
     return shapes
+
+
+def recurrent_layers(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[RecurrentState, list[int]]:
+    """Return the recurrent layers among the given ones, None for all, by their state."""
+    found: dict[RecurrentState, list[int]] = {}
+    for layer, state in enumerate(layer_states(spec)):
+        if isinstance(state, RecurrentState) and (layers is None or layer in layers):
+            found.setdefault(state, []).append(layer)
+    return found

@@ -34,6 +34,7 @@ class AttentionSpec(MixerSpec):
     keys_are_values: bool = False  # values are the keys before their norm and rotation
     query_growth: tuple[float, int] | None = None  # (g, n): a query at position p is multiplied by 1 + g ln(1 + p // n)
     kv_layer: int | None = None  # earlier layer whose keys and values this layer reads; None if it has its own
+    is_gated: bool = False  # multiplies the output by sigmoid of gates, which are made like the queries
 
     @property
     def query_size(self) -> int:
@@ -45,10 +46,18 @@ class AttentionSpec(MixerSpec):
         return self.n_kv_heads * self.head_dim
 
     @property
-    def product_size(self) -> int:
-        """Number of features that the layer's first matrix computes: of queries, and of its own keys and values."""
+    def gate_size(self) -> int:
+        return self.query_size if self.is_gated else 0
+
+    def row_sizes(self, short: str) -> tuple[int, ...]:
         n_computed = 0 if self.kv_layer is not None else 1 if self.keys_are_values else 2
-        return self.query_size + n_computed * self.kv_size
+        sizes = self.query_size, *[self.kv_size] * n_computed, *[self.gate_size] * self.is_gated
+        return sizes if short == "qkv" else ()
+
+    @property
+    def product_size(self) -> int:
+        """Number of features that the layer's first matrix computes: queries, its own keys and values, and gates."""
+        return sum(self.row_sizes("qkv"))
 
     def norms(self, query_norm: Norm | None, key_norm: Norm | None, ones: Any) -> list[tuple[Any, int, int]]:
         """Return the scale, the first feature and the number of heads of each norm of queries, keys and values.
@@ -69,12 +78,11 @@ class AttentionSpec(MixerSpec):
 
     @property
     def buffers(self) -> dict[str, int]:
-        return {QKV: self.query_size + 2 * self.kv_size, ATTENDED: self.query_size} | (
-            {PRODUCT: self.product_size} if self.keys_are_values else {}
-        )
+        size = self.query_size + 2 * self.kv_size + self.gate_size
+        return {QKV: size, ATTENDED: self.query_size} | ({PRODUCT: self.product_size} if self.keys_are_values else {})
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
-        """Declare qkv, whose rows are those of queries, keys and values, the norms, and the output's matrix."""
+        """Declare qkv, whose rows are those of queries, keys, values and gates, the norms, and the output's matrix."""
         tensors.matrix("qkv", self.product_size, hidden_size, bias=self.qkv_bias)
         if self.qk_norm:
             query_size, key_size = (self.query_size, self.kv_size) if self.qk_norm_whole else (self.head_dim,) * 2
@@ -105,5 +113,7 @@ class Attention(Mixer):
             qkv = ops.append_copy(ops.linear(x, self._qkv, PRODUCT), spec.query_size, QKV)
         else:
             qkv = ops.linear(x, self._qkv, QKV)
-        queries = ops.write_kv(qkv, self._heads, rows)
-        return ops.linear(ops.attend(queries, self._heads, rows), self._output, DELTA)
+        attended = ops.attend(ops.write_kv(qkv, self._heads, rows), self._heads, rows)
+        if spec.is_gated:
+            attended = ops.gate(attended, qkv[:, -spec.gate_size :])
+        return ops.linear(attended, self._output, DELTA)

@@ -19,6 +19,7 @@ Heads = Any  # a layer's attention as the device computes it, and the place of i
 # Buffers of a pass.
 NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended", "inner", "active", "delta", "logits"
 PRODUCT = "product"  # of a matrix whose result is copied into another buffer
+GATES = "gates"
 MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
 
 
@@ -95,6 +96,10 @@ class MixerSpec(ABC):
     def buffers(self) -> dict[str, int]:
         """Features per token of each buffer that the mixer needs in addition to NORMED and DELTA."""
         return {}
+
+    def row_sizes(self, short: str) -> tuple[int, ...]:
+        """Return the numbers of rows that are stacked in a matrix; empty if it is one matrix or equal parts."""
+        return ()
 
     @abstractmethod
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
@@ -188,6 +193,33 @@ class Ops(Protocol):
 
     def attend(self, queries: Array, heads: Heads, rows: Any) -> Array:
         """Let each token attend to its own sequence, up to itself: (m, queries)."""
+        ...
+
+    def gate(self, x: Array, gates: Array) -> Array:
+        """Multiply x (m, features) by sigmoid(gates), in place."""
+        ...
+
+    def delta_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Array, Array, Array], norm: Norm) -> Any:
+        """Prepare a layer's gated delta rule.
+
+        Args:
+            spec: its GatedDeltaSpec.
+            cache: holds its state.
+            vectors: weights of the convolution (channels, kernel), a_log and dt_bias (n_value_heads,).
+            norm: of each value head's output.
+        """
+        ...
+
+    def gated_delta(self, inputs: Array, gates: Array, rule: Any, rows: Any) -> Array:
+        """Apply the gated delta rule and update its state.
+
+        Args:
+            inputs: (m, queries + keys + values + output gates).
+            gates: (m, 2 n_value_heads), the inputs of beta and of decay.
+
+        Returns:
+            Normed and gated outputs (m, n_value_heads * value_dim).
+        """
         ...
 
     def masked_linear(self, x: Array, matrix: Matrix, scores: Array | None, rows: Any) -> Array:

@@ -7,7 +7,10 @@ from hetero_ee_profiles.hardware import DeviceTimes, mean_positions
 
 KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # bytes of one value
 KV_SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # bytes of the scale of one position and head
+FLOAT_BYTES = 4
 MAX_DECODE_TOKENS = 16  # up to this many, attention reads keys and values once and pays a little for each more
+
+LOG_TOKENS = MAX_DECODE_TOKENS + 8  # last tokens that a recurrent state can forget: a verification and its next guess
 
 
 class State(ABC):
@@ -83,3 +86,36 @@ class KvState(State):
             few=few,
             kept_share=self.token_bytes(kv_type) / self.token_bytes(times.kv_type),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState(State):
+    """State of a layer that reads each token once, such as a gated delta layer. It does not grow with the context.
+
+    It consists of a matrix per value head, the log of the last tokens' updates of the matrices, from which they can be
+    taken back, and the last inputs of a convolution. All are fp32, whatever the type of keys and values.
+    """
+
+    n_key_heads: int
+    n_value_heads: int  # also the number of matrices; 0 for a layer with only a convolution
+    key_dim: int
+    value_dim: int
+    n_channels: int  # of the convolution
+    kernel: int  # tokens that the convolution sees
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of tokens whose inputs of the convolution are kept."""
+        return LOG_TOKENS + self.kernel - 1
+
+    @property
+    def matrix_bytes(self) -> int:
+        return FLOAT_BYTES * self.n_value_heads * self.key_dim * self.value_dim
+
+    def n_bytes(self, n_tokens: int, kv_type: str) -> int:
+        update = self.n_key_heads * self.key_dim + self.n_value_heads * (self.value_dim + 1)
+        return self.matrix_bytes + FLOAT_BYTES * (LOG_TOKENS * update + self.n_inputs * self.n_channels)
+
+    def read_s(self, times: DeviceTimes, m: int, context_tokens: int, kv_type: str) -> float:
+        """Estimate the seconds to read the matrices once, and to write them once in LOG_TOKENS tokens."""
+        return self.matrix_bytes * (1 + min(1.0, m / LOG_TOKENS)) / times.read_bytes_per_s.value

@@ -59,6 +59,6 @@ class Tensors:
         if bias:
             self.vector(f"{short}_bias", n_rows)
 
-    def vector(self, short: str, size: int) -> None:
-        """Declare a norm's scale, a bias or another vector."""
-        self.declared[short] = TensorSpec(f"{self.prefix}.{short}", TensorRole.VECTOR, (size,))
+    def vector(self, short: str, *shape: int) -> None:
+        """Declare a norm's scale, a bias or another small tensor that keeps full precision."""
+        self.declared[short] = TensorSpec(f"{self.prefix}.{short}", TensorRole.VECTOR, shape)

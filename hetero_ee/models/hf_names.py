@@ -1,15 +1,17 @@
 """Map this engine's tensor names to tensors of Hugging Face checkpoints, whose rows are stacked."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from hetero_ee.layers.attention import AttentionSpec
-from hetero_ee.layers.tensors import TensorSpec
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.spec import ModelSpec
 
 # Buffers in old checkpoints; the engine computes them from the configuration.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+IGNORED_PREFIXES = ("mtp.",)  # layers that predict further tokens
 
 # Prefixes of tensors in multimodal models: those of the text part, in older and newer files, and of other parts.
 _TEXT_PARTS = {
@@ -17,6 +19,8 @@ _TEXT_PARTS = {
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+PARAMETERS = (".A_log", ".dt_bias", ".layer_scalar")  # in checkpoints, parameters that are not the weight or bias of a module
+GATED_NORM = "gated_norm"  # a norm whose scale checkpoints store whole, whatever the family's norm_offset
 _OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 
 
@@ -38,6 +42,17 @@ class Part:
     shape: tuple[int, ...]
     added: float = 0.0  # constant to add to each value of the checkpoint
     neighbours: tuple[int, int] | None = None  # rows of a head, and how many of them rotate in adjacent pairs
+    share: tuple[int, int, int] | None = None  # of this many rows, the first one to read, and how many to read
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape without a convolution's dimension of size 1, as in GGUF files."""
+        return self.shape if len(self.shape) < 3 else (self.shape[0], math.prod(self.shape[1:]))
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows to read."""
+        return self.shape[0] if self.share is None else self.shape[0] // self.share[0] * self.share[2]
 
 
 def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
@@ -47,22 +62,34 @@ def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
 
 
 def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:
-    suffix = ".bias" if tensor.name.endswith("_bias") else "" if tensor.name.endswith(".layer_scale") else ".weight"
+    suffix = ".bias" if tensor.name.endswith("_bias") else ".weight"
     room, _, rest = tensor.name.removesuffix("_bias").partition(".")
     layer, _, short = rest.partition(".")
     pattern = f"layers.{{n}}.{short}" if room == "layers" else f"{room}.{rest}"
     modules, mixer = FAMILIES[spec.architecture].tensor_names[pattern], block.mixer
-    sizes, neighbours = [tensor.shape[0] // len(modules)] * len(modules), None
-    if isinstance(mixer, AttentionSpec) and len(modules) == 3:
-        sizes, rope = [mixer.query_size, mixer.kv_size, mixer.kv_size], spec.rope
-        n_parts = 1 if mixer.kv_layer is not None else 2 if mixer.keys_are_values else 3
-        modules, sizes = modules[:n_parts], sizes[:n_parts]
-        neighbours = (mixer.head_dim, rope.n_features) if rope is not None and rope.interleaved else None
-    added = spec.norm_offset if tensor.name.endswith("norm") else 0.0
-    return [
-        Part(module.format(n=layer) + suffix, (rows, *tensor.shape[1:]), added, None if number == 2 else neighbours)
-        for number, (module, rows) in enumerate(zip(modules, sizes, strict=True))
-    ]
+    sizes = () if mixer is None else mixer.row_sizes(short.rpartition(".")[2])
+    if len(modules) == 1 or not sizes:
+        sizes = (tensor.shape[0] // len(modules),) * len(modules)
+    parts = [Part(module, (rows, *tensor.shape[1:])) for module, rows in zip(modules, sizes, strict=False)]
+    if isinstance(mixer, AttentionSpec) and pattern.endswith(".qkv") and len(modules) > 1:
+        parts = _of_heads(parts, mixer)
+    if tensor.role is TensorRole.VECTOR and len(tensor.shape) > 1:  # weights of a convolution by channel
+        parts = [replace(part, shape=(part.shape[0], 1, *part.shape[1:])) for part in parts]
+    added = spec.norm_offset if tensor.name.endswith("norm") and not tensor.name.endswith(GATED_NORM) else 0.0
+    names = [part.hf_name.format(n=layer) + ("" if part.hf_name.endswith(PARAMETERS) else suffix) for part in parts]
+    return [replace(part, hf_name=name, added=added) for part, name in zip(parts, names, strict=True)]
+
+
+def _of_heads(parts: list[Part], attention: AttentionSpec) -> list[Part]:
+    """Describe the rows of queries and keys, which may rotate in adjacent pairs, and of gates, which follow a query."""
+    rope, head = attention.rope, attention.head_dim
+    neighbours = (head, rope.n_features) if rope is not None and rope.interleaved else None
+    found = [replace(part, neighbours=neighbours) for part in parts[:2]] + parts[2:]
+    if attention.is_gated:
+        both = (2 * parts[0].shape[0], *parts[0].shape[1:])
+        for place, first in ((0, 0), (3, head)):
+            found[place] = replace(found[place], shape=both, share=(2 * head, first, head))
+    return found
 
 
 def engine_order(part: Part) -> list[int] | None:
@@ -70,6 +97,9 @@ def engine_order(part: Part) -> list[int] | None:
 
     In this engine, features that rotate together are half of a head's rotating features apart.
     """
+    if part.share is not None:
+        every, start, count = part.share
+        return [first + start + row for first in range(0, part.shape[0], every) for row in range(count)]
     if part.neighbours is None:
         return None
     head, turned = part.neighbours

@@ -1,7 +1,7 @@
 """The CPU's operations: Numba kernels on NumPy arrays, weights in their stored form, one thread pool for all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
-from hetero_ee.ops.torch_ops import query_factors
+from hetero_ee.ops.torch_delta import TorchDelta
+from hetero_ee.ops.torch_ops import TorchOps, query_factors
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate
@@ -64,8 +66,15 @@ class CpuRows:
     batch: Batch
     counts: NeuronCounts
     positions: Any  # int64 (m,)
-    places: dict[Any, Any]  # locations of keys and values, by the part of the cache
     some_may_skip: bool
+    _places: dict[CpuKvCache, Any] = field(default_factory=dict)
+
+    def places(self, cache: CpuKvCache) -> Any:
+        """Return where the cache holds the keys and values of each token, for all of its layers."""
+        if cache not in self._places:
+            sequences: Sequence[SequenceCache] = [cache.view(each, sequence_cache) for each in self.batch.sequences]
+            self._places[cache] = kv_table(sequences, self.batch.positions, _shape(cache), cache.kind)
+        return self._places[cache]
 
 
 class CpuOps(Ops):
@@ -110,11 +119,9 @@ class CpuOps(Ops):
         norms = spec.norms(query_norm, key_norm, np.ones(spec.head_dim, np.float32))
         return CpuHeads(spec, cache, cache.index(layer), *self._attention(spec, cache), rope, norms)
 
-    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> CpuRows:
-        """Convert a batch for the operations. Neurons are counted in `counts`. `cache` is None if no layer attends."""
-        parts = () if cache is None else cache.parts
-        places = {part: _places(batch, part) for part in parts if isinstance(part, CpuKvCache) and part.head_dim}
-        return CpuRows(batch, counts, np.array(batch.positions, np.int64), places, bool(batch.may_skip().any()))
+    def rows(self, batch: Batch, counts: NeuronCounts) -> CpuRows:
+        """Convert a batch for the operations. Neurons are counted in `counts`."""
+        return CpuRows(batch, counts, np.array(batch.positions, np.int64), bool(batch.may_skip().any()))
 
     def array(self, x: Tensor) -> Any:
         """Return a NumPy copy, which operations may change in place."""
@@ -197,13 +204,28 @@ class CpuOps(Ops):
             heads.rope.rotate(qkv, rows.positions, 0, n_rotating, spec.head_dim)
         if is_own:
             starts = spec.query_size, spec.query_size + spec.kv_size
-            heads.write.write(qkv, rows.places[heads.cache], heads.place, *starts)
+            heads.write.write(qkv, rows.places(heads.cache), heads.place, *starts)
         if spec.query_growth is not None:
             qkv[:, : spec.query_size] *= query_factors(spec.query_growth, rows.positions)[:, None]
         return qkv
 
     def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:
-        return heads.attention.attend(queries, rows.places[heads.cache], heads.place, heads.spec.window)
+        return heads.attention.attend(queries, rows.places(heads.cache), heads.place, heads.spec.window)
+
+    def gate(self, x: Any, gates: Any) -> Any:
+        x /= 1 + np.exp(-gates)
+        return x
+
+    def delta_rule(
+        self, spec: GatedDeltaSpec, layer: int, cache: RecurrentCache, vectors: tuple[Any, Any, Any], norm: Norm
+    ) -> TorchDelta:
+        conv, a_log, dt_bias = map(torch.from_numpy, vectors)
+        return TorchDelta(spec, layer, cache, conv, a_log, dt_bias, replace(norm, scale=torch.from_numpy(norm.scale)))
+
+    def gated_delta(self, inputs: Any, gates: Any, rule: TorchDelta, rows: CpuRows) -> Any:
+        plain = TorchOps()
+        x, y = torch.from_numpy(inputs), torch.from_numpy(gates)
+        return plain.gated_delta(x, y, rule, plain.rows(rows.batch, rows.counts)).numpy()
 
     def masked_linear(self, x: Any, matrix: CpuMatrix, scores: Any, rows: CpuRows) -> Any:
         if matrix.rows is None:
@@ -271,12 +293,6 @@ def _spread(active: Any, neurons: Neurons) -> Any:
 
 def _shape(cache: CpuKvCache) -> tuple[int, int, int]:
     return max(1, cache.n_layers), cache.n_kv_heads, cache.head_dim
-
-
-def _places(batch: Batch, cache: CpuKvCache) -> Any:
-    """Return where the cache holds the keys and values of each token of the batch, for all layers."""
-    caches: Sequence[SequenceCache] = [cache.view(sequence, sequence_cache) for sequence in batch.sequences]
-    return kv_table(caches, batch.positions, _shape(cache), cache.kind)
 
 
 def sequence_cache(*parts: Tensor) -> SequenceCache:

@@ -180,6 +180,16 @@ class GpuOps(Ops):
         self.kernels.attention(queries, *place, out, workspace=self.arena.workspace, **scores)
         return out
 
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """See Ops.gate. Changes `gates`, too."""
+        return x.mul_(gates.sigmoid_())
+
+    def delta_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Any, Any, Any], norm: Norm) -> Any:
+        raise NotImplementedError("gated delta layers run on the CPU")
+
+    def gated_delta(self, inputs: Tensor, gates: Tensor, rule: Any, rows: GpuRows) -> Tensor:
+        raise NotImplementedError("gated delta layers run on the CPU")
+
     def masked_linear(self, x: Tensor, matrix: GpuMatrix, scores: Tensor | None, rows: GpuRows) -> Tensor:
         if matrix.multiply is not None:
             return self.linear(x, matrix, INNER)

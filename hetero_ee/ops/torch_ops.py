@@ -18,12 +18,14 @@ from torch import Tensor
 
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.torch_delta import TorchDelta
 from hetero_ee.weights.weight import Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
@@ -84,7 +86,7 @@ class TorchOps(Ops):
     ) -> TorchHeads:
         return TorchHeads(spec, layer, cache, spec.norms(query_norm, key_norm, torch.ones(spec.head_dim)))
 
-    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> TorchRows:
+    def rows(self, batch: Batch, counts: NeuronCounts) -> TorchRows:
         """Convert a batch to the form that operations need. Neurons are counted in `counts`."""
         return TorchRows(batch, counts, bool(batch.may_skip().any()))
 
@@ -155,9 +157,11 @@ class TorchOps(Ops):
             qkv[:, first : first + n_heads * len(scale)] = self.norm(normed, "rms", scale, None, spec.norm_eps).flatten(
                 1
             )
+        n_own = 2 if spec.kv_layer is None else 0
+        size = spec.query_size + n_own * spec.kv_size
         queries, *keys_and_values = (
             part.reshape(len(qkv), -1, spec.head_dim)
-            for part in torch.split(qkv, [spec.query_size] + [spec.kv_size] * (2 if spec.kv_layer is None else 0), -1)
+            for part in torch.split(qkv[:, :size], [spec.query_size] + [spec.kv_size] * n_own, -1)
         )
 
         def rotated(part: Tensor) -> Tensor:
@@ -176,6 +180,29 @@ class TorchOps(Ops):
         spec = heads.spec
         place = heads.cache, heads.layer, rows.batch, spec.window
         return self.attention(queries, *place, spec.scale, spec.cap).flatten(1)
+
+    @torch.inference_mode()
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        return torch.stack([row * torch.sigmoid(gate.clone()) for row, gate in zip(x, gates, strict=True)])
+
+    def delta_rule(
+        self,
+        spec: GatedDeltaSpec,
+        layer: int,
+        cache: RecurrentCache,
+        vectors: tuple[Tensor, Tensor, Tensor],
+        norm: Norm,
+    ) -> TorchDelta:
+        return TorchDelta(spec, layer, cache, *vectors, norm)
+
+    @torch.inference_mode()
+    def gated_delta(self, inputs: Tensor, gates: Tensor, rule: TorchDelta, rows: TorchRows) -> Tensor:
+        size, positions = rule.spec.value_size, rows.batch.positions
+        outputs = inputs.new_empty(len(inputs), rule.spec.n_value_heads, rule.spec.value_dim)
+        for sequence, mine in rows.batch.by_sequence().items():
+            outputs[mine] = rule.run(inputs[mine], gates[mine], sequence, positions[mine[0]])
+        gated = self.activated(inputs[:, -size:], "silu", 0.0)
+        return self.norm_in_place(outputs, rule.norm).flatten(1) * gated
 
     @torch.inference_mode()
     def masked_linear(self, x: Tensor, matrix: TorchMatrix, scores: Tensor | None, rows: TorchRows) -> Tensor:

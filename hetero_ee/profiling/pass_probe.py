@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.ops import Activation, Neurons, Norm
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
@@ -178,9 +177,9 @@ class _WatchedOps(CpuOps):
         self.attending, self.multiplying, self.placing, self.others = (_StopWatch(clock) for _ in range(4))
         self.products: list[CpuMatrix] = []
 
-    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> CpuRows:
+    def rows(self, batch: Batch, counts: NeuronCounts) -> CpuRows:
         with self.placing:
-            return super().rows(batch, cache, counts)
+            return super().rows(batch, counts)
 
     def linear(self, x: Any, matrix: CpuMatrix, into: str) -> Any:
         with self.multiplying:
@@ -193,6 +192,8 @@ class _WatchedOps(CpuOps):
             return super().attend(queries, heads, rows)
 
     def write_kv(self, qkv: Any, heads: CpuHeads, rows: CpuRows) -> Any:
+        with self.placing:
+            rows.places(heads.cache)  # found once per pass
         with self.others:
             return super().write_kv(qkv, heads, rows)
 
@@ -250,7 +251,7 @@ class _WatchedExecutor(CpuExecutor):
         for first in range(0, n_tokens, FILL_TOKENS):
             batch = Batch.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
             self.cache.admit(batch, range(self.n_layers))
-            places = CpuOps.rows(self._ops, batch, cache, self._neurons).places[cache]
+            places = CpuOps.rows(self._ops, batch, self._neurons).places(cache)
             for layer in range(self.n_layers):
                 write.write(qkv[: len(batch)], places, layer, *starts)
 

@@ -12,10 +12,17 @@ from hetero_ee.hub.config_file import read_config_file, read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
-from hetero_ee.layers.tensors import TensorSpec
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
-from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, engine_order, text_part_name
+from hetero_ee.models.hf_names import (
+    IGNORED_PREFIXES,
+    IGNORED_SUFFIXES,
+    Part,
+    checkpoint_parts,
+    engine_order,
+    text_part_name,
+)
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
 from hetero_ee.weights.formats.opening import IGNORED_SUFFIXES as OF_ACTIVATIONS
@@ -27,6 +34,7 @@ from hetero_ee.weights.safetensors_file import MAX_TENSORS, StoredTensor, read_h
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 SHORT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 BIAS = ".bias"
+IN_8_BITS = (TensorRole.MATRIX_8, TensorRole.VOCABULARY)
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
 CHECK_ELEMENTS = 2**20  # values checked for NaN at a time, to bound the copy
@@ -52,6 +60,7 @@ class Checkpoint:
         self.folder, self.spec = folder, spec
         self.files = weight_files(folder)
         self._parts, self._family = checkpoint_parts(spec), FAMILIES[spec.architecture]
+        self._roles = {tensor.name: tensor.role for tensor in self.tensors()}
         self._located = self._locate_tensors()  # reads all headers before any file is mapped
         self._use_saved_head()
         self._opened = {file: _open(file) for file in self.files}
@@ -71,7 +80,7 @@ class Checkpoint:
         parts, order = self._parts[name], self._neuron_order(name)
         if len(parts) == 1 and order is None:
             return self._read(parts[0])
-        n_rows = [part.shape[0] for part in parts]
+        n_rows = [part.n_rows for part in parts]
         kinds = {self._kind(part) for part in parts}
         kind = kinds.pop() if len(kinds) == 1 else torch.float32
         stacked = torch.empty(sum(n_rows), *parts[0].shape[1:], dtype=kind)
@@ -86,7 +95,7 @@ class Checkpoint:
         Codes that 8-bit tiles cannot hold exactly become the nearest values. The head, the embedding and the model's
         8-bit matrices become 8-bit tiles, other matrices 4-bit ones.
         """
-        in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
+        in_8_bits = self._roles[name] in IN_8_BITS
         parts, order = list[RowBlocks](), self._neuron_order(name)
         for part in self._parts[name]:
             saved = self._saved.get(part.hf_name)
@@ -124,7 +133,7 @@ class Checkpoint:
         else:
             tensor = self._raw(part.hf_name).to(self._kind(part))
             refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
-        rows = engine_order(part)
+        tensor, rows = tensor.view(part.stored_shape), engine_order(part)
         tensor = tensor if rows is None else tensor[rows]
         return tensor.float() + part.added if part.added else tensor
 
@@ -214,7 +223,8 @@ class Checkpoint:
         if self.spec.tied_head:
             known.add(self._family.head_name)
         ignored = (*IGNORED_SUFFIXES, *(OF_ACTIVATIONS if self._saved else ()))
-        extra = sorted(n for n in present - known if not n.endswith(ignored) and not self._is_empty_bias(n))
+        others = {n for n in present - known if not n.endswith(ignored) and not n.startswith(IGNORED_PREFIXES)}
+        extra = sorted(n for n in others if not self._is_empty_bias(n))
         refuse(self.folder, "lacks tensors", missing)
         refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
         wrong = []

@@ -16,7 +16,7 @@ from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
-from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
+from hetero_ee.weights.checkpoint import IN_8_BITS, Checkpoint, refuse, refuse_non_finite
 from hetero_ee.weights.gguf_blocks import FLOATS, KEPT, ROUNDED, floats
 from hetero_ee.weights.quantizers import Workers
 
@@ -35,6 +35,7 @@ class GgufCheckpoint:
         self._header = read_model_header(files)
         self._architecture = architecture_of(self._header)
         self._parts = checkpoint_parts(spec)
+        self._roles = {tensor.name: tensor.role for tensor in self.tensors()}
         self._check_shapes(self._header.file)
 
     @property
@@ -65,7 +66,7 @@ class GgufCheckpoint:
         found = [part for part in parts if part is not None]
         if len(found) < len(parts):
             return None
-        in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
+        in_8_bits = self._roles[name] in IN_8_BITS
         is_rounded = not ROUNDED.isdisjoint(self.types(name))
         make = int8_tiles if in_8_bits else int4_tiles
         return make(found, HALF_ROUNDING if is_rounded else 0.0, workers=workers)
@@ -73,7 +74,7 @@ class GgufCheckpoint:
     def _read(self, part: Part, workers: Workers) -> Tensor:
         """Read a part as fp32. In GGUF files, norms' scales already include part.added."""
         tensor = self._tensor(part)
-        values = floats(self._raw(tensor), tensor.type.name, workers).view(part.shape)
+        values = floats(self._raw(tensor), tensor.type.name, workers).view(part.stored_shape)
         refuse_non_finite(values, tensor.name, tensor.file)
         order = self._order(part)
         return values if order is None else values[order]
@@ -113,7 +114,9 @@ class GgufCheckpoint:
 
     def _check_shapes(self, file: Path) -> None:
         expected = {
-            gguf_name(part.hf_name, self._architecture): part.shape for parts in self._parts.values() for part in parts
+            gguf_name(part.hf_name, self._architecture): part.stored_shape
+            for parts in self._parts.values()
+            for part in parts
         }
         present = self._header.tensors
         refuse(file, "lacks tensors", sorted(expected.keys() - present.keys()))

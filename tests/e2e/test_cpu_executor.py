@@ -19,6 +19,7 @@ from tests.e2e.test_families import PROMPT, greedy
 from tests.families import DISTINCT, random_model, save_checkpoint
 
 INT8_ACTIVATIONS = 2e-3  # normalised squared error of logits after 3 layers: 7 products of 3e-5 each, and their spread
+RECURRENT = 2.5  # times as much for recurrent layers, which norm each head's output, however small it is
 
 
 @pytest.fixture(scope="module", params=DISTINCT)
@@ -56,7 +57,8 @@ def test_logits_are_those_of_the_reference_but_for_int8_activations(family: tupl
     for executor in (cpu_executor(family), ReferenceExecutor(*family, 160, BatchedTorchOps())):
         executor.cache.open(0)
         logits.append(executor.logits(Batch.of_sequence(0, 0, PROMPT), range(len(PROMPT))))
-    assert (logits[0] - logits[1]).square().sum() <= INT8_ACTIVATIONS * logits[1].square().sum()
+    tolerance = INT8_ACTIVATIONS * (RECURRENT if family[0].own_layers else 1)
+    assert (logits[0] - logits[1]).square().sum() <= tolerance * logits[1].square().sum()
 
 
 def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(family: tuple[ModelSpec, ModelWeights]) -> None:

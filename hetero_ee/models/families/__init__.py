@@ -1,6 +1,6 @@
 """The supported families of dense decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
-from hetero_ee.models.families import gemma4, llama, opt, variants
+from hetero_ee.models.families import gemma4, llama, opt, qwen3_5, variants
 from hetero_ee.models.families.family import Family
 from hetero_ee.models.families.llama import GATE_UP, NORMED_HEADS, QKV, TENSOR_NAMES, TWO_MATRICES, post_norms
 
@@ -18,6 +18,7 @@ FAMILIES = {
     "MistralForCausalLM": Family("mistral", variants.MISTRAL, TENSOR_NAMES),
     "Qwen2ForCausalLM": Family("qwen2", variants.QWEN_2, TENSOR_NAMES),
     "Qwen3ForCausalLM": Family("qwen3", variants.QWEN_3, NORMED_HEADS),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES),
     "Phi3ForCausalLM": Family("phi3", variants.PHI_3, TENSOR_NAMES | QKV | GATE_UP),
     "GemmaForCausalLM": Family("gemma", variants.GEMMA, TENSOR_NAMES),
     "Gemma2ForCausalLM": Family("gemma2", variants.GEMMA_2, TENSOR_NAMES | GEMMA_NORMS),
@@ -46,5 +47,6 @@ FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": Family(
         "qwen2_5_vl", variants.read_qwen_2_5_vl, TENSOR_NAMES, "qwen2_5_vl_text"
     ),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_5", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES, "qwen3_5_text"),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }

@@ -8,7 +8,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 MAX_LAYERS = 1000
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 TANH_GELU = "gelu_pytorch_tanh"
 ACTIVATIONS = {
     "silu": "silu",
@@ -51,14 +51,16 @@ def even_head_dim(fields: Fields) -> int:
     return hidden_size // n_heads
 
 
-def read_layer_kinds(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
-    """Return FULL or SLIDING for each layer, from layer_types or else `default`."""
+def read_layer_kinds(
+    fields: Fields, default: Sequence[str], known: tuple[str, str] = (FULL, SLIDING)
+) -> tuple[str, ...]:
+    """Return one of the known kinds for each layer, from layer_types or else `default`."""
     kinds, n_layers = fields.get("layer_types", list(default)), layer_count(fields)
     if not isinstance(kinds, list | tuple) or len(kinds) != n_layers:
         raise fields.fail(f"layer_types is {shown(kinds)}, expected one entry for each of {n_layers} layers.")
     for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise fields.fail(f"layer_types names {shown(kind)}, expected {FULL} or {SLIDING}.")
+        if kind not in known:
+            raise fields.fail(f"layer_types names {shown(kind)}, expected {' or '.join(known)}.")
     return tuple(kinds)
 
 

@@ -93,6 +93,17 @@ def of_layer_kind(fields: Fields, kind: str, theta: float) -> Fields:
     return fields.with_values(rope_parameters=own.values(rope_theta=theta), rope_scaling=None, rope_theta=theta)
 
 
+def without_mrope(fields: Fields) -> Fields:
+    """Return the fields of a model whose positions have three parts, which are equal in texts: it rotates as usual."""
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = fields.section(name)
+        if rope.get("mrope_section") is not None:
+            kinds = {key: "default" for key in ("type", "rope_type") if rope.get(key) == "mrope"}
+            plain = rope.values() | kinds | {"mrope_section": None, "mrope_interleaved": None}
+            fields = fields.with_values(**{name: plain})
+    return fields
+
+
 def _scaling(
     fields: Fields, parameters: Fields, kind: str, context_tokens: int, theta: float, n_features: int
 ) -> RopeScaling:

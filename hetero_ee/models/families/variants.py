@@ -16,7 +16,7 @@ from hetero_ee.models.families.family import (
     read_window,
     sliding_windows,
 )
-from hetero_ee.models.families.rope_fields import of_layer_kind, read_growth
+from hetero_ee.models.families.rope_fields import of_layer_kind, read_growth, without_mrope
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
@@ -311,10 +311,5 @@ def _with_two_ropes(
 
 
 def read_qwen_2_5_vl(fields: Fields, architecture: str) -> ModelSpec:
-    """Read Qwen2.5-VL's text part (arXiv 2502.13923). The three positions of a text are equal: it rotates as usual."""
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = fields.section(name)
-        if rope.get("mrope_section") is not None:
-            kinds = {key: "default" for key in ("type", "rope_type") if rope.get(key) == "mrope"}
-            fields = fields.with_values(**{name: rope.values() | kinds | {"mrope_section": None}})
-    return QWEN_2(fields, architecture)
+    """Read Qwen2.5-VL's text part (arXiv 2502.13923)."""
+    return QWEN_2(without_mrope(fields), architecture)

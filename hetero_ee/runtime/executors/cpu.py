@@ -99,12 +99,12 @@ class CpuSplit(SplitFfn):
         normed = self._ops.view(x[:, : self._width])
         scores = self._ffn.scores(self._ops, normed)
         scores = None if scores is None else np.ascontiguousarray(scores[:, : self._n_first])
-        return torch.from_numpy(self._first.first_sums(self._ops, normed, scores, self._rows(batch, False)))
+        return torch.from_numpy(self._first.first_sums(self._ops, normed, scores, self._rows(batch)))
 
     def rest(self, x: Tensor, batch: Batch) -> Tensor:
         normed = self._ops.view(x[:, : self._width])
         scores = self._ops.view(x[:, self._width :]) if x.shape[1] > self._width else None
-        return torch.from_numpy(self._rest.rest(self._ops, normed, scores, self._rows(batch, False)))
+        return torch.from_numpy(self._rest.rest(self._ops, normed, scores, self._rows(batch)))
 
     def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
         normed = self._ops.view(x[:, : self._width])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.kv.devices import GpuCaches, layers_by_shape
+from hetero_ee.kv.devices import GpuCaches, kv_layers
 from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.layers.ops import LOGITS, Norm
 from hetero_ee.layers.state import KvState
@@ -59,7 +59,7 @@ class GpuExecutor(BlockExecutor):
         self._resident = DeviceWeights(self._ops, weights, blocks)
         self._arena = Arena(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
-        shapes = layers_by_shape(spec) if visits else {}
+        shapes = kv_layers(spec) if visits else {}
         self._visiting = {
             heads: VisitingCache(heads, cache.max_tokens, visits, self._device)
             for heads in shapes

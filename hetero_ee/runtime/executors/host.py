@@ -23,7 +23,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 class HostOps(Ops, Protocol):
     """Operations on arrays in the CPU's memory. Tensors are converted to arrays without copies."""
 
-    def rows(self, batch: Batch, cache: KvCache | None, counts: NeuronCounts) -> Any: ...
+    def rows(self, batch: Batch, counts: NeuronCounts) -> Any: ...
 
     def array(self, x: Tensor) -> Array: ...
 
@@ -58,7 +58,7 @@ class OpsExecutor(HostExecutor):
 
     def mix(self, x: Tensor, batch: Batch, block: Block) -> Tensor:
         mixer = self._of(block).mixer
-        return self._ops.tensor(mixer.forward(self._ops, self._ops.view(x), self._rows(batch, mixer.has_state)))
+        return self._ops.tensor(mixer.forward(self._ops, self._ops.view(x), self._rows(batch)))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         return self._through([self._of(block) for block in blocks], hidden, batch)
@@ -110,9 +110,7 @@ class OpsExecutor(HostExecutor):
         return found[1]
 
     def _through(self, bound: Sequence[BoundBlock], hidden: Tensor, batch: Batch) -> Tensor:
-        has_state = any(block.mixer.has_state for block in bound)
-        x = decoder.forward(self._ops, bound, self._ops.array(hidden), self._rows(batch, has_state))
-        return self._ops.tensor(x)
+        return self._ops.tensor(decoder.forward(self._ops, bound, self._ops.array(hidden), self._rows(batch)))
 
-    def _rows(self, batch: Batch, has_state: bool) -> Any:
-        return self._ops.rows(batch, self.cache if has_state else None, self._neurons)
+    def _rows(self, batch: Batch) -> Any:
+        return self._ops.rows(batch, self._neurons)

@@ -113,7 +113,11 @@ class ReplanningExecutor(Executor):
 
         def prompt(inner: PlannedExecutor) -> Tensor:
             self._look_at_memory()
-            batches = _missing(inner, Batch.joined([*taken, *coming])) if taken else coming
+            batches: Iterable[Batch] = coming
+            if taken:
+                sequence, start = taken[0].sequences[0], taken[0].positions[0]
+                list(coming)  # remembers the other chunks' tokens
+                batches = _missing(inner, sequence, start, self._token_ids[sequence])
             return inner.prompt(batches, None if observe is None else partial(self._tell_observer, observe))
 
         return self._step(prompt)
@@ -338,16 +342,16 @@ def _fewer_bytes(plan: Plan) -> int:
     return int(SMALLER * min(plan.vram_budget_bytes, plan.n_bytes(GPU)))
 
 
-def _missing(executor: PlannedExecutor, prompt: Batch) -> list[Batch]:
-    """Return the chunks of a prompt that are not in the executor's cache; the last chunk if all are."""
-    n_tokens, sequence = executor.prompt_chunk_tokens, prompt.sequences[0]
-    first, end = prompt.positions[0], prompt.positions[-1] + 1
-    start = max(first, executor.cache.length(sequence))
+def _missing(executor: PlannedExecutor, sequence: int, first: int, token_ids: list[int]) -> list[Batch]:
+    """Return the chunks of a sequence that are not in the executor's cache; the last chunk if all are.
+
+    Args:
+        first: position of the prompt's first token that was not cached before. Earlier tokens are read again only if
+            the cache has lost them.
+        token_ids: all tokens up to the prompt's end.
+    """
+    n_tokens, end = executor.prompt_chunk_tokens, len(token_ids)
+    start = executor.cache.length(sequence)
     if start >= end:
-        start = max(first, end - n_tokens)
-        executor.cache.cut(sequence, start)
-    token_ids = list(prompt.token_ids)
-    return [
-        Batch.of_sequence(sequence, at, token_ids[at - first : min(at + n_tokens, end) - first])
-        for at in range(start, end, n_tokens)
-    ]
+        start = executor.cache.truncate(sequence, max(first, end - n_tokens))
+    return [Batch.of_sequence(sequence, at, token_ids[at : at + n_tokens]) for at in range(start, end, n_tokens)]

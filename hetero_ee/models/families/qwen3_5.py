@@ -1,0 +1,70 @@
+"""Read Qwen3.5, 3.6 and 3.8 (dense): most layers are gated delta layers, every fourth one is a gated attention."""
+
+from dataclasses import replace
+
+from hetero_ee.errors import shown
+from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.decoder import LayerSpec
+from hetero_ee.layers.delta import GatedDeltaSpec
+from hetero_ee.models.families.family import FULL, LINEAR, layer_count, read_layer_kinds
+from hetero_ee.models.families.llama import NORMED_HEADS
+from hetero_ee.models.families.rope_fields import without_mrope
+from hetero_ee.models.families.variants import Variant, values
+from hetero_ee.models.fields import Fields
+from hetero_ee.models.spec import ModelSpec
+
+TILED_FIELD = "hetero_ee_tiled_value_heads"  # added to config.json for files whose value heads are in another order
+MAX_KERNEL = 16
+_DELTA = "model.layers.{n}.linear_attn."
+TENSOR_NAMES = NORMED_HEADS | {
+    "layers.{n}.attention.qkv": tuple(f"model.layers.{{n}}.self_attn.{part}_proj" for part in "qkvq"),
+    "layers.{n}.delta.norm": ("model.layers.{n}.input_layernorm",),
+    "layers.{n}.delta.input": (_DELTA + "in_proj_qkv", _DELTA + "in_proj_z"),
+    "layers.{n}.delta.gates": (_DELTA + "in_proj_b", _DELTA + "in_proj_a"),
+    "layers.{n}.delta.conv": (_DELTA + "conv1d",),
+    "layers.{n}.delta.a_log": (_DELTA + "A_log",),
+    "layers.{n}.delta.dt": (_DELTA + "dt_bias",),
+    "layers.{n}.delta.gated_norm": (_DELTA + "norm",),
+    "layers.{n}.delta.output": (_DELTA + "out_proj",),
+}
+_DENSE = Variant(
+    values(head_dim=256, num_key_value_heads=4, max_position_embeddings=32768, partial_rotary_factor=0.25),
+    values(ffn_bias=False, qk_norm=True, norm_offset=1.0),
+    rotates_part=True,
+)
+
+
+def read_spec(fields: Fields, architecture: str) -> ModelSpec:
+    every = fields.integer("full_attention_interval", 4)
+    default = [LINEAR if (layer + 1) % every else FULL for layer in range(layer_count(fields))]
+    kinds = read_layer_kinds(fields, default, (FULL, LINEAR))
+    spec = _DENSE(without_mrope(fields), architecture)
+    delta = _read_delta(fields, spec)
+    own = []
+    for layer, kind in enumerate(kinds):
+        plain = spec.layer(layer)
+        assert isinstance(plain.mixer, AttentionSpec), "no layer is defined separately yet"
+        own.append(LayerSpec(replace(plain.mixer, is_gated=True) if kind == FULL else delta, plain.ffn))
+    return replace(spec, own_layers=tuple(own))
+
+
+def _read_delta(fields: Fields, spec: ModelSpec) -> GatedDeltaSpec:
+    n_key_heads, n_value_heads = (
+        fields.integer("linear_num_key_heads", 16),
+        fields.integer("linear_num_value_heads", 32),
+    )
+    if n_value_heads % n_key_heads:
+        raise fields.fail(
+            f"linear_num_value_heads {n_value_heads} is not a multiple of linear_num_key_heads {n_key_heads}."
+        )
+    if spec.activation != "silu":
+        raise fields.fail(f"hidden_act is {shown(spec.activation)}, expected silu, as its linear attention needs.")
+    return GatedDeltaSpec(
+        n_key_heads=n_key_heads,
+        n_value_heads=n_value_heads,
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        kernel=fields.integer("linear_conv_kernel_dim", 4, smallest=2, largest=MAX_KERNEL),
+        norm_eps=spec.norm_eps,
+        is_tiled=fields.flag(TILED_FIELD, False),
+    )
