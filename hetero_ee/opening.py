@@ -33,6 +33,7 @@ from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits_opening import open_exits
 from hetero_ee.speculation.head_check import OPENING, HeadChecks
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
+from hetero_ee.speculation.sources.draft_model_opening import DraftModel
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
@@ -89,7 +90,14 @@ def open_named(model: str | Path | None, options: EngineOptions) -> tuple[OpenMo
     revision = options.get("revision")
     folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
     threads = running_threads(options.get("threads", 0), tell)
-    return open_model(read_model(folder, quantizer, threads, tell, sparsity), request, threads, tell), tell
+    files, draft_model = read_model(folder, quantizer, threads, tell, sparsity), None
+    if (name := request.draft_model) is not None:
+        drafts = read_model(
+            model_folder(name, cache_folder(), offline=offline, progress=tell), quantizer, threads, tell
+        )
+        draft_model = DraftModel(Path(name).name, drafts.spec, drafts.weights, drafts.tokenizer)
+        draft_model.check_vocabulary(files.tokenizer, files.spec.vocab_size)
+    return open_model(files, request, threads, tell, draft_model), tell
 
 
 def running_threads(n_asked: int, progress: Progress | None) -> int:
@@ -175,7 +183,13 @@ def _read_files(
     return ModelFiles(folder, spec, tokenizer, sampling, end_ids, weights, calibrations, order)
 
 
-def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel:
+def open_model(
+    files: ModelFiles,
+    request: PlanRequest,
+    threads: int,
+    progress: Progress | None,
+    draft_model: DraftModel | None = None,
+) -> OpenModel:
     """Open a model with a plan. Without a plan, the CPU runs everything.
 
     If the caller requested no plan and none can be made or opened, `progress` receives a notice.
@@ -188,7 +202,7 @@ def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: 
     warn_of_context(files.spec, request.planned_context_tokens, warn)
     n_tokens = request.context_tokens or files.spec.max_context_tokens
     if request.needs_plan:
-        model = _placed(files, request, threads, progress)
+        model = _placed(files, request, threads, progress, draft_model)
     elif files.weights.quantizer == UNQUANTIZED:  # profiles are of int4 weights
         model = None
     else:
@@ -203,7 +217,13 @@ def open_model(files: ModelFiles, request: PlanRequest, threads: int, progress: 
     return model
 
 
-def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Progress | None) -> OpenModel | None:
+def _placed(
+    files: ModelFiles,
+    request: PlanRequest,
+    threads: int,
+    progress: Progress | None,
+    draft_model: DraftModel | None = None,
+) -> OpenModel | None:
     """Open the model with a plan. Return None if there is no profile to make a plan from."""
 
     def automatic(spec: ModelSpec, folder: Path) -> HardwareProfile | None:
@@ -219,7 +239,10 @@ def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Pro
         files = _in_order(files, files.order, warn)
         spec = files.spec
     calibration = _calibration(files, request.mode, warn)
-    knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
+    if draft_model is not None:
+        knowledge = DraftKnowledge(calibration, draft_model=draft_model, is_asked=True)
+    else:
+        knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
         knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
     checks = HeadChecks(cache_folder(), spec, files.weights.quantizer, warn)
@@ -228,6 +251,8 @@ def _placed(files: ModelFiles, request: PlanRequest, threads: int, progress: Pro
     def by_knowledge(knowledge: DraftKnowledge) -> Opened:
         statistics = knowledge.statistics(spec, profile, threads, request.risk)
         completed = request.completed(profile, files.weights.quantizer, statistics)
+        if checks.is_missing(knowledge, request.mode) and completed.plan is None:  # the check needs no drafts
+            completed = replace(completed, limits=replace(completed.limits, mode="full"))
         opened = open_planned(spec, files.weights, completed, threads, time.perf_counter, warn, progress=progress)
         return replace(opened, request=completed)
 

@@ -17,6 +17,8 @@ from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.sources.draft_model import DraftModelSource
+from hetero_ee.speculation.sources.draft_model_opening import DraftModel, DraftModelOpener
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
@@ -57,7 +59,16 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "model": ("demo", "stories260k", "tiny12"),
     "quantizer": ("none", "codebook"),
     "is_split": (False, True),
-    "drafts": (*["exit"] * 4, "alternately", "n-grams", "garbage", "oracle", "n-grams and oracle", "n-grams and head"),
+    "drafts": (
+        *["exit"] * 4,
+        "alternately",
+        "n-grams",
+        "garbage",
+        "oracle",
+        "n-grams and oracle",
+        "n-grams and head",
+        "draft model",
+    ),
     "n_drafts": (1, 2, 3, 4, 5, 6, 7, 8),
     "depth": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "rule": ("always", "threshold", "marginal"),
@@ -186,8 +197,16 @@ def sources_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> tuple[Dr
             NgramSource(), scripted(oracle(texts, case.seed, error_rate=0.3), is_free=False), scripted(repetition)
         ),
         "n-grams and head": lambda: (NgramSource(), random_head_source(run.engine.executor, case.seed)),
+        "draft model": lambda: (_itself(run.engine),),
     }  # fmt: skip
     return sources[case.drafts]()
+
+
+def _itself(engine: Engine) -> DraftSource:
+    """The model as its own draft model, which differs only in its KV cache, of fp16."""
+    tokenizer: Any = None
+    model = DraftModel("itself", engine.spec, engine.executor.weights, tokenizer)
+    return DraftModelSource(DraftModelOpener(model, engine.executor, None, print), print)
 
 
 def nearly_itself(hidden_size: int, *, compiled: bool) -> StateMap:

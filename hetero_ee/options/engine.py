@@ -130,9 +130,9 @@ class PlanKeywords(TypedDict, total=False):
     mode: Annotated[
         str | None,
         Option(
-            "full: one token per pass; exact: speculative decoding by early exit (self-speculative), a draft head "
-            "or n-grams, with the text of full mode; specee, certified, calm, skipdecode, q-exit, patience, "
-            "joint-gate: tokens are emitted at early exits, and texts differ.",
+            "full: one token per pass; exact: speculative decoding by early exit (self-speculative), a draft head, a "
+            "draft model or n-grams, with the text of full mode; specee, certified, calm, skipdecode, q-exit, "
+            "patience, joint-gate: tokens are emitted at early exits, and texts differ.",
             ("--mode",),
             default_text="full or exact, whichever should be faster",
             choices=MODES,
@@ -164,6 +164,14 @@ class RunKeywords(TypedDict, total=False):
             "An EAGLE draft head, 1 to 3.1: its folder, or a Hugging Face id.",
             ("--draft-head",),
             default_text="the model's own, if any",
+            typed=str,
+        ),
+    ]
+    draft_model: Annotated[
+        str | Path | None,
+        Option(
+            "A smaller model with the same vocabulary, which drafts for exact mode; named like the model.",
+            ("-md", "--draft-model", "--model-draft", "-hfd", "--hf-repo-draft"),
             typed=str,
         ),
     ]

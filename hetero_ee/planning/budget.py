@@ -10,7 +10,6 @@ from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.times.memory import (
-    DRAFT_HEAD,
     DRAFT_ROWS,
     GRAPH_BYTES,
     GRAPH_LAYER_BYTES,
@@ -58,7 +57,7 @@ def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) 
         return []
     source_device = "gpu" if drafts.reading is not None and drafts.reading.on_gpu else "cpu"
     if source_device == device:
-        return [MemoryTerm(device, DRAFT_HEAD, drafts.memory_bytes(problem.context_tokens))]
+        return [MemoryTerm(device, drafts.memory_term, drafts.memory_bytes(problem.context_tokens))]
     if device == head == "gpu" and drafts.head_rows_bytes > 0:
         return [MemoryTerm(device, DRAFT_ROWS, drafts.head_rows_bytes)]
     return []

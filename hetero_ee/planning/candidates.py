@@ -26,7 +26,14 @@ from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
 from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.early_exits import Passes
-from hetero_ee.planning.times.memory import DRAFT_HEAD, DRAFT_ROWS, MemoryTerm, part_gpu_bytes, stream_buffer_bytes
+from hetero_ee.planning.times.memory import (
+    DRAFT_HEAD,
+    DRAFT_MODEL,
+    DRAFT_ROWS,
+    MemoryTerm,
+    part_gpu_bytes,
+    stream_buffer_bytes,
+)
 from hetero_ee.planning.times.prompts import Placements, prompt_s
 from hetero_ee.planning.times.threads import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS
 from hetero_ee_profiles.units import GIB
@@ -182,7 +189,7 @@ def _with_prefill(
     request_s = read_s + REQUEST_TEXT_TOKENS * schedule.token_s
     memory = memory_terms(problem, decode, prefill, chunk)
     if schedule.drafts != SEQUENCE:
-        memory = [term for term in memory if term.name not in (DRAFT_HEAD, DRAFT_ROWS)]
+        memory = [term for term in memory if term.name not in (DRAFT_HEAD, DRAFT_MODEL, DRAFT_ROWS)]
     return Candidate(problem, context_tokens, chunk, decode, prefill, schedule, memory, read_s, request_s)
 
 

@@ -20,7 +20,7 @@ from hetero_ee.options.option import is_whole
 from hetero_ee.planning.limits import check_risk
 from hetero_ee.planning.parts import layer_placements
 from hetero_ee.planning.placement import Placement
-from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
+from hetero_ee.planning.times.memory import DRAFT_HEAD, DRAFT_MODEL, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
 PLAN_VERSION = 7
@@ -182,7 +182,7 @@ class Plan:
     @property
     def draft_device(self) -> str | None:
         """Device that computes draft sequences, None if no memory is planned for them."""
-        return next((term.device for term in self.memory if term.name == DRAFT_HEAD), None)
+        return next((term.device for term in self.memory if term.name in (DRAFT_HEAD, DRAFT_MODEL)), None)
 
     @property
     def decode_placements(self) -> tuple[Placement, ...]:

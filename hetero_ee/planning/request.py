@@ -35,6 +35,7 @@ from hetero_ee_profiles.host.process import usable_threads
 FindProfile = Callable[[ModelSpec, Path], HardwareProfile | None]
 AskedProfile = HardwareProfile | FindProfile | str  # one, a function that finds one for the model, AUTO or OFF
 CONTEXT, DRAFT_HEAD, EMULATE = MODEL_OPTIONS["context_tokens"], RUN_OPTIONS["draft_head"], RUN_OPTIONS["emulate"]
+DRAFT_MODEL = RUN_OPTIONS["draft_model"]
 CHECKED = [MODEL_OPTIONS[name] for name in ("quantizer", "context_tokens", "threads")]
 
 
@@ -79,6 +80,7 @@ class PlanRequest:
     asked_profile: AskedProfile = AUTO
     limited_by: Option | None = None  # the first option that set a limit; None if none did
     draft_head: Path | None = None
+    draft_model: str | Path | None = None  # as the caller named it
     context_tokens: int = 0  # 0: any
     chooses_threads: bool = False  # the caller gave no thread count
 
@@ -100,6 +102,7 @@ class PlanRequest:
             asked_profile=_profile(options.get("profile")),
             limited_by=limited_by,
             draft_head=_folder(options.get("draft_head")),
+            draft_model=options.get("draft_model"),
             context_tokens=options.get("context_tokens", 0),
             chooses_threads=not options.get("threads"),
         )
@@ -126,7 +129,7 @@ class PlanRequest:
     @property
     def needs_plan(self) -> bool:
         """Whether an option needs a plan, so that running without a plan would be an error."""
-        wishes = self.plan, self.limited_by, self.draft_head
+        wishes = self.plan, self.limited_by, self.draft_head, self.draft_model
         return not isinstance(self.asked_profile, str) or any(wish is not None for wish in wishes)
 
     def found_profile(self, spec: ModelSpec, folder: Path, automatic: FindProfile) -> HardwareProfile | None:
@@ -171,7 +174,10 @@ class PlanRequest:
             self._check_next_to_plan(self.plan)
         if self.emulates and isinstance(self.asked_profile, str):
             raise UsageError("which machine is to be emulated? Give its profile with ", PROFILE, ".")
-        unplanned = self.limited_by or (DRAFT_HEAD if self.draft_head is not None else None)
+        if self.draft_head is not None and self.draft_model is not None:
+            raise UsageError(DRAFT_HEAD, " and ", DRAFT_MODEL, " both compute drafts; leave out one of them.")
+        drafts = ((DRAFT_HEAD, self.draft_head), (DRAFT_MODEL, self.draft_model))
+        unplanned = self.limited_by or next((option for option, value in drafts if value is not None), None)
         if self.asked_profile == OFF and self.plan is None and unplanned is not None:
             off = f" is {OFF}; leave out "
             raise UsageError(unplanned, " needs a plan, and ", PROFILE, off, unplanned, ", or give another profile.")

@@ -10,6 +10,7 @@ import numpy as np
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import SEQUENCE, Plan
+from hetero_ee.planning.times.memory import DRAFT_HEAD
 
 MAX_ACCEPTANCE_POSITIONS = 8
 
@@ -126,6 +127,7 @@ class DraftRates:
         None  # (head, embedding on the GPU) -> seconds; None: always draft_s
     )
     verified_s: Callable[[Sequence[Placement], int], float] | None = None  # see after_verification_s
+    memory_term: str = DRAFT_HEAD  # name of the term of memory_bytes
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:

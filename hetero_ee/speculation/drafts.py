@@ -12,10 +12,8 @@ from hetero_ee.decoding.result import GRAMMAR
 from hetero_ee.decoding.sampling import RememberedNoise
 from hetero_ee.runtime.choice import all_finite, confidence_of
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd, DraftNoise
-from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.pending import PendingToken
-
-ABSENT = -1e30  # logit of a token that no draft can be: finite, for what tempers, penalizes and adds it up
+from hetero_ee.speculation.sources.source import ABSENT, DraftsFromStates
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +80,7 @@ class DraftSampler:
 
     def drafted(
         self,
-        executor: Executor,
+        executor: DraftsFromStates,
         hidden: Tensor,
         end: DraftEnd,
         rows: Sequence[tuple[Request, Sequence[int]]],

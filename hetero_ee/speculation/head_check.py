@@ -1,4 +1,4 @@
-"""Checks a draft head against its model: how often its drafts are right, and whether it reads the right layers.
+"""Checks a draft head or draft model against its model: how often drafts are right, and which layers a head reads.
 
 The check uses text that the model writes. Publishers count captured layers in two ways, and a head that reads the wrong
 ones drafts as badly as an untrained one. So the first drafts are also tried with the states of one layer earlier and
@@ -32,8 +32,10 @@ from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHead, DraftHeadLayer
 from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu, head_parts
+from hetero_ee.speculation.sources.draft_model import DraftModelSource
+from hetero_ee.speculation.sources.draft_model_opening import DraftModel, DraftModelOpener
 from hetero_ee.speculation.sources.eagle3 import LAYER_IDS
-from hetero_ee.speculation.sources.source import Choose
+from hetero_ee.speculation.sources.source import Choose, DraftsFromStates, DraftSource
 from hetero_ee_profiles.records import read_record, write_record
 
 FOLDER = "draft_heads"  # in the cache
@@ -62,52 +64,63 @@ class HeadChecks:
 
     def known(self, knowledge: DraftKnowledge) -> DraftKnowledge:
         """Add the acceptance found by an earlier check if a named head's acceptance is missing."""
-        if knowledge.draft_head is None or not self.is_missing(knowledge, None):
+        if not self.is_missing(knowledge, None):
             return knowledge
-        kept = _acceptance(self._file(knowledge.draft_head))
+        kept = _acceptance(self._file(knowledge))
         return replace(knowledge, acceptance=kept) if kept else knowledge
 
     def is_missing(self, knowledge: DraftKnowledge, mode: str | None) -> bool:
-        """Return whether the caller named a head that may draft in this mode although its acceptance is unknown."""
-        if knowledge.draft_head is None or not knowledge.is_asked or knowledge.acceptance:
+        """Return whether the caller named something that may draft in this mode although its acceptance is unknown."""
+        if not knowledge.is_asked or knowledge.acceptance or mode == "full" or mode in EARLY_EXIT_MODES:
             return False
-        if mode == "full" or mode in EARLY_EXIT_MODES:
-            return False
-        return not draft_head_facts(knowledge.draft_head, self._spec).acceptance
+        head = knowledge.draft_head
+        return knowledge.draft_model is not None if head is None else not draft_head_facts(head, self._spec).acceptance
 
     def checked(self, knowledge: DraftKnowledge, executor: Executor, prompt: list[int]) -> DraftKnowledge:
-        """Check the head with this model and add its acceptance.
+        """Check the head or draft model with this model and add its acceptance.
 
         A notice reports the acceptance, and a warning reports a head that reads the wrong layers. A head that can't be
         checked, for example for lack of memory, is used unchecked.
         """
-        folder = knowledge.draft_head
-        assert folder is not None, "there is a head to check"
         try:
-            head = read_draft_head(folder, self._spec)
-            found = check_head(head, executor, prompt)
+            name, found, head = self._check(knowledge, executor, prompt)
         except HeteroError as error:
-            self._warn(f"{error} The draft head was not checked.")
+            self._warn(f"{error} The drafts were not checked.")
             return knowledge
         shares = ", ".join(f"{share:.2f}" for share in found.acceptance)
-        self._warn(
-            f"Checked the draft head {folder.name} on {found.n_tokens} tokens: drafts right by position {shares}"
-        )
-        if head.eagle3 is not None and (wrong := found.warning(str(folder), head.eagle3.captured)):
+        self._warn(f"Checked {name} on {found.n_tokens} tokens: drafts right by position {shares}")
+        if head is not None and head.eagle3 is not None:
+            wrong = found.warning(str(knowledge.draft_head), head.eagle3.captured)
+        else:
+            wrong = None
+        if wrong is not None:
             self._warn(wrong)
         else:
-            self._keep(folder, found.acceptance)
+            self._keep(knowledge, found.acceptance)
         return replace(knowledge, acceptance=found.acceptance)
 
-    def _keep(self, head: Path, acceptance: tuple[float, ...]) -> None:
-        with suppress(OSError):  # then it is checked again
-            write_record(KeptAcceptance(acceptance), self._file(head))
+    def _check(
+        self, knowledge: DraftKnowledge, executor: Executor, prompt: list[int]
+    ) -> "tuple[str, HeadCheck, DraftHead | None]":
+        if (folder := knowledge.draft_head) is not None:
+            head = read_draft_head(folder, self._spec)
+            return f"the draft head {folder.name}", check_head(head, executor, prompt), head
+        assert knowledge.draft_model is not None, "there is something to check"
+        model = knowledge.draft_model
+        return f"the draft model {model.name}", check_draft_model(model, executor, prompt), None
 
-    def _file(self, head: Path) -> Path:
-        """Return the path of a check's result. Its name is a hash of the head's files and the model."""
-        config, weights = find_file(head, CONFIG_FILE), find_file(head, SINGLE_FILE)
+    def _keep(self, knowledge: DraftKnowledge, acceptance: tuple[float, ...]) -> None:
+        with suppress(OSError):  # then it is checked again
+            write_record(KeptAcceptance(acceptance), self._file(knowledge))
+
+    def _file(self, knowledge: DraftKnowledge) -> Path:
+        """Return the path of a check's result. Its name is a hash of the model and of what drafts for it."""
         parts = [json.dumps(asdict(self._spec), default=str, sort_keys=True), self._quantizer]
-        parts += [f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in (config, weights) if file is not None]
+        if (model := knowledge.draft_model) is not None:
+            parts += [json.dumps(asdict(model.spec), default=str, sort_keys=True), model.name, model.weights.quantizer]
+        if (head := knowledge.draft_head) is not None:
+            files = find_file(head, CONFIG_FILE), find_file(head, SINGLE_FILE)
+            parts += [f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file is not None]
         return self._folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
 
 
@@ -171,8 +184,17 @@ def check_head(head: DraftHead, executor: Executor, prompt: Sequence[int], n_tok
     return HeadCheck(found[0][1], tuple(found[0][0].tolist()), shares)
 
 
+def check_draft_model(model: DraftModel, executor: Executor, prompt: Sequence[int]) -> HeadCheck:
+    """Check a draft model, on the CPU, on N_WRITTEN tokens that the model writes greedily after the prompt."""
+    tokens = written(executor, prompt, N_WRITTEN)
+    source = DraftModelSource(DraftModelOpener(model, executor, None, lambda _: None), lambda _: None)
+    right, tried = accepted(source, greedy_choice(executor), tokens, [], len(prompt), N_DRAFTS)
+    shares = right / tried.clamp(min=1)
+    return HeadCheck(int(tried[0]), tuple(shares.tolist()), {0: float(shares[0])})
+
+
 def accepted(
-    source: DraftHeadSource,
+    source: DraftSource,
     choose: Choose,
     tokens: Sequence[int],
     states: Sequence[Tensor],
@@ -180,12 +202,19 @@ def accepted(
     n_drafts: int,
     sequence: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Draft after every token of a sequence from its prompt's end on, given `states` of all tokens. Return, by
-    position, the number of right drafts, and the number of drafts tried because all before them were right."""
+    """Draft after every token of a sequence from its prompt's end on.
+
+    Args:
+        states: states of all tokens, see DraftSource.observe; empty if the source needs none.
+
+    Returns:
+        By position, the number of right drafts, and of drafts tried because all before them were right.
+    """
     right, tried = torch.zeros(n_drafts), torch.zeros(n_drafts)
     for position in range(n_prompt, len(tokens) - 1):
         first = 0 if position == n_prompt else position - 1
-        source.observe(sequence, first, tokens[first:position], *(each[first:position] for each in states))
+        if states:
+            source.observe(sequence, first, tokens[first:position], *(each[first:position] for each in states))
         with closing(source.drafts(sequence, tokens[: position + 1], choose)) as drafting:
             drafts = [draft.token_id for draft in islice(drafting, n_drafts)]
         true = tokens[position + 1 : position + 1 + len(drafts)]
@@ -213,8 +242,8 @@ def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[in
 def greedy_choice(executor: Executor) -> Choose:
     """Return a function that chooses the token with the head's largest logit."""
 
-    def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
-        place = int(executor.draft_logits(state, end)[0].argmax())
+    def choose(state: Tensor, end: DraftEnd, history: Sequence[int], by: DraftsFromStates | None = None) -> Drafted:
+        place = int((by or executor).draft_logits(state, end)[0].argmax())
         return Drafted(place if end.vocabulary is None else int(end.vocabulary.token_ids[place]), 1.0)
 
     return choose

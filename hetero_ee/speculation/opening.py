@@ -26,6 +26,8 @@ from hetero_ee.speculation.policies.exit_head import exit_end
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee.speculation.sources.draft_model import DraftModelSource
+from hetero_ee.speculation.sources.draft_model_opening import DraftModel, DraftModelOpener
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
@@ -40,13 +42,14 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DraftKnowledge:
-    """Calibration, draft head and certificate that a model can draft with."""
+    """Calibration, draft head, draft model and certificate that a model can draft with."""
 
     calibration: Calibration | None = None
     draft_head: Path | None = None
-    is_asked: bool = False  # the caller named the head, so that it must be readable
+    is_asked: bool = False  # the caller named the head or draft model, so that it must be readable
     certificate: Certificate | None = None  # for mode certified, if that is requested
     acceptance: tuple[float, ...] = ()  # by draft position, if the head's config.json has none
+    draft_model: DraftModel | None = None  # in place of a head
 
     @classmethod
     def found(
@@ -89,6 +92,8 @@ class DraftKnowledge:
         depths = () if self.calibration is None else self.calibration.depth_statistics(is_drafted=is_drafted)
         if self.certificate is not None:
             depths += self.certificate.depth_statistics(risk or RISK)
+        if self.draft_model is not None and profile is not None and self.acceptance:
+            return Statistics(exits, self.draft_model.rates(profile, threads, self.acceptance), depths=depths)
         facts = None if self.draft_head is None else draft_head_facts(self.draft_head, spec)
         if facts is not None and not facts.acceptance:
             facts = replace(facts, acceptance=self.acceptance)
@@ -210,5 +215,20 @@ def _open_draft_head(request: DraftingRequest) -> DraftSource | None:
     return head
 
 
+def _open_draft_model(request: DraftingRequest) -> DraftSource | None:
+    """Open the draft model on the device where the plan reserves memory for it, or return None if there is none."""
+    model, opened = request.knowledge.draft_model, request.opened
+    if model is None:
+        return None
+    opener = DraftModelOpener(model, opened.executor, opened.running, request.warn)
+    opener.open()
+    rates = None if opened.request is None else opened.request.statistics.of_plan(opened.plan).drafts
+    return DraftModelSource(opener, request.warn, 0.0 if rates is None else rates.draft_s)
+
+
 # Every draft source there is; a new one takes a line here.
-SOURCES: tuple[Callable[[DraftingRequest], DraftSource | None], ...] = (lambda _: NgramSource(), _open_draft_head)
+SOURCES: tuple[Callable[[DraftingRequest], DraftSource | None], ...] = (
+    lambda _: NgramSource(),
+    _open_draft_head,
+    _open_draft_model,
+)

@@ -12,7 +12,7 @@ from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.runtime.drafted import Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
-from hetero_ee.speculation.sources.source import Draft, DraftSource
+from hetero_ee.speculation.sources.source import Draft, DraftsFromStates, DraftSource
 from hetero_ee.speculation.stop_rule import StopRule
 
 
@@ -115,8 +115,15 @@ class SequenceDrafter:
         else:
             step.add(draft.token_id, source.name, chance)
 
-    def _choose(self, request: Request, hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
-        return self._sampler.drafted(self._executor, hidden, end, [(request, history)])[0]
+    def _choose(
+        self,
+        request: Request,
+        state: Tensor,
+        end: DraftEnd,
+        history: Sequence[int],
+        by: DraftsFromStates | None = None,
+    ) -> Drafted:
+        return self._sampler.drafted(by or self._executor, state, end, [(request, history)])[0]
 
 
 def _legal(step: DraftStep, drafts: Generator[Draft]) -> Generator[Draft]:

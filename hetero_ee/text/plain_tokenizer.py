@@ -85,6 +85,10 @@ class PlainTokenizer:
         found: int | None = self.backend_tokenizer.token_to_id(token)
         return found
 
+    def get_vocab(self) -> dict[str, int]:
+        found: dict[str, int] = self.backend_tokenizer.get_vocab()
+        return found
+
     @cached_property
     def added_tokens_decoder(self) -> dict[int, Any]:
         found: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()

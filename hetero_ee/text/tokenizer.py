@@ -72,6 +72,11 @@ class Tokenizer:
         once, twice = (self._decoded(ids, skip_special_tokens=False) for ids in ([token_id], [token_id, token_id]))
         return twice[len(once) :]
 
+    def pieces(self) -> list[str | None]:
+        """Return the name of each token as the tokenizer's file has it, by id; None for unused ids."""
+        by_id = {token_id: piece for piece, token_id in self._backend.get_vocab().items()}
+        return [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
+
     def _decoded(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         try:

@@ -149,7 +149,7 @@ def refusal(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["generate", "Hi", "-md", "small"], "-md is not offered: drafts come from early exits, n-grams or an EAGLE"),
+        (["generate", "Hi", "-ngld", "9"], "-ngld is not offered: the plan decides where a draft model runs"),
         (["run", "m", "-fa", "on"], "-fa is not offered: "),
         (["bench", "-mg", "0"], "-mg is not offered: one GPU is used"),
         (

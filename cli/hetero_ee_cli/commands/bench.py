@@ -15,7 +15,7 @@ from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.bench import ALL, EXACT, FULL, BenchOptions, Test
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.placement import LimitOptions, Placed, PlacementOptions
+from hetero_ee_cli.options.placement import DRAFT_MODEL, LimitOptions, Placed, PlacementOptions
 from hetero_ee_cli.reports.bench_table import Row, columns, print_rows, profile_date
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
@@ -62,6 +62,10 @@ def bench(
     wanted.check(random_weights)
     if random_weights is not None and "sparsity" in engine.given:
         raise UsageError("random weights have no neurons that could be left out; name a model, or drop --sparsity.")
+    if random_weights is not None and placement.draft_model is not None:
+        raise UsageError(
+            DRAFT_MODEL, " drafts nothing for random weights; name a model, or try --synthetic-acceptance."
+        )
     if wanted.mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
     placed = placement.checked(LimitOptions(**limits.given | {"mode": wanted.single_mode}), engine)
@@ -191,6 +195,7 @@ def _of_folder(subject: _Subject, limits: "Limits", folder: Path) -> Iterator[_R
         profile=subject.profile,
         limits=limits if given is None else None,
         draft_head=options.draft_head,
+        draft_model=options.draft_model,
         traces=options.trace is not None,
         progress=subject.progress,
     ) as engine:

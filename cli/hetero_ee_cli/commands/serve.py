@@ -128,7 +128,8 @@ def serve(
         say_loading(options["model"])
     changes, template = sampling.changes(), conversation.template()
     settings, placed = server.settings(names[0], changes.get("temperature")), placement.checked(limits, engine)
-    if not is_single and (placed.plan is not None or placed.options.draft_head is not None):
+    drafts = placed.options.draft_head or placed.options.draft_model
+    if not is_single and (placed.plan is not None or drafts is not None):
         raise UsageError(f"{placed.asking} belongs to one model, and {len(models)} are served; drop {placed.asking}.")
     with ending_at_once():
         from hetero_ee.serving import server as http

@@ -169,6 +169,7 @@ def _emulated(
             limits=placed.limits if placed.plan is None else None,
             emulate=True,
             draft_head=placed.options.draft_head,
+            draft_model=placed.options.draft_model,
             **arguments | {"threads": min(arguments["threads"], physical_core_count())},  # of this machine
         ) as engine,
     ):

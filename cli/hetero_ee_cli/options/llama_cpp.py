@@ -30,11 +30,8 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("-fa", "--flash-attn"), "every device has one kernel for attention, which never stores its scores; leave it out"),
     (
-        (
-            *("-md", "--model-draft", "-hfd", "--hf-repo-draft", "-ngld", "--gpu-layers-draft"),
-            *("-devd", "--device-draft", "-cd", "--ctx-size-draft"),
-        ),
-        "drafts come from early exits, n-grams or an EAGLE draft head instead of a second model; use --draft-head",
+        ("-ngld", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft"),
+        "the plan decides where a draft model runs, with the model's own context; leave it out",
     ),
     (
         ("--draft", "--draft-n", "--draft-max", "--draft-min", "--draft-n-min", "--draft-p-min"),

@@ -87,17 +87,18 @@ def _with_our_device(override: str) -> str:
     return f"{pattern}{equals}{DEVICE_WORDS.get(device.lower(), device)}"
 
 
-DRAFT_HEAD = RUN_OPTIONS["draft_head"]
+DRAFT_HEAD, DRAFT_MODEL = RUN_OPTIONS["draft_head"], RUN_OPTIONS["draft_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementOptions:
-    """Options for a given plan, a draft head, and reports of the run."""
+    """Options for a given plan, a draft head or model, and reports of the run."""
 
     PANEL: ClassVar[str] = "Plan and report"
 
     plan_file: Annotated[Path | None, typer_option(PLAN)] = None
     draft_head: Annotated[str | None, typer_option(DRAFT_HEAD)] = None
+    draft_model: Annotated[str | None, typer_option(DRAFT_MODEL)] = None
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of what ran where and when, for chrome://tracing or Perfetto.")
     ] = None
@@ -121,7 +122,12 @@ class PlacementOptions:
         with ending_at_once():
             from hetero_ee.planning.plan import Plan
         plan = None if self.plan_file is None else Plan.load(self.plan_file)
-        others = {"--plan": self.plan_file, "--draft-head": self.draft_head, "--trace": self.trace}
+        others = {
+            "--plan": self.plan_file,
+            DRAFT_HEAD.flag: self.draft_head,
+            DRAFT_MODEL.flag: self.draft_model,
+            "--trace": self.trace,
+        }
         asking = [*given, *(flag for flag, value in others.items() if value is not None)]
         return Placed(asking[0] if asking else "", requested, plan, self)
 
@@ -163,6 +169,7 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         plan=placed.plan,
         limits=placed.limits if placed.asking and placed.plan is None else None,
         draft_head=placed.options.draft_head,
+        draft_model=placed.options.draft_model,
         traces=placed.traces,
         progress=progress,
         **options,

@@ -21,7 +21,7 @@ GRAPH_BYTES = 64 * 2**20  # for kernels and library workspaces: an allowance, no
 GRAPH_LAYER_BYTES = 2**14  # for one layer's CUDA graph with about ten launches: also an allowance
 N_STATES = 7  # hidden states outside of buffers: 4 on the link, a segment's result, two of the final norm
 CODE_BYTES = 1.125  # an activation as products read it: int8, and an fp32 scale per 32
-DRAFT_HEAD = "draft head"  # the term whose device computes it
+DRAFT_HEAD, DRAFT_MODEL = "draft head", "draft model"  # the terms whose device computes drafts
 DRAFT_ROWS = "draft vocabulary"  # of a draft head that the CPU computes, for the model's head on the GPU
 
 

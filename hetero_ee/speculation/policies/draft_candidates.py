@@ -17,7 +17,7 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.features import likeliest
-from hetero_ee.speculation.sources.source import DraftSource
+from hetero_ee.speculation.sources.source import DraftsFromStates, DraftSource
 
 
 class DraftCandidates:
@@ -30,8 +30,8 @@ class DraftCandidates:
         """Return candidates for the next token, int64 (k,), or None if the head can't draft."""
         found: list[Tensor] = []
 
-        def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
-            best = likeliest(executor.draft_logits(state, end))
+        def choose(state: Tensor, end: DraftEnd, history: Sequence[int], by: DraftsFromStates | None = None) -> Drafted:
+            best = likeliest((by or executor).draft_logits(state, end))
             if not best.is_finite[0]:
                 return Drafted(NO_TOKEN, nan)
             ids = torch.from_numpy(best.token_ids[0])

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.devices.cpu import host_machine
-from hetero_ee.runtime.devices.device import GPU
-from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE
+from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
 from hetero_ee.runtime.drafted import DraftVocabulary
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
-from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.speculation.sources.beside import BesideOpener, Running
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import (
@@ -36,15 +33,12 @@ from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 if TYPE_CHECKING:
     from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
-Running = Callable[[], PlannedExecutor]
 
-
-class DraftHeadOpener:
-    """Opens the head's layer on the machine that runs the model, and reopens it after a change of plan.
+class DraftHeadOpener(BesideOpener[DraftHeadLayer]):
+    """Opens the head's layer. See BesideOpener for `target`, `running` and `warn`.
 
     Args:
         weights: The weights from head_weights.
-        warn: Called for each plan that leaves no memory for the head.
     """
 
     def __init__(
@@ -56,39 +50,12 @@ class DraftHeadOpener:
         warn: Callable[[str], None] | None = None,
         eagle3: Eagle3 | None = None,
     ) -> None:
+        super().__init__(target, running, warn, "draft head")
         # On every device, and while the context grows, its keys turn alike.
         self._spec = replace(spec, rope=spec.rope and spec.rope.for_context(target.most_tokens))
-        self._weights, self._target, self._warn, self._eagle3 = weights, target, warn, eagle3
-        self._running, self._host = running, host_machine()
-        self._layer: DraftHeadLayer | None = None
-        self._has_tried = False
-        self._beside: PlannedExecutor | None = None  # the executor for which the layer was opened or found no memory
+        self._weights, self._eagle3 = weights, eagle3
 
-    def __call__(self) -> DraftHeadLayer | None:
-        """Return the layer for the current plan, or None if there is no memory for it."""
-        if not self._has_tried or self._beside is not self._now():
-            try:
-                self.open()
-            except HeteroError as error:
-                if self._warn is not None:
-                    self._warn(f"{error} Drafting without the draft head.")
-        return self._layer
-
-    def open(self) -> None:
-        """Open the layer on the machine that runs the model now.
-
-        Raises: DeviceMemoryError: if the memory that the plan reserves for it is not available.
-        """
-        self._layer, self._has_tried, self._beside = None, True, self._now()
-        self._layer = self._opened(self._beside)
-
-    def _now(self) -> PlannedExecutor | None:
-        return None if self._running is None else self._running()
-
-    def _opened(self, running: PlannedExecutor | None) -> DraftHeadLayer | None:
-        """Return the layer, or None if the model changed its plan while it computed an embedding."""
-        machine = self._host if running is None else running.machine
-        on_gpu = running is not None and running.plan.draft_device == GPU
+    def _opened(self, machine: Machine, *, on_gpu: bool) -> DraftHeadLayer | None:
         embedding = self._weights.matrices.get(EMBEDDING)
         if not on_gpu or machine.open_beside is None:
             max_tokens = self._target.cache.max_tokens if on_gpu else self._target.most_tokens
@@ -98,7 +65,7 @@ class DraftHeadOpener:
             embedded = embedding.rows(torch.tensor([0]))
         else:
             embedded = self._target.run(Batch.of_sequence(0, 0, [0]), None, range(0))
-            if self._now() is not running:
+            if self._now() is not self._beside:
                 return None
         blocks = [fc_block(self._spec, self._eagle3), *layer_blocks(self._spec, self._eagle3)]
         executor = machine.open_beside(self._spec, self._weights, blocks, self._target.cache.max_tokens)

@@ -1,14 +1,41 @@
 """Draft sources, which propose tokens without running the model's layers; opening.py lists them."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from hetero_ee.runtime.drafted import Drafted, DraftEnd
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise
 
-# What a sequence's sampling takes after a state (1, hidden), by this end and every token before; see Drafted.
-Choose = Callable[[Tensor, DraftEnd, Sequence[int]], Drafted]
+ABSENT = -1e30  # logit of a token that no draft can be: finite, for what tempers, penalizes and adds it up
+
+
+class DraftsFromStates(Protocol):
+    """The end of a model, which turns states (m, hidden) into drafts. See Executor for its methods."""
+
+    spec: ModelSpec
+
+    @property
+    def head_on_gpu(self) -> bool: ...
+
+    def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]: ...
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor: ...
+
+
+class Choose(Protocol):
+    """A function that samples a draft by the settings of a sequence."""
+
+    def __call__(
+        self, state: Tensor, end: DraftEnd, history: Sequence[int], by: DraftsFromStates | None = None
+    ) -> Drafted:
+        """Return the token that follows `history`, all tokens so far, and its confidence.
+
+        Args:
+            state: the state (1, hidden) after the last token.
+            by: computes the logits; None for the model that verifies the draft.
+        """
 
 
 class Draft(NamedTuple):
