@@ -14,7 +14,7 @@ from hetero_ee.speculation.audit import ExitAudit
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
-from hetero_ee.speculation.opening import DraftKnowledge
+from hetero_ee.speculation.opening import DraftKnowledge, open_draft_model
 from hetero_ee.speculation.policies.calm import CalmPolicy
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import exit_end, exit_heads
@@ -68,7 +68,9 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
     if calibration is None:
         raise UsageError(f"mode {plan.mode} needs a model whose exits were measured; run hetero-ee calibrate.")
     candidates = None
-    if plan.mode == "specee" and knowledge.draft_head is not None:
+    if plan.mode == "specee" and (model := open_draft_model(knowledge, opened, warn)) is not None:
+        candidates = DraftCandidates(model, warn)
+    elif plan.mode == "specee" and knowledge.draft_head is not None:
         if draft_head_facts(knowledge.draft_head, opened.executor.spec).eagle3 is not None:
             raise UsageError(
                 "mode specee takes candidates from a head of EAGLE-1: one of EAGLE-3 sees layers that a token which "

@@ -88,7 +88,7 @@ class DraftKnowledge:
         Raises: ModelError, UsageError: if the risk can't be certified.
         """
         exits = None if self.calibration is None else self.calibration.statistics()
-        is_drafted = self.draft_head is not None
+        is_drafted = self.draft_head is not None or self.draft_model is not None
         depths = () if self.calibration is None else self.calibration.depth_statistics(is_drafted=is_drafted)
         if self.certificate is not None:
             depths += self.certificate.depth_statistics(risk or RISK)
@@ -215,20 +215,19 @@ def _open_draft_head(request: DraftingRequest) -> DraftSource | None:
     return head
 
 
-def _open_draft_model(request: DraftingRequest) -> DraftSource | None:
+def open_draft_model(knowledge: DraftKnowledge, opened: Opened, warn: Warn) -> DraftSource | None:
     """Open the draft model on the device where the plan reserves memory for it, or return None if there is none."""
-    model, opened = request.knowledge.draft_model, request.opened
-    if model is None:
+    if knowledge.draft_model is None:
         return None
-    opener = DraftModelOpener(model, opened.executor, opened.running, request.warn)
+    opener = DraftModelOpener(knowledge.draft_model, opened.executor, opened.running, warn)
     opener.open()
     rates = None if opened.request is None else opened.request.statistics.of_plan(opened.plan).drafts
-    return DraftModelSource(opener, request.warn, 0.0 if rates is None else rates.draft_s)
+    return DraftModelSource(opener, warn, 0.0 if rates is None else rates.draft_s)
 
 
 # Every draft source there is; a new one takes a line here.
 SOURCES: tuple[Callable[[DraftingRequest], DraftSource | None], ...] = (
     lambda _: NgramSource(),
     _open_draft_head,
-    _open_draft_model,
+    lambda request: open_draft_model(request.knowledge, request.opened, request.warn),
 )

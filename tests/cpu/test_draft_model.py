@@ -263,3 +263,14 @@ def test_the_engine_drafts_with_it_where_the_plan_says(stories260k: Any, kernels
         assert drafting.draft_statistics is not None and drafting.draft_statistics.n_accepted > 5
         assert any(term.name == DRAFT_MODEL for term in drafting.plan.memory)
     assert found.token_ids == expected.token_ids
+
+
+def test_mode_specee_takes_its_candidates_from_it(demo: Any, kernels: Any) -> None:
+    """The model itself names the token that follows, so that no token which exits early differs."""
+    options: Any = {"profile": LAPTOP, "emulate": True, "context_tokens": 256, "kv_type": "fp16"}
+    with Engine.from_pretrained(demo, mode="full", **options) as full:
+        expected = full.generate("Once upon a time", max_new_tokens=24)
+    with Engine.from_pretrained(demo, draft_model=demo, mode="specee", **options) as early:
+        found = early.generate("Once upon a time", max_new_tokens=24)
+        assert early.exits is not None and early.exits.candidates is not None
+    assert sum(map(int.__eq__, found.token_ids, expected.token_ids)) >= 20

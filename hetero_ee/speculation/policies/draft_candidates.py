@@ -1,4 +1,4 @@
-"""Candidate tokens from a draft head, known before any layer has run.
+"""Candidate tokens from a draft head or draft model, known before any layer has run.
 
 Source: SpecEE (arXiv 2504.08850), section 4. The head was trained on states after the last layer. For a token that has
 exited, it gets the state at the exit, as in the paper.
