@@ -98,7 +98,7 @@ class Engine(CalibratingEngine):
             draft_head: An EAGLE draft head, 1 to 3.1, for this model: a folder, or a Hugging Face id (org/name). A head
                 whose acceptance is unknown is checked when it is first opened. None uses the model folder's own.
             draft_model: A smaller model with the same vocabulary that drafts for exact mode, named like `model`. It is
-                checked when it is first opened, and drafts on the GPU if the plan has room for it there.
+                checked when it is first opened, and drafts on the GPU if the plan reserves memory there.
             emulate: Run the plan on the given profile's machine, emulated here: the same tokens, and that machine's
                 times.
             traces: Record in `spans` what ran where and when.

@@ -19,7 +19,8 @@ _TEXT_PARTS = {
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-PARAMETERS = (".A_log", ".dt_bias", ".layer_scalar")  # in checkpoints, parameters that are not the weight or bias of a module
+# Parameters of checkpoints that are neither a weight nor a bias of a module.
+PARAMETERS = (".A_log", ".dt_bias", ".layer_scalar")
 GATED_NORM = "gated_norm"  # a norm whose scale checkpoints store whole, whatever the family's norm_offset
 _OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 
