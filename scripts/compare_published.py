@@ -20,7 +20,8 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan, Prediction
 from hetero_ee.planning.planner import plan
-from hetero_ee_profiles.reference import reference_profile
+from hetero_ee_profiles.data_sheets import DataSheet
+from hetero_ee_profiles.reference import derived_profile, reference_profile
 
 MEAN_GOAL, ROW_GOAL = (0.92, 1.08), (0.75, 1.3)
 CONTEXT_TOKENS, LONG_CONTEXT_TOKENS = 128, 1024  # of llama-bench's tg128, and of LocalScore's tests
@@ -77,12 +78,38 @@ PROMPTS = (
     Published(CARD_3060, "qwen2.5-14b", 846, LOCALSCORE, LONG_CONTEXT_TOKENS),
     Published(CARD_4090, "llama-3-8b", 10358.8, "llama.cpp pull request 7676, Q4_0", PROMPT_TOKENS),
 )
+# Models split between a GPU and the CPU, at 4.85 bits a weight (Q4_K_M): layers on the GPU, None for what fits, and
+# tokens per second. Source: AlexsJones/llmfit, pull requests 773 to 778 and 787. Absolute speeds say little here: the
+# RAM's bandwidth is the rated one, and llama.cpp's CPU kernels reach less of it than this engine's. So each machine's
+# ratios are compared: those of two models are the ratio of their predictions where the last column is the same.
+OLD_PC = DataSheet(
+    "Intel Core i9-10900X", 10, 4.3, 64, True, 64, 102.4, 3.5, "rtx-2080-8gb", "RTX 2080", 8, 448, 10.1, 15.8
+)
+NEW_PC = DataSheet(
+    "Intel Core i9-13900HK", 6, 4.0, 32, True, 31, 83.2, 3.5, "rtx-5070-12gb", "RTX 5070", 12, 672, 30.9, 31.5
+)
+SPLITS: tuple[tuple[DataSheet, str, int | None, float], ...] = (
+    (OLD_PC, "gemma-3-12b", 44, 26.1),
+    (OLD_PC, "gemma-2-9b", 36, 23.7),
+    (OLD_PC, "qwen2.5-14b", 42, 20.8),
+    (OLD_PC, "qwen3-14b", 32, 16.9),
+    (OLD_PC, "phi-4", 32, 16.7),
+    (OLD_PC, "mistral-small-24b", 16, 5.2),
+    (OLD_PC, "qwen3-4b", 99, 110.6),
+    (OLD_PC, "llama-3.1-8b", 99, 71.9),
+    (OLD_PC, "qwen3-8b", 99, 69.3),
+    (NEW_PC, "llama-3.1-8b", None, 105),
+    (NEW_PC, "qwen3-14b", None, 59.0),
+    (NEW_PC, "mistral-small-24b", None, 7.6),
+    (NEW_PC, "gemma-3-27b", None, 4.8),
+    (NEW_PC, "qwen3-32b", None, 4.4),
+)
 
 
 def main() -> int:
     decode = [(row, predicted(row).generated_tokens_per_s / row.tokens_per_s) for row in DECODE]
     prompts = [(row, predicted(row).prompt_tokens_per_s / row.tokens_per_s) for row in PROMPTS]
-    for line in (*table("decoding", decode), *table("prompt", prompts), "", *prompts_by_layers()):
+    for line in (*table("decoding", decode), *table("prompt", prompts), "", *splits(), "", *prompts_by_layers()):
         print(line)
     misses = [*shortfalls(decode)]
     mean = geometric_mean([ratio for row, ratio in decode if row.is_held])
@@ -141,6 +168,21 @@ def table(what: str, rows: Sequence[tuple[Published, float]]) -> Iterator[str]:
         yield (
             f"| {row.hardware} | {row.model} | {row.context_tokens} | {row.tokens_per_s:g} "
             f"| {ratio * row.tokens_per_s:.1f} | {ratio:.2f} | {row.source} |"
+        )
+
+
+def splits() -> Iterator[str]:
+    """Yield a table of split models: published and predicted speeds, and their ratio."""
+    yield f"| machine | model | layers on the GPU | published t/s | predicted | ratio |\n{'|---' * 6}|"
+    for sheet, model, gpu_layers, tokens_per_s in SPLITS:
+        spec = known_spec(model)
+        n_layers = None if gpu_layers is None else min(gpu_layers, spec.n_layers)
+        limits = Limits(mode="full", kv_type="fp16", context_tokens=2048, gpu_layers=n_layers, vram_margin_bytes=0)
+        made = plan(spec, derived_profile(sheet, ""), limits, predict_at_tokens=CONTEXT_TOKENS)
+        found = made.prediction.generated_tokens_per_s
+        yield (
+            f"| {sheet.name} | {model} | {made.gpu_layers} of {spec.n_layers} | {tokens_per_s:g} | {found:.1f} "
+            f"| {found / tokens_per_s:.2f} |"
         )
 
 
