@@ -79,6 +79,7 @@ class Engine(CalibratingEngine):
                 important ones; "auto" skips the calibrated share, "dense" none. "predicted" works like "exact" but
                 computes only the gates that a calibrated predictor expects to be active, which needs another weight
                 layout; "unpredicted" uses that layout without a predictor. None: FFNs are dense.
+            activations: "int8", or "int16", which products with quantized weights split into two int8 terms.
             context_tokens: Most tokens of prompt and output together. 0: the plan chooses a length that fits and
                 grows it on demand, up to the model's maximum; without a plan it is that maximum.
             threads: CPU threads, at most one per processor; 0 for the fastest measured number, else all physical cores.

@@ -17,7 +17,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.options.engine import CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS
+from hetero_ee.options.engine import ACTIVATION_TERMS, CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
 from hetero_ee.planning.times.threads import fastest_threads
@@ -36,7 +36,7 @@ from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.speculation.sources.draft_model_opening import DraftModel
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
-from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
+from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense, with_terms
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.library import model_folder, open_cached
@@ -91,6 +91,9 @@ def open_named(model: str | Path | None, options: EngineOptions) -> tuple[OpenMo
     folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
     threads = running_threads(options.get("threads", 0), tell)
     files, draft_model = read_model(folder, quantizer, threads, tell, sparsity), None
+    n_terms = ACTIVATION_TERMS[options.get("activations", MODEL_OPTIONS["activations"].default)]
+    spec, weights = replace(files.spec, activation_terms=n_terms), with_terms(files.weights, n_terms)
+    files = replace(files, spec=spec, weights=weights)
     if (name := request.draft_model) is not None:
         drafts = read_model(
             model_folder(name, cache_folder(), offline=offline, progress=tell), quantizer, threads, tell

@@ -1,5 +1,5 @@
-"""Measure what int4 costs in quality: each quantizer vs. fp32 on a text, and int8 activations, and keys and values of
-fewer than 32 bits. Print tables, or one document with --json.
+"""Measure what int4 costs in quality: each quantizer vs. fp32 on a text, and activations, keys and values of fewer than
+32 bits. Print tables, or one document with --json.
 
     python scripts/measure_quality.py --text stories.txt [--model MODEL] [--tokens 50000] [--also FILE ...] [--json]
 
@@ -28,13 +28,14 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.ops.torch_ops import BatchedTorchOps
+from hetero_ee.options.engine import ACTIVATION_TERMS
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint, weight_files
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
-from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense
+from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense, with_terms
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantize
 from hetero_ee.weights.store.conversion import convert
@@ -137,7 +138,7 @@ def measure_import(path: Path, truth: list[Tensor], windows: list[list[int]], n_
 
 
 def activations_and_cache(checkpoint: Checkpoint, window: int, windows: list[list[int]]) -> dict[str, dict[str, float]]:
-    """The CPU kernels' int8 activations, and each type of keys and values, against fp32 on the same default weights."""
+    """The CPU kernels' activations, and each type of keys and values, against fp32 on the same default weights."""
     use_kernel_cache(cache_folder())
     from hetero_ee.runtime.executors.cpu import CpuExecutor
 
@@ -148,7 +149,9 @@ def activations_and_cache(checkpoint: Checkpoint, window: int, windows: list[lis
         return ReferenceExecutor(spec, dense, window, BatchedTorchOps(), cache=CpuKvCache(*size, kind=kind))
 
     others: dict[str, Executor] = {f"{kind} keys and values": with_cache(kind) for kind in KV_BYTES if kind != "fp32"}
-    others["int8 activations"] = CpuExecutor(spec, weights, window, threads=1, cache=CpuKvCache(*size, kind="fp32"))
+    for kind, n_terms in ACTIVATION_TERMS.items():
+        cache, its = CpuKvCache(*size, kind="fp32"), with_terms(weights, n_terms)
+        others[f"{kind} activations"] = CpuExecutor(spec, its, window, threads=1, cache=cache)
     truth = [log_probabilities(with_cache("fp32"), tokens) for tokens in windows]
     found = {name: compare(executor, truth, windows, n_text_bytes=1) for name, executor in others.items()}
     return {name: {of: metrics[of] for of in COMPARED} for name, metrics in found.items()}

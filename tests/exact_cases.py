@@ -79,6 +79,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "is_async": (False, True),
     "kv_type": tuple(KV_BYTES),
     "grammar": ("", "", "", "schema", "tags"),
+    "activations": ("int8", "int16"),
 }
 
 
@@ -101,6 +102,7 @@ class Case:
     is_async: bool = False  # on a split machine guesses begin while the CPU verifies
     kv_type: str = KV_TYPE  # in either mode
     grammar: str = ""  # of GRAMMARS, that the texts keep to
+    activations: str = "int8"
 
 
 def drawn_cases(n_cases: int) -> list[Case]:

@@ -25,6 +25,7 @@ from tests.gpu_compilation import Compilation
 
 VOCABULARY_KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
 KINDS = (*VOCABULARY_KINDS, (ZEROS, "zeros"))
+TERMS = {1: "", 2: "_2_terms"}  # of activations, in a name
 MATRIX = {"words_ptr": "*i32", "scales_ptr": "*i32", "table_ptr": "*i32"}  # in rows
 LISTS = {"neurons_ptr": "*i32", "counts_ptr": "*i32"}
 PRODUCTS = MATRIX | LISTS | {"codes_ptr": "*i32", "code_scales_ptr": "*fp32", "factor": "fp32"}
@@ -197,24 +198,26 @@ def _masked_linear() -> list[Compilation]:
 
 
 def _matmul() -> list[Compilation]:
-    """Every kind of tile and every number of tokens, with more pairs of row blocks for prompts."""
+    """Every kind of tile, one also for two terms, and every number of tokens, with more row blocks for prompts."""
     signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
     signature |= {"code_scales_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
     signature |= dict.fromkeys(("m", "n_rows", "n_groups", "one"), "i32")
     most = 8 * matmul.MAX_EIGHTS
     widths = [(1, 1, PTX), *((n_tokens, 1, PTX) for n_tokens in (8, 16, 32) if n_tokens <= most)]
+    prompt, amd = (most, matmul.MAX_PAIRS, PTX), (1, 1, GCN)
+    cases = [(kind, 1, width) for kind in KINDS for width in (*widths, prompt, amd)]
+    cases += [(KINDS[-1], 2, width) for width in ((8, 1, PTX), prompt, amd)]
     return [
         Compilation(
-            f"matmul_{name}_{n_tokens}{'_prompt' if n_pairs > 1 else ''}{'' if isa == PTX else '_amd'}",
+            f"matmul_{name}_{n_tokens}{'_prompt' if n_pairs > 1 else ''}{'' if isa == PTX else '_amd'}{TERMS[n_terms]}",
             matmul.matmul_kernel,
             signature,
-            {"TOKENS": n_tokens, "PAIRS": n_pairs, "KIND": kind},
+            {"TOKENS": n_tokens, "TERMS": n_terms, "PAIRS": n_pairs, "KIND": kind},
             SLOTS.value,
             is_memory_bound=True,
             isa=isa,
         )
-        for kind, name in KINDS
-        for n_tokens, n_pairs, isa in (*widths, (most, matmul.MAX_PAIRS, PTX), (1, 1, GCN))
+        for (kind, name), n_terms, (n_tokens, n_pairs, isa) in cases
     ]
 
 
@@ -244,16 +247,16 @@ def _norm() -> list[Compilation]:
 
 
 def _quantize() -> list[Compilation]:
-    """From either type of activation."""
+    """From either type of activation, to one and to two terms."""
     return [
         Compilation(
-            f"quantize_{dtype}",
+            f"quantize_{dtype}{TERMS[n_terms]}",
             quantize.quantize_kernel,
             {"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", "n_columns": "i32", "n_groups": "i32"},
-            {"GROUPS": quantize.GROUPS},
+            {"GROUPS": quantize.GROUPS, "TERMS": n_terms},
             quantize.N_WARPS,
         )
-        for dtype in ("fp32", "fp16")
+        for dtype, n_terms in (("fp32", 1), ("fp16", 1), ("fp32", 2))
     ]
 
 
@@ -264,15 +267,15 @@ def _sliced_head() -> list[Compilation]:
     signature |= dict.fromkeys(("n_candidates", "ids_stride", "n_rows", "n_groups", "one"), "i32")
     return [
         Compilation(
-            f"sliced_head_{name}{'' if isa == PTX else '_amd'}",
+            f"sliced_head_{name}{'' if isa == PTX else '_amd'}{TERMS[n_terms]}",
             sliced_head.sliced_kernel,
             signature,
-            {"KIND": kind},
+            {"TERMS": n_terms, "KIND": kind},
             sliced_head.N_WARPS,
             isa=isa,
         )
         for kind, name in VOCABULARY_KINDS
-        for isa in (PTX, GCN)
+        for isa, n_terms in ((PTX, 1), (GCN, 1), (PTX, 2))
     ]
 
 

@@ -18,7 +18,7 @@ VOCABULARY_KINDS = tuple(kind for kind in KINDS if kind != "zeros")  # embedding
 EXPONENT = -9
 
 
-def random_matrix(kind: str, shape: tuple[int, int], seed: int = 0) -> TileMatrix:
+def random_matrix(kind: str, shape: tuple[int, int], seed: int = 0, *, n_terms: int = 1) -> TileMatrix:
     """Any code in any place, padding included; scales of both signs, some zero."""
     n_blocks, n_groups = -(-shape[0] // 16), -(-shape[1] // 32)
     generator = torch.Generator().manual_seed(seed)
@@ -30,7 +30,7 @@ def random_matrix(kind: str, shape: tuple[int, int], seed: int = 0) -> TileMatri
     if kind == "zeros":
         scales = torch.cat([scales, (torch.randn(scales.shape, generator=generator) * 5).half()], 2)
     tiles = tiles.view(torch.int8) if codebook is None else tiles
-    return TileMatrix(tiles.to(DEVICE), scales.to(DEVICE), EXPONENT, codebook, shape[0])
+    return TileMatrix(tiles.to(DEVICE), scales.to(DEVICE), EXPONENT, codebook, shape[0], n_terms)
 
 
 def activations(seed: int, m: int, n_columns: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Matrix product y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x as int8 (quantize.py).
 
-Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
+Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations. If activations have two
+terms, each is a row of its own, and the two products of a row of x are added at the end.
 Every output is summed group by group with one fused multiply-add each, whatever m, the other rows, the threads or the
 chunks are: row t's bits depend on row t alone. Rows are multiplied 8, 4, 2 and 1 at a time. On targets whose registers
 hold 8 weight rows instead of 16, rows are multiplied in fours, with tiles that are unpacked once for all of them, then
@@ -32,7 +33,7 @@ from hetero_ee_cpu_ops.quantize import (
     quantize_row_block,
     whole_groups,
 )
-from hetero_ee_cpu_ops.simd.bytes import prefetch, store_rows, word, zeros
+from hetero_ee_cpu_ops.simd.bytes import pair_sums, prefetch, store_rows, word, zeros
 from hetero_ee_cpu_ops.simd.floats import read_float, scratch
 from hetero_ee_cpu_ops.simd.tuples import load_tile, store_tile
 from hetero_ee_cpu_ops.tile_group import UNPACKED_BYTES, add_group, add_unpacked, unpack_group
@@ -68,8 +69,8 @@ MIN_SHARED_INPUTS = 2**15  # activations to quantize: fewer are not shared over 
 # Indices in the argument array of a chunk function; quantize.py's are in between.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
 BLOCKS_PER_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
-ROWS_PER_PASS, N_PARTS = 19, 20
-N_ARGUMENTS = 21
+ROWS_PER_PASS, N_PARTS, N_TERMS = 19, 20, 21
+N_ARGUMENTS = 22
 
 
 @inner
@@ -106,8 +107,18 @@ def _row_block(kind: TileKind, rows: Any, block: int, row: int, arguments: int) 
         codes += r * 32
         scale += r * 4
         offset += r * offset_bytes(kind)
-    n = word(arguments, N_BLOCKS) * 64
-    store_rows(totals, read_float(arguments + 8 * FACTOR), word(arguments, OUTPUT) + row * n + block * 64, n)
+    _store(totals, block, row, arguments)
+
+
+@inner
+def _store(totals: Any, block: int, row: int, arguments: int) -> None:
+    """Store 16 outputs for rows of codes from `row` on, of which the terms of a row of x are added."""
+    n, n_terms = word(arguments, N_BLOCKS) * 64, word(arguments, N_TERMS)
+    out, factor = word(arguments, OUTPUT) + row // n_terms * n + block * 64, read_float(arguments + 8 * FACTOR)
+    if n_terms == 2:
+        store_rows(pair_sums(totals), factor, out, n)
+    else:
+        store_rows(totals, factor, out, n)
 
 
 @inner
@@ -139,14 +150,16 @@ def _row_block_fours(kind: TileKind, block: int, first: int, end: int, arguments
                 scale += r * 4
                 offset += r * offset_bytes(kind)
         scales += n_strip * scales_bytes(kind)
-    n, factor = word(arguments, N_BLOCKS) * 64, read_float(arguments + 8 * FACTOR)
-    out = word(arguments, OUTPUT) + block * 64
     for row in range(first, end, 4):
-        store_rows(load_tile(FOUR, FOUR, sums + 64 * (row - first), 64), factor, out + row * n, n)
+        _store(load_tile(FOUR, FOUR, sums + 64 * (row - first), 64), block, row, arguments)
 
 
 def _quantize_chunk(arguments: int, index: int) -> None:
-    quantize_row_block(arguments, index, word(arguments, N_ROWS), word(arguments, N_GROUPS))
+    n_rows, n_groups = word(arguments, N_ROWS), word(arguments, N_GROUPS)
+    if word(arguments, N_TERMS) == 2:
+        quantize_row_block((0, 0), arguments, index, n_rows, n_groups)
+    else:
+        quantize_row_block((0,), arguments, index, n_rows, n_groups)
 
 
 QUANTIZE = Chunk(_quantize_chunk)
@@ -194,12 +207,15 @@ class TileMatrix:
         tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without.
         scales: fp16 (N/16, G, 16), or (N/16, G, 32) with the codebook -8 .. 7, the last 16 being zero points.
         codebook: 16 integers of -128..127, or None.
+        n_terms: int8 terms of each activation, 1 or 2; see quantize.py.
 
     Raises:
         ValueError: if a shape or dtype does not fit, or an array is not contiguous.
     """
 
-    def __init__(self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None, n_terms: int = 1
+    ) -> None:
         expected = (256, np.uint8) if codebook is not None else (512, np.int8)
         if tiles.ndim != 3 or (tiles.shape[2], tiles.dtype) != (expected[0], np.dtype(expected[1])):
             raise ValueError(
@@ -215,13 +231,13 @@ class TileMatrix:
         self.kind = tile_kind(cpu_target.target_context, codebook, has_zeros=has_zeros)
         entries = np.tile(np.array(codebook or (0,) * 16, np.int8), 4).view(np.uint8)
         self._table = np.concatenate([entries + np.uint8(NARROW_LIMIT if self.kind == NARROW else 128), entries])
-        self._kept = (tiles, scales)
+        self._kept, self.n_terms = (tiles, scales), n_terms
         self.n_bytes = tiles.nbytes + scales.nbytes
         self.block_bytes = tiles[0].nbytes, scales[0].nbytes
         factor = int(np.float32(2.0**exponent).view(np.int32))
         self._arguments = np.zeros(N_ARGUMENTS, np.int64)
         self._arguments[[TILES, SCALES, TABLE]] = [a.ctypes.data for a in (tiles, scales, self._table)]
-        self._arguments[[N_GROUPS, N_BLOCKS, FACTOR]] = [self.n_groups, self.n_blocks, factor]
+        self._arguments[[N_GROUPS, N_BLOCKS, FACTOR, N_TERMS]] = [self.n_groups, self.n_blocks, factor, n_terms]
         self._arguments[BLOCK_BYTES] = self.n_bytes // self.n_blocks
         which = {LINEAR: OFFSETS_8, ZEROS: OFFSETS_8, NARROW: OFFSETS_32}.get(self.kind, OFFSETS_128)
         self._arguments[OFFSETS] = which  # index of the offsets' address, which _multiply puts here
@@ -244,7 +260,7 @@ def _multiply(
     x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
 ) -> None:
     """Quantize x into the workspace and multiply by the matrix that `arguments` describes."""
-    n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
+    n_rows, n_groups = x.shape[0] * arguments[N_TERMS], arguments[N_GROUPS]
     n_row_groups = n_rows * n_groups
     arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
     arguments[N_ROWS] = n_rows
@@ -317,7 +333,7 @@ class Matmul:
     def _run(self, x: Any, weight: TileMatrix, arguments: Any, n_blocks: int) -> Any:
         x = whole_groups(x, weight.n_groups)
         out = np.empty((x.shape[0], n_blocks * 16), np.float32)
-        workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_PER_GROUP, np.uint8)
+        workspace = np.empty(x.shape[0] * weight.n_terms * weight.n_groups * BYTES_PER_GROUP, np.uint8)
         functions = self._functions.get(weight.kind) or self.compile(weight.kind)
         shared = self._pool.enter()
         try:

@@ -1,5 +1,8 @@
 """Quantize activations to int8: for each row and group of 32 columns, a = max|x| / 127, q = round(x / a), ties to even.
 
+With two terms, what is left, x / a - q, is exact in fp32 and is rounded again, in units of 1 / 254: x is close to
+a (q + r / 254), 16 bits in two rows of int8 codes with scales a and a / 254.
+
 A row's codes depend only on that row. A group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf,
 and so every output of the row NaN. Each group also stores -8 sum(q) and -128 sum(q), which matmuls add because their
 instructions need unsigned weights. For AVX2, which adds 8 products in 16 bits, it also stores -32 times the sums of
@@ -24,6 +27,7 @@ from hetero_ee_cpu_ops.tile_kind import NARROW_LIMIT, adds_in_16_bits
 
 GROUP = 32
 ROW_BLOCK = 8  # rows of the widest step of the matmul
+TERM_RATIO = 254.0  # of the first term's unit to the second's, whose codes then are within +-127, too
 SMALLEST = 1e-30  # below it 127 / max|x| overflows; such a group counts as zeros
 BYTES_PER_GROUP = 52  # of workspace: 32 codes, a scale, two offsets, AVX2's four
 # Indices in the argument array, after the matmul's own.
@@ -31,11 +35,16 @@ INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128, OFFSETS_32 = range
 
 
 @intrinsic
-def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any, offsets_32: Any) -> Any:
-    """Quantize 32 fp32 at `x` to 32 int8 at `codes`. Store the fp32 scale and the offsets at their addresses."""
+def quantize_group(
+    typing: Any, terms: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any, offsets_32: Any
+) -> Any:
+    """Quantize 32 fp32 at `x` to 32 int8 at `codes`. Store the fp32 scale and the offsets at their addresses.
+
+    With len(terms) = 2, the second term's codes, scale and offsets follow the first one's.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x_, codes_, scale_, offset_8_, offset_128_, offsets_32_ = arguments
+        _, x_, *targets = arguments
         halves = [load(builder, x_, F32X16, offset) for offset in (0, 64)]
         signs = constant(I32X16, 0x7FFFFFFF)
         sizes = [builder.and_(builder.bitcast(half, I32X16), signs) for half in halves]  # as integers, NaN before all
@@ -44,22 +53,34 @@ def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, o
         tiny = builder.fcmp_ordered("<", largest, ir.Constant(F32, SMALLEST))
         zero = ir.Constant(F32, 0.0)
         inverse = builder.select(tiny, zero, builder.fdiv(ir.Constant(F32, 127.0), largest))
-        total = constant(I32X16, 0)
-        for index, half in enumerate(halves):
-            rounded = call(builder, "llvm.rint.v16f32", F32X16, [builder.fmul(half, splat(builder, F32X16, inverse))])
-            is_number = builder.fcmp_ordered("ord", rounded, rounded)  # if so, it is within +-127
-            whole = builder.fptosi(builder.select(is_number, rounded, constant(F32X16, 0.0)), I32X16)
-            total = builder.add(total, whole)
-            _store(builder, builder.trunc(whole, ir.VectorType(I8, 16)), codes_, 16 * index)
-        summed = call(builder, "llvm.vector.reduce.add.v16i32", I32, [total])
-        _store(builder, builder.select(tiny, zero, builder.fdiv(largest, ir.Constant(F32, 127.0))), scale_)
-        _store(builder, builder.mul(summed, ir.Constant(I32, -8)), offset_8_)
-        _store(builder, builder.mul(summed, ir.Constant(I32, -128)), offset_128_)
-        if adds_in_16_bits(context):
-            _store(builder, _offsets_32(builder, total), offsets_32_)
+        scaled = [builder.fmul(half, splat(builder, F32X16, inverse)) for half in halves]
+        unit = builder.select(tiny, zero, builder.fdiv(largest, ir.Constant(F32, 127.0)))
+        for term in range(terms.count):
+            rounded = [call(builder, "llvm.rint.v16f32", F32X16, [half]) for half in scaled]
+            _store_term(context, builder, rounded, unit, targets, term)
+            rest = [builder.fsub(*pair) for pair in zip(scaled, rounded, strict=True)]
+            scaled = [builder.fmul(half, constant(F32X16, TERM_RATIO)) for half in rest]
+            unit = builder.fdiv(unit, ir.Constant(F32, TERM_RATIO))
         return context.get_dummy_value()
 
-    return types.void(*([types.intp] * 6)), codegen
+    return types.void(terms, *([types.intp] * 6)), codegen
+
+
+def _store_term(context: Any, builder: Any, rounded: list[Any], scale: Any, targets: Any, term: int) -> None:
+    """Store a term's codes, which are whole numbers or NaN, with its scale and offsets."""
+    codes_at, scale_at, offset_8_at, offset_128_at, offsets_32_at = targets
+    total = constant(I32X16, 0)
+    for index, half in enumerate(rounded):
+        is_number = builder.fcmp_ordered("ord", half, half)  # if so, it is within +-127
+        whole = builder.fptosi(builder.select(is_number, half, constant(F32X16, 0.0)), I32X16)
+        total = builder.add(total, whole)
+        _store(builder, builder.trunc(whole, ir.VectorType(I8, 16)), codes_at, GROUP * term + 16 * index)
+    summed = call(builder, "llvm.vector.reduce.add.v16i32", I32, [total])
+    _store(builder, scale, scale_at, 4 * term)
+    _store(builder, builder.mul(summed, ir.Constant(I32, -8)), offset_8_at, 4 * term)
+    _store(builder, builder.mul(summed, ir.Constant(I32, -128)), offset_128_at, 4 * term)
+    if adds_in_16_bits(context):
+        _store(builder, _offsets_32(builder, total), offsets_32_at, 8 * term)
 
 
 def _offsets_32(builder: Any, total: Any) -> Any:
@@ -79,15 +100,16 @@ def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
 
 
 @inner
-def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -> None:
-    """Quantize rows 8 * index .. 8 * index + 7 of x, whose columns are whole groups."""
+def quantize_row_block(terms: Any, arguments: int, index: int, n_rows: int, n_groups: int) -> None:
+    """Write rows 8 * index .. 8 * index + 7 of codes. Each row of x, whose columns are whole groups, has len(terms)."""
     top = index * ROW_BLOCK
     r = min(ROW_BLOCK, n_rows - top)
-    for row in range(r):
-        x = word(arguments, INPUT) + (top + row) * word(arguments, N_COLUMNS) * 4
+    for row in range(0, r, len(terms)):
+        x = word(arguments, INPUT) + (top + row) // len(terms) * word(arguments, N_COLUMNS) * 4
         entry = top * n_groups + row
         for _ in range(n_groups):
             quantize_group(
+                terms,
                 x,
                 word(arguments, CODES) + entry * GROUP,
                 word(arguments, CODE_SCALES) + entry * 4,

@@ -26,6 +26,7 @@ class BlockCost:
     neurons: NeuronRows | None = None  # neurons of a sparse FFN, in addition to the products
     overhead: Overhead = Overhead.NONE
     kv_type: str = KV_TYPE  # of keys and values
+    activation_terms: int = 1  # see ModelSpec
 
     @classmethod
     def of(cls, spec: ModelSpec, block: Block, kv_type: str = KV_TYPE) -> "BlockCost":
@@ -40,6 +41,7 @@ class BlockCost:
             neurons=NeuronRows.of(block),
             overhead=Overhead.HALF_LAYER if block.layer is not None else overhead,
             kv_type=kv_type,
+            activation_terms=spec.activation_terms,
         )
 
     @property
@@ -71,4 +73,5 @@ class BlockCost:
             shares=shares,
             context_tokens=context_tokens,
             kv_type=self.kv_type,
+            activation_terms=self.activation_terms,
         )

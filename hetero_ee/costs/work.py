@@ -35,6 +35,7 @@ class Work:
     shares: NeuronShares = ALL_NEURONS  # of those neurons, per token
     context_tokens: int = 0  # of the longest sequence, including its tokens here
     kv_type: str = KV_TYPE  # of keys and values
+    activation_terms: int = 1  # each costs a product as much as a token
 
     @property
     def matrix_bytes(self) -> int:
@@ -60,7 +61,7 @@ class Work:
 
     def products_s(self, times: DeviceTimes) -> float:
         """Return the seconds of all products, including those with rows of neurons."""
-        seconds = sum(product.seconds(times, self.m) for product in self.products)
+        seconds = sum(product.seconds(times, self.m * self.activation_terms) for product in self.products)
         if self.neurons is not None:
             seconds += self.neurons.read_s(times, self.shares, self.m)
         return seconds

@@ -99,7 +99,9 @@ class CpuOps(Ops):
             return CpuMatrix(weight, None, rows, bias, weight.shape[0])
         if not isinstance(weight, TileWeight):
             raise TypeError(f"{name} is {type(weight).__name__}, the CPU kernels multiply tiles.")
-        tiles = TileMatrix(weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
+        tiles = TileMatrix(
+            weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook, weight.n_terms
+        )
         return CpuMatrix(weight, tiles, None, bias, weight.n_rows)
 
     def vector(self, vector: Tensor) -> Any:

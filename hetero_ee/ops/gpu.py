@@ -25,7 +25,7 @@ FIRST, SECTION_SUMS = "first", "section_sums"  # buffers of split FFNs
 def tile_matrix(weight: TileWeight, device: Any) -> TileMatrix:
     """Copy a weight's tiles to the GPU. The bytes are those in memory and on disk, not repacked."""
     tiles, scales = weight.tiles.to(device), weight.scales.to(device)
-    return TileMatrix(tiles, scales, weight.exponent, weight.codebook, weight.n_rows)
+    return TileMatrix(tiles, scales, weight.exponent, weight.codebook, weight.n_rows, weight.n_terms)
 
 
 def row_matrix(weight: RowWeight, device: Any) -> RowMatrix:

@@ -13,6 +13,7 @@ from hetero_ee.options.option import Option, Range, options_of
 AUTO, OFF = "auto", "off"  # values of the setting `profile`
 QUANTIZERS = ("codebook", "search", "rtn", "nf4", "none")
 KV_TYPES = ("fp32", "fp16", "int8")
+ACTIVATION_TERMS = {"int8": 1, "int16": 2}  # int8 terms of each activation
 CERTIFIED = "certified"
 # Modes in which a token may leave before the last layer, unverified, each named by its policy. Never chosen by default.
 EARLY_EXIT_MODES = ("specee", CERTIFIED, "calm", "skipdecode", "q-exit", "patience", "joint-gate")
@@ -56,6 +57,16 @@ class ModelKeywords(TypedDict, total=False):
             ("--sparsity",),
             default_text="none",
             typed=str,
+        ),
+    ]
+    activations: Annotated[
+        str,
+        Option(
+            "Activations in products with quantized weights: int16 multiplies each as two int8 terms.",
+            ("--activations",),
+            default="int8",
+            choices=tuple(ACTIVATION_TERMS),
+            setting="activations",
         ),
     ]
     context_tokens: Annotated[

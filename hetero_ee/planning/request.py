@@ -36,7 +36,7 @@ FindProfile = Callable[[ModelSpec, Path], HardwareProfile | None]
 AskedProfile = HardwareProfile | FindProfile | str  # one, a function that finds one for the model, AUTO or OFF
 CONTEXT, DRAFT_HEAD, EMULATE = MODEL_OPTIONS["context_tokens"], RUN_OPTIONS["draft_head"], RUN_OPTIONS["emulate"]
 DRAFT_MODEL = RUN_OPTIONS["draft_model"]
-CHECKED = [MODEL_OPTIONS[name] for name in ("quantizer", "context_tokens", "threads")]
+CHECKED = [MODEL_OPTIONS[name] for name in ("quantizer", "activations", "context_tokens", "threads")]
 
 
 class EngineOptions(ModelKeywords, PlanKeywords, RunKeywords, total=False):

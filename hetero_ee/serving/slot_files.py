@@ -136,7 +136,7 @@ class SlotFiles:
         parts = [executor.cache.part(layer) for layer in executor.cache.held_layers]
         layout = [(type(part).__name__, part.kind) for part in parts]
         ropes = sorted(repr(rope.for_context(executor.most_tokens)) for rope in executor.spec.ropes)
-        key = [self._calibrations.key, layout, ropes]
+        key = [self._calibrations.key, layout, ropes, executor.spec.activation_terms]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
     def _file(self, name: str) -> Path:

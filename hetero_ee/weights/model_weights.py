@@ -57,6 +57,15 @@ def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
     return replace(spec, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
 
 
+def with_terms(weights: ModelWeights, n_terms: int) -> ModelWeights:
+    """Return the weights with matrices in tiles that multiply activations of n_terms int8 terms."""
+    matrices = {
+        name: replace(weight, n_terms=n_terms) if isinstance(weight, TileWeight) else weight
+        for name, weight in weights.matrices.items()
+    }
+    return replace(weights, matrices=matrices)
+
+
 def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
     """Load the checkpoint's weights unquantized, as fp32. Tensors saved as fp32 are mapped from the file.
 

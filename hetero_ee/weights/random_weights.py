@@ -6,7 +6,7 @@ from torch import Tensor
 from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, ModelWeights, is_quantized
+from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, ModelWeights, is_quantized, with_terms
 from hetero_ee.weights.rows import RowWeight, row_sizes
 from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, TILE_ROWS, ZEROS, tile_grid
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
@@ -34,7 +34,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
         else:
             is_scale = tensor.role is TensorRole.VECTOR and not tensor.name.endswith("bias")
             weights.vectors[tensor.name] = torch.full(tensor.shape, 1.0 if is_scale else 0.0)
-    return weights
+    return with_terms(weights, spec.activation_terms)
 
 
 def random_rows(tensor: TensorSpec) -> RowWeight:

@@ -60,6 +60,7 @@ class TileWeight:
             need LINEAR_CODEBOOK.
         codebook: the entries of the 16 codes, int8, ascending; None for int8 tiles.
         n_rows, n_columns: the matrix's shape without padding.
+        n_terms: int8 terms into which kernels split each activation that this matrix multiplies, 1 or 2.
     """
 
     tiles: Tensor
@@ -68,6 +69,7 @@ class TileWeight:
     codebook: tuple[int, ...] | None
     n_rows: int
     n_columns: int
+    n_terms: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:

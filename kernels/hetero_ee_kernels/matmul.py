@@ -10,6 +10,8 @@ are rows 4 i + 0 and 4 i + 1 of the tiles, then 4 i + 2 and 4 i + 3. What is unp
 codebook entries, scales) serves 8 tokens after another. Shared memory is only used at the end: each of the 8 warps has
 added up every eighth quad.
 
+Activations of two terms have two tokens here, which are adjacent and whose products are added at the end.
+
 A token's bits are the same for every m: different numbers of tokens change what runs in parallel, but no step.
 
 Instructions of the loop per weight, including all loads (SASS for sm_86, Triton 3.9.0, not timed on a card):
@@ -134,31 +136,34 @@ def matmul_kernel(
     n_groups: tl.tensor,
     one: tl.tensor,
     TOKENS: tl.constexpr,
+    TERMS: tl.constexpr,
     PAIRS: tl.constexpr,
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """Multiply 32 x PAIRS rows by TOKENS tokens: 1, or a multiple of 8.
+    """Multiply 32 x PAIRS rows by TOKENS tokens: a multiple of 8, or 1, which stands for all TERMS of one.
 
     Programs of the same rows are adjacent in the grid, so that the later ones read the weights from the L2 cache.
 
     Args:
         words_ptr, scales_ptr, table_ptr: TileMatrix.words, scales and table.
         codes_ptr, code_scales_ptr: quantize(x), the codes as int32 words.
-        out_ptr: fp32 (m, n_rows), multiplied by `factor`.
+        out_ptr: fp32 (m / TERMS, n_rows), multiplied by `factor`.
         one: 1, which the compiler does not know; see load_table.
         KIND, ISA: constants of tile_matrix.py.
     """
     IS_ONE: tl.constexpr = TOKENS == 1
-    EIGHTS: tl.constexpr = 1 if IS_ONE else TOKENS // 8
+    EIGHTS: tl.constexpr = TERMS if IS_ONE else TOKENS // 8
     EACH: tl.constexpr = 1 if IS_ONE else 2
+    EIGHT: tl.constexpr = 1 if IS_ONE else 8
+    N_TOKENS: tl.constexpr = EIGHTS * EIGHT
     STEP: tl.constexpr = 4 * SLOTS
     TILE: tl.constexpr = 128 if KIND == 2 else 64
     SCALES: tl.constexpr = 32 if KIND == 3 else 16
-    n_parts = (m + TOKENS - 1) // TOKENS
+    n_parts = (m + N_TOKENS - 1) // N_TOKENS
     n_quads = (n_groups + STEP - 1) // STEP * SLOTS
     first_row = tl.program_id(0) // n_parts * (32 * PAIRS)
-    first = tl.program_id(0) % n_parts * TOKENS
+    first = tl.program_id(0) % n_parts * N_TOKENS
     thread = tl.arange(0, 32 * SLOTS)
     row, j, slot = thread % 32 // 4, thread % 4, thread // 32
     four = tl.arange(0, 4)[None, None, None, :]
@@ -166,7 +171,7 @@ def matmul_kernel(
     tile = tl.minimum(block, (n_rows + 15) // 16 - 1).to(tl.int64) * n_groups + (4 * slot)[None, :]
     words_at = words_ptr + (tile * TILE + (16 * j + row % 4 * 4)[None, :])[:, None, :, None] + four
     scales_at = scales_ptr + (tile * SCALES + (row % 4 * 4)[None, :])[:, None, :, None] + four
-    eight = first + 8 * tl.arange(0, EIGHTS)[:, None]
+    eight = first + EIGHT * tl.arange(0, EIGHTS)[:, None]
     token = tl.minimum(eight + ((EACH - 1) * row)[None, :], m - 1).to(tl.int64)
     even = tl.minimum(eight + ((EACH - 1) * 2 * j)[None, :], (m - 1) // EACH * EACH).to(tl.int64)
     codes_at = codes_ptr + ((token * n_quads + slot[None, :]) * 32 + (8 * j)[None, :])[None, :, :, None] + four
@@ -187,11 +192,17 @@ def matmul_kernel(
             totals, at = add_quads(totals, at, n_groups - n_whole - 4 * slot, table, IS_ONE, KIND, True, ISA)
     y = join4(totals[0]) if IS_ONE else tl.join(join4(totals[0]), join4(totals[1]))
     y = tl.reshape(y, (PAIRS, EIGHTS, SLOTS, 8, 4, 4, EACH))  # ., ., slot, row, j, rows of a lane, even or odd token
-    y = tl.reshape(tl.permute(y, (1, 4, 6, 0, 3, 5, 2)), (EIGHTS * 4 * EACH, PAIRS * 32, SLOTS))
+    # A single token is in all four lanes, of which the first is stored.
+    y = tl.permute(y, (4, 1, 6, 0, 3, 5, 2)) if IS_ONE else tl.permute(y, (1, 4, 6, 0, 3, 5, 2))
+    y = sum_slots(tl.reshape(y, (EIGHTS * 4 * EACH, PAIRS * 32, SLOTS)))
+    if TERMS == 2:
+        high, low = tl.split(tl.permute(tl.reshape(y, (EIGHTS * 2 * EACH, 2, PAIRS * 32)), (0, 2, 1)))
+        y = high + low
     n = first_row + tl.arange(0, PAIRS * 32)
-    local = tl.arange(0, EIGHTS * 4 * EACH)
-    out_at = out_ptr + ((first + local).to(tl.int64)[:, None] * n_rows + n[None])
-    tl.store(out_at, sum_slots(y) * factor, mask=(local < tl.minimum(TOKENS, m - first))[:, None] & (n < n_rows)[None])
+    local = tl.arange(0, EIGHTS * 4 * EACH // TERMS)
+    out_at = out_ptr + ((first // TERMS + local).to(tl.int64)[:, None] * n_rows + n[None])
+    is_token = local < tl.minimum(N_TOKENS, m - first) // TERMS
+    tl.store(out_at, y * factor, mask=is_token[:, None] & (n < n_rows)[None])
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
@@ -208,11 +219,12 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     m = len(x)
     out = output(out, (m, weight.n_rows), x.device)
     if m:
-        codes, code_scales = quantize(x)
+        codes, code_scales = quantize(x, weight.n_terms)
+        m = len(codes)
         eights = min(MAX_EIGHTS, triton.next_power_of_2(-(-m // 8)))
         n_tokens = 1 if m == 1 or weight.isa == GCN else 8 * eights
         n_pairs = MAX_PAIRS if m > n_tokens > 1 else 1
-        grid = -(-weight.n_blocks // (2 * n_pairs)) * -(-m // n_tokens)
+        grid = -(-weight.n_blocks // (2 * n_pairs)) * -(-m // (weight.n_terms if n_tokens == 1 else n_tokens))
         matmul_kernel[(grid,)](
             weight.words,
             weight.scales,
@@ -226,6 +238,7 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
             weight.n_groups,
             1,
             TOKENS=n_tokens,
+            TERMS=weight.n_terms,
             PAIRS=n_pairs,
             KIND=weight.kind,
             ISA=weight.isa,

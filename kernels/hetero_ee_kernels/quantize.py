@@ -2,7 +2,7 @@
 
 Codes and scales equal the CPU's quantize.py, bit for bit: x is multiplied by the rounded 127 / max|x|; a group below
 1e-30 counts as zeros; a NaN or Inf makes its group's scale NaN or Inf, and so every output of the row NaN. A row's
-codes depend only on that row. Source: derived.
+codes depend only on that row. With two terms, each row of x has two rows of codes, as on the CPU. Source: derived.
 
 Layout, so that a lane of a matrix product reads 16 bytes at a time: codes int8 (m, Q, 4, 4, 8), that is, for each quad
 of 128 columns, each j of 4 and each group of 32, the group's columns 4 j .. 4 j + 3 and those 16 further on. Scales are
@@ -21,6 +21,7 @@ from hetero_ee_kernels.tile_group import MAGIC
 from hetero_ee_kernels.tile_matrix import GROUP
 
 SMALLEST = tl.constexpr(1e-30)  # below it 127 / max|x| overflows
+TERM_RATIO = tl.constexpr(254.0)
 GROUPS = 8  # per program: two quads, a group per quarter of a warp
 N_WARPS = 2
 QUAD, STEP = 4, 1024  # in groups; in columns
@@ -34,6 +35,7 @@ def quantize_kernel(
     n_columns: tl.tensor,
     n_groups: tl.tensor,
     GROUPS: tl.constexpr,
+    TERMS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -45,25 +47,34 @@ def quantize_kernel(
     top = tl.full(largest.shape, 127.0, tl.float32)
     inverse = tl.where(tiny, 0.0, tl.div_rn(top, tl.where(tiny, 1.0, largest)))
     scaled = x * inverse[:, None]
-    code = (scaled + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)  # the addition rounds, ties to even
-    code = tl.where(scaled == scaled, code, 0).to(tl.int8)
     scale = tl.where(tiny, 0.0, tl.div_rn(largest, top))
     within = column % 32
     at = group[:, None] // 4 * 128 + within % 16 // 4 * 32 + group[:, None] % 4 * 8 + within // 16 * 4 + within % 4
-    tl.store(codes_ptr + row * n_groups * 32 + at, code)
-    scales_at = (row // 2 * (n_groups // 4) + group // 4) * 8 + row % 2 * 4 + group % 4
-    tl.store(scales_ptr + scales_at, scale)
+    for term in tl.static_range(TERMS):
+        rounded = scaled + MAGIC  # the addition rounds, ties to even
+        code = tl.where(scaled == scaled, rounded.to(tl.int32, bitcast=True).to(tl.int8), 0).to(tl.int8)
+        place = row * TERMS + term
+        tl.store(codes_ptr + place * n_groups * 32 + at, code)
+        tl.store(scales_ptr + (place // 2 * (n_groups // 4) + group // 4) * 8 + place % 2 * 4 + group % 4, scale)
+        scaled = (scaled - (rounded - MAGIC)) * TERM_RATIO
+        scale = tl.div_rn(scale, tl.full(scale.shape, TERM_RATIO, tl.float32))
 
 
-def quantize(x: Any) -> tuple[Any, Any]:
-    """Quantize contiguous fp32 or fp16 x (m, K); return codes and scales. Raises: ValueError: for any other x."""
+def quantize(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
+    """Quantize contiguous fp32 or fp16 x (m, K); return codes and scales, with n_terms rows for each row of x.
+
+    Raises:
+        ValueError: for any other x.
+    """
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.float16) or not x.is_contiguous() or not x.shape[1]:
         raise ValueError(f"Activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
     m, n_columns = x.shape
     n_quads = -(-n_columns // STEP) * STEP // (QUAD * GROUP)
-    codes = torch.empty((m, n_quads, 4, QUAD, 8), dtype=torch.int8, device=x.device)
-    scales = torch.empty((-(-m // 2), n_quads, 2, QUAD), dtype=torch.float32, device=x.device)
+    codes = torch.empty((m * n_terms, n_quads, 4, QUAD, 8), dtype=torch.int8, device=x.device)
+    scales = torch.empty((-(-len(codes) // 2), n_quads, 2, QUAD), dtype=torch.float32, device=x.device)
     if m:
         grid = (m, n_quads * QUAD // GROUPS)
-        quantize_kernel[grid](x, codes, scales, n_columns, n_quads * QUAD, GROUPS, num_warps=N_WARPS, **UNFUSED)
+        quantize_kernel[grid](
+            x, codes, scales, n_columns, n_quads * QUAD, GROUPS, n_terms, num_warps=N_WARPS, **UNFUSED
+        )
     return codes, scales

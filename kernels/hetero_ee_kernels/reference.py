@@ -16,6 +16,7 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 
 FP16_LARGEST = 65504.0
 NEURON_BLOCK = 128  # neurons that share the scales of their weights
+TERM_RATIO = 254.0  # of the unit of an activation's first term to that of its second
 SMALLEST = 1e-30  # a group of activations, or a head, with all magnitudes below it counts as zeros
 
 
@@ -58,34 +59,49 @@ def embed(
     return x.contiguous() if out is None else out.copy_(x)
 
 
-def quantize(x: Any) -> tuple[Any, Any]:
+def quantize(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
     """Return codes int8 (m, Q, 4, 4, 8) and scales fp32 (m / 2, Q, 2, 4). The row missing from an odd m is 0."""
-    codes, scales = _quantized(x)
-    parts = codes.view(len(x), codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
-    pairs = F.pad(scales, (0, 0, 0, len(x) % 2)).view(-(-len(x) // 2), 2, -1, 4)
+    codes, scales = _quantized(x, n_terms)
+    m = len(codes)
+    parts = codes.view(m, codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
+    pairs = F.pad(scales, (0, 0, 0, m % 2)).view(-(-m // 2), 2, -1, 4)
     return parts.permute(0, 1, 4, 2, 3, 5).flatten(4).contiguous(), pairs.transpose(1, 2).contiguous()
 
 
-def _quantized(x: Any) -> tuple[Any, Any]:
-    """Return codes (m, groups, 32) in natural column order, padded to 1,024 columns, and scales (m, groups)."""
+def _quantized(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
+    """Return codes (m, groups, 32) in natural column order, padded to 1,024 columns, and scales (m, groups).
+
+    With two terms, rows 2 t and 2 t + 1 are those of x[t].
+    """
     x = F.pad(x.float(), (0, -x.shape[1] % 1024))
-    codes, scales = _int8(x.view(len(x), x.shape[1] // 32, 32))
+    scaled, scales = _scaled(x.view(len(x), x.shape[1] // 32, 32))
+    terms = [(scaled.round(), scales)]
+    if n_terms == 2:
+        rest = (scaled - scaled.round()) * TERM_RATIO
+        terms.append((rest.round(), scales / torch.full_like(scales, TERM_RATIO)))
+    codes, scales = (torch.stack(each, 1).flatten(0, 1) for each in zip(*terms, strict=True))
     return codes.nan_to_num(0.0).to(torch.int8), scales
 
 
 def _int8(x: Any) -> tuple[Any, Any]:
     """Quantize x (..., n): return rounded codes (..., n), as fp32, and scales (...)."""
+    scaled, scales = _scaled(x)
+    return scaled.round(), scales
+
+
+def _scaled(x: Any) -> tuple[Any, Any]:
+    """Divide x (..., n) by scales (...), so that the largest magnitudes become 127; return both."""
     largest = x.abs().amax(-1)
     is_zero = largest < SMALLEST
     top = torch.full_like(largest, 127.0)  # torch would multiply by a rounded inverse if one operand were a number
-    codes = (x * torch.where(is_zero, 0.0, top / largest)[..., None]).round()
-    return codes, torch.where(is_zero, 0.0, largest / top)
+    return x * torch.where(is_zero, 0.0, top / largest)[..., None], torch.where(is_zero, 0.0, largest / top)
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     """Multiply the quantized activations by the weights in float64; return out, fp32 (m, n_rows)."""
-    codes, scales = _quantized(x)
-    x = (codes.double() * scales.double()[..., None]).flatten(1)[:, : 32 * weight.n_groups]
+    codes, scales = _quantized(x, weight.n_terms)
+    terms = (codes.double() * scales.double()[..., None]).unflatten(0, (len(x), weight.n_terms))
+    x = terms.sum(1).flatten(1)[:, : 32 * weight.n_groups]
     product = (x @ dequantize(weight).double().T)[:, : weight.n_rows].float()
     return product if out is None else out.copy_(product)
 

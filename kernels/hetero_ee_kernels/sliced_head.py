@@ -62,6 +62,7 @@ def sliced_kernel(
     n_rows: tl.tensor,
     n_groups: tl.tensor,
     one: tl.tensor,
+    TERMS: tl.constexpr,
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
@@ -78,24 +79,29 @@ def sliced_kernel(
     tile = (token // 16 * n_groups)[None, :, None] + group
     within = (token % 16)[None, :, None]
     n_quads = (n_groups + 4 * SLOTS - 1) // (4 * SLOTS) * SLOTS
-    codes_at = codes_ptr + (row * n_quads + slot) * 32 + (group % 4 * 2 + within * 0)
-    code_scales_at = code_scales_ptr + (row // 2 * n_quads + slot) * 8 + (row % 2 * 4 + group % 4 + within * 0)
     table = load_table(table_ptr, (group + within) * (one - 1), KIND)
-    total = tl.zeros((SLOTS, 4), tl.float32)
-    for first in range(0, n_groups, 4 * SLOTS):
-        total = add_quad(
-            total,
-            words_ptr + ((tile + first) * TILE + within),
-            scales_ptr + ((tile + first) * 16 + within),
-            codes_at + first * 8,
-            code_scales_at + first * 2,
-            (first + group < n_groups) & wanted[:, :, None],
-            table,
-            KIND,
-            ISA,
-        )
-    y = sum_slots(tl.trans(total)[None]) * factor
-    y = tl.where(known[None, :], y, float("nan"))
+    y = tl.zeros((1, 4), tl.float32)
+    for term in tl.static_range(TERMS):
+        place = row * TERMS + term
+        codes_at = codes_ptr + (place * n_quads + slot) * 32 + (group % 4 * 2 + within * 0)
+        code_scales_at = code_scales_ptr + (place // 2 * n_quads + slot) * 8
+        code_scales_at += place % 2 * 4 + group % 4 + within * 0
+        total = tl.zeros((SLOTS, 4), tl.float32)
+        for first in range(0, n_groups, 4 * SLOTS):
+            total = add_quad(
+                total,
+                words_ptr + ((tile + first) * TILE + within),
+                scales_ptr + ((tile + first) * 16 + within),
+                codes_at + first * 8,
+                code_scales_at + first * 2,
+                (first + group < n_groups) & wanted[:, :, None],
+                table,
+                KIND,
+                ISA,
+            )
+        total = sum_slots(tl.trans(total)[None])
+        y = total if term == 0 else y + total
+    y = tl.where(known[None, :], y * factor, float("nan"))
     tl.store(out_ptr + (row * n_candidates + candidate)[None, :], y, mask=wanted)
 
 
@@ -119,7 +125,7 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
     n_candidates = ids.shape[-1]
     out = output(out, (m, n_candidates), x.device)
     if m and n_candidates:
-        codes, code_scales = quantize(x)
+        codes, code_scales = quantize(x, weight.n_terms)
         sliced_kernel[(m, -(-n_candidates // 4))](
             weight.words,
             weight.scales,
@@ -134,6 +140,7 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
             weight.n_rows,
             weight.n_groups,
             1,
+            TERMS=weight.n_terms,
             KIND=weight.kind,
             ISA=weight.isa,
             num_warps=N_WARPS,

@@ -20,13 +20,20 @@ class TileMatrix:
         scales: fp16 (N/16, G, 16), or (N/16, G, 32) with the codebook -8 .. 7, the last 16 being zero points.
         codebook: 16 integers of -128..127, or None.
         n_rows: number of rows without padding; None if all count.
+        n_terms: int8 terms of each activation, 1 or 2; see quantize.py.
 
     Raises:
         ValueError: if a shape, dtype or device does not fit, or a tensor is not contiguous and aligned to 16 bytes.
     """
 
     def __init__(
-        self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None, n_rows: int | None = None
+        self,
+        tiles: Any,
+        scales: Any,
+        exponent: int,
+        codebook: tuple[int, ...] | None,
+        n_rows: int | None = None,
+        n_terms: int = 1,
     ) -> None:
         n_bytes, dtype = (512, torch.int8) if codebook is None else (256, torch.uint8)
         if tiles.dim() != 3 or tiles.shape[2] != n_bytes or tiles.dtype != dtype:
@@ -44,7 +51,7 @@ class TileMatrix:
             raise ValueError(f"{n_rows} rows do not fit tiles of {tuple(tiles.shape)}.")
         self.kind = ZEROS if has_zeros else LINEAR if is_linear else BYTES if codebook is None else CODEBOOK
         self.tiles, self.scales, self.codebook = tiles, scales, codebook
-        self.words = tiles.view(torch.int32)
+        self.words, self.n_terms = tiles.view(torch.int32), n_terms
         self.factor = 2.0**exponent
         self.quantized_factor = self.factor / 16 if is_linear else self.factor  # see tile_group.py
         entries = torch.tensor(codebook or (0,) * 16, dtype=torch.int8)

@@ -32,18 +32,19 @@ class Case:
     x: Any
 
     @classmethod
-    def random(cls, kind: str, shape: tuple[int, int], m: int, seed: int = 0) -> "Case":
+    def random(cls, kind: str, shape: tuple[int, int], m: int, seed: int = 0, n_terms: int = 1) -> "Case":
         torch.manual_seed(seed)
         weight = quantize(torch.randn(shape) * 0.02, "rtn" if kind in ("wide", "zeros") else kind)
         weight = replace(weight, codebook=WIDE) if kind == "wide" else weight
         if kind == "zeros":
             scales = layout.unpack_scales(weight.scales)
             weight = replace(weight, scales=layout.pack_scales(scales, (torch.randn(scales.shape) * 5).half()))
+        weight = replace(weight, n_terms=n_terms)
         return cls(weight, np.random.default_rng(seed).standard_normal((m, shape[1]), np.float32))
 
     def matrix(self) -> TileMatrix:
         w = self.weight
-        return TileMatrix(w.tiles.numpy(), w.scales.numpy(), w.exponent, w.codebook)
+        return TileMatrix(w.tiles.numpy(), w.scales.numpy(), w.exponent, w.codebook, w.n_terms)
 
     def reference(self, x: Any) -> Any:
         return x.astype(np.float64) @ self.weight.dequantize().double().numpy().T
@@ -52,14 +53,18 @@ class Case:
         return operation(self.x, self.matrix())[:, : self.weight.n_rows]
 
 
-def quantized(x: Any) -> Any:
+def quantized(x: Any, n_terms: int = 1) -> Any:
     """The values that int8 per row and group of 32 stands for, in float64; written apart from the kernel."""
     padded = np.zeros((len(x), -(-x.shape[1] // 32) * 32), np.float32)
     padded[:, : x.shape[1]] = x
     groups = padded.reshape(len(x), -1, 32)
     largest = np.abs(groups).max(-1, keepdims=True)
-    codes = np.rint(groups * np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest)))
-    return (codes * (largest / np.float32(127)).astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
+    scaled = groups * np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
+    unit = largest / np.float32(127)
+    values = np.rint(scaled) * unit.astype(np.float64)
+    if n_terms == 2:
+        values += np.rint((scaled - np.rint(scaled)) * np.float32(254)) * (unit / np.float32(254)).astype(np.float64)
+    return values.reshape(len(x), -1)[:, : x.shape[1]]
 
 
 def nmse(found: Any, expected: Any) -> float:
@@ -86,6 +91,24 @@ def test_quantizing_activations_costs_what_is_allowed(matmul: Matmul, kind: str)
     assert nmse(case.run(matmul), case.reference(case.x)) <= GAUSSIAN_BOUND
     case.x[:, ::100] *= 20  # outlier features, as large models have them
     assert nmse(case.run(matmul), case.reference(case.x)) <= OUTLIER_BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_terms_are_16_bits(kind: str) -> None:
+    """The second term's entries span int8, so that sums at the ends of their range count too."""
+    operation = Matmul(ThreadPool(2))
+    for shape, ms in (((40, 96), range(1, 19)), ((16, 9000), (131,))):
+        case = Case.random(kind, shape, max(ms), n_terms=2)
+        case.x[:, ::100] *= 20
+        whole = case.run(operation)
+        assert nmse(whole, case.reference(quantized(case.x, 2))) <= QUANTIZED_BOUND
+        assert nmse(whole, case.reference(case.x)) <= 1e-4 * OUTLIER_BOUND
+        for m in ms:
+            assert np.array_equal(replace(case, x=case.x[:m]).run(operation), whole[:m])
+    ids = np.array([7, 0, 15], np.int64)
+    assert np.array_equal(operation.sliced(case.x[:3], case.matrix(), ids), whole[:3, ids])
+    case.x[:3, 5] = 0, np.nan, np.inf
+    assert np.isnan(case.run(operation)).all(1).tolist() == [False, True, True] + [False] * 128
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,22 +23,23 @@ N_CASES, TOKENS = 20, 40
 
 
 class Models:
-    """Engines of every model, quantizer and type of keys and values, and emulated machines of the same weights, opened
-    when first asked for."""
+    """Engines of every model, quantizer and type of keys, values and activations, and emulated machines of the same
+    weights, opened when first asked for."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self._folders = folders
-        self._engines: dict[tuple[str, str, str], Engine] = {}
-        self._splits: dict[tuple[str, str, str], Executor] = {}
+        self._engines: dict[tuple[str, ...], Engine] = {}
+        self._splits: dict[tuple[str, ...], Executor] = {}
 
     def engine(self, case: Case) -> Engine:
-        key, folder = (case.model, case.quantizer, case.kv_type), self._folders[case.model]
+        key, folder = self._key(case), self._folders[case.model]
         if not folder.is_dir():
             pytest.skip(f"shared/models/{folder.name} is not beside the repository")
         if key not in self._engines:
             self._engines[key] = Engine.from_pretrained(
                 folder,
                 quantizer=case.quantizer,
+                activations=case.activations,
                 threads=1,
                 context_tokens=read_spec(folder).max_context_tokens,
                 profile=reference_profile(LAPTOP),
@@ -48,7 +49,7 @@ class Models:
 
     def executor(self, case: Case) -> Executor:
         """What runs the case in exact mode."""
-        key, engine = (case.model, case.quantizer, case.kv_type), self.engine(case)
+        key, engine = self._key(case), self.engine(case)
         if not case.is_split:
             return engine.executor
         if key not in self._splits:
@@ -57,6 +58,9 @@ class Models:
             plan = planned(engine.spec, overrides=pins, context_tokens=n_tokens, kv_type=case.kv_type)
             self._splits[key] = emulated(engine.spec, engine.executor.weights, plan)
         return self._splits[key]
+
+    def _key(self, case: Case) -> tuple[str, ...]:
+        return case.model, case.quantizer, case.kv_type, case.activations
 
     def close(self) -> None:
         for opened in (*self._splits.values(), *self._engines.values()):

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_ee import Engine, HeteroError, ModelError, SamplingParams, StoreError, UsageError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.weights.model_weights import expanded
 from hetero_ee.weights.store.conversion import CONVERTING
+from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import stores
+from tests.emulation import LAPTOP
 from tests.families import edit_config, random_model, save_checkpoint
 
 PROMPT = "Once upon a time"
@@ -55,6 +61,35 @@ def test_a_model_is_converted_once(tiny: Path, cache: Path, quantizer: str) -> N
         assert tokens(store, progress=again, **options) == said
         assert again.calls == []
     assert stores(cache) == [store]
+
+
+def test_int16_activations(tiny: Path, cache: Path) -> None:
+    """Their logits are those of plain torch on the same weights, whatever shares a pass; plans are theirs alone."""
+    found = {}
+    for kind in ("int8", "int16"):
+        options: dict[str, Any] = {"profile": reference_profile(LAPTOP), "gpu_layers": 0, "kv_type": "fp32"}
+        with Engine.from_pretrained(tiny, threads=2, activations=kind, **options) as engine:
+            ids, executor = engine._tokenizer.encode(PROMPT), engine.executor
+            found[kind] = prompt_logits(executor, ids)
+            alone = [prompt_logits(executor, ids, len(ids) - n) for n in (1, 3)]
+            assert all(torch.equal(each, found[kind]) for each in alone)
+            reference = ReferenceExecutor(engine.spec, expanded(executor.weights), len(ids))
+            plan = engine.plan
+    expected = prompt_logits(reference, ids)
+    errors = {kind: float((logits - expected).square().sum()) for kind, logits in found.items()}
+    assert errors["int16"] < 1e-3 * errors["int8"]
+    assert "with other shapes" in refusal(tiny, quantizer=None, plan=plan)
+    assert "expected one of int8, int16" in refusal(tiny, activations="fp16")
+
+
+def prompt_logits(executor: Any, ids: list[int], n_first: int = 0) -> torch.Tensor:
+    """The last token's logits, after a first pass of n_first tokens if there are any."""
+    sequence = executor.cache.open_new()
+    parts = [(0, ids[:n_first]), (n_first, ids[n_first:])] if n_first else [(0, ids)]
+    for first, some in parts:
+        logits: torch.Tensor = executor.logits(Batch.of_sequence(sequence, first, some), [len(some) - 1])
+    executor.cache.close(sequence)
+    return logits[0]
 
 
 def test_int4_differs_from_fp32_and_the_default_is_codebook(tiny: Path, cache: Path) -> None:

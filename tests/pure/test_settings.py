@@ -22,6 +22,7 @@ VALUES: dict[str, tuple[Any, str, str, Any, Any]] = {
     "threads": (1, " 2", "3", 2, 3),
     "ctx_size": (100, "200", "300", 200, 300),
     "quantizer": ("rtn", "search", '"none"', "search", "none"),
+    "activations": ("int8", "int16", '"int16"', "int16", "int16"),
     "offline": (True, "off", "true", False, True),
     "profile": ("auto", "off", '"auto"', "off", "auto"),
     "cache_dir": ("/a", "b", '"/c"', Path("b"), Path("/c")),

@@ -52,6 +52,14 @@ def test_the_blocks_of_a_pass() -> None:
     assert head.products == (("int8", 48, 32),) and head.overhead is Overhead.PASS
 
 
+def test_each_term_of_activations_costs_products_as_much_as_a_token() -> None:
+    costs = [BlockCost.of(replace(SPEC, activation_terms=n_terms), BLOCKS[1]) for n_terms in (1, 2)]
+    for on_gpu in (False, True):
+        times = round_profile().gpu if on_gpu else round_profile().cpu_with(0)
+        assert costs[1].work("", 3).products_s(times) == costs[0].work("", 6).products_s(times)
+        assert costs[1].work("", 3).overhead_s(times, SPEC) == costs[0].work("", 3).overhead_s(times, SPEC)
+
+
 def positions_read(work: Work) -> int:
     assert isinstance(work.state, KvState)
     return work.state.positions_read(work.m, work.context_tokens)

@@ -88,7 +88,7 @@ def bench(
         if rates is not None:
             head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, head)
         placed = replace(placed, options=replace(placed.options, draft_head=None if head is None else str(head)))
-        weights = opening["quantizer"], engine.given.get("sparsity")
+        weights = opening["quantizer"], engine.given.get("sparsity"), opening["activations"]
         subject = _Subject(spec, name, folder, *weights, context_tokens, profile, placed, progress, rates)
         print_rows(_rows(subject, wanted.repetitions, tests, modes, threads), wanted.style)
     placement.write_trace(subject.spans, f"bench of {name}")
@@ -103,6 +103,7 @@ class _Subject:
     folder: Path | None  # None for random weights
     quantizer: str | None
     sparsity: str | None
+    activations: str
     context_tokens: int | None  # None: up to the longest test
     profile: "HardwareProfile"
     placed: Placed
@@ -189,6 +190,7 @@ def _of_folder(subject: _Subject, limits: "Limits", folder: Path) -> Iterator[_R
         folder,
         quantizer=subject.quantizer,
         sparsity=subject.sparsity,
+        activations=subject.activations,
         context_tokens=limits.context_tokens if given is None else subject.context_tokens or 0,
         threads=limits.threads,
         plan=given,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hetero_ee.weights.store.import_report import ImportedType
 
 HEAD = ("in the file", "here", "matrices", "weights", "relative squared error")
-NOT_HERE = {"context_tokens": "nothing is run", "profile": "nothing is run"}
+NOT_HERE = dict.fromkeys(("activations", "context_tokens", "profile"), "nothing is run")
 
 
 @with_options(without=NOT_HERE)

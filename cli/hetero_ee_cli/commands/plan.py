@@ -55,6 +55,7 @@ class _Subject:
     wanted: PlanCommandOptions
     quantizer: str | None
     sparsity: str | None
+    activations: str | None
 
     @property
     def name(self) -> str | None:
@@ -71,6 +72,7 @@ class _Subject:
         machine = ["--hardware", wanted.hardware] if wanted.hardware else []
         weights = ["--random-weights", wanted.random_weights] if wanted.random_weights else []
         sparse = ["--sparsity", self.sparsity] if self.sparsity else []
+        sparse += ["--activations", self.activations] if self.activations else []
         if wanted.published_exits:
             return ["plan", *(weights or named[1:]), "--published-exits", *machine, *sparse]
         if weights:
@@ -93,7 +95,7 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
         with ending_at_once():
             from hetero_ee.calibration.plot import picture_format
         picture_format(wanted.curve_file)  # refused now, not after a measurement
-    weights = engine.arguments()["quantizer"], engine.given.get("sparsity")
+    weights = engine.arguments()["quantizer"], engine.given.get("sparsity"), engine.given.get("activations")
     subject = _Subject(engine.named(model), wanted, *weights)
     if wanted.plan_file is not None:
         limits.check_alone(wanted.plan_file)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     without={
         "profile": "it always measures a profile",
         "quantizer": "every int4 quantizer has the same shapes",
+        "activations": "their times are those of more tokens",
         "context_tokens": "several context lengths are measured",
     }
 )

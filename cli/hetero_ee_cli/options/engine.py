@@ -1,5 +1,6 @@
 """Options for the model and the way it is opened."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -8,7 +9,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.options.engine import MODEL, MODEL_OPTIONS, PROFILE, SETTINGS
+from hetero_ee.options.engine import ACTIVATION_TERMS, MODEL, MODEL_OPTIONS, PROFILE, SETTINGS
 from hetero_ee_cli.options.flags import OptionGroup, model_names, shape_names
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -80,8 +81,8 @@ class ModelOptions(OptionGroup):
     ) -> "tuple[ModelSpec, str, Path | None]":
         """Return the model's shapes, its name for people, and its folder, which is None for random weights.
 
-        With --sparsity, FFNs are neuron-major and expected to use the calibrated share of neurons. If
-        configuration_only is true, only the configuration of a Hugging Face id is downloaded.
+        With --sparsity, FFNs are neuron-major and expected to use the calibrated share of neurons. --activations counts
+        too. If configuration_only is true, only the configuration of a Hugging Face id is downloaded.
         """
         from hetero_ee.hub.config_file import read_spec
         from hetero_ee.hub.model_id import model_name
@@ -90,12 +91,13 @@ class ModelOptions(OptionGroup):
         if random_weights is not None:
             if self.named(model) is not None:
                 raise UsageError("MODEL and --random-weights exclude each other; give one.")
-            return self._sparse(known_spec(random_weights), None), f"{random_weights} (random weights)", None
+            return self._requested(known_spec(random_weights), None), f"{random_weights} (random weights)", None
         folder = self.model_folder(model, progress, configuration_only=configuration_only)
-        return self._sparse(read_spec(folder), folder), model_name(folder), folder
+        return self._requested(read_spec(folder), folder), model_name(folder), folder
 
-    def _sparse(self, spec: "ModelSpec", folder: Path | None) -> "ModelSpec":
-        """Return the shapes with the sparse FFNs that --sparsity requests."""
+    def _requested(self, spec: "ModelSpec", folder: Path | None) -> "ModelSpec":
+        """Return the shapes with the activations and the sparse FFNs that the options request."""
+        spec = replace(spec, activation_terms=ACTIVATION_TERMS[self.arguments()["activations"]])
         sparsity: str | None = self.given.get("sparsity")
         if sparsity is None:
             return spec

@@ -177,6 +177,18 @@ def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any)
     return types.void(values, types.float32, types.intp, types.intp), codegen
 
 
+@intrinsic
+def pair_sums(typing: Any, values: Any) -> Any:
+    """Return the sums of vectors 0 and 1, 2 and 3 and so on of a tuple; a tuple of one vector unchanged."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows = cgutils.unpack_tuple(builder, arguments[0], values.count)
+        sums = [builder.fadd(*pair) for pair in zip(rows[::2], rows[1::2], strict=False)]
+        return context.make_tuple(builder, signature.return_type, sums or rows)
+
+    return types.UniTuple(values.dtype, max(1, values.count // 2))(values), codegen
+
+
 def _prefetch(locality: int, name: str, meaning: str) -> Any:
     """Return an intrinsic that prefetches a cache line into cache level 4 - locality and higher levels."""
 

@@ -96,9 +96,9 @@ class Costs:
         times, spec, rows = self._device(placement), self.spec, part.cost.neurons
         assert rows is not None, "not a sparse FFN"
         first_rows = spec.ffn_size * (2 if spec.gated else 1)
-        dense_s = times.matmul_s("int4", first_rows, spec.hidden_size, 1)
-        dense_s += times.matmul_s("int4", spec.hidden_size, spec.ffn_size, 1)
-        whole_s = sum(product.seconds(times, 1) for product in part.cost.products)
+        dense_s = times.matmul_s("int4", first_rows, spec.hidden_size, spec.activation_terms)
+        dense_s += times.matmul_s("int4", spec.hidden_size, spec.ffn_size, spec.activation_terms)
+        whole_s = sum(product.seconds(times, spec.activation_terms) for product in part.cost.products)
         shares = NeuronShares.of(spec, is_prompt=False)
 
         def sparse_s(active: float) -> float:

@@ -65,6 +65,26 @@ def test_a_rows_bits_do_not_depend_on_the_others(kind: str, shape: tuple[int, in
                 assert_same_bits(product[place : place + 1], bits)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(1)
+def test_two_terms(kind: str) -> None:
+    """Each width of a program: a token's bits are its own, those of sliced logits and of AMD's programs, and close to
+    fp32 activations."""
+    weight, x = random_matrix(kind, (33, 160), n_terms=2), activations(2, 37, 160)
+    whole = matmul(x, weight)
+    assert nmse(whole, reference.matmul(x, weight)) <= BOUND
+    exact = x.double() @ reference.dequantize(weight).double().T
+    assert nmse(whole, exact[:, :33]) <= 1e-8 <= nmse(matmul(x, random_matrix(kind, (33, 160))), exact[:, :33])
+    for m in (1, 4, 8):
+        assert_same_bits(matmul(x[:m].clone(), weight), whole[:m])
+    if kind != "zeros":
+        ids = torch.tensor([19, 0, 7, 32], device=DEVICE)
+        assert_same_bits(sliced_head(x[:3].clone(), weight, ids), whole[:3, ids])
+    if kind != "codebook":
+        weight.isa = GCN
+        assert_same_bits(matmul(x[:3].clone(), weight), whole[:3])
+
+
 def test_a_prompt_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[int, ...]] = []
 

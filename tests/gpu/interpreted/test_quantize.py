@@ -20,10 +20,10 @@ def by_columns(x: Any) -> tuple[Any, Any]:
     return parts[:, :n_groups].contiguous(), scales[:, :n_groups].contiguous()
 
 
-def check(x: Any) -> None:
-    codes, scales = quantize(x)
-    expected_codes, expected_scales = reference.quantize(x)
-    if len(x) % 2:
+def check(x: Any, n_terms: int = 1) -> None:
+    codes, scales = quantize(x, n_terms)
+    expected_codes, expected_scales = reference.quantize(x, n_terms)
+    if len(codes) % 2:
         scales[-1, :, 1] = 0  # of a row that is not there
     assert_same_bits(codes, expected_codes)
     assert torch.equal(scales.isnan(), expected_scales.isnan())
@@ -34,6 +34,15 @@ def check(x: Any) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (1, 32), (3, 33), (2, 1056), (5, 250)])
 def test_codes_and_scales(shape: tuple[int, int], dtype: torch.dtype) -> None:
     check((random(0, *shape) * 3).to(dtype))
+
+
+def test_two_terms() -> None:
+    """The first is the only term, the second what it leaves; both together are x to 16 bits."""
+    x = random(0, 3, 1056) * 3
+    x[1, 40] = float("nan")
+    check(x, 2)
+    parts = [each.view(3, -1, 2, *each.shape[1:]) for each in quantize(x, 2)[:1]]
+    assert_same_bits(parts[0][:, 0, 0].contiguous(), quantize(x)[0])
 
 
 def test_halves_are_rounded_to_even() -> None:

@@ -31,6 +31,7 @@ QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("sparse_ffn", "bits_of_any_shape_are_the_definitions", (70, 200), 2, True),
 ]
 MORE: list[tuple[Any, ...]] = [
+    ("quantize", "two_terms"),
     ("quantize", "codes_and_scales", (5, 250), torch.float16),
     ("norm", "accurate_and_the_residual_is_added", "rms", 1000),
     ("norm", "accurate_and_the_residual_is_added", "layer", 1000),
@@ -49,6 +50,7 @@ for _kind in ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap"):
     MORE.append(("activate", "accurate", _kind, True, 513))
 for _kind in ("linear", "codebook", "int8", "zeros"):
     MORE += [("matmul", "products_equal_float64", _kind, (70, 1100, m)) for m in (1, 8, 16, 32, 40)]
+    MORE.append(("matmul", "two_terms", _kind))
     MORE.append(("matmul", "a_rows_bits_do_not_depend_on_the_others", _kind, (40, 160)))
 for _kind in ("linear", "codebook", "int8"):
     MORE += [("sliced_head", "bits_of_the_whole_product", _kind, 1088), ("embed", "learned_positions_are_added", _kind)]
