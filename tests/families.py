@@ -115,13 +115,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4": ("Gemma4", GEMMA_4),
-    "gemma4-shared": (
+    "gemma4-e": (
         "Gemma4",
         GEMMA_4
         | {
             "num_hidden_layers": 6,
             "num_kv_shared_layers": 3,
-            "output_hidden_states": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 131,
             "use_double_wide_mlp": True,
             "attention_k_eq_v": False,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
@@ -184,7 +185,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # Those that compute as no other does: what holds for their kernels, placements and stores holds for all.
 _LIKE_ANOTHER = [
     "gemma",
-    "gemma4-shared",
+    "gemma4-e",
     "olmo2",
     "smollm3",
     "stablelm",

@@ -6,6 +6,7 @@ buffer that a device with fixed buffers writes the result to; two results with o
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -14,6 +15,7 @@ from hetero_ee.layers.tensors import Tensors
 
 Array = Any
 Matrix = Any  # a weight and its bias as the device multiplies with it
+LookUp = Callable[[Any], tuple[Array, Array]]  # from a batch to Rows.inputs
 Heads = Any  # a layer's attention as the device computes it, and the place of its keys and values
 
 # Buffers of a pass.
@@ -69,11 +71,17 @@ class Rows(Protocol):
         """Whether any of the tokens may skip neurons."""
         ...
 
+    @property
+    def inputs(self) -> tuple[Array, Array]:
+        """The tokens' embeddings (m, hidden) and rows of the layers' table, for mixers that read tokens."""
+        ...
+
 
 class Mixer(ABC):
     """An attention, an FFN or another part of a layer, with its parameters on a device."""
 
     has_state = False  # whether the mixer reads and writes a cache
+    reads_tokens = False  # whether it reads Rows.inputs
     n_neurons = 0  # number of neurons, if some may be skipped
 
     @abstractmethod

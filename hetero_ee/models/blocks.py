@@ -17,6 +17,7 @@ from hetero_ee.models.spec import ModelSpec
 
 class BlockKind(Enum):
     EMBEDDING = "embedding"
+    TABLE = "table"  # of per-layer embeddings; always on the host
     LAYER = "layer"  # a mixer or FFN
     FINAL_NORM = "final_norm"
     HEAD = "head"
@@ -47,6 +48,9 @@ class Block:
 def decoder_blocks(spec: ModelSpec) -> list[Block]:
     """Return every block of the decoder, in the order in which tokens pass through them."""
     blocks = [_embedding_block(spec)]
+    if spec.layer_table is not None:
+        tensor = TensorSpec("table.tokens", TensorRole.VOCABULARY, (spec.layer_table.n_rows, spec.layer_table.width))
+        blocks.append(Block("table", BlockKind.TABLE, None, {"tokens": tensor}))
     for layer in range(spec.n_layers):
         own = spec.layer(layer)
         blocks += [_layer_block(spec, layer, own, mixer) for mixer in own.mixers]

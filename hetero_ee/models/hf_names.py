@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.per_layer import PerLayerSpec
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.families import FAMILIES
@@ -74,6 +75,11 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:
     parts = [Part(module, (rows, *tensor.shape[1:])) for module, rows in zip(modules, sizes, strict=False)]
     if isinstance(mixer, AttentionSpec) and pattern.endswith(".qkv") and len(modules) > 1:
         parts = _of_heads(parts, mixer)
+    if isinstance(mixer, PerLayerSpec) and pattern.endswith(".context"):  # all layers' are one tensor
+        table = mixer.table
+        parts = [
+            Part(modules[0], (table.width, *tensor.shape[1:]), share=(table.width, int(layer) * table.size, table.size))
+        ]
     if tensor.role is TensorRole.VECTOR and len(tensor.shape) > 1:  # weights of a convolution by channel
         parts = [replace(part, shape=(part.shape[0], 1, *part.shape[1:])) for part in parts]
     added = spec.norm_offset if tensor.name.endswith("norm") and not tensor.name.endswith(GATED_NORM) else 0.0

@@ -7,6 +7,7 @@ from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import EmbeddingSpec, LayerSpec, LogitsSpec, NormSpec
 from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.layers.ops import Activation
+from hetero_ee.layers.per_layer import LayerTableSpec
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.layers.sparse_ffn import SparseFfnSpec
 
@@ -61,6 +62,7 @@ class ModelSpec:
     hot_curve: tuple[float, ...] = ()  # share of needed neurons that are among the first 1/n, 2/n, ... of all
     predicted_share: float = 1.0  # expected share of neurons that the predictor selects for decoded tokens
     int8_matrices: tuple[str, ...] = ()  # names of layers' matrices in 8 instead of 4 bits
+    layer_table: LayerTableSpec | None = None  # of per-layer embeddings, if layers have them
     own_layers: tuple[LayerSpec | None, ...] = ()  # layers defined separately; None for those the fields above define
     zero_point_matrices: tuple[str, ...] = ()  # names of 4-bit matrices with zero points: 5 bits per weight
     activation_terms: int = 1  # int8 terms into which products split each activation, 1 or 2

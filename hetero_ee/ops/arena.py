@@ -14,6 +14,7 @@ from torch import Tensor
 from hetero_ee.kv.devices import GpuCaches
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.layers.ops import DELTA, NORMED
+from hetero_ee.layers.per_layer import EMBEDDED, TABLE_ROWS, LayerTableSpec
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.models.blocks import layer_buffers
 from hetero_ee.models.spec import ModelSpec
@@ -32,6 +33,7 @@ class GpuRows:
     slots: Tensor  # slots of the KV cache
     positions: Tensor
     may_skip: Tensor  # 0 for tokens that need all neurons
+    inputs: Any = None  # see Rows
     some_may_skip: bool = True  # kernel launches must not depend on this
 
 
@@ -48,6 +50,7 @@ class Arena:
         self.rope_tables = _rope_tables(spec, cache.max_tokens, self.device)  # rotary angles, if any
         self.query_factors = _query_factors(spec, cache.max_tokens, self.device)
         self.workspace = _attention_workspace(spec, cache.n_parts, min(n_rows, FEW_ROWS), self.device)
+        self._table, self._hidden_size = spec.layer_table, spec.hidden_size
         self._buffers: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # recorded launches may still use them
         sizes = dict.fromkeys((NORMED, HIDDEN, DELTA), spec.hidden_size)
@@ -70,8 +73,18 @@ class Arena:
 
     def tokens(self, m: int) -> GpuRows:
         """Return the first m tokens of the pass that was copied by `place`."""
-        found = self._rows
-        return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m])
+        found, table = self._rows, self._table
+        inputs = None if table is None else self._inputs(m, table)
+        return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m], inputs)
+
+    def place_inputs(self, embedded: Tensor, table_rows: Tensor) -> None:
+        """Copy what layers read of a pass's tokens from the host's memory to the GPU."""
+        assert self._table is not None, "a layer reads tokens"
+        for ours, theirs in zip(self._inputs(len(embedded), self._table), (embedded, table_rows), strict=True):
+            ours.copy_(theirs)
+
+    def _inputs(self, m: int, table: LayerTableSpec) -> tuple[Tensor, Tensor]:
+        return self.rows(EMBEDDED, m, self._hidden_size), self.rows(TABLE_ROWS, m, table.width)
 
     def place(self, slots: Sequence[int], positions: Sequence[int], may_skip: Sequence[bool] | None = None) -> None:
         """Copy the slots and positions of a pass's tokens to the GPU. The host does not wait for the copy.

@@ -13,7 +13,7 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
+from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchDelta
@@ -67,7 +67,14 @@ class CpuRows:
     counts: NeuronCounts
     positions: Any  # int64 (m,)
     some_may_skip: bool
+    look_up: LookUp | None = None
     _places: dict[CpuKvCache, Any] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Any:
+        """See Rows."""
+        assert self.look_up is not None, "a layer reads tokens"
+        return self.look_up(self.batch)
 
     def places(self, cache: CpuKvCache) -> Any:
         """Return where the cache holds the keys and values of each token, for all of its layers."""
@@ -121,9 +128,9 @@ class CpuOps(Ops):
         norms = spec.norms(query_norm, key_norm, np.ones(spec.head_dim, np.float32))
         return CpuHeads(spec, cache, cache.index(layer), *self._attention(spec, cache), rope, norms)
 
-    def rows(self, batch: Batch, counts: NeuronCounts) -> CpuRows:
-        """Convert a batch for the operations. Neurons are counted in `counts`."""
-        return CpuRows(batch, counts, np.array(batch.positions, np.int64), bool(batch.may_skip().any()))
+    def rows(self, batch: Batch, counts: NeuronCounts, look_up: LookUp | None = None) -> CpuRows:
+        """Convert a batch for the operations. Neurons are counted in `counts`. look_up: returns Rows.inputs."""
+        return CpuRows(batch, counts, np.array(batch.positions, np.int64), bool(batch.may_skip().any()), look_up)
 
     def array(self, x: Tensor) -> Any:
         """Return a NumPy copy, which operations may change in place."""

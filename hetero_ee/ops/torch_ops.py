@@ -22,7 +22,7 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.layers.ops import Activation, Neurons, Norm, Ops
+from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchDelta
@@ -56,6 +56,13 @@ class TorchRows:
     batch: Batch
     counts: NeuronCounts
     some_may_skip: bool
+    look_up: LookUp | None = None
+
+    @property
+    def inputs(self) -> Any:
+        """See Rows."""
+        assert self.look_up is not None, "a layer reads tokens"
+        return self.look_up(self.batch)
 
     @property
     def may_skip(self) -> Tensor:
@@ -86,9 +93,9 @@ class TorchOps(Ops):
     ) -> TorchHeads:
         return TorchHeads(spec, layer, cache, spec.norms(query_norm, key_norm, torch.ones(spec.head_dim)))
 
-    def rows(self, batch: Batch, counts: NeuronCounts) -> TorchRows:
-        """Convert a batch to the form that operations need. Neurons are counted in `counts`."""
-        return TorchRows(batch, counts, bool(batch.may_skip().any()))
+    def rows(self, batch: Batch, counts: NeuronCounts, look_up: LookUp | None = None) -> TorchRows:
+        """Convert a batch for the operations. Neurons are counted in `counts`. look_up: returns Rows.inputs."""
+        return TorchRows(batch, counts, bool(batch.may_skip().any()), look_up)
 
     def array(self, x: Tensor) -> Tensor:
         """Return a copy, which operations may change in place."""

@@ -76,7 +76,7 @@ def model_parts(spec: ModelSpec, kv_type: str) -> list[Part]:
     shapes: dict[object, int] = {}
     parts = []
     for block in blocks:
-        if block.kind is BlockKind.FINAL_NORM:
+        if block.kind in (BlockKind.FINAL_NORM, BlockKind.TABLE):
             continue
         cost = BlockCost.of(spec, block, kv_type)
         if block.kind is BlockKind.HEAD:

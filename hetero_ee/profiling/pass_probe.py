@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.layers.ops import Activation, Neurons, Norm
+from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import Block
 from hetero_ee.ops.cpu import CpuHeads, CpuMatrix, CpuOps, CpuRows
@@ -177,9 +177,9 @@ class _WatchedOps(CpuOps):
         self.attending, self.multiplying, self.placing, self.others = (_StopWatch(clock) for _ in range(4))
         self.products: list[CpuMatrix] = []
 
-    def rows(self, batch: Batch, counts: NeuronCounts) -> CpuRows:
+    def rows(self, batch: Batch, counts: NeuronCounts, look_up: LookUp | None = None) -> CpuRows:
         with self.placing:
-            return super().rows(batch, counts)
+            return super().rows(batch, counts, look_up)
 
     def linear(self, x: Any, matrix: CpuMatrix, into: str) -> Any:
         with self.multiplying:

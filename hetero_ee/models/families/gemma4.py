@@ -9,6 +9,7 @@ from dataclasses import replace
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.ffn import FfnSpec
+from hetero_ee.layers.per_layer import LayerTableSpec, PerLayerSpec
 from hetero_ee.models.families.family import FULL, SLIDING, layer_count, read_layer_kinds, read_window, sliding_windows
 from hetero_ee.models.families.llama import NORMED_HEADS, post_norms
 from hetero_ee.models.families.rope_fields import of_layer_kind
@@ -22,6 +23,14 @@ TENSOR_NAMES = (
     | {
         "layers.{n}.ffn.norm": ("model.layers.{n}.pre_feedforward_layernorm",),
         "layers.{n}.ffn.layer_scale": ("model.layers.{n}.layer_scalar",),
+        # of the E models
+        "table.tokens": ("model.embed_tokens_per_layer",),
+        "layers.{n}.per_layer.context": ("model.per_layer_model_projection",),
+        "layers.{n}.per_layer.context_norm": ("model.per_layer_projection_norm",),
+        "layers.{n}.per_layer.gate": ("model.layers.{n}.per_layer_input_gate",),
+        "layers.{n}.per_layer.output": ("model.layers.{n}.per_layer_projection",),
+        "layers.{n}.per_layer.post_norm": ("model.layers.{n}.post_per_layer_input_norm",),
+        "layers.{n}.per_layer.layer_scale": ("model.layers.{n}.layer_scalar",),
     }
 )
 EVERY = 6  # every sixth layer sees all positions
@@ -62,6 +71,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     if not set(kinds[n_own:]) <= set(kinds[: max(n_own, 0)]):
         raise fields.fail(f"num_kv_shared_layers {n_layers - n_own} leaves no layers of their own to share.")
     equal, wide = fields.flag("attention_k_eq_v", False), fields.flag("use_double_wide_mlp", False)
+    table = _table(fields, near)
     layers = []
     for layer, kind in enumerate(kinds):
         is_full, shares = kind == FULL, layer >= n_own
@@ -70,8 +80,29 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         source = max(each for each in range(n_own) if kinds[each] == kind) if shares else None
         mixer = replace(found.mixer, value_norm=True, keys_are_values=equal and is_full and not shares, kv_layer=source)
         ffn = replace(found.ffn, size=found.ffn.size * 2) if wide and shares else found.ffn
-        layers.append(LayerSpec(mixer, ffn, is_scaled=True))
-    return replace(near, own_layers=tuple(layers), logit_cap=fields.number("final_logit_softcapping", 0.0))
+        per_layer = None if table is None else _per_layer(near, ffn, table)
+        layers.append(LayerSpec(mixer, ffn, per_layer, is_scaled=True))
+    cap = fields.number("final_logit_softcapping", 0.0)
+    return replace(near, own_layers=tuple(layers), layer_table=table, logit_cap=cap)
+
+
+def _table(fields: Fields, spec: ModelSpec) -> LayerTableSpec | None:
+    """Return the sizes of the per-layer embeddings' table, None if the model has none."""
+    default = 0 if fields.text("model_type", "").startswith("gemma4_unified") else 256
+    size = fields.integer("hidden_size_per_layer_input", default, smallest=0)
+    if not size:
+        return None
+    n_rows = fields.integer("vocab_size_per_layer_input", 262144)
+    if n_rows < spec.vocab_size:
+        raise fields.fail(
+            f"vocab_size_per_layer_input is {n_rows}, expected a row for each of {spec.vocab_size} tokens."
+        )
+    return LayerTableSpec(n_rows, spec.n_layers, size)
+
+
+def _per_layer(spec: ModelSpec, ffn: FfnSpec, table: LayerTableSpec) -> PerLayerSpec:
+    activation = replace(ffn.activation, gated=False)
+    return PerLayerSpec(table=table, hidden_size=spec.hidden_size, activation=activation, norm_eps=spec.norm_eps)
 
 
 def _of_full_layers(fields: Fields, kinds: Sequence[str]) -> Fields:

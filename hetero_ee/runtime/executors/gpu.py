@@ -22,6 +22,8 @@ from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.token_inputs import TokenInputs
+from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.runtime.draft_logits import DraftLogits
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor, SplitFfn
@@ -59,6 +61,7 @@ class GpuExecutor(BlockExecutor):
         self._resident = DeviceWeights(self._ops, weights, blocks)
         self._arena = Arena(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
+        self._inputs = _token_inputs(spec, weights, self._model_blocks)
         shapes = kv_layers(spec) if visits else {}
         self._visiting = {
             heads: VisitingCache(heads, cache.max_tokens, visits, self._device)
@@ -177,9 +180,8 @@ class GpuExecutor(BlockExecutor):
     def _segment(self, blocks: Sequence[Block]) -> GpuSegment:
         names = tuple(block.name for block in blocks)
         if names not in self._segments:
-            self._segments[names] = GpuSegment(
-                self._spec, self._resident, blocks, self.cache, self._operations, self._recorder, self._arena
-            )
+            devices = self.cache, self._operations, self._recorder, self._arena, self._inputs
+            self._segments[names] = GpuSegment(self._spec, self._resident, blocks, *devices)
         return self._segments[names]
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache | GpuCaches) -> GpuSegment:
@@ -192,7 +194,8 @@ class GpuExecutor(BlockExecutor):
         found = self._borrowed.get(key)
         if found is not None and found[0] is weights and found[1].cache is cache:
             return found[1]
-        segment = GpuSegment(self._spec, weights, [block], cache, self._operations, None, self._arena)
+        devices = cache, self._operations, None, self._arena, self._inputs
+        segment = GpuSegment(self._spec, weights, [block], *devices)
         if self._operations.is_capturable:
             self._borrowed[key] = weights, segment
         return segment
@@ -200,6 +203,14 @@ class GpuExecutor(BlockExecutor):
     def _whole(self, x: Tensor) -> Tensor:
         """Return a contiguous copy of x on the GPU, since the operations change their inputs."""
         return x.to(self._device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _token_inputs(spec: ModelSpec, weights: ModelWeights, blocks: Sequence[Block]) -> TokenInputs | None:
+    """Return what looks up the layers' table on the host, None if the model has none."""
+    if spec.layer_table is None:
+        return None
+    ops = TorchOps()
+    return TokenInputs(spec, ops, DeviceWeights(ops, weights, blocks[:2]))
 
 
 def _by_sequence(batch: Batch) -> dict[int, list[int]]:

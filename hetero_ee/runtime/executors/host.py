@@ -9,11 +9,12 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.layers import decoder
 from hetero_ee.layers.decoder import BoundBlock
-from hetero_ee.layers.ops import LOGITS, Array, Matrix, Norm, Ops
+from hetero_ee.layers.ops import LOGITS, Array, LookUp, Matrix, Norm, Ops
 from hetero_ee.models.blocks import Block, bind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.token_inputs import TokenInputs
 from hetero_ee.runtime.draft_logits import DraftLogits
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import HostExecutor
@@ -23,7 +24,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 class HostOps(Ops, Protocol):
     """Operations on arrays in the CPU's memory. Tensors are converted to arrays without copies."""
 
-    def rows(self, batch: Batch, counts: NeuronCounts) -> Any: ...
+    def rows(self, batch: Batch, counts: NeuronCounts, look_up: LookUp | None = None) -> Any: ...
 
     def array(self, x: Tensor) -> Array: ...
 
@@ -44,6 +45,7 @@ class OpsExecutor(HostExecutor):
         self._bound: dict[int, tuple[Block, BoundBlock]] = {}  # by identity: blocks of one name may differ
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, BoundBlock]] = {}
         self._ends: dict[DraftEnd, DraftLogits] = {}
+        self._inputs = TokenInputs(spec, ops, self._device_weights)
 
     def embed(self, batch: Batch) -> Tensor:
         parameters = self._device_weights.of(self.blocks[0])
@@ -113,4 +115,4 @@ class OpsExecutor(HostExecutor):
         return self._ops.tensor(decoder.forward(self._ops, bound, self._ops.array(hidden), self._rows(batch)))
 
     def _rows(self, batch: Batch) -> Any:
-        return self._ops.rows(batch, self._neurons)
+        return self._ops.rows(batch, self._neurons, self._inputs)

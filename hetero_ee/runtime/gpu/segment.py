@@ -22,6 +22,7 @@ from hetero_ee.ops.arena import HIDDEN, MAX_ROWS, Arena
 from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.ops.gpu_operations import GpuOperations
+from hetero_ee.ops.token_inputs import TokenInputs
 from hetero_ee.weights.model_weights import ModelWeights
 
 Work = Callable[[], None]
@@ -82,6 +83,7 @@ class GpuSegment:
         cache: KV cache of the layers, in which sequences are opened.
         recorder: records CUDA graphs, see `recorder_for`; None launches everything one by one.
         arena: buffers shared with other segments; None makes new ones.
+        inputs: looks up what layers read of tokens; None if they read nothing.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class GpuSegment:
         operations: GpuOperations,
         recorder: Recorder | None = None,
         arena: Arena | None = None,
+        inputs: TokenInputs | None = None,
     ) -> None:
         self.spec, self.cache = spec, cache
         self._device = cache.device
@@ -101,6 +104,7 @@ class GpuSegment:
         if isinstance(weights, ModelWeights):
             weights = DeviceWeights(self._ops, weights, blocks)
         self._blocks = [bind(self._ops, spec, block, weights.of(block), cache) for block in blocks]
+        self._inputs = inputs if any(block.mixer.reads_tokens for block in self._blocks) else None
         self._has_state = any(block.mixer.has_state for block in self._blocks)
         self._n_neurons = sum(block.mixer.n_neurons for block in self._blocks)
         self._replays = Replays(recorder)
@@ -137,12 +141,15 @@ class GpuSegment:
             )
         slots = self.cache.slots(batch) if self._has_state else [0] * len(batch)
         may_skip = batch.may_skip().tolist() if self.spec.neuron_major else None
+        inputs = None if self._inputs is None else self._inputs(batch)
         for first in range(0, len(batch), self._arena.n_rows):
             rows = slice(first, min(first + self._arena.n_rows, len(batch)))
             if hidden is not None:
                 self._hidden(rows.stop - first).copy_(hidden[rows])
             skips = may_skip[rows] if may_skip is not None else None
             self._arena.place(slots[rows], batch.positions[rows], skips)
+            if inputs is not None:
+                self._arena.place_inputs(*(each[rows] for each in inputs))
             yield rows, rows.stop - first
 
     def _hidden(self, m: int) -> Tensor:

@@ -17,9 +17,11 @@ from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.arena import MAX_ROWS
+from hetero_ee.ops.device_weights import DeviceWeights
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry
-from hetero_ee.ops.torch_ops import BatchedTorchOps
+from hetero_ee.ops.token_inputs import TokenInputs
+from hetero_ee.ops.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu import segment as gpu_segment
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
@@ -48,7 +50,7 @@ def model_of(family: str, folder: Path, **changes: int) -> Model:
     for tensor in checkpoint.tensors():
         values = checkpoint.tensor(tensor.name)
         if is_quantized(tensor.role):
-            weights.matrices[tensor.name] = quantize(values, FAMILIES[family])
+            weights.matrices[tensor.name] = quantize(values, FAMILIES.get(family, "codebook"))
         else:
             weights.vectors[tensor.name] = values
     return spec, weights
@@ -113,6 +115,24 @@ def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model:
         both = (read_back(owner.cache, layer, 0, 0, 6) for owner in (part, executor))
         for found, expected in zip(*both, strict=True):
             assert squared_error(found, expected) <= INT8_ACTIVATIONS
+
+
+def test_layers_that_share_keys_and_values_and_read_tokens(tmp_path: Path) -> None:
+    spec, weights = model = model_of("gemma4-e", tmp_path, num_hidden_layers=6)
+    cache = gpu_cache(spec, MAX_TOKENS, "fp16", torch.device(DEVICE), n_slots=4)
+    blocks, host = [block for block in decoder_blocks(spec) if block.layer is not None], TorchOps()
+    inputs = TokenInputs(spec, host, DeviceWeights(host, weights, decoder_blocks(spec)[:2]))
+    part = GpuSegment(spec, weights, blocks, cache, operations("torch"), inputs=inputs)
+    executor = ReferenceExecutor(*model, MAX_TOKENS, BatchedTorchOps())
+    for owner in (part, executor):
+        owner.cache.open(0)
+    batch, rows = Batch.of_sequence(0, 0, PROMPT), []
+    found = run(part, model, batch)
+    assert squared_error(found, executor.hidden(batch)) <= 3 * INT8_ACTIVATIONS  # of three times as many layers
+    part.cache.open(1)
+    for position, token in enumerate(PROMPT):
+        rows.append(run(part, model, Batch.of_sequence(1, position, [token])))
+    assert_same_bits(torch.cat(rows), found)
 
 
 @pytest.mark.few(2)
