@@ -87,6 +87,9 @@ soft_cap = operation(2, _soft_cap, "soft_cap", "c tanh(v / c).")
 fatrelu = operation(2, lambda v, limit: v.where(">=", limit, v, 0.0), "fatrelu", "v where v >= limit, else 0.")
 
 
+sigmoid = operation(1, lambda v: v.constant(1.0) / ((v * -1.0).exp() + 1.0), "sigmoid", "1 / (1 + e^-v).")
+
+
 @inner
 def _applied(kind: int, v: Any, threshold: Any) -> Any:
     if kind == 0:
@@ -202,3 +205,32 @@ def activate(
         _enter(CHUNK_FUNCTION.address, arguments, x, number, gated, threshold, False, out)
         pool.run(CHUNK_FUNCTION.address, arguments, status)
     return out
+
+
+@entry(types.int64(array_out(types.float32, 2), types.int64, types.int64))
+def _gate(x: Any, gates: int, row_bytes: int) -> int:
+    """Multiply x by sigmoid(gates), whose rows begin row_bytes apart. Return 0."""
+    m, n = x.shape
+    for row in range(m):
+        at, gate_at = x.ctypes.data + 4 * n * row, gates + row_bytes * row
+        for i in range(0, n, 16):
+            count = min(16, n - i)
+            factor = sigmoid(load_lanes(gate_at + 4 * i, 0, count, F32))
+            store_lanes(multiply(load_lanes(at + 4 * i, 0, count, F32), factor), at + 4 * i, count, F32)
+    return 0
+
+
+def gate(x: Any, gates: Any) -> Any:
+    """Multiply x by sigmoid(gates), in place, and return x.
+
+    Args:
+        x: contiguous fp32 (m, n).
+        gates: fp32 (m, n) with contiguous rows, such as the last columns of a larger array.
+
+    Raises:
+        ValueError: if shapes, dtypes or layouts do not fit.
+    """
+    if gates.shape != x.shape or gates.dtype != np.float32 or gates.strides[1] != 4:
+        raise ValueError(f"gates {gates.dtype} {gates.shape} do not fit x {x.shape}, or their rows are not contiguous.")
+    _gate(x, gates.ctypes.data, gates.strides[0])
+    return x

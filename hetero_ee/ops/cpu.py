@@ -16,15 +16,15 @@ from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
-from hetero_ee.ops.torch_delta import TorchDelta
-from hetero_ee.ops.torch_ops import TorchOps, query_factors
+from hetero_ee.ops.torch_ops import query_factors
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_cpu_ops.activate import activate
+from hetero_ee_cpu_ops.activate import activate, gate
 from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
 from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from hetero_ee_cpu_ops.attention.rope import Rope
+from hetero_ee_cpu_ops.delta import DeltaRule, DeltaSequence
 from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
@@ -60,6 +60,28 @@ class CpuHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuDelta:
+    """One layer's gated delta rule, and the cache with its state."""
+
+    rule: DeltaRule
+    cache: RecurrentCache
+    layer: int
+
+    def run(self, inputs: Any, gates: Any, rows: "CpuRows") -> Any:
+        """See Ops.gated_delta."""
+        sequences, layer, index = [], self.layer, self.cache.index(self.layer)
+        for sequence, mine in rows.by_sequence.items():
+            first = rows.batch.positions[mine[0]]
+            *parts, _ = self.cache.storage(sequence).parts
+            span = self.cache.span(layer, sequence, first, len(mine))
+            sequences.append(DeltaSequence(mine, first, *span, *(part[index].numpy() for part in parts)))
+        out = self.rule.run(inputs, gates, sequences)
+        for sequence, each in zip(rows.by_sequence, sequences, strict=True):
+            self.cache.moved(layer, sequence, each.new_base)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class CpuRows:
     """The tokens of a pass, in the form that the CPU's operations need."""
 
@@ -69,12 +91,21 @@ class CpuRows:
     some_may_skip: bool
     look_up: LookUp | None = None
     _places: dict[CpuKvCache, Any] = field(default_factory=dict)
+    _by_sequence: dict[int, Any] = field(default_factory=dict)
 
     @property
     def inputs(self) -> Any:
         """See Rows."""
         assert self.look_up is not None, "a layer reads tokens"
         return self.look_up(self.batch)
+
+    @property
+    def by_sequence(self) -> dict[int, Any]:
+        """Indices of each sequence's tokens, int64."""
+        if not self._by_sequence:
+            found = self.batch.by_sequence().items()
+            self._by_sequence.update((sequence, np.array(rows, np.int64)) for sequence, rows in found)
+        return self._by_sequence
 
     def places(self, cache: CpuKvCache) -> Any:
         """Return where the cache holds the keys and values of each token, for all of its layers."""
@@ -222,19 +253,17 @@ class CpuOps(Ops):
         return heads.attention.attend(queries, rows.places(heads.cache), heads.place, heads.spec.window)
 
     def gate(self, x: Any, gates: Any) -> Any:
-        x /= 1 + np.exp(-gates)
-        return x
+        return gate(x, gates)
 
     def delta_rule(
         self, spec: GatedDeltaSpec, layer: int, cache: RecurrentCache, vectors: tuple[Any, Any, Any], norm: Norm
-    ) -> TorchDelta:
-        conv, a_log, dt_bias = map(torch.from_numpy, vectors)
-        return TorchDelta(spec, layer, cache, conv, a_log, dt_bias, replace(norm, scale=torch.from_numpy(norm.scale)))
+    ) -> CpuDelta:
+        heads = spec.n_key_heads, spec.n_value_heads, spec.key_dim, spec.value_dim
+        rule = DeltaRule(heads, *vectors, norm.scale, norm.eps, self.pool, is_tiled=spec.is_tiled)
+        return CpuDelta(rule, cache, layer)
 
-    def gated_delta(self, inputs: Any, gates: Any, rule: TorchDelta, rows: CpuRows) -> Any:
-        plain = TorchOps()
-        x, y = torch.from_numpy(inputs), torch.from_numpy(gates)
-        return plain.gated_delta(x, y, rule, plain.rows(rows.batch, rows.counts)).numpy()
+    def gated_delta(self, inputs: Any, gates: Any, rule: CpuDelta, rows: CpuRows) -> Any:
+        return rule.run(inputs, gates, rows)
 
     def masked_linear(self, x: Any, matrix: CpuMatrix, scores: Any, rows: CpuRows) -> Any:
         if matrix.rows is None:
