@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from hetero_ee.calibration.certificate_file import MAX_PROMPTS, write_certificate
 from hetero_ee.calibration.certify import ALGORITHM_VERSION as CERTIFICATE_VERSION
 from hetero_ee.calibration.certify import N_PROMPTS, CertificateRun, PromptSource, by_group, kv_type_of, specee_depths
+from hetero_ee.calibration.estimate import PROBE_TOKENS, estimated_s
 from hetero_ee.calibration.file import write_calibration
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
@@ -43,6 +44,7 @@ from hetero_ee.weights.store.calibration_files import CERTIFICATE_PARTIAL_SUFFIX
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
 OWN_TEXT = "self-generated text"
+LONG_S = 5.0  # expected seconds from which a calibration is announced
 WAITING = "Another process is calibrating this model; waiting for it"
 
 Found = TypeVar("Found")
@@ -112,6 +114,7 @@ class FitText:
     """Text for a fit: the caller's chunks, or a function by which the model writes some. Texts differ in `identity`."""
 
     identity: str
+    n_tokens: int  # at least, if the model writes it
     chunks: Callable[[KeptSteps], list[Chunk]]  # keeps what is written
 
 
@@ -172,10 +175,10 @@ class CalibrationJob:
         n_tokens, context_tokens = min(n_tokens, self.request.n_tokens), self.ending.context_tokens
         if self.request.texts is not None:
             chunks = text_chunks(self.tokenizer, self.request.texts, n_tokens, context_tokens)
-            return FitText(chunks_identity(chunks), lambda steps: chunks)
+            return FitText(chunks_identity(chunks), sum(map(len, chunks)), lambda steps: chunks)
         write = self.writer(chunk_tokens(context_tokens, n_tokens))
         identity = own_text_identity(self.tokenizer, n_tokens, context_tokens)
-        return FitText(identity, lambda steps: written_chunks(write, n_tokens, steps, self.progress))
+        return FitText(identity, n_tokens, lambda steps: written_chunks(write, n_tokens, steps, self.progress))
 
     def writer(self, size: int) -> Callable[[int], list[Chunk]]:
         """Return a function by which the model writes texts of `size` tokens."""
@@ -208,6 +211,7 @@ def calibrate(job: CalibrationJob) -> CalibrationOutcome:
 def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
     start_s, settings, folder = job.clock(), job.request.settings, job.place.folder
     text = job.text(job.request.n_tokens)
+    _announce(job, text.n_tokens)
     with job.steps(PARTIAL_SUFFIX, text.identity, settings.identity) as steps:
         chunks = text.chunks(steps)
         calibration = CalibrationRun(job.executor, settings, steps, job.progress).calibrate(chunks, job.description)
@@ -215,6 +219,17 @@ def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
         calibration = replace(calibration, specee_depths=depths)
         write_calibration(calibration, job.place.key, folder, job.files)
     return CalibrationOutcome(calibration, folder, job.clock() - start_s)
+
+
+def _announce(job: CalibrationJob, n_tokens: int) -> None:
+    """Report how long the calibration will take, if that is long."""
+    if job.progress is None:
+        return
+    write = job.writer(PROBE_TOKENS) if job.request.texts is None else None
+    seconds = estimated_s(job.executor, write, n_tokens, job.request.settings, job.clock)
+    if seconds >= LONG_S:
+        lasting = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        job.progress(f"Calibrating on {n_tokens:,} tokens of {job.description} takes about {lasting}", 0, 0)
 
 
 def _certified(job: CalibrationJob, calibration: Calibration) -> Certificate:

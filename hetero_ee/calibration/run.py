@@ -40,7 +40,7 @@ class CalibrationSettings:
     """Settings of a calibration. All but save_every_s affect its numbers."""
 
     precision: float = 0.9  # share of exits that have to be right when thresholds are chosen
-    n_selection_tokens: int = 2048  # to choose ranks by
+    n_selection_tokens: int = 1024  # to choose ranks by
     n_activation_tokens: int = 1024  # to take activations of
     n_schedule_tokens: int = 4096  # to choose the schedule by
     max_equations_bytes: int = 2 * 2**30  # of normal equations; limits how many exit layers of a wide model get a map

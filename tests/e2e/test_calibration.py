@@ -1,8 +1,10 @@
 """Calibration from end to end, on a random model: what it gives, that it can be resumed, and what it refuses."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -306,3 +308,16 @@ def test_a_mode_that_is_asked_for_runs_though_it_is_slower_and_the_warning_has_b
         assert opened.exit_statistics is not None
     warned = [each for each in said if f"Mode {mode} is expected to reach" in each and "of full mode" in each]
     assert len(warned) == (mode != "skipdecode")
+
+
+@pytest.mark.sample(0)
+def test_how_long_it_will_take_is_said_before_it_starts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are seconds of this process, whatever else the machine does."""
+    monkeypatch.setattr("hetero_ee.calibration.job.LONG_S", 0.0)
+    assert engine.calibrations is not None
+    request, said = CalibrationRequest(texts=[text_of(MIN_TOKENS * 4)], force=True), list[str]()
+    common = engine.executor, engine._tokenizer, engine._ending(engine.executor), engine.calibrations, request
+    job(engine, request)  # compiles kernels
+    outcome = calibrate(CalibrationJob(*common, lambda stage, *_: said.append(stage), process_time))
+    found = re.fullmatch(r"Calibrating on [\d,]+ tokens of text takes about (\d+) s", said[0])
+    assert found is not None and outcome.seconds / 4 < int(found[1]) + 0.5 < 4 * outcome.seconds

@@ -194,6 +194,33 @@ def test_a_gain_is_said_as_expected_and_as_measured(cli: Cli, headless: Path) ->
     assert min(gained[when]["measured_tokens_per_s"] for when in ("before", "after")) > 0
 
 
+@pytest.mark.sample(0)
+@pytest.mark.parametrize(("is_loss", "full"), [(True, False), (False, False), (True, True)])
+def test_a_quick_look_comes_first_and_without_a_gain_it_is_all(
+    cli: Cli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loss: bool, full: bool
+) -> None:
+    monkeypatch.setattr("hetero_ee_cli.commands.calibrate.QUICK_TOKENS", 600)
+    monkeypatch.setattr("hetero_ee_cli.reports.gain.Gain.is_loss", lambda self, share: is_loss)
+    words = tmp_path / "words.txt"
+    words.write_text(text_of(900))
+    ended = cli("calibrate", tiny, "--text", words, "-t", 1, *(["--full"] if full else []))
+    assert ended.code == 0
+    n_tokens = int(re.search(r"\[ ([\d,]+) tokens of words", ended.err)[1].replace(",", ""))  # type: ignore[index]
+    assert (n_tokens < 650) == (is_loss and not full)
+    assert ("A quick look at 600 tokens finds no gain, so this is all; --full goes on." in ended.err) == (
+        n_tokens < 650
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "forced", "is_loss"),
+    [("full", 94.0, True), ("full", 96.0, False), ("full", None, True), ("exact", None, False)],
+)
+def test_a_loss_is_clear_by_what_is_expected(mode: str, forced: float | None, is_loss: bool) -> None:
+    speed = None if forced is None else Speed("exact", "exits", forced, 1.0)
+    assert Gain(Speed("full", None, 100.0, 50.0), Speed(mode, None, 100.0, 50.0), speed, ()).is_loss(0.95) == is_loss
+
+
 @pytest.mark.parametrize("ratio, percent", [(1.02, "+2%"), (1.0, "+0%"), (0.5, "-50%"), (2.5, "+150%")])
 def test_a_gain_of_2_percent_is_called_2_percent(ratio: float, percent: str) -> None:
     before, after = Speed("full", None, 100.0, 50.0), Speed("exact", "n-grams", None, 50.0 * ratio)

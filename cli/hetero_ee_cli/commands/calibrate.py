@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee.options.engine import MODEL_OPTIONS, OFF, TOKENS
+from hetero_ee.options.engine import CALIBRATION_TOKENS, MODEL_OPTIONS, OFF, TOKENS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hetero_ee_cli.reports.gain import Gain
 
 STANDARD_INPUT = "-"
+QUICK_TOKENS = 2048  # of a first look, after which a model without a gain needs no more
+CLEAR_LOSS = 0.95  # expected share of full mode's speed below which more text would not turn a loss into a gain
 MAX_NAMED = 3  # texts named in the description
 
 
@@ -46,6 +48,13 @@ class CalibrateOptions:
     certify: Annotated[
         bool, typer.Option("--certify", help="Certify the exits too, for mode certified: takes longer than the rest.")
     ] = False
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help=f"Calibrate on {CALIBRATION_TOKENS:,} tokens even if a quick look at {QUICK_TOKENS:,} finds no gain.",
+        ),
+    ] = False
     show: Annotated[bool, typer.Option("--show", help="Only show the existing calibration.")] = False
     plot: Annotated[
         Path | None,
@@ -55,8 +64,10 @@ class CalibrateOptions:
 
     def check(self) -> None:
         """Check that the options are compatible and that the plot can be written."""
-        if self.show and (self.force or self.certify or self.text or self.tokens is not None):
-            others = "--force, --certify, --text and --tokens"
+        if self.full and self.tokens is not None:
+            raise UsageError("--full is for the default number of tokens and --tokens for another; give one of them.")
+        if self.show and (self.force or self.certify or self.full or self.text or self.tokens is not None):
+            others = "--force, --full, --certify, --text and --tokens"
             raise UsageError(f"--show only prints the existing calibration; drop {others}, or drop --show.")
         if self.plot is not None:
             from hetero_ee.calibration.plot import picture_format, require_matplotlib
@@ -68,7 +79,7 @@ class CalibrateOptions:
         """Return the library's request. Reads the texts."""
         from hetero_ee.calibration.job import CalibrationRequest
 
-        changes: dict[str, Any] = {"force": self.force, "certify": self.certify}
+        changes: dict[str, Any] = {"force": self.force or self.full, "certify": self.certify}
         if self.tokens is not None:
             changes["n_tokens"] = self.tokens
         if not self.text:
@@ -85,6 +96,8 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
     interrupted, run it again: it resumes. An existing calibration is shown, not made again.
+    Without --tokens, --certify and --sparsity, a quick look at 2,048 tokens comes first. If exits clearly slow this
+    model down, that is kept and the command ends; --full goes on all the same.
     With --certify, 1,500 prompts are then continued at full depth, and every exit layer judges each of their tokens:
     mode certified keeps its promise by that.
     With --sparsity, a share or auto, it is also measured which FFN neurons the model can do without; with --sparsity
@@ -97,12 +110,21 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
         from hetero_ee.sparsity.request import SparsityRequest
 
     asked = SparsityRequest.parsed(options.get("sparsity"))
-    found = _existing(engine, options, model, asked) if wanted.show else _made(wanted, options, asked)
+    looks_first = asked is None and not (wanted.show or wanted.full or wanted.certify or wanted.tokens is not None)
+    first = replace(wanted, tokens=QUICK_TOKENS) if looks_first else wanted
+    found = _existing(engine, options, model, asked) if wanted.show else _made(first, options, asked)
+    gain = None if wanted.show or asked is not None else _gain(options)  # plans are of dense FFNs
+    n_found = found.exits.calibration.text.n_tokens
+    if looks_first and found.exits.is_new and n_found > CLEAR_LOSS * QUICK_TOKENS:  # else that was the whole text
+        if gain is not None and gain.is_loss(CLEAR_LOSS):
+            say(f"A quick look at {QUICK_TOKENS:,} tokens finds no gain, so this is all; --full goes on.")
+        else:
+            say(f"A quick look finds no clear loss; going on with {CALIBRATION_TOKENS:,} tokens (--full resumes this).")
+            found, gain = _made(replace(wanted, full=True), options, asked), _gain(options)
     if not wanted.as_json:
         print("\n".join(_report(found)))
     if wanted.plot is not None:
         plot_exits(found.exits.calibration, wanted.plot)
-    gain = None if wanted.show or asked is not None else _gain(options)  # plans are of dense FFNs
     if wanted.as_json:
         print_document(_document(options["model"], found, gain), with_version=True)
     elif gain is not None:

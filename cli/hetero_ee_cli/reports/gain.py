@@ -41,6 +41,13 @@ class Gain:
     forced: Speed | None  # exact mode, where the planner declines it
     reasons: tuple[str, ...]  # the planner's, for the mode
 
+    def is_loss(self, share: float) -> bool:
+        """Return whether the planner stays in full mode and expects less than this share of its speed otherwise."""
+        forced, full = self.forced, self.after.expected_tokens_per_s
+        if self.after.mode != "full":
+            return False
+        return forced is None or not full or (forced.expected_tokens_per_s or 0.0) < share * full
+
     @property
     def line(self) -> str:
         before, after = self.before, self.after
