@@ -3,11 +3,12 @@
 Rule: a product needs the time of a call plus the longer of reading its weights and computing. Memory, link and disk
 reach a share of what the data sheet states. A CPU reaches the operations per cycle and 64 bytes of vector width that
 this repository's CPU kernels reach, times its cores, clock and vector width; a GPU reaches a share of its fp32 rate
-that grows with the number of rows. Each constant below names its source; `python scripts/compare_published.py` compares
-the results with published speeds. CPU and copies share the RAM: while the CPU reads weights, copies get the rest of the
-rated bandwidth.
+that grows with the number of rows. If it needs longer to issue the instructions of attention than to read its cache,
+that time counts. Each constant below names its source; `python scripts/compare_published.py` compares the results with
+published speeds. CPU and copies share the RAM: while the CPU reads weights, copies get the rest of the rated bandwidth.
 """
 
+import math
 from dataclasses import dataclass
 
 from hetero_ee_profiles.data_sheets import DataSheet, data_sheets
@@ -22,6 +23,7 @@ from hetero_ee_profiles.hardware import (
     Machine,
     MatmulTime,
     OverheadTime,
+    interpolated,
     mean_positions,
 )
 from hetero_ee_profiles.measurement import Measurement, Origin, derived
@@ -40,6 +42,11 @@ DISK_SHARE = 0.8  # assumed
 # and 64 tokens, 1937, 3428 and 5420 tokens/s (pull request 7676); its dp4a kernels reach 0.25 to 0.28 of the rate
 # (15802). Above: 0.6 of twice the rate until it is measured here; llama.cpp's kernels reach 0.7 to 1.2 of that.
 FP32_SHARES = {1: 0.8, 16: 0.35, 32: 0.62, 64: 0.98, 512: 1.2}
+# Thread instructions of the GPU's attention per byte of an fp16 cache with four heads per key head, by rows of a
+# decoding sequence (counted, docs/gpu_kernels.md). A GPU issues one per fp32 lane and cycle. Other kernels that count
+# need less time to issue than to read, on every data sheet. tests/pure/test_published_speeds.py checks both.
+ATTENTION_INSTRUCTIONS = {1: 7.91, 4: 29.88}
+MAX_DECODE_ROWS = 16
 # 596 GOPS at 16 rows on one Zen 5 thread with 64-byte vectors at 4.1 GHz (tests/bench/bench_cpu_ops.py, 2026-11-21).
 OPERATIONS_PER_CYCLE_AND_64_BYTES = 145.0
 # AVX2 without byte dot products, linear codes, in the same benchmark: 262 GOPS, with 32-byte vectors.
@@ -115,7 +122,7 @@ def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
     speed = _Speed(
         share=RAM_SHARE,
         operations_per_s=dict.fromkeys(ROWS, operations_per_s),
-        attention_per_s=dict.fromkeys(ROWS, attention_per_s),
+        attention_per_s=dict.fromkeys((1, 4, 16, 512), attention_per_s),
         call_s=CPU_CALL_S,
         layer_s=CPU_LAYER_OVERHEAD_S,
         pass_s=2 * CPU_LAYER_OVERHEAD_S,
@@ -130,10 +137,11 @@ def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
     speed = _Speed(
         share=VRAM_SHARE,
         operations_per_s=operations_per_s,
-        attention_per_s=operations_per_s,
+        attention_per_s={m: operations_per_s[m] for m in (1, 4, 16, 64, 128, 512)},
         call_s=GPU_CALL_S,
         layer_s=GPU_LAYER_OVERHEAD_S,
         pass_s=GPU_PASS_OVERHEAD_S,
+        instructions_per_s=fp32 / 2,
     )
     return _times(origin, 0, int(sheet.vram_gib * GIB * GPU_FREE_SHARE), _rate(sheet.vram_gb_s, origin), speed)
 
@@ -148,11 +156,7 @@ class _Speed:
     call_s: float
     layer_s: float
     pass_s: float
-
-    def product_s(self, n_weights: int, weight_bytes: float, m: int, read_bytes_per_s: float) -> float:
-        """Return the seconds of a product with m rows and this many weights."""
-        read_s = n_weights * weight_bytes / read_bytes_per_s
-        return self.call_s + max(read_s, 2 * n_weights * m / self.operations_per_s[m])
+    instructions_per_s: float = math.inf  # of threads
 
 
 def _times(origin: Origin, threads: int, free_bytes: int, rated: Measurement, speed: _Speed) -> DeviceTimes:
@@ -168,19 +172,25 @@ def _times(origin: Origin, threads: int, free_bytes: int, rated: Measurement, sp
         return derived(value, "s", origin)
 
     side, n_heads, head_dim, rate = 4096, 32, 128, rated.value * speed.share
-    matmuls = tuple(
-        MatmulTime(layout, MANY_ROWS, side, m, GIB, seconds(speed.product_s(MANY_ROWS * side, n_bytes, m, rate)))
-        for layout, n_bytes in LAYOUT_BYTES.items()
-        for m in ROWS
-    )
+
+    def product_s(weight_bytes: float, m: int) -> float:
+        return speed.call_s + MANY_ROWS * side * max(weight_bytes / rate, 2 * m / speed.operations_per_s[m])
 
     def attention_s(m: int, context: int) -> float:
+        read_s, kv_bytes = 2 * side * 4 * context / rate, side * context  # fp32; fp16 with a quarter of the key heads
         products_s = 4 * m * mean_positions(m, context) * side / speed.attention_per_s[m]
-        return speed.call_s + max(2 * side * 4 * context / rate, products_s)
+        per_byte = interpolated([*ATTENTION_INSTRUCTIONS.items()], m) if m <= MAX_DECODE_ROWS else 0
+        more_s = kv_bytes * (per_byte / speed.instructions_per_s - 1 / rate)  # needed to issue than to read
+        return speed.call_s + max(read_s, products_s, read_s + more_s)
 
+    matmuls = tuple(
+        MatmulTime(layout, MANY_ROWS, side, m, GIB, seconds(product_s(weight_bytes, m)))
+        for layout, weight_bytes in LAYOUT_BYTES.items()
+        for m in ROWS
+    )
     attentions = tuple(
         AttentionTime(n_heads, n_heads, head_dim, m, context, "fp32", seconds(attention_s(m, context)))
-        for m in (1, 4, 16, 512)
+        for m in speed.attention_per_s
         for context in CONTEXTS
     )
     overheads = tuple(

@@ -1,6 +1,8 @@
 """Derived profiles beside published speeds, and what plans by them say and choose."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
-from hetero_ee_profiles.reference import reference_profile
+from hetero_ee_profiles.data_sheets import data_sheets
+from hetero_ee_profiles.reference import ATTENTION_INSTRUCTIONS, VRAM_SHARE, reference_profile
 from scripts.compare_published import DECODE, PROMPTS, main, predicted, shortfalls, table
 from tests.shipped import MACHINES, SHAPES
 
+COUNTED = Path(__file__).parents[2] / "docs" / "gpu_kernels.md"
 LAPTOP = "rtx-4060-laptop-8gb"
 HEADS = {"EAGLE-1": (0.73, 0.51, 0.51, 0.53, 0.4, 0.5), "EAGLE-3": (0.79, 0.72)}  # as in bench_exits.py
 
@@ -101,3 +105,20 @@ def test_no_choice_is_below_full_mode(model: str, hardware: str) -> None:
             assert made.prediction.request_s <= 1.0001 * full.prediction.request_s
             if made.mode == "exact":
                 assert other is not None and made.prediction.generated_tokens_per_s > other
+
+
+def test_instructions_count_where_they_need_longer_than_reading() -> None:
+    """Of kernels that read weights or a cache. What the others read is less than a hundredth of a pass."""
+    rows = re.findall(
+        r"^\| (.+?) \| `(matmul|attention|products|sections)_kernel` \| ([\d.]+) \|", COUNTED.read_text(), re.M
+    )
+    counted = {f"{launch} {kernel}": float(number) for launch, kernel, number in rows}
+    for m, instructions in ATTENTION_INSTRUCTIONS.items():
+        found = counted.pop(f"fp16 cache, 4 heads per key head, m = {m} attention")
+        assert found == pytest.approx(instructions, rel=0.1), "write the counted number to reference.py"
+    hidden = {sheet.name: sheet.fp32_tflops * 500 / (VRAM_SHARE * sheet.vram_gb_s) for sheet in data_sheets()}
+    assert len(counted) >= 10 and max(counted.values()) < 1.05 * min(hidden.values())
+    times = reference_profile("rtx-3060-12gb").gpu
+    assert times is not None
+    four, one = (times.attention_s(32, 8, 128, m, 4096, few=True, kept_share=0.5) for m in (4, 1))
+    assert four / one == pytest.approx(ATTENTION_INSTRUCTIONS[4] / hidden["rtx-3060-12gb"], rel=0.02)
