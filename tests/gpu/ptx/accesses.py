@@ -7,18 +7,17 @@ import numpy as np
 from tests.gpu.ptx.arithmetic import U64, UNSIGNED, jittered
 from tests.gpu.ptx.memory import BASE, SECTOR_BYTES, GlobalMemory
 from tests.gpu.ptx.parsing import Kernel, PtxError
-from tests.gpu.ptx.races import Access, Races
+from tests.gpu.ptx.races import Races
 from tests.gpu.ptx.warps import Warps
 
 WATCHED_BYTES = 1 << 26  # global memory from this size on is not checked for races, which would need gigabytes
-ATOMICS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
 
 
 class Accesses(Warps):
     """Memory instructions, as methods that translated blocks call.
 
     Args of all methods:
-        c: the Context, which has the threads that execute the instruction.
+        c: the numbers of the threads that execute the instruction, in the launch.
         at: address of each thread.
         size: bytes per word.
         guard: whether each thread executes the instruction; None for all.
@@ -37,7 +36,7 @@ class Accesses(Warps):
 
     def start_programs(self, first: int, n_programs: int) -> None:
         """Start to run programs first .. first + n_programs - 1, with unwritten shared memory."""
-        self.first_program, self.first_warp = first, first * self.kernel.n_threads // 32
+        self.first_program = first
         self.program_time = np.ones(n_programs, np.int32)
         self.warp_time = np.ones(n_programs * self.kernel.n_threads // 32, np.int32)
         self.shared_words = np.zeros(n_programs * self.shared_bytes // 8, U64)
@@ -46,10 +45,10 @@ class Accesses(Warps):
 
     @staticmethod
     def full(c: Any, value: Any) -> Any:
-        return np.full(c.n, value) if np.ndim(value) == 0 else value
+        return np.full(len(c), value) if np.ndim(value) == 0 else value
 
     def parameter(self, c: Any, name: str, kind: Any) -> Any:
-        return np.full(c.n, np.frombuffer(self.parameters[name], kind)[0])
+        return np.full(len(c), np.frombuffer(self.parameters[name], kind)[0])
 
     def approximate(self, value: Any) -> Any:
         """Return the result of an approximate instruction, with an error if the launch has jitter."""
@@ -57,49 +56,42 @@ class Accesses(Warps):
 
     def load(self, c: Any, space: str, at: Any, size: int, n: int, guard: Any, site: int) -> list[Any]:
         """Load n adjacent words per thread. Threads whose guard is false get 0."""
-        active = np.ones(c.n, bool) if guard is None else guard
+        active = self.full(c, True if guard is None else guard)
         index = self.place(c, space, at, size * n, active, site, False)[active]
-        if space == "shared":
-            words = self.shared_words.view(UNSIGNED[8 * size])
-            found = [words[index // size + i] for i in range(n)]
-        else:
-            found = self.memory.read(index, size, n)
-        if guard is None:
-            return found
-        results = [np.zeros(c.n, UNSIGNED[8 * size]) for _ in range(n)]
-        for result, value in zip(results, found, strict=True):
+        results = [np.zeros(len(c), UNSIGNED[8 * size]) for _ in range(n)]
+        for result, value in zip(results, self._read(space, index, size, n), strict=True):
             result[active] = value
         return results
 
     def store(self, c: Any, space: str, at: Any, size: int, values: Any, guard: Any, site: int) -> None:
         """Store adjacent words per thread. Raises: PtxError: if threads store different values to one address."""
-        active = np.ones(c.n, bool) if guard is None else guard
+        active = self.full(c, True if guard is None else guard)
         index = self.place(c, space, at, size * len(values), active, site, True)[active]
         values = [value[active] for value in values]
         if space == "shared":
-            words = self.shared_words.view(UNSIGNED[8 * size])
             for i, value in enumerate(values):
-                words[index // size + i] = value
-            kept = [words[index // size + i] for i in range(len(values))]
+                self.shared_words.view(UNSIGNED[8 * size])[index // size + i] = value
         else:
             self.memory.write(index, size, values)
-            kept = self.memory.read(index, size, len(values))
+        kept = self._read(space, index, size, len(values))
         if any((a != b).any() for a, b in zip(kept, values, strict=True)):
-            raise PtxError(f"{self.kernel.sites[site]}: threads store different values to one address")
+            self._fail(site, "threads store different values to one address")
 
-    def atomic(self, c: Any, space: str, at: Any, size: int, operation: str, value: Any, guard: Any, site: int) -> Any:
-        """Update one word of global memory per thread, in the threads' order, and return the old values."""
-        assert space == "global"
-        active = np.ones(c.n, bool) if guard is None else guard
+    def _read(self, space: str, index: Any, size: int, n: int) -> list[Any]:
+        if space == "global":
+            return self.memory.read(index, size, n)
+        return [self.shared_words.view(UNSIGNED[8 * size])[index // size + i] for i in range(n)]
+
+    def atomic_add(self, c: Any, at: Any, size: int, value: Any, guard: Any, site: int) -> Any:
+        """Add to one word of global memory per thread, in the threads' order, and return the old values."""
+        active = self.full(c, True if guard is None else guard)
         races, self.global_races = self.global_races, None  # atomics don't race
-        index = self.place(c, space, at, size, active, site, True)
+        index = self.place(c, "global", at, size, active, site, True)
         self.global_races = races
-        old = np.zeros(c.n, value.dtype)
+        old = np.zeros_like(value)
         for thread in np.flatnonzero(active):
-            here = index[thread : thread + 1]
-            old[thread] = self.memory.read(here, size, 1)[0].view(value.dtype)[0]
-            new = value[thread] if operation == "exch" else ATOMICS[operation](old[thread], value[thread])
-            self.memory.write(here, size, [np.array([new], value.dtype).view(UNSIGNED[8 * size])])
+            [old[thread : thread + 1]] = self.memory.read(index[thread : thread + 1], size, 1)
+            self.memory.write(index[thread : thread + 1], size, [(old + value)[thread : thread + 1]])
         return old
 
     def place(self, c: Any, space: str, at: Any, n_bytes: int, active: Any, site: int, is_store: bool) -> Any:
@@ -108,22 +100,19 @@ class Accesses(Warps):
         Raises:
             PtxError: for accesses outside tensors, misaligned ones, reads of unwritten shared memory, and races.
         """
-        inside = np.zeros(c.n, bool)
         if space == "global":
             index = (at - U64(BASE)).astype(np.int64)
-            wanted = np.flatnonzero(active)
-            for chosen, _ in self.memory.parts(index[wanted], n_bytes):
-                inside[wanted[chosen]] = True
+            inside = self.memory.contains(index, n_bytes)
         else:
-            inside |= at.astype(np.int64) + n_bytes <= self.shared_bytes
-            index = at.astype(np.int64) + c.shared_base
+            inside = at.astype(np.int64) + n_bytes <= self.shared_bytes
+            index = at.astype(np.int64) + (c // self.kernel.n_threads - self.first_program) * self.shared_bytes
         index = np.where(inside & active, index, 0)
         if (wrong := active & ~inside).any():
-            self._fail(site, f"thread {c.thread[wrong][0]} is outside of {space} memory, {wrong.sum()} threads in all")
+            self._fail(site, f"thread {c[wrong][0]} is outside of {space} memory, {wrong.sum()} threads in all")
         if (wrong := active & (at % at.dtype.type(n_bytes) != 0)).any():
             self._fail(site, f"{wrong.sum()} threads are misaligned")
         if active.any():
-            self._watch(c.some(active), space, index[active], n_bytes, site, is_store)
+            self._watch(c[active], space, index[active], n_bytes, site, is_store)
         return index
 
     def _watch(self, c: Any, space: str, index: Any, n_bytes: int, site: int, is_store: bool) -> None:
@@ -136,12 +125,11 @@ class Accesses(Warps):
         else:
             sectors = index // SECTOR_BYTES
             self.memory.is_touched[sectors] = True
-            self.counts.n_sectors += len(np.unique((c.thread // 32 << 36) + sectors))
+            self.counts.n_sectors += len(np.unique((c // 32 << 36) + sectors))
         if races is not None:
-            program_time = self.program_time[c.program - self.first_program]
-            warp_time = self.warp_time[c.thread // 32 - self.first_warp]
-            who = (c.thread, c.thread // 32, c.program, program_time, warp_time)
-            if problem := races.record(Access(at, *(part[:, None] for part in who)), is_store):
+            program = c // self.kernel.n_threads - self.first_program
+            times = self.program_time[program], self.warp_time[self.warp(c)]
+            if problem := races.record(at, *(part[:, None] for part in (c, *times)), is_store=is_store):
                 self._fail(site, problem)
 
     def _fail(self, site: int, problem: str) -> None:

@@ -46,10 +46,6 @@ def divide(a: Any, b: Any) -> Any:
     return np.where((wide_a < 0) != (wide_b < 0), -quotient, quotient).astype(a.dtype)
 
 
-def remainder(a: Any, b: Any) -> Any:
-    return a - divide(a, b) * b
-
-
 def mul_hi(a: Any, b: Any) -> Any:
     """Return the upper half of the double-width product."""
     if a.dtype.itemsize == 4:

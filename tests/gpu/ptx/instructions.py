@@ -7,19 +7,17 @@ from tests.gpu.ptx.parsing import BARRIER, Instruction
 from tests.gpu.ptx.translation import BlockWriter, raw, split_type, vector
 
 ALL_LANES = ("-1", "0xffffffff", "4294967295")
-ATOMIC = ("add", "min", "max", "exch", "and", "or")
 FENCES = ("membar", "fence", "griddepcontrol")
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 INTEGER = {"add": "{0} + {1}", "sub": "{0} - {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}"}
-INTEGER |= {"not": "~{0}", "neg": "-({0})", "abs": "np.abs({0})", "popc": "np.bitwise_count({0}).astype(U32)"}
+INTEGER |= {"not": "~{0}", "neg": "-({0})", "abs": "np.abs({0})"}
 INTEGER |= {"min": "np.minimum({0}, {1})", "max": "np.maximum({0}, {1})", "div": "divide({0}, {1})"}
-INTEGER |= {"rem": "remainder({0}, {1})", "shl": "shift_left({0}, {1})", "shr": "shift_right({0}, {1})"}
+INTEGER |= {"shl": "shift_left({0}, {1})", "shr": "shift_right({0}, {1})"}
 FP32 = {"abs": "np.abs({0})", "neg": "-({0})", "fma": "canonical(fma({0}, {1}, {2}))"}
 FP32 |= {"add": "canonical({0} + {1})", "sub": "canonical({0} - {1})", "mul": "canonical({0} * {1})"}
-FP32 |= {"div": "canonical({0} / {1})", "sqrt": "canonical(np.sqrt({0}))", "tanh": "rounded(np.tanh, {0})"}
-FP32 |= {"ex2": "rounded(np.exp2, {0})", "lg2": "rounded(np.log2, {0})", "rcp": "rounded(np.reciprocal, {0})"}
-FP32 |= {"rsqrt": "rounded(lambda v: 1 / np.sqrt(v), {0})"}
+FP32 |= {"div": "canonical({0} / {1})", "rsqrt": "rounded(lambda v: 1 / np.sqrt(v), {0})"}
+FP32 |= {"ex2": "rounded(np.exp2, {0})", "lg2": "rounded(np.log2, {0})"}
 PAIRS = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "fma": "fma({}, {}, {})"}
 MMA_HALVES = {"m16n8k32": 2, "m8n8k16": 1}  # number of 8-row halves of a matrix fragment
 
@@ -52,7 +50,7 @@ def emit(w: BlockWriter, i: Instruction) -> None:
     elif name not in FENCES:
         kinds = [kind, "u32" if name in ("shl", "shr") else kind]
         values = [w.source(operand, kind) for operand, kind in zip(i.operands[1:], kinds, strict=False)]
-        w.assign(i, i.operands[0], INTEGER[name].format(*values), "u32" if name == "popc" else kind)
+        w.assign(i, i.operands[0], INTEGER[name].format(*values), kind)
 
 
 def _move(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
@@ -80,18 +78,17 @@ def _memory(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None
         return
     space = "shared" if "shared" in i.opcode else "global"
     assert space == "shared" or "global" in parts
-    place = o[0] if name in ("st", "red") else o[1]
+    place = o[0] if name == "st" else o[1]
     at = w.address(place, 32 if space == "shared" else 64)
-    access = f"(c, {space!r}, {at}, {n_bytes}, {{}}, {w.guard(i)}, {i.site})"
+    last = f"{w.guard(i)}, {i.site})"
     if name == "ld":
-        w.results(i, vector(o[0]), f"m.load{access.format(len(vector(o[0])))}", raw(kind))
+        w.results(i, vector(o[0]), f"m.load(c, {space!r}, {at}, {n_bytes}, {len(vector(o[0]))}, {last}", raw(kind))
     elif name == "st":
-        w.lines.append(f"m.store{access.format(w.values(vector(o[1]), f'b{8 * n_bytes}'))}")
+        w.lines.append(f"m.store(c, {space!r}, {at}, {n_bytes}, {w.values(vector(o[1]), f'b{8 * n_bytes}')}, {last}")
     else:
-        operation = next(part for part in parts if part in ATOMIC)
-        values = w.values(vector(o[-1]), kind)
-        w.lines.append(f"t = m.atomic{access.format(f'{operation!r}, {values}[0]')}")
-        w.assign(i, o[0].strip("{} ") if name == "atom" else "_", "t", kind)
+        assert space == "global" and "add" in parts
+        w.lines.append(f"t = m.atomic_add(c, {at}, {n_bytes}, {w.values(vector(o[2]), kind)}[0], {last}")
+        w.assign(i, o[0], "t", kind)
 
 
 def _matrix(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
@@ -222,6 +219,6 @@ def _bits(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
 
 
 SPECIAL: dict[str, Any] = {"mov": _move, "cvta": _move, "setp": _compare, "selp": _select, "cvt": _convert}
-SPECIAL |= dict.fromkeys(("ld", "st", "atom", "red"), _memory) | dict.fromkeys(("ldmatrix", "stmatrix"), _matrix)
+SPECIAL |= dict.fromkeys(("ld", "st", "atom"), _memory) | dict.fromkeys(("ldmatrix", "stmatrix"), _matrix)
 SPECIAL |= dict.fromkeys(("mul", "mad"), _multiply) | dict.fromkeys(("shfl", "redux", "mma"), _warp)
 SPECIAL |= dict.fromkeys(("dp4a", "lop3", "prmt", "bfe"), _bits)

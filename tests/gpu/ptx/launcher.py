@@ -46,13 +46,11 @@ class Launch:
     """One launch that was executed."""
 
     program: Program
-    grid: tuple[int, int, int]
     counts: Counts
 
     @property
     def n_instructions(self) -> int:
-        """Number of warp instructions that were executed."""
-        return self.counts.n_instructions(self.program.kernel)
+        return self.counts.n_instructions
 
 
 @dataclass(slots=True)
@@ -123,7 +121,7 @@ class Launcher:
         named = dict(zip(program.kernel.parameters, values, strict=True))
         machine = Machine(program.kernel, sizes, named, memory, program.shared_bytes, has_jitter=self.has_jitter)
         try:
-            self.launches.append(Launch(program, sizes, machine.run()))
+            self.launches.append(Launch(program, machine.run()))
         except PtxError as error:
             raise PtxError(f"{program.kernel.name}: {error}") from error
 
@@ -134,20 +132,20 @@ class Launcher:
         if key not in self._programs:
             file = self.folder and self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.ptx"
             if file and file.exists():
-                shared_bytes, _, text = file.read_text().partition("\n")
+                found = file.read_text()
             else:
-                source = ASTSource(function, signature, constants, attributes)
-                text, shared_bytes = compiled(source, backend, options)
+                found = compiled(ASTSource(function, signature, constants, attributes), backend, options)
                 if file:
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(f"{shared_bytes}\n{text}")
+                    file.write_text(found)
+            shared_bytes, _, text = found.partition("\n")
             text = self.change(text)
             self._programs[key] = Program(translated(text), int(shared_bytes), text)
         return self._programs[key]
 
 
-def compiled(source: Any, backend: Any, options: Any) -> tuple[str, int]:
-    """Compile a kernel. Return its PTX and the bytes of shared memory per program."""
+def compiled(source: Any, backend: Any, options: Any) -> str:
+    """Compile a kernel. Return a line with the bytes of shared memory per program, and its PTX."""
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     context = ir.context()
@@ -156,11 +154,9 @@ def compiled(source: Any, backend: Any, options: Any) -> tuple[str, int]:
     metadata = {"target": backend.target, **options.__dict__}
     code_generation = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, code_generation, backend.get_module_map(), context)
-    for name, stage in stages.items():
-        module = stage(module, metadata)
-        if name == "ptx":
-            break
-    return module, metadata.get("shared", 0)
+    for name in [*stages][: [*stages].index("ptx") + 1]:
+        module = stages[name](module, metadata)
+    return f"{metadata.get('shared', 0)}\n{module}"
 
 
 def _packed(value: Any, kind: str, memory: GlobalMemory) -> bytes:

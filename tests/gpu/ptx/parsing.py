@@ -9,7 +9,7 @@ import numpy as np
 DECLARATION = re.compile(r"\s*\.(reg|pragma|shared|local|param)\b([^;]*);")
 TOKEN = re.compile(r"\s*(?:(\{)|(\})|([$\w]+):|\.[^;{}\n]*\n|([^;]*?;))")
 BARRIER = re.compile(r"(bar|barrier)(\.cta)?\.(sync|red|arrive)")
-ACCESSES = ("ld.", "st.", "atom.", "ldmatrix", "stmatrix", "red.")
+ACCESSES = ("ld.", "st.", "atom.", "ldmatrix", "stmatrix")
 
 
 class PtxError(Exception):

@@ -1,21 +1,10 @@
 """Detects races from the last writer and reader of each byte and the barriers since then."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Bytes that threads access with one instruction, and the time of the access, counted in barriers."""
-
-    at: Any  # (threads, bytes): byte indices
-    thread: Any  # (threads, 1), like all below: number of the thread in the launch
-    warp: Any
-    program: Any
-    program_time: Any  # barriers that the program has passed
-    warp_time: Any  # barriers that the warp has passed
+WRITER, READER = 0, 1
 
 
 class Races:
@@ -29,45 +18,48 @@ class Races:
 
     def __init__(self, n_bytes: int, n_threads: int, in_step: bool) -> None:
         self.n_threads, self.in_step = n_threads, in_step
-        self.writer, self.reader = np.full(n_bytes, -1, np.int64), np.full(n_bytes, -1, np.int64)
-        self.writer_time, self.reader_time = np.zeros((2, n_bytes), np.int32), np.zeros((2, n_bytes), np.int32)
+        self.owners = np.full((2, n_bytes), -1, np.int64)  # the last writer and the last reader of each byte
+        self.program_times, self.warp_times = np.zeros((2, 2, n_bytes), np.int32)
         self.has_many_readers = np.zeros(n_bytes, bool)  # several warps since the last barrier
 
-    def record(self, access: Access, is_store: bool) -> str:
-        """Record an access. Return a description of its race with an earlier one, or an empty string."""
-        problem = self._problem(access, self.writer, self.writer_time, None, is_store)
+    def record(self, at: Any, thread: Any, program_time: Any, warp_time: Any, *, is_store: bool) -> str:
+        """Record an access. Return a description of its race with an earlier one, or an empty string.
+
+        Args:
+            at: (threads, bytes): index of each byte.
+            thread: (threads, 1), like the times: number of the thread in the launch.
+            program_time: how many barriers the program has passed.
+            warp_time: how many barriers of its own the warp has passed.
+        """
+        access = at, thread, program_time, warp_time
+        problem = self._problem(*access, WRITER, is_store)
         if is_store:
-            many = self.has_many_readers[access.at]
-            problem = problem or self._problem(access, self.reader, self.reader_time, many, is_store)
-            self._keep(self.writer, self.writer_time, access)
+            problem = problem or self._problem(*access, READER, is_store)
+            self._keep(*access, WRITER)
         else:
-            old, is_old = self.reader[access.at], self.reader_time[0][access.at] < access.program_time
-            others = ~is_old & (old >= 0) & (self._warp(old) != access.warp)
-            self.has_many_readers[access.at] = (self.has_many_readers[access.at] & ~is_old) | others
-            self._keep(self.reader, self.reader_time, access)
-            late = self._warp(self.reader[access.at]) != access.warp
-            self.has_many_readers[access.at[late]] = True
+            old, is_old = self.owners[READER][at], self.program_times[READER][at] < program_time
+            others = ~is_old & (old >= 0) & (old // 32 != thread // 32)
+            self.has_many_readers[at] = (self.has_many_readers[at] & ~is_old) | others
+            self._keep(*access, READER)
+            late = self.owners[READER][at] // 32 != thread // 32
+            self.has_many_readers[at[late]] = True
         return problem
 
-    def _problem(self, access: Access, owner: Any, times: Any, many: Any, is_store: bool) -> str:
-        who, then = owner[access.at], [time[access.at] for time in times]
-        is_ordered = (who < 0) | (who == access.thread)
-        same_warp = self._warp(who) == access.warp
-        is_earlier = same_warp & ((then[1] < access.warp_time) | self.in_step)
-        if many is not None:
-            is_ordered, is_earlier = is_ordered & ~many, is_earlier & ~many
-        is_ordered |= is_earlier | ((who // self.n_threads == access.program) & (then[0] < access.program_time))
+    def _problem(self, at: Any, thread: Any, program_time: Any, warp_time: Any, role: int, is_store: bool) -> str:
+        who, verb = self.owners[role][at], ("wrote", "read")[role]
+        same_warp = (who // 32 == thread // 32) & (self.in_step | (self.warp_times[role][at] < warp_time))
+        is_ordered = (who == thread) | same_warp
+        if role == READER:
+            is_ordered &= ~self.has_many_readers[at]
+        same_program = who // self.n_threads == thread // self.n_threads
+        is_ordered |= (who < 0) | (same_program & (self.program_times[role][at] < program_time))
         if is_ordered.all():
             return ""
         row, byte = np.argwhere(~is_ordered)[0]
-        verbs = "writes" if is_store else "reads", "wrote" if many is None else "read"
-        return f"thread {access.thread[row, 0]} {verbs[0]} what thread {who[row, byte]} {verbs[1]} without a barrier"
+        does = "writes" if is_store else "reads"
+        return f"thread {thread[row, 0]} {does} what thread {who[row, byte]} {verb} without a barrier"
 
-    def _warp(self, thread: Any) -> Any:
-        return thread // 32  # programs have whole warps
-
-    @staticmethod
-    def _keep(owner: Any, times: Any, access: Access) -> None:
-        owner[access.at] = np.broadcast_to(access.thread, access.at.shape)
-        times[0][access.at] = np.broadcast_to(access.program_time, access.at.shape)
-        times[1][access.at] = np.broadcast_to(access.warp_time, access.at.shape)
+    def _keep(self, at: Any, thread: Any, program_time: Any, warp_time: Any, role: int) -> None:
+        values = (self.owners, thread), (self.program_times, program_time), (self.warp_times, warp_time)
+        for kept, value in values:
+            kept[role][at] = np.broadcast_to(value, at.shape)

@@ -12,7 +12,6 @@ from tests.gpu.ptx import arithmetic
 from tests.gpu.ptx.arithmetic import FLOAT, SIGNED, UNSIGNED
 from tests.gpu.ptx.parsing import Block, Instruction, Kernel, PtxError, parse
 
-SPECIAL = ("tid", "ctaid", "ntid", "nctaid", "laneid", "warpid")
 NAMES: dict[str, Any] = {name: value for name, value in vars(arithmetic).items() if callable(value)} | {"np": np}
 NAMES |= {"ROUNDINGS": arithmetic.ROUNDINGS}
 NAMES |= {f"U{bits}": kind for bits, kind in UNSIGNED.items()} | {f"I{bits}": kind for bits, kind in SIGNED.items()}
@@ -86,9 +85,7 @@ class BlockWriter:
             assert width >= bits, f"{operand} has {width} bits"
             return self._read(operand) + (f".astype(U{bits})" if width > bits else "") + view
         if operand.startswith("%"):
-            name, _, axis = operand[1:].partition(".")
-            assert name in SPECIAL, operand
-            return f"c.{name}{'_' + axis if axis else ''}{view}"
+            return f"m.special(c, {operand[1:]!r}){view}"
         if operand in self.kernel.symbols:
             number = self.kernel.symbols[operand]
         else:

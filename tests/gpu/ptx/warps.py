@@ -16,19 +16,24 @@ class Warps:
     """Warp instructions. Each raises PtxError if the threads of a warp have diverged."""
 
     shared_words: Any
+    kernel: Any
     warp_time: Any
-    first_warp: int
+    first_program: int
     full: Any
     place: Any
 
+    def warp(self, c: Any) -> Any:
+        """Return the number of each thread's warp among those that run now."""
+        return c // 32 - self.first_program * self.kernel.n_threads // 32
+
     def warp_barrier(self, c: Any) -> None:
         whole(c, "bar.warp.sync")
-        self.warp_time[c.thread[::32] // 32 - self.first_warp] += 1
+        self.warp_time[self.warp(c[::32])] += 1
 
     def ldmatrix(self, c: Any, at: Any, n: int, is_transposed: bool, site: int) -> Any:
         """Load n matrices of 8 rows with 16 bytes. Lanes 8 i to 8 i + 7 give the addresses of matrix i's rows."""
         whole(c, "ldmatrix")
-        rows = self.place(c, "shared", at, 16, c.laneid < 8 * n, site, False).reshape(-1, 32)
+        rows = self.place(c, "shared", at, 16, c % 32 < 8 * n, site, False).reshape(-1, 32)
         results = []
         for i in range(n):
             matrix = self.shared_words.view(U16)[rows[:, 8 * i : 8 * i + 8, None] // 2 + np.arange(8)]
@@ -40,7 +45,7 @@ class Warps:
     def stmatrix(self, c: Any, at: Any, values: Any, site: int) -> None:
         """Store matrices in the layout that ldmatrix loads."""
         whole(c, "stmatrix")
-        rows = self.place(c, "shared", at, 16, c.laneid < 8 * len(values), site, True).reshape(-1, 32)
+        rows = self.place(c, "shared", at, 16, c % 32 < 8 * len(values), site, True).reshape(-1, 32)
         for i, value in enumerate(values):
             self.shared_words.view(U32)[rows[:, 8 * i + LANE // 4] // 4 + LANE % 4] = value.reshape(-1, 32)
 
@@ -52,7 +57,7 @@ class Warps:
             clamp: PTX's operand c, which encodes the segments.
         """
         whole(c, "shfl.sync")
-        lane, by, clamp = c.laneid.astype(np.int64), np.asarray(by, np.int64) & 31, np.asarray(clamp, np.int64)
+        lane, by, clamp = c % 32, np.asarray(by, np.int64) & 31, np.asarray(clamp, np.int64)
         segment = clamp >> 8 & 31
         first, last = lane & segment, (lane & segment) | (clamp & 31 & ~segment)
         wanted = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": first | (by & ~segment)}[mode]
@@ -74,7 +79,7 @@ class Warps:
             n_halves: number of 8-row halves of the result: 2 for m16n8k32, 1 for m8n8k16.
         """
         whole(c, "mma.sync")
-        n_warps = c.n // 32
+        n_warps = len(c) // 32
         a, b = (np.stack([np.ascontiguousarray(word).view(np.int8) for word in part]) for part in (a, b))
         left = a.reshape(-1, n_halves, n_warps, 8, 16).astype(np.float32).transpose(2, 1, 3, 0, 4)
         right = b.reshape(-1, n_warps, 8, 16).astype(np.float32).transpose(1, 0, 3, 2)
@@ -87,6 +92,6 @@ class Warps:
 
 
 def whole(c: Any, name: str) -> None:
-    """Check that the threads form whole warps. Raises: PtxError: if not, naming the instruction `name`."""
-    if not c.is_whole:
+    """Check that the threads form whole warps, in order. Raises: PtxError: if not, naming the instruction `name`."""
+    if len(c) % 32 or (c // 32 != np.repeat(c[::32] // 32, 32)).any():
         raise PtxError(f"{name} in a warp whose threads have diverged")
