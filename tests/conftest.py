@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import filelock
@@ -18,6 +20,7 @@ from tests.command_line import N_TOKENS, PROMPT, Cli, Ended
 from tests.kernel_locks import compile_once
 
 MOST_CASES = 3  # of a test by default
+KERNELS_KEPT_S = 7 * 24 * 3600  # since the last one was compiled; other sources have a folder of their own
 SHARED_MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, which is not imported yet: the workers share the cores
@@ -106,8 +109,17 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Path) -> Iterator[Path]:
-    cache = run_folder / "cache"
+    """A cache of this run. Only compiled kernels are kept for the next one, in pytest's folder of this user."""
+    cache, kept = run_folder / "cache", run_folder.parent / "kernels"
     cache.mkdir(exist_ok=True)
+    if kept.parent.name.startswith("pytest-of-") and not os.environ.get("CI"):
+        kept.mkdir(exist_ok=True)
+        for folder in kept.iterdir():
+            with suppress(FileNotFoundError):  # another process has removed it
+                if folder.stat().st_mtime < time.time() - KERNELS_KEPT_S:
+                    shutil.rmtree(folder)
+        with suppress(FileExistsError):
+            (cache / "kernels").symlink_to(kept)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETERO_EE_CACHE_DIR", str(cache))
         patch.setenv("HETERO_EE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
