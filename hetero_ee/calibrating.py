@@ -11,10 +11,9 @@ from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.options.engine import MODEL_OPTIONS
+from hetero_ee.options.engine import MODEL_OPTIONS, UNQUANTIZED
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.model_weights import UNQUANTIZED
 
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest

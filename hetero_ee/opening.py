@@ -17,14 +17,13 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.options.engine import ACTIVATION_TERMS, CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS
+from hetero_ee.options.engine import ACTIVATION_TERMS, CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS, UNQUANTIZED
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
 from hetero_ee.planning.times.threads import fastest_threads
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.compiling import Compilation
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
@@ -36,7 +35,7 @@ from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.speculation.sources.draft_model_opening import DraftModel
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
-from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense, with_terms
+from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense, with_terms
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.library import model_folder, open_cached
@@ -76,8 +75,13 @@ class OpenModel:
     exits: EarlyExits | None = None  # None except in early-exit modes
 
 
-def open_named(model: str | Path | None, options: EngineOptions) -> tuple[OpenModel, Progress | None]:
+def open_named(
+    model: str | Path | None, options: EngineOptions, compilation: Compilation | None = None
+) -> tuple[OpenModel, Progress | None]:
     """Open a model with the arguments of `Engine.from_pretrained`.
+
+    Args:
+        compilation: the kernels' compilation if it was started before torch was imported.
 
     Returns:
         The open model, and the callback that receives further progress.
@@ -90,7 +94,7 @@ def open_named(model: str | Path | None, options: EngineOptions) -> tuple[OpenMo
     revision = options.get("revision")
     folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
     threads = running_threads(options.get("threads", 0), tell)
-    files, draft_model = read_model(folder, quantizer, threads, tell, sparsity), None
+    files, draft_model = read_model(folder, quantizer, threads, tell, sparsity, compilation), None
     n_terms = ACTIVATION_TERMS[options.get("activations", MODEL_OPTIONS["activations"].default)]
     spec, weights = replace(files.spec, activation_terms=n_terms), with_terms(files.weights, n_terms)
     files = replace(files, spec=spec, weights=weights)
@@ -121,6 +125,7 @@ def read_model(
     threads: int,
     progress: Progress | None,
     sparsity: SparsityRequest | None = None,
+    compilation: Compilation | None = None,
 ) -> ModelFiles:
     """Read a model's files. A store's weights are opened as they are.
 
@@ -130,14 +135,14 @@ def read_model(
     Args:
         quantizer: The quantizer for converting a checkpoint.
         sparsity: If given, FFNs are laid out neuron by neuron.
+        compilation: The kernels' compilation if it has started already.
 
     Raises:
         HeteroError: if a file is missing or damaged, or the options do not fit the model.
     """
     if quantizer == UNQUANTIZED and not is_store(folder):
         return _read_files(folder, quantizer, threads, progress, sparsity)
-    kernels = use_kernel_cache(cache_folder(), progress)  # first, since reading already calls kernels
-    with Compilation(kernels, threads) as compilation:
+    with compilation or Compilation.started(threads, progress) as compilation:  # first: reading already calls kernels
         files = _read_files(folder, quantizer, threads, progress, sparsity)
         compilation.finish(files.spec, files.weights, progress)
         return files

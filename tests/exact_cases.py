@@ -13,6 +13,7 @@ from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.layers.state import KV_BYTES
+from hetero_ee.options.engine import UNQUANTIZED
 from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
@@ -23,7 +24,6 @@ from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
-from hetero_ee.weights.model_weights import UNQUANTIZED
 from tests.draft_heads import random_head_source
 from tests.draft_sources import Propose, ScriptedSource, alternately, garbage, oracle, repetition
 from tests.drafted_generation import generate_exact

@@ -21,6 +21,7 @@ from hetero_ee.decoding.loop import FullMode, Take, generate
 from hetero_ee.decoding.requests import Ending, Request, step
 from hetero_ee.decoding.scoring import n_changed
 from hetero_ee.errors import UsageError
+from hetero_ee.options.engine import UNQUANTIZED
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.drafted import Drafted
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
@@ -34,7 +35,6 @@ from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.policies.thresholds import Certified
 from hetero_ee.speculation.statistics import ExitCounts, ExitStatistics
-from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.record import Arrays
 
 ALGORITHM_VERSION = 3  # increases when the bytes or the steps change; runs of other versions are not resumed

@@ -1,6 +1,6 @@
 """Define the types of keys and values, and choose the default one."""
 
-from hetero_ee.weights.model_weights import UNQUANTIZED
+from hetero_ee.options.engine import UNQUANTIZED
 
 KV_TYPE = "fp16"  # unless the user chooses another; see default_kv_type
 

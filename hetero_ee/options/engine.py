@@ -11,7 +11,8 @@ from typing import Annotated, TypedDict
 from hetero_ee.options.option import Option, Range, options_of
 
 AUTO, OFF = "auto", "off"  # values of the setting `profile`
-QUANTIZERS = ("codebook", "search", "rtn", "nf4", "none")
+UNQUANTIZED = "none"
+QUANTIZERS = ("codebook", "search", "rtn", "nf4", UNQUANTIZED)
 KV_TYPES = ("fp32", "fp16", "int8")
 ACTIVATION_TERMS = {"int8": 1, "int16": 2}  # int8 terms of each activation
 CERTIFIED = "certified"

@@ -19,6 +19,7 @@ from hetero_ee.options.engine import (
     PLAN_OPTIONS,
     PROFILE,
     RUN_OPTIONS,
+    UNQUANTIZED,
     ModelKeywords,
     PlanKeywords,
     RunKeywords,
@@ -28,7 +29,6 @@ from hetero_ee.planning.hardware import hardware_from
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import Statistics
-from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import usable_threads
 

@@ -4,14 +4,15 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from hetero_ee.config import COMPILING, Progress
+from hetero_ee.config import COMPILING, Progress, cache_folder
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.kernel_cache import KernelCache
-from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.runtime.kernel_cache import KernelCache, use_kernel_cache
 from hetero_ee_profiles.host.python_process import start_python
+
+if TYPE_CHECKING:
+    from hetero_ee.weights.model_weights import ModelWeights
 
 LIMIT_S = 300.0  # longest wait; this process then compiles what is missing
 POLL_S = 0.05
@@ -37,7 +38,12 @@ class Compilation:
             with suppress(OSError):  # if it can't start, `finish` compiles its kernels
                 self._processes.append(_started(kernels.folder, group))
 
-    def finish(self, spec: ModelSpec, weights: ModelWeights, progress: Progress | None) -> None:
+    @classmethod
+    def started(cls, n_threads: int, progress: Progress | None) -> Self:
+        """Start to fill the cache folder's kernel cache. This does not import torch."""
+        return cls(use_kernel_cache(cache_folder(), progress), n_threads)
+
+    def finish(self, spec: ModelSpec, weights: "ModelWeights", progress: Progress | None) -> None:
         """Compile the products with these weights in this process, wait for the others, and compile what remains."""
         if not self._processes:
             return
@@ -66,8 +72,9 @@ def _started(folder: Path, group: list[str]) -> "subprocess.Popen[bytes]":
     return start_python(["-m", "hetero_ee_cpu_ops.ahead", str(folder), *group])
 
 
-def _compile_products(weights: ModelWeights) -> None:
+def _compile_products(weights: "ModelWeights") -> None:
     from hetero_ee.ops.cpu import CpuOps
+    from hetero_ee.weights.weight import TileWeight
     from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
     ops = CpuOps(ThreadPool(1))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
-from hetero_ee.options.engine import EARLY_EXIT_MODES
+from hetero_ee.options.engine import EARLY_EXIT_MODES, UNQUANTIZED
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.early_exits import early_step
 from hetero_ee.planning.times.prediction import step_times
@@ -26,7 +26,6 @@ from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.policies.thresholds import Certified, joint_gate
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee.weights.model_weights import UNQUANTIZED
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.options.engine import RISK
+from hetero_ee.options.engine import RISK, UNQUANTIZED
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import Statistics
@@ -32,7 +32,6 @@ from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
-from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 
 DRAFT_HEAD_FOLDER = "draft_head"  # in a model's folder

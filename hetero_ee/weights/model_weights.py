@@ -9,6 +9,7 @@ from hetero_ee.errors import CheckpointError, DamagedStoreError
 from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.blocks import all_tensors, decoder_blocks, first_matrix
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import UNQUANTIZED
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint
@@ -17,7 +18,6 @@ from hetero_ee.weights.store.source_file import SourceFile
 from hetero_ee.weights.tiles import ZEROS
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
-UNQUANTIZED = "none"
 MATRIX_LAYOUTS = {TensorRole.MATRIX_8: "int8", TensorRole.MATRIX_ZEROS: ZEROS}  # for any quantizer
 
 

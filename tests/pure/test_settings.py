@@ -58,7 +58,7 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(setting
 
 def test_the_table_agrees_with_the_engine() -> None:
     from hetero_ee.engine import Engine
-    from hetero_ee.weights.model_weights import UNQUANTIZED
+    from hetero_ee.options.engine import UNQUANTIZED
     from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, INT4_QUANTIZERS
 
     quantizer = SETTINGS["quantizer"]

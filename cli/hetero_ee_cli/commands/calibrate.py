@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee.options.engine import CALIBRATION_TOKENS, MODEL_OPTIONS, OFF, TOKENS
+from hetero_ee.options.engine import CALIBRATION_TOKENS, MODEL_OPTIONS, OFF, TOKENS, UNQUANTIZED
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
@@ -175,7 +175,6 @@ def _existing(
     from hetero_ee.sparsity.curves import WAY_OUT
     from hetero_ee.sparsity.job import found_predictor, found_sparsity
     from hetero_ee.sparsity.predictor import WAY_OUT as PREDICTOR_WAY_OUT
-    from hetero_ee.weights.model_weights import UNQUANTIZED
 
     quantizer = options["quantizer"]
     if quantizer == UNQUANTIZED:

@@ -10,6 +10,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError
+from hetero_ee.options.engine import CERTIFIED, RISK, UNQUANTIZED
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import Hardware, LimitOptions
@@ -77,8 +78,6 @@ class _Subject:
             return ["plan", *(weights or named[1:]), "--published-exits", *machine, *sparse]
         if weights:
             return ["simulate" if machine else "bench", *weights, *machine, *sparse]
-        from hetero_ee.weights.model_weights import UNQUANTIZED
-
         unquantized = ["--quantizer", UNQUANTIZED] if self.quantizer == UNQUANTIZED else []
         return ["generate", PROMPT, *named, *unquantized, *sparse]
 
@@ -117,7 +116,6 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
 
 def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress: Progress) -> "Request":
     with ending_at_once():
-        from hetero_ee.options.engine import RISK
         from hetero_ee.planning.hardware import hardware_from
         from hetero_ee.planning.planner import plan as make_plan
         from hetero_ee.planning.reports.what_if import Request
@@ -154,7 +152,6 @@ def _own_statistics(
     """
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder, warner
-    from hetero_ee.options.engine import CERTIFIED
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.store.reader import is_store

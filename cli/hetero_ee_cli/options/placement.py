@@ -16,7 +16,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.options.engine import OFF, PLAN, PLAN_OPTIONS, RUN_OPTIONS
+from hetero_ee.options.engine import OFF, PLAN, PLAN_OPTIONS, RUN_OPTIONS, UNQUANTIZED
 from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.flags import OptionGroup, hardware_names, one_of, typer_option
 from hetero_ee_cli.terminal.output import say_loading
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hetero_ee.engine import Engine
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.runtime.compiling import Compilation
     from hetero_ee.runtime.devices.timeline import Span
 
 ALL_LAYERS = 2**20  # more than any model has
@@ -152,10 +153,12 @@ class Placed:
         return self.options.stats or self.options.trace is not None
 
 
-def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":
+def open_engine(
+    options: dict[str, Any], placed: Placed, progress: Progress, compilation: "Compilation | None" = None
+) -> "Engine":
     """Open the engine. If the plan can't be made and no option needs one, a notice is enough.
 
-    `options` has the model and other arguments of Engine.from_pretrained.
+    `options` has the model and other arguments of Engine.from_pretrained, `compilation` is that of start_compiling.
     """
     profile = options.get("profile") or read_settings().value("profile")
     if placed.asking and placed.plan is None and profile == OFF:
@@ -164,16 +167,24 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         )
     with ending_at_once():
         from hetero_ee.engine import Engine
+        from hetero_ee.opening import open_named
 
-    return Engine.from_pretrained(
-        plan=placed.plan,
-        limits=placed.limits if placed.asking and placed.plan is None else None,
-        draft_head=placed.options.draft_head,
-        draft_model=placed.options.draft_model,
-        traces=placed.traces,
-        progress=progress,
-        **options,
-    )
+    chosen: Any = {name: value for name, value in options.items() if name != "model"}
+    chosen |= {"plan": placed.plan, "draft_head": placed.options.draft_head, "draft_model": placed.options.draft_model}
+    chosen |= {"limits": placed.limits if placed.asking and placed.plan is None else None}
+    chosen |= {"traces": placed.traces, "progress": progress}
+    return Engine(*open_named(options["model"], chosen, compilation))
+
+
+def start_compiling(options: dict[str, Any], progress: Progress) -> "Compilation | None":
+    """Start to compile the kernels if they aren't yet, while this process imports torch for a second or two."""
+    if options["quantizer"] == UNQUANTIZED:
+        return None
+    with ending_at_once():
+        from hetero_ee.runtime.compiling import Compilation
+        from hetero_ee_profiles.host.process import usable_threads
+
+    return Compilation.started(usable_threads(options["threads"]), progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +213,11 @@ def session(
     options, start_s = model.arguments(argument), time.perf_counter()
     if announces:
         say_loading(options["model"])
-    placed = placement.checked(limits, model)
     with stage_progress() as progress:
         phases = PhaseClock(progress)
-        with open_engine(options, placed, phases) as engine:
+        compilation = start_compiling(options, phases)
+        placed = placement.checked(limits, model)
+        with open_engine(options, placed, phases, compilation) as engine:
             load_s = time.perf_counter() - start_s
             try:
                 yield Session(engine, options["model"], placement, load_s, phases.seconds)

@@ -4,8 +4,9 @@ from hetero_ee.costs.kv_types import default_kv_type
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import TorchOps
+from hetero_ee.options.engine import UNQUANTIZED
 from hetero_ee.runtime.executors.host import OpsExecutor
-from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights
+from hetero_ee.weights.model_weights import ModelWeights
 
 
 class ReferenceExecutor(OpsExecutor):

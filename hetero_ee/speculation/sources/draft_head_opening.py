@@ -11,6 +11,7 @@ from torch import Tensor
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import UNQUANTIZED
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
 from hetero_ee.runtime.drafted import DraftVocabulary
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
@@ -26,7 +27,7 @@ from hetero_ee.speculation.sources.draft_head_layer import (
     layer_blocks,
 )
 from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, Eagle3
-from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, expanded
+from hetero_ee.weights.model_weights import ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
