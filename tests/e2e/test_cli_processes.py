@@ -179,7 +179,7 @@ with ending_at_once():
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")
 
 
-def test_the_garbage_collector_never_scans_what_was_imported() -> None:
+def test_the_garbage_collector_scans_imports_only_at_exit() -> None:
     program = """
 import gc
 from hetero_ee_cli.terminal.signals import ending_at_once

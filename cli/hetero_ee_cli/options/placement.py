@@ -217,6 +217,9 @@ def session(
         phases = PhaseClock(progress)
         compilation = start_compiling(options, phases)
         placed = placement.checked(limits, model)
+        with ending_at_once():
+            import hetero_ee.engine  # noqa: F401 - only to time it
+        phases.seconds["Importing libraries"] = time.perf_counter() - start_s
         with open_engine(options, placed, phases, compilation) as engine:
             load_s = time.perf_counter() - start_s
             try:
