@@ -23,7 +23,9 @@ class WorkClock:
     def __init__(self, patch: pytest.MonkeyPatch, look_s: float = 0.0) -> None:
         self.now_s, self.look_s, self.kept = 0.0, look_s, 0
         self._spend(patch, Matmul, "__call__", lambda self_, x, matrix: self.product_s(matrix.n_bytes, len(x)))
-        self._spend(patch, Attention, "attend", lambda self_, x, places, *rest: self._attention_s(places))
+        self._spend(
+            patch, Attention, "attend", lambda self_, x, places, layer, window: self._attention_s(places, window)
+        )
         self._spend(patch, KvWrite, "write", lambda *arguments: WRITE_S)
         self._spend(patch, BoundBlock, "finish", lambda *arguments: PLACE_S / 2)  # a layer is two blocks
         self._spend(patch, cpu_operations, "kv_table", lambda *arguments: PLACES_S)
@@ -38,9 +40,10 @@ class WorkClock:
         """Of m rows at the present context."""
         return n_bytes * BYTE_S * m + SLOWER_S * self.kept
 
-    def _attention_s(self, places: Any) -> float:
+    def _attention_s(self, places: Any, window: int | None) -> float:
         self.kept = int(places[0, POSITION])  # the rows of one sequence follow each other
-        return POSITION_S * sum(int(position) + 1 for position in places[:, POSITION])
+        seen = (int(position) + 1 for position in places[:, POSITION])
+        return POSITION_S * sum(min(each, window or each) for each in seen)
 
     def _spend(self, patch: pytest.MonkeyPatch, owner: Any, name: str, seconds: Callable[..., float]) -> None:
         real = getattr(owner, name)

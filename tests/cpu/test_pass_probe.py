@@ -15,6 +15,7 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.lanes import pass_time
+from hetero_ee.planning.times.prompts import Placements, prompt_s
 from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model, speed_since
 from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
@@ -162,6 +163,29 @@ def test_longer_chunks_in_sliding_windows_are_predicted(monkeypatch: pytest.Monk
         part.cost.state.read_s(profile.cpu[0], m, before + m, KV_TYPE) for part in parts if part.cost.state is not None
     )
     assert found == pytest.approx(POSITION_S * sum(seen), rel=0.02)
+
+
+@pytest.mark.parametrize("max_bytes", [2**30, 1])
+def test_a_whole_prompt_takes_what_its_parts_were_measured_to_take(
+    monkeypatch: pytest.MonkeyPatch, max_bytes: int
+) -> None:
+    """In chunks of another size than the measured ones, with sliding windows and a vocabulary that is cut."""
+    monkeypatch.setattr(cpu_profiling, "_read_bytes_per_s", lambda *arguments: [1e9])
+    monkeypatch.setattr(cpu_profiling, "MIN_HEAD_BYTES", 2**18)
+    monkeypatch.setattr(WorkClock, "product_s", lambda self, n_bytes, m: n_bytes * BYTE_S * m)
+    spec, clock = replace(spec_of("gemma3"), vocab_size=2**14), WorkClock(monkeypatch)
+    profile, spec = profile_of(spec, max_bytes, clock), replace(spec, sliding_windows=(30, 30, None))
+    parts, n_tokens, chunk = model_parts(spec, KV_TYPE), 200, 60
+    everywhere = [Placement.CPU] * len(parts)
+    predicted_s = prompt_s(Costs(spec, profile, 1), parts, Placements(everywhere, everywhere), n_tokens, chunk)
+    executor = CpuExecutor(spec, random_weights(spec), MAX_TOKENS, 1)
+    start_s, sequence = clock.now_s, executor.cache.open_new()
+    for first in range(0, n_tokens, chunk):
+        batch = Batch.of_sequence(sequence, first, [1] * min(chunk, n_tokens - first))
+        hidden = executor.run(batch, None, range(spec.n_layers))
+    executor.to_logits(hidden[-1:])
+    executor.close()
+    assert predicted_s == pytest.approx(clock.now_s - start_s, rel=0.02)
 
 
 @pytest.mark.parametrize("n_kept, room", [(3, 3.0), (2, 2.9), (1, 1.0), (1, 0.0)])

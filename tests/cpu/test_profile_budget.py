@@ -42,8 +42,8 @@ class MachineClock(WorkClock):
     def product_s(self, n_bytes: int, m: int) -> float:
         return n_bytes * self._byte_s * max(1.0, m / ROWS_AT_ONCE)
 
-    def _attention_s(self, places: Any) -> float:
-        return self._position_s / 1e-7 * super()._attention_s(places)
+    def _attention_s(self, places: Any, window: int | None) -> float:
+        return self._position_s / 1e-7 * super()._attention_s(places, window)
 
 
 def measured(patch: pytest.MonkeyPatch, shape: str, slowness: float, of: Preset) -> tuple[DeviceTimes, float]:
