@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}  # where model_type is another
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
+ARCHITECTURES |= {"olmo3": "olmo2", "ministral3": "mistral3"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 GEMMA = ("gemma", "gemma2", "gemma3")
 Types = Callable[[str], str]  # of a tensor's name in the file, its type
 
@@ -26,6 +27,7 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
     import gguf
 
     config, tokenizer = model.config, changes.pop("tokenizer", None)
+    config.allow_global_per_layer_attribute_access = True  # transformers' word for fields of Gemma 4's layers
     factors, part_tensors = changes.pop("factors", {}), changes.pop("part_tensors", 0)
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=part_tensors)
@@ -40,7 +42,8 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
     for name, values in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        saved = f"{name}.weight" if name.endswith("layer_scalar") else name
+        found = names.get_name(saved, try_suffixes=(".weight", ".bias"))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         turns = arch in INTERLEAVED and heads is not None
         added = float(arch in GEMMA and name.endswith("norm.weight"))
@@ -49,6 +52,9 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         writer.add_tensor(found, data, raw_dtype=kind)
         floats = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view_as(values)
         held[name] = _turned_back(floats, heads) if turns else floats - added
+    if arch == "gemma4":  # a quarter of each head rotates in layers that see all positions
+        size = max(config.per_layer_config[layer].head_dim for layer in range(config.num_hidden_layers))
+        factors |= {"rope_freqs.weight": np.array([1.0] * (size // 8) + [1e30] * (size // 2 - size // 8), np.float32)}
     for name, values in factors.items():
         writer.add_tensor(name, values)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
@@ -164,6 +170,14 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
     if arch == "gemma3":
         cap = {"{arch}.final_logit_softcapping": float(config.final_logit_softcapping)}
         return cap | {"{arch}.attention.sliding_window": config.sliding_window}
+    if arch == "gemma4":
+        return _metadata_of_gemma_4(config)
+    if arch == "mistral3":
+        rope = config.rope_parameters
+        scaling = {"type": "yarn", "factor": float(rope["factor"])}
+        scaling["original_context_length"] = rope["original_max_position_embeddings"]
+        keys = {f"{{arch}}.rope.scaling.{key}": value for key, value in scaling.items()}
+        return keys | {"{arch}.attention.temperature_scale": float(rope["llama_4_scaling_beta"])}
     if config.model_type == "olmo3":
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         windows = {"{arch}.attention.sliding_window": config.sliding_window}
@@ -176,6 +190,30 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
             "{arch}.logit_scale": float(config.logits_scaling),
         }
     return {"{arch}.use_parallel_residual": True} if arch == "stablelm" else {}
+
+
+def _metadata_of_gemma_4(config: Any) -> Mapping[str, Any]:
+    near = [kind == "sliding_attention" for kind in config.layer_types]
+    own = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    n_shared = config.num_kv_shared_layers
+    wide = [config.use_double_wide_mlp and layer >= len(near) - n_shared for layer in range(len(near))]
+    size = max(each.head_dim for each in own)
+    return {
+        "{arch}.attention.sliding_window": config.sliding_window,
+        "{arch}.attention.sliding_window_pattern": near,
+        "{arch}.attention.shared_kv_layers": n_shared,
+        "{arch}.attention.head_count_kv": [each.num_key_value_heads for each in own],
+        "{arch}.feed_forward_length": [config.intermediate_size * (2 if each else 1) for each in wide],
+        "{arch}.attention.key_length": size,
+        "{arch}.attention.value_length": size,
+        "{arch}.attention.key_length_swa": config.head_dim,
+        "{arch}.attention.value_length_swa": config.head_dim,
+        "{arch}.rope.dimension_count": size,
+        "{arch}.rope.dimension_count_swa": config.head_dim,
+        "{arch}.rope.freq_base_swa": 10000.0,
+        "{arch}.embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "{arch}.final_logit_softcapping": float(config.final_logit_softcapping),
+    }
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hetero_ee.layers.ops import DELTA, INNER, Activation, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
-from hetero_ee.layers.tensors import Tensors
+from hetero_ee.layers.tensors import TensorRole, Tensors, TensorSpec
 
 EMBEDDED, TABLE_ROWS, CONTEXT = "embedded", "table_rows", "context"  # buffers
 
@@ -53,7 +53,8 @@ class PerLayerSpec(MixerSpec):
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         for short in ("context", "gate"):
             tensors.matrix(short, self.table.size, hidden_size)
-        tensors.vector("context_norm", self.table.size)
+        # All layers share this norm.
+        tensors.declared["context_norm"] = TensorSpec("table.context_norm", TensorRole.VECTOR, (self.table.size,))
         tensors.matrix("output", hidden_size, self.table.size)
 
     def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "PerLayer":

@@ -35,13 +35,13 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         name = architecture or model_type or "none named"
         if fields.get("text_config") is not None:
-            able = ", ".join(name for name, family in FAMILIES.items() if family.text_type)
+            able = ", ".join(name for name, family in FAMILIES.items() if family.text_types)
             raise fields.fail(
                 f"architecture {shown(name)} is a multimodal model that is not supported; supported are {able}."
             )
         raise fields.fail(f"architecture {shown(name)} is not supported; supported are {_supported()}.")
-    if text_type := FAMILIES[architecture].text_type:
-        fields = _text_fields(fields, architecture, text_type)
+    if text_types := FAMILIES[architecture].text_types:
+        fields = _text_fields(fields, architecture, text_types)
     spec = FAMILIES[architecture].read_spec(fields, architecture)
     in_8_bits, with_zeros = _names(fields, INT8_FIELD), _names(fields, ZEROS_FIELD)
     if saved:
@@ -57,14 +57,14 @@ def _names(fields: Fields, field: str) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def _text_fields(fields: Fields, architecture: str, text_type: str) -> Fields:
+def _text_fields(fields: Fields, architecture: str, text_types: tuple[str, ...]) -> Fields:
     """Return the fields of a multimodal model's text part. Older files of some models have no separate part."""
     if fields.get("text_config") is None:
         return fields
     text = fields.section("text_config")
-    if (found := text.text("model_type", text_type)) != text_type:
+    if (found := text.text("model_type", text_types[0])) not in text_types:
         raise fields.fail(
-            f"{architecture} with a text part of {shown(found)} is not supported, with {text_type} it is."
+            f"{architecture} with a text part of {shown(found)} is not supported, with {' or '.join(text_types)} it is."
         )
     is_tied = text.get("tie_word_embeddings", fields.get("tie_word_embeddings"))
     return text.with_values(tie_word_embeddings=is_tied)

@@ -23,7 +23,10 @@ _TEXT_PARTS = {
 # Parameters of checkpoints that are neither a weight nor a bias of a module.
 PARAMETERS = (".A_log", ".dt_bias", ".layer_scalar")
 GATED_NORM = "gated_norm"  # a norm whose scale checkpoints store whole, whatever the family's norm_offset
-_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+_OTHER_PARTS = (
+    *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
+)
 
 
 def text_part_name(name: str) -> str | None:
@@ -61,6 +64,17 @@ def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
     """Map every tensor of the model to the checkpoint's tensors that are stacked in it. Source: transformers."""
     blocks = decoder_blocks(spec)
     return {tensor.name: _parts(spec, block, tensor) for block in blocks for tensor in block.tensors.values()}
+
+
+def unused_tensors(spec: ModelSpec) -> set[str]:
+    """Return the keys' and values' tensors of layers that read those of other layers, which checkpoints hold anyway."""
+    names = FAMILIES[spec.architecture].tensor_names
+    mixers = [spec.layer(layer).mixer for layer in range(spec.n_layers)]
+    readers = [n for n, each in enumerate(mixers) if isinstance(each, AttentionSpec) and each.kv_layer is not None]
+    modules = (*names["layers.{n}.attention.qkv"][1:], *names["layers.{n}.attention.key_norm"]) if readers else ()
+    return {
+        f"{module.format(n=layer)}.{ending}" for layer in readers for module in modules for ending in ("weight", "bias")
+    }
 
 
 def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:

@@ -22,6 +22,7 @@ from hetero_ee.models.hf_names import (
     checkpoint_parts,
     engine_order,
     text_part_name,
+    unused_tensors,
 )
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
@@ -168,7 +169,7 @@ class Checkpoint:
         located: dict[str, _Located] = {}
         for file, header in headers.items():
             for saved_name, stored in header.items():
-                name = text_part_name(saved_name) if self._family.text_type else saved_name
+                name = text_part_name(saved_name) if self._family.text_types else saved_name
                 if name is None:
                     continue
                 if name in located:
@@ -191,7 +192,7 @@ class Checkpoint:
         saved = {embedding.hf_name, head_name} & self._located.keys()
         if saved == {head_name} and self.spec.tied_head:
             self._parts["embedding.tokens"] = [Part(head_name, embedding.shape)]
-        if saved == {embedding.hf_name} and not self.spec.tied_head and self._family.text_type:
+        if saved == {embedding.hf_name} and not self.spec.tied_head and self._family.text_types:
             is_tied = read_config_file(self.folder).get("tie_word_embeddings") is True
             self._parts["head.tokens"] = [embedding] if is_tied else self._parts["head.tokens"]
 
@@ -219,7 +220,11 @@ class Checkpoint:
         expected = {name: shape for name, shape in shapes.items() if name not in self._saved}
         present = set(self._located)
         missing = sorted(expected.keys() - present)
-        known = {*expected, *(name for matrix in self._saved.values() for name in matrix.tensor_names)}
+        known = {
+            *expected,
+            *unused_tensors(self.spec),
+            *(name for matrix in self._saved.values() for name in matrix.tensor_names),
+        }
         if self.spec.tied_head:
             known.add(self._family.head_name)
         ignored = (*IGNORED_SUFFIXES, *(OF_ACTIVATIONS if self._saved else ()))

@@ -13,7 +13,7 @@ from hetero_ee.hub.gguf.names import INTERLEAVED, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
-from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order
+from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order, unused_tensors
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
 from hetero_ee.weights.checkpoint import IN_8_BITS, Checkpoint, refuse, refuse_non_finite
@@ -120,7 +120,8 @@ class GgufCheckpoint:
         }
         present = self._header.tensors
         refuse(file, "lacks tensors", sorted(expected.keys() - present.keys()))
-        extra = present.keys() - expected.keys() - set(ROPE_TENSORS)
+        unused = {gguf_name(name, self._architecture) for name in unused_tensors(self.spec)}
+        extra = present.keys() - expected.keys() - set(ROPE_TENSORS) - unused
         unknown = sorted(name for name in extra if not name.endswith(IGNORED_SUFFIXES))
         refuse(file, f"holds tensors that {self.spec.architecture} does not have", unknown)
         wrong = []

@@ -34,7 +34,7 @@ from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.weight import TileWeight
 from tests.conftest import SHARED_MODELS
-from tests.families import random_model
+from tests.families import YARN_ROPE, random_model
 from tests.gguf_models import write_gguf
 
 pytest.importorskip("gguf")
@@ -83,6 +83,7 @@ GEMMA_3 = {
     },
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+MINISTRAL_3_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 OLMO_3_ROPE = {"sliding_attention": PLAIN_ROPE, "full_attention": PLAIN_ROPE}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -94,6 +95,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16, "attention_bias": False}),
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3", GEMMA_3),
+    "gemma4": ("gemma4", {"head_dim": 16, "global_head_dim": 32}),
+    "gemma4-e": ("gemma4-e", {"head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 132}),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_3_ROPE}),
     "olmo2": ("olmo2", {"attention_bias": False}),
     "olmo3": ("olmo3", {"rope_parameters": OLMO_3_ROPE}),
     "granite": ("granite", {}),

@@ -17,6 +17,7 @@ LAYER = "attention.layer_norm_epsilon"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 THETA, NEAR_THETA = "rope.freq_base", "rope.freq_base_swa"
 DEFAULT_THETA = 10000.0
+LARGEST_DIVISOR = 1e20  # of frequencies of features that rotate; llama.cpp divides the others by 1e30
 GEMMA_2_27B_LAYERS, GEMMA_3_27B_LAYERS = 46, 62
 # Some files name the norm after attention as Llama's checkpoints name the one before the FFN.
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
@@ -34,6 +35,7 @@ class GgufArchitecture:
     is_interleaved: bool = False  # adjacent rows of queries and keys rotate together, not the halves of a head
     rotates_part: bool = False  # only a part of a head rotates
     has_rope_factors: bool = False
+    differs: tuple[str, ...] = ()  # fields whose keys may differ from layer to layer, which `more` reads
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
@@ -65,6 +67,49 @@ def _gemma_3(header: GgufHeader, config: Config) -> Config:
     thetas = {"rope_theta": _theta(header), "rope_local_base_freq": DEFAULT_THETA if near is None else near}
     every = _pattern(header, 6) if header.get(WINDOW) else {"sliding_window_pattern": 1}
     return thetas | every | _query_scalar(config, GEMMA_3_27B_LAYERS)
+
+
+def _gemma_4(header: GgufHeader, config: Config) -> Config:
+    """Return the fields of Gemma 4's layers, which differ if they have a window."""
+    n_layers, near_theta, near_size = (
+        config["num_hidden_layers"],
+        header.get(NEAR_THETA),
+        header.get("attention.key_length_swa"),
+    )
+    if header.get("rope.dimension_count_swa") not in (None, near_size):
+        raise header.failure("only a part of its heads rotates in layers with a window, which is not supported")
+    kinds = _pattern(header, 6).get("layer_types")
+    if kinds is None or len(kinds) != n_layers:
+        raise header.failure(f"{header.architecture}.{PATTERN} has no flag for each layer")
+    heads = dict(zip(kinds, header.each("attention.head_count_kv", n_layers), strict=True))
+    sizes, divisors = header.each("feed_forward_length", n_layers), config["rope_scaling"].get("short_factor", [1.0])
+    rotating = sum(divisor < LARGEST_DIVISOR for divisor in divisors) / len(divisors)
+    table, full = header.tensors.get("per_layer_token_embd.weight"), "full_attention"
+    return {
+        "layer_types": kinds,
+        "head_dim": near_size,
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": heads.get("sliding_attention", heads.get(full)),
+        "num_global_key_value_heads": heads.get(full),
+        "attention_k_eq_v": full in kinds and f"blk.{kinds.index(full)}.attn_v.weight" not in header.tensors,
+        "num_kv_shared_layers": header.get("attention.shared_kv_layers"),
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": sizes[-1] != sizes[0],
+        "hidden_size_per_layer_input": header.get("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": None if table is None else table.shape[0],
+        "rope_scaling": None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": DEFAULT_THETA if near_theta is None else near_theta},
+            full: {"rope_type": "proportional", "rope_theta": _theta(header), "partial_rotary_factor": rotating},
+        },
+    }
+
+
+def _mistral_3(header: GgufHeader, config: Config) -> Config:
+    """Return Ministral 3's rotary scaling, which leaves magnitudes as they are, and the growth of its queries."""
+    growth, rope = header.get("attention.temperature_scale"), config["rope_scaling"]
+    yarn = {"mscale": 1.0, "mscale_all_dim": 1.0} if rope["rope_type"] == "yarn" else {}
+    return {"rope_scaling": rope | yarn | ({"llama_4_scaling_beta": growth} if growth else {})}
 
 
 def _olmo(header: GgufHeader, config: Config) -> Config:
@@ -153,6 +198,15 @@ ARCHITECTURES = {
     "gemma": GgufArchitecture("GemmaForCausalLM"),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", fields=_CAPS, more=_gemma_2, names=_AFTER_ATTENTION),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", fields=_CAPS, more=_gemma_3, names=_AFTER_ATTENTION),
+    "gemma4": GgufArchitecture(
+        "Gemma4ForCausalLM",
+        fields={"final_logit_softcapping": "final_logit_softcapping"},
+        more=_gemma_4,
+        names=_AFTER_ATTENTION,
+        has_rope_factors=True,
+        differs=("num_key_value_heads", "intermediate_size"),
+    ),
+    "mistral3": GgufArchitecture("Ministral3ForCausalLM", more=_mistral_3, is_interleaved=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", more=_olmo, names=_AFTER_ATTENTION),
     "granite": GgufArchitecture("GraniteForCausalLM", more=_granite, is_interleaved=True, has_rope_factors=True),
     "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", ("norm_epsilon", LAYER), more=_use_bias),

@@ -56,7 +56,11 @@ class _Reader:
             raise header.failure(f"tensor {EMBEDDING} is missing, so this file does not hold a whole model")
         if n_experts := header.get("expert_count"):
             raise header.failure(f"it is a mixture of {shown(n_experts)} experts, which are not supported")
-        config = {field: (header.needed if field in _NEEDED else header.even)(key) for field, key in _KEYS.items()}
+        config = {
+            field: (header.needed if field in _NEEDED else header.even)(key)
+            for field, key in _KEYS.items()
+            if field not in architecture.differs
+        } | dict.fromkeys(architecture.differs)
         config |= {field: header.even(key) for field, key in architecture.fields.items()}
         eps_field, eps_key = architecture.norm_eps
         config[eps_field] = header.needed(eps_key)

@@ -72,6 +72,14 @@ class GgufHeader:
         """Return the metadata value whose key is the architecture's name and `key`, None if it is missing."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
+    def each(self, key: str, n_layers: Any) -> list[Any]:
+        """Return a metadata value for each layer: the same one, or those in the file. Raises: ModelError."""
+        value = self.get(key)
+        values = value if isinstance(value, list) else [value] * (n_layers if type(n_layers) is int else 0)
+        if len(values) != n_layers:
+            raise self.failure(f"{self.architecture}.{key} has {len(values)} values, expected one for each layer")
+        return values
+
     def even(self, key: str) -> Any:
         """Return a metadata value. If the file has one per layer, all must be equal. Raises: ModelError."""
         value = self.get(key)

@@ -24,6 +24,10 @@ _OF_A_LAYER = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_mlp_layernorm": "post_ffw_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -31,14 +35,22 @@ _OF_A_LAYER = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OUTSIDE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # Modules whose rows are in another order if an architecture is interleaved.
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
-    module, _, ending = hf_name.rpartition(".")
+    whole = f"{hf_name}.weight" if hf_name.endswith(".layer_scalar") else hf_name
+    module, _, ending = whole.rpartition(".")
     layer = _LAYER.fullmatch(module)
     if layer is None:
         return f"{_OUTSIDE[module]}.{ending}"

@@ -38,15 +38,17 @@ FAMILIES = {
     "HeliumForCausalLM": Family("helium", variants.HELIUM, TENSOR_NAMES),
     "Ernie4_5ForCausalLM": Family("ernie4_5", variants.ERNIE, TENSOR_NAMES),
     "Exaone4ForCausalLM": Family("exaone4", variants.EXAONE_4, OLMO),
-    "Gemma3ForConditionalGeneration": Family("gemma3", variants.read_gemma_3, GEMMA_3, "gemma3_text"),
-    "Gemma4ForConditionalGeneration": Family("gemma4", gemma4.read_spec, gemma4.TENSOR_NAMES, "gemma4_text"),
+    "Gemma3ForConditionalGeneration": Family("gemma3", variants.read_gemma_3, GEMMA_3, ("gemma3_text",)),
+    "Gemma4ForConditionalGeneration": Family("gemma4", gemma4.read_spec, gemma4.TENSOR_NAMES, ("gemma4_text",)),
     "Gemma4UnifiedForConditionalGeneration": Family(
-        "gemma4_unified", gemma4.read_spec, gemma4.TENSOR_NAMES, "gemma4_unified_text"
+        "gemma4_unified", gemma4.read_spec, gemma4.TENSOR_NAMES, ("gemma4_unified_text",)
     ),
-    "Mistral3ForConditionalGeneration": Family("mistral3", variants.MISTRAL, TENSOR_NAMES, "mistral"),
+    "Mistral3ForConditionalGeneration": Family(
+        "mistral3", variants.read_mistral_3, TENSOR_NAMES, ("mistral", "ministral3")
+    ),
     "Qwen2_5_VLForConditionalGeneration": Family(
-        "qwen2_5_vl", variants.read_qwen_2_5_vl, TENSOR_NAMES, "qwen2_5_vl_text"
+        "qwen2_5_vl", variants.read_qwen_2_5_vl, TENSOR_NAMES, ("qwen2_5_vl_text",)
     ),
-    "Qwen3_5ForConditionalGeneration": Family("qwen3_5", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES, "qwen3_5_text"),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_5", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES, ("qwen3_5_text",)),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }

@@ -29,7 +29,7 @@ class Family:
     read_spec: Callable[[Fields, str], ModelSpec]  # from config.json's fields and the architecture's name
     # Our name of a tensor (`{n}` for the layer, no ".weight" or ".bias") -> the modules whose rows are stacked in it.
     tensor_names: Mapping[str, tuple[str, ...]]
-    text_type: str = ""  # model_type of a multimodal model's text_config; only that part is read
+    text_types: tuple[str, ...] = ()  # known model_types of a multimodal model's text_config; only that part is read
     decoder_prefix: str = "model."  # of all tensors except the head's; omitted in checkpoints of a bare decoder
 
     @property

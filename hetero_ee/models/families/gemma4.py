@@ -26,7 +26,7 @@ TENSOR_NAMES = (
         # of the E models
         "table.tokens": ("model.embed_tokens_per_layer",),
         "layers.{n}.per_layer.context": ("model.per_layer_model_projection",),
-        "layers.{n}.per_layer.context_norm": ("model.per_layer_projection_norm",),
+        "table.context_norm": ("model.per_layer_projection_norm",),
         "layers.{n}.per_layer.gate": ("model.layers.{n}.per_layer_input_gate",),
         "layers.{n}.per_layer.output": ("model.layers.{n}.per_layer_projection",),
         "layers.{n}.per_layer.post_norm": ("model.layers.{n}.post_per_layer_input_norm",),

@@ -286,6 +286,12 @@ _GEMMA_3 = Variant(
 )
 
 
+def read_mistral_3(fields: Fields, architecture: str) -> ModelSpec:
+    """Read the text part of Mistral 3, which is a Mistral or a Ministral 3."""
+    is_new = fields.text("model_type", "mistral") == "ministral3"
+    return (MINISTRAL_3 if is_new else MISTRAL)(fields, architecture)
+
+
 def read_olmo_3(fields: Fields, architecture: str) -> ModelSpec:
     """Read OLMo 3 (arXiv 2512.13961): every fourth layer sees all positions, and only its rotary angles are scaled."""
     theta = fields.number("rope_theta", 500000.0)
