@@ -27,6 +27,9 @@ def memory_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: 
     on_disk = sum(part.weight_bytes for part in _placed(problem, decode, Placement.DISK))
     if on_disk:
         terms.append(MemoryTerm("disk", "weights", on_disk))
+    if table_bytes := problem.sizes.table_bytes:  # a token reads one row, so the disk is fast enough for the others
+        in_ram = n_bytes(terms, "cpu") + table_bytes <= problem.ram_budget_bytes
+        terms.append(MemoryTerm("cpu" if in_ram else "disk", "per-layer embeddings", table_bytes))
     return terms + _gpu_terms(problem, decode, prefill, chunk_tokens)
 
 

@@ -24,8 +24,13 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def models(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    model = random_model("gemma2", vocab_size=read_spec(demo).vocab_size, num_hidden_layers=4)
-    opened = Models({"gemma2": save_checkpoint(model, tmp_path_factory.mktemp("gemma2"), demo)})
+    vocab_size = read_spec(demo).vocab_size
+    changes = {
+        "gemma2": {"num_hidden_layers": 4},
+        "gemma4-e": {"vocab_size_per_layer_input": vocab_size, "max_position_embeddings": 512},
+    }
+    made = {name: random_model(name, vocab_size=vocab_size, **each) for name, each in changes.items()}
+    opened = Models({name: save_checkpoint(model, tmp_path_factory.mktemp(name), demo) for name, model in made.items()})
     yield opened
     opened.close()
 
@@ -33,6 +38,13 @@ def models(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mod
 @pytest.mark.parametrize("name", CASES)
 def test_exact_mode_gives_the_texts_of_full_mode(name: str, models: Models) -> None:
     counts = check_case(CASES[name], models, N_TOKENS)
+    assert counts.n_passes and counts.n_tokens
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("name", ["exits", "sources"])
+def test_layers_that_read_tokens_and_others_keys_are_exact_too(name: str, models: Models) -> None:
+    counts = check_case(replace(CASES[name], model="gemma4-e"), models, N_TOKENS)
     assert counts.n_passes and counts.n_tokens
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from hetero_ee.costs.product import FLOAT_BYTES
+from hetero_ee.costs.product import FLOAT_BYTES, tensor_bytes
 from hetero_ee.layers.ops import MULTIPLIED
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
-from hetero_ee.models.blocks import layer_buffers, layer_states
+from hetero_ee.models.blocks import BlockKind, decoder_blocks, layer_buffers, layer_states
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
@@ -59,6 +59,7 @@ class WorkingSizes:
     widest: int  # input of a matrix
     part_values: int  # see State
     rope_features: int  # rotating features, over all tables of rotary angles
+    table_bytes: int  # of per-layer embeddings, which are never on a GPU
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
@@ -66,7 +67,9 @@ class WorkingSizes:
         widest = max(spec.hidden_size, *(buffers.get(name, 0) for name in MULTIPLIED))
         part_values = max(0 if state is None else state.part_values for state in states)
         rope_features = sum(rope.n_features for rope in spec.ropes)
-        return cls(spec, 3 * spec.hidden_size + sum(buffers.values()), widest, part_values, rope_features)
+        tables = [block for block in decoder_blocks(spec) if block.kind is BlockKind.TABLE]
+        table_bytes = sum(tensor_bytes(tensor) for block in tables for tensor in block.tensors.values())
+        return cls(spec, 3 * spec.hidden_size + sum(buffers.values()), widest, part_values, rope_features, table_bytes)
 
     def cpu_bytes(self, chunk_tokens: int) -> int:
         """Return the bytes of a pass's activations: hidden states and the mixers' buffers."""
