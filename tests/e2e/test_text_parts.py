@@ -1,5 +1,6 @@
 """Models that read more than text: their text part is read, from files of either layout, or refused in one sentence."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.checkpoint import Checkpoint
 from tests.e2e.test_families import PROMPT, TOLERANCE, executor_of, greedy, reference_greedy
-from tests.families import FAMILIES, edit_config
+from tests.families import FAMILIES, edit_config, random_model
 
 N_TOKENS = 16
 
@@ -71,6 +72,31 @@ def test_the_text_part_is_read_from_files_of_either_layout(name: str, tmp_path: 
         assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("gemma4-e", "Gemma4ForConditionalGeneration"), ("ministral3", "Mistral3ForConditionalGeneration")],
+)
+def test_newer_text_parts_and_tensors_that_nothing_reads(name: str, architecture: str, tmp_path: Path) -> None:
+    """As Gemma 4's E models are published: with keys and values of layers that read those of others."""
+    model = random_model(name)
+    text = model.config.to_dict()
+    config = {"architectures": [architecture], "model_type": architecture.partition("For")[0].lower()}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    tensors = {
+        key.replace("model.", "model.language_model.", 1): value.clone()
+        for key, value in model.state_dict().items()
+        if key != "lm_head.weight" or not model.config.tie_word_embeddings
+    }
+    tensors["model.vision_tower.patches.weight"] = torch.ones(2)
+    if name == "gemma4-e":
+        layer = "model.language_model.layers.3.self_attn"
+        tensors |= {f"{layer}.{part}.weight": torch.ones(3) for part in ("k_proj", "v_proj", "k_norm")}
+        tensors["model.embed_audio.embedding_projection.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected_tokens, _ = reference_greedy(model, PROMPT, 4)
+    assert greedy(executor_of(tmp_path), [PROMPT], 4)[0][0] == expected_tokens
+
+
 def test_a_tensor_of_two_names_is_refused(tmp_path: Path) -> None:
     random_pair("gemma3", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -104,5 +130,7 @@ def test_others_are_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'LlavaForConditionalGeneration' is a multimodal model that is not supported"):
         read_spec(tmp_path)
     edit_config(tmp_path, architectures=["Mistral3ForConditionalGeneration"])
-    with pytest.raises(ModelError, match="text part of 'gemma3_text' is not supported, with mistral it is"):
+    with pytest.raises(
+        ModelError, match="text part of 'gemma3_text' is not supported, with mistral or ministral3 it is"
+    ):
         read_spec(tmp_path)
