@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, zip_longest
+from itertools import accumulate, count, zip_longest
 
 import numpy as np
 
@@ -28,6 +28,7 @@ CHARACTERS_PER_TOKEN = 16  # more than any text has on average, so the rest is n
 LEAST_PROMPT_TOKENS, MOST_PROMPT_TOKENS = 4, 32  # to certify on
 FIRST_PROMPTS_CALL = 10**6  # number of the first call of own_writer to certify on, beyond those of any calibration
 N_TOGETHER = 16  # own texts written in one batch
+ENOUGH = 0.85  # share of the tokens without which another batch is written: texts that end early make a batch shorter
 
 # Beginnings of the model's own texts: a few words each, of many subjects and forms.
 OPENINGS = (
@@ -173,7 +174,9 @@ def own_writer(
 def written_chunks(
     write: Callable[[int], Sequence[Chunk]], n_tokens: int, steps: KeptSteps, progress: Progress | None
 ) -> list[Chunk]:
-    """Return write(0), write(1), ... until they have n_tokens or a call returns nothing. `steps` stores the chunks.
+    """Return up to n_tokens of write(0), write(1), ..., which ends at ENOUGH of them or when a call returns nothing.
+
+    `steps` stores the chunks.
 
     Raises: ModelError: if the model writes too few tokens.
     """
@@ -185,7 +188,7 @@ def written_chunks(
 
     chunks: list[Chunk] = []
     for number in count():
-        if (n_written := sum(map(len, chunks))) >= n_tokens:
+        if (n_written := sum(map(len, chunks))) >= ENOUGH * n_tokens:
             break
         if progress:
             progress(WRITING, n_written, n_tokens)
@@ -199,7 +202,8 @@ def written_chunks(
             f"the model ends its texts at once and wrote {len(chunks)} of the {MIN_CHUNKS} that calibration needs; "
             "give texts to calibrate on with --text."
         )
-    return chunks
+    n_kept = sum(n <= n_tokens for n in accumulate(map(len, chunks)))
+    return chunks[: max(MIN_CHUNKS, n_kept)]
 
 
 def begin_tokens(tokenizer: Tokenizer) -> list[int]:

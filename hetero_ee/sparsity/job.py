@@ -27,7 +27,7 @@ from hetero_ee.weights.store.calibration_files import (
 )
 from hetero_ee.weights.store.filesystem import FileSystem
 
-ALGORITHM_VERSION = 2  # increases when the numbers change; fits of other versions are not resumed
+ALGORITHM_VERSION = 3  # increases when the numbers change; fits of other versions are not resumed
 PREDICTOR_TOKENS = 2 * FITTED_TOKENS  # half of the chunks are fitted to
 
 T = TypeVar("T")

@@ -15,7 +15,9 @@ from hetero_ee.calibration.file import activation_names
 from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
-from hetero_ee.calibration.texts import text_chunks
+from hetero_ee.calibration.stages import Chunk
+from hetero_ee.calibration.steps import KeptSteps
+from hetero_ee.calibration.texts import text_chunks, written_chunks
 from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
 from hetero_ee.options.engine import EARLY_EXIT_MODES
@@ -308,6 +310,18 @@ def test_a_mode_that_is_asked_for_runs_though_it_is_slower_and_the_warning_has_b
         assert opened.exit_statistics is not None
     warned = [each for each in said if f"Mode {mode} is expected to reach" in each and "of full mode" in each]
     assert len(warned) == (mode != "skipdecode")
+
+
+@pytest.mark.parametrize(("chunk_tokens", "n_calls", "n_kept"), [(115, 1, 16), (128, 1, 16), (100, 2, 20)])
+def test_the_model_writes_no_more_text_than_is_used(chunk_tokens: int, n_calls: int, n_kept: int) -> None:
+    calls = list[int]()
+
+    def write(number: int) -> list[Chunk]:
+        calls.append(number)
+        return [(1,) * chunk_tokens] * 16
+
+    assert len(written_chunks(write, 2048, KeptSteps(), None)) == n_kept
+    assert len(calls) == n_calls
 
 
 @pytest.mark.sample(0)
