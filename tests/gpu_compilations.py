@@ -8,6 +8,7 @@ from hetero_ee_kernels import (
     attention,
     draft,
     embed,
+    gated_delta,
     kv_write,
     masked_linear,
     matmul,
@@ -18,6 +19,7 @@ from hetero_ee_kernels import (
     sliced_head,
     sparse_ffn,
 )
+from hetero_ee_kernels.delta_state import DeltaShape
 from hetero_ee_kernels.pages import PAGE_TOKENS, PART_TOKENS
 from hetero_ee_kernels.tile_group import SLOTS
 from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, GCN, LINEAR, PTX, ZEROS
@@ -35,7 +37,7 @@ PRODUCTS_SIZE = {"NEURONS": row_products.NEURONS, "UNROLLED": row_products.UNROL
 
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
-    first = (_activate, _attention, _draft, _embed, _kv_write, _masked_linear)
+    first = (_activate, _attention, _draft, _embed, _gated_delta, _kv_write, _masked_linear)
     for listed in (*first, _matmul, _norm, _quantize, _sliced_head, _sparse_ffn):
         yield from listed()
 
@@ -147,6 +149,44 @@ def _embed() -> list[Compilation]:
             embed.N_WARPS,
         ),
         Compilation("embed_int8_learned", embed.embed_kernel, arguments | learned, int8, embed.N_WARPS),
+    ]
+
+
+def _gated_delta() -> list[Compilation]:
+    """The three launches for Qwen3.6-27B's heads."""
+    shape = DeltaShape(n_key_heads=16, n_value_heads=48, key_dim=128, value_dim=128, n_taps=4)
+    sizes = gated_delta._sizes(shape, 48)
+    taps = {"TAPS": shape.n_taps, "N_INPUTS": shape.n_inputs, "BLOCK": 128}
+    pointers, rows = ("x_ptr", "mixed_ptr", "factors_ptr"), ("slots_ptr", "positions_ptr")
+    conv = (*pointers, "gates_ptr", "taps_ptr", "rates_ptr", "dt_bias_ptr", "inputs_ptr", "eps", "query_scale")
+    scan = ("mixed_ptr", "factors_ptr", "states_ptr", "keys_ptr", "deltas_ptr", "decays_ptr", "out_ptr")
+    finish = (*pointers, "norm_ptr", "inputs_ptr", "keys_ptr", "decays_ptr", "out_ptr", "eps")
+
+    def signature(floats: tuple[str, ...], *integers: str) -> dict[str, str]:
+        found = {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in floats}
+        return found | dict.fromkeys(rows, "*i32") | {name: "*i32" if "_ptr" in name else "i32" for name in integers}
+
+    n_warps = gated_delta.N_WARPS
+    return [
+        Compilation(
+            "delta_conv", gated_delta.conv_kernel, signature(conv, "earlier_ptr", "layer"), sizes | taps, n_warps
+        ),
+        Compilation(
+            "delta_scan",
+            gated_delta.scan_kernel,
+            signature(scan, "bases_ptr", "earlier_ptr", "layer", "n_bases", "m"),
+            sizes | gated_delta._tile(shape, is_tiled=False),
+            n_warps,
+            is_memory_bound=True,
+        ),
+        Compilation(
+            "delta_finish",
+            gated_delta.finish_kernel,
+            signature(finish, "bases_ptr", "layer", "n_bases"),
+            sizes | taps | {"LOG": shape.n_logged},
+            n_warps,
+            is_memory_bound=True,
+        ),
     ]
 
 

@@ -228,6 +228,7 @@ class Conversation:
         params.require_known(self._executor.spec.vocab_size)
         n_forgotten, ids = self._fitted(earlier, question, params)
         n_cached = min(common_length(self._cached_ids, ids), len(ids) - 1)  # the last one's logits are wanted
+        n_cached = self._executor.cache.restorable(self._sequence, n_cached)
         tokens = self._generated([*earlier[n_forgotten:], question], ids, n_cached, params)
         self._reply = Reply(tokens, params, len(ids), n_cached, n_forgotten)
         return self._reply

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from hetero_ee.text.text_stream import Decode, TextStream
 if TYPE_CHECKING:
     from hetero_ee.decoding.constrained.constraint import Constraint
 
+MARKED_MESSAGES = 2  # the user's last message may be edited, and the reply before it rendered in another way
 UNCACHED = -1  # no sequence of the KV cache has this number
 
 
@@ -166,26 +167,53 @@ def prefill(
 ) -> Tensor:
     """Read the part of the prompt that is not cached, in chunks, and return the last token's logits (vocab,).
 
-    Reports the progress before each chunk and at the end. `some` selects the chunks to read in this call.
+    Reports the progress before each chunk and at the end. `some` selects the chunks to read in this call. Recurrent
+    state is kept where a later prompt is likely to differ from this one, see marked_lengths().
     """
     executor.make_room({request.kv_sequence: request.n_prompt_tokens})
     n_cached = executor.cache.length(request.kv_sequence)
     n_missing = request.n_prompt_tokens - n_cached
-    tell = executor.progress
+    tell, marks, logits = executor.progress, marked_lengths(executor, request), None
     try:
-        return executor.prompt(some(prompt_chunks(executor, request, n_cached, tell)), observe)
+        chunks = some(prompt_chunks(executor, request, n_cached, marks, tell))
+        for _, group in groupby(chunks, lambda chunk: sum(mark <= chunk.positions[0] for mark in marks)):
+            logits = executor.prompt(group, observe)
+            if executor.cache.length(request.kv_sequence) in marks:
+                executor.cache.mark(request.kv_sequence)
+        assert logits is not None, "a prompt has a token that is not cached"
+        return logits
     finally:  # also where Ctrl-C or an error ends it: what shows how far it is goes away
         if tell is not None:
             tell(READING, n_missing, n_missing)
 
 
-def prompt_chunks(executor: Executor, request: Request, n_cached: int, tell: Progress | None = None) -> Iterator[Batch]:
-    """Yield chunks of the part of the prompt that is not cached, and report the progress to `tell`."""
+def marked_lengths(executor: Executor, request: Request) -> list[int]:
+    """Return the numbers of tokens after which the recurrent state is kept, ascending; none without such a state.
+
+    These are the ends of the prompt's last messages: the next prompt of a chat continues after one of them, though the
+    template may render the last reply in another way. A text without messages is kept where its last chunk begins.
+    """
+    if not executor.cache.is_recurrent:
+        return []
     prompt, n_tokens = request.token_ids[: request.n_prompt_tokens], executor.prompt_chunk_tokens
-    for first in range(n_cached, len(prompt), n_tokens):
+    ends = [at for at in range(1, len(prompt)) if prompt[at - 1] in request.ending.eos_token_ids]
+    return ends[-MARKED_MESSAGES:] or [at for at in ((len(prompt) - 1) // n_tokens * n_tokens,) if at]
+
+
+def prompt_chunks(
+    executor: Executor, request: Request, n_cached: int, marks: Sequence[int] = (), tell: Progress | None = None
+) -> Iterator[Batch]:
+    """Yield chunks of the part of the prompt that is not cached, and report the progress to `tell`.
+
+    A chunk ends at each of the lengths `marks`.
+    """
+    prompt, first = request.token_ids[: request.n_prompt_tokens], n_cached
+    while first < len(prompt):
         if tell is not None:
             tell(READING, first - n_cached, len(prompt) - n_cached)
-        yield Batch.of_sequence(request.kv_sequence, first, prompt[first : first + n_tokens], is_prompt=True)
+        end = min(first + executor.prompt_chunk_tokens, *(mark for mark in (*marks, len(prompt)) if mark > first))
+        yield Batch.of_sequence(request.kv_sequence, first, prompt[first:end], is_prompt=True)
+        first = end
 
 
 def last_tokens(requests: Sequence[Request]) -> Batch:

@@ -84,6 +84,14 @@ class KvCache(ABC):
         """Return the most tokens, up to `length`, to which the given layers can be rolled back; None means all."""
         return length
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state that can be rolled back by a few tokens only, unless mark() has kept it."""
+        return False
+
+    def mark(self, sequence: int) -> None:  # noqa: B027
+        """Keep a copy of the recurrent layers' state as it is now, so that cut() can restore this length later."""
+
     def open_new(self) -> int:
         """Start an empty sequence with the lowest free number and return the number."""
         taken = set(self.sequences)
@@ -157,6 +165,14 @@ class LayeredCache(KvCache, Generic[S]):
     @abstractmethod
     def store(self, layer: int, sequence: int, first: int, parts: Sequence[Tensor]) -> None:
         """Write what `stored` returned to admitted positions of a layer, from `first` on."""
+
+    def snapshot(self, sequence: int) -> tuple[Tensor, ...]:
+        """Return copies, in RAM, of the state that cut() can't restore; nothing if it can restore any length."""
+        return ()
+
+    def restore(self, sequence: int, length: int, parts: Sequence[Tensor]) -> None:
+        """Roll a sequence back to `length` tokens, after which snapshot() returned `parts`."""
+        self.cut(sequence, length)
 
     @property
     def held_layers(self) -> tuple[int, ...]:

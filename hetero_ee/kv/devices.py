@@ -8,10 +8,14 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache, LayeredCache
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.kv.recurrent import RecurrentCache
+from hetero_ee.kv.snapshots import Snapshots
 from hetero_ee.layers.state import KvState, RecurrentState
 from hetero_ee.models.blocks import layer_states
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import SNAPSHOT_GIB
+from hetero_ee_profiles.units import GIB
 
 
 class DeviceCaches(KvCache):
@@ -19,9 +23,11 @@ class DeviceCaches(KvCache):
 
     Args:
         caches: caches with disjoint layers, of which at least one holds layers.
+        snapshot_bytes: RAM for copies of recurrent state, see mark().
     """
 
-    def __init__(self, caches: Iterable[KvCache]) -> None:
+    def __init__(self, caches: Iterable[KvCache], snapshot_bytes: int = 0) -> None:
+        self.snapshots = Snapshots(snapshot_bytes)
         self._caches = [cache for cache in caches if cache.held_layers]
         holders = {layer: cache for cache in self._caches for layer in cache.held_layers}
         self._holders = dict(sorted(holders.items()))
@@ -66,6 +72,7 @@ class DeviceCaches(KvCache):
             raise
 
     def close(self, sequence: int) -> None:
+        self.snapshots.forget(sequence)
         for cache in self._caches:
             cache.close(sequence)
 
@@ -76,16 +83,38 @@ class DeviceCaches(KvCache):
         return self._holders[layer].length_at(sequence, layer)
 
     def restorable(self, sequence: int, length: int, layers: range | None = None) -> int:
-        return min(cache.restorable(sequence, length, layers) for cache in self._caches)
+        if self._logs_reach(sequence, length, layers):
+            return length
+        return self.snapshots.latest(sequence, min(length, self.length(sequence)))
 
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        reached = self.restorable(sequence, length, layers)
-        if reached < length:
-            layers = None
-            while (further := self.restorable(sequence, reached)) < reached:
-                reached = further
-        for cache in self._caches:
-            cache.cut(sequence, reached, layers)
+        if self._logs_reach(sequence, length, layers):
+            for part in self.parts:
+                part.cut(sequence, length, layers)
+        else:
+            length = self.restorable(sequence, length, layers)
+            self.snapshots.n_missed += not length
+            copies = self.snapshots.take(sequence, length) if length else None
+            for number, part in enumerate(self.parts):
+                if copies is None:
+                    part.cut(sequence, 0)
+                else:
+                    part.restore(sequence, length, copies[number])
+        self.snapshots.forget(sequence, length)
+
+    def _logs_reach(self, sequence: int, length: int, layers: range | None) -> bool:
+        """Return whether the layers can be rolled back to `length` without a snapshot."""
+        return all(part.restorable(sequence, length, layers) == length for part in self.parts)
+
+    @property
+    def is_recurrent(self) -> bool:
+        return any(part.is_recurrent for part in self.parts)
+
+    def mark(self, sequence: int) -> None:
+        lengths = set(self.lengths(sequence))
+        if self.is_recurrent and self.snapshots.budget_bytes and len(lengths) == 1 and lengths != {0}:
+            copies = [part.snapshot(sequence) for part in self.parts]
+            self.snapshots.keep(sequence, lengths.pop(), copies)
 
     def admit(self, batch: Batch, layers: range | None = None) -> None:
         first: dict[int, int] = {}
@@ -115,7 +144,13 @@ class DeviceCaches(KvCache):
                 raise HeteroError(f"the KV caches of sequence {sequence} are damaged: layers hold {lengths} tokens.")
 
 
-def host_cache(spec: ModelSpec, max_tokens: int, kind: str, layers: Sequence[int] | None = None) -> KvCache:
+def host_cache(
+    spec: ModelSpec,
+    max_tokens: int,
+    kind: str,
+    layers: Sequence[int] | None = None,
+    snapshot_bytes: int = int(SNAPSHOT_GIB * GIB),
+) -> KvCache:
     """Return a KV cache of the given layers, None for all, in the CPU's memory, with a part for each shape of state.
 
     A part without heads counts the tokens that have passed through layers without state.
@@ -129,16 +164,16 @@ def host_cache(spec: ModelSpec, max_tokens: int, kind: str, layers: Sequence[int
     ]
     if not parts:
         return CpuKvCache(0, 0, 0, max_tokens, kind=kind)
-    return parts[0] if len(parts) == 1 else DeviceCaches(parts)
+    return parts[0] if len(parts) == 1 else DeviceCaches(parts, snapshot_bytes)
 
 
 class GpuCaches(DeviceCaches):
-    """KV caches of layers with different heads on one GPU. A sequence has the same slot in all of them."""
+    """Caches of layers with different states on one GPU. A sequence has the same slot in all of them."""
 
-    def __init__(self, caches: Sequence[GpuKvCache]) -> None:
+    def __init__(self, caches: Sequence[GpuKvCache | GpuRecurrentCache]) -> None:
         super().__init__(caches)
         self._pools, self._first = caches, caches[0]
-        self.device, self.n_parts = self._first.device, self._first.n_parts
+        self.device, self.n_parts = self._first.device, max(each.n_parts for each in caches)
 
     def slots(self, batch: Batch) -> list[int]:
         """Return, for each token, its sequence's row in the page tables."""
@@ -150,15 +185,22 @@ class GpuCaches(DeviceCaches):
             pool.release()
 
 
+GpuCache = GpuKvCache | GpuRecurrentCache | GpuCaches
+
+
 def gpu_cache(
     spec: ModelSpec, max_tokens: int, kind: str, device: Any, layers: Sequence[int] | None = None, *, n_slots: int
-) -> GpuKvCache | GpuCaches:
-    """Return a KV cache of the given layers, None for all, on a GPU, with a part for each shape of heads."""
-    shapes = kv_layers(spec, layers) or {(0, 0): []}
-    parts = [
+) -> GpuCache:
+    """Return a cache of the given layers, None for all, on a GPU, with a part for each shape of state."""
+    parts: list[GpuKvCache | GpuRecurrentCache] = [
         GpuKvCache((len(mine), *shape), max_tokens, device, n_slots=n_slots, kind=kind, layers=mine)
-        for shape, mine in shapes.items()
+        for shape, mine in kv_layers(spec, layers).items()
     ]
+    parts += [
+        GpuRecurrentCache(state, max_tokens, device, mine) for state, mine in recurrent_layers(spec, layers).items()
+    ]
+    if not parts:
+        parts = [GpuKvCache((0, 0, 0), max_tokens, device, n_slots=n_slots, kind=kind, layers=[])]
     return parts[0] if len(parts) == 1 else GpuCaches(parts)
 
 

@@ -79,6 +79,21 @@ class RecurrentCache(LayeredCache[_Sequence]):
                 held.storage.matrices[index] = 0.0
                 held.storage.bases[index] = 0
 
+    @property
+    def is_recurrent(self) -> bool:
+        return True
+
+    def snapshot(self, sequence: int) -> tuple[Tensor, ...]:
+        return tuple(part.clone() for part in self.storage(sequence).parts)
+
+    def restore(self, sequence: int, length: int, parts: Sequence[Tensor]) -> None:
+        storage, lengths = self.storage(sequence), self._sequences[sequence].lengths
+        lengths[:] = [0] * self.n_layers  # first, as Ctrl-C may end the copying
+        storage.bases.zero_()
+        for ours, theirs in zip(storage.parts, parts, strict=True):
+            ours.copy_(theirs)
+        lengths[:] = [length] * self.n_layers
+
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
         """See LayeredCache. Returns views of the layer's whole storage, whatever the positions."""
         return tuple(part[self.index(layer)][None] for part in self.storage(sequence).parts)

@@ -12,7 +12,20 @@ Prompts are computed in the same way, token by token, so that no bit depends on 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hetero_ee.layers.ops import ATTENDED, DELTA, GATES, QKV, Array, Mixer, MixerSpec, Norm, Ops, Parameters, Rows
+from hetero_ee.layers.ops import (
+    ATTENDED,
+    DELTA,
+    GATES,
+    MIXED,
+    QKV,
+    Array,
+    Mixer,
+    MixerSpec,
+    Norm,
+    Ops,
+    Parameters,
+    Rows,
+)
 from hetero_ee.layers.state import RecurrentState
 from hetero_ee.layers.tensors import TensorRole, Tensors
 
@@ -47,7 +60,8 @@ class GatedDeltaSpec(MixerSpec):
 
     @property
     def buffers(self) -> dict[str, int]:
-        return {QKV: self.n_channels + self.value_size, GATES: 2 * self.n_value_heads, ATTENDED: self.value_size}
+        sizes = {QKV: self.n_channels + self.value_size, GATES: 2 * self.n_value_heads, ATTENDED: self.value_size}
+        return sizes | {MIXED: self.n_channels + sizes[GATES]}
 
     def row_sizes(self, short: str) -> tuple[int, ...]:
         return (self.n_channels, self.value_size) if short == "input" else ()

@@ -21,7 +21,7 @@ Heads = Any  # a layer's attention as the device computes it, and the place of i
 # Buffers of a pass.
 NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended", "inner", "active", "delta", "logits"
 PRODUCT = "product"  # of a matrix whose result is copied into another buffer
-GATES = "gates"
+GATES, MIXED = "gates", "mixed"
 MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
 
 

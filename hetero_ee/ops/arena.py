@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.kv.devices import GpuCaches
-from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.devices import GpuCache
 from hetero_ee.layers.ops import DELTA, NORMED
 from hetero_ee.layers.per_layer import EMBEDDED, TABLE_ROWS, LayerTableSpec
 from hetero_ee.layers.rope import RopeSpec
-from hetero_ee.models.blocks import layer_buffers
+from hetero_ee.layers.state import RecurrentState
+from hetero_ee.models.blocks import layer_buffers, layer_states
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import query_factors
+from hetero_ee_kernels.delta_state import earlier_rows
 from hetero_ee_kernels.pages import FEW_ROWS, workspace_size
 from hetero_ee_kernels.rope_table import rope_table
 
@@ -33,6 +34,7 @@ class GpuRows:
     slots: Tensor  # slots of the KV cache
     positions: Tensor
     may_skip: Tensor  # 0 for tokens that need all neurons
+    earlier: Tensor  # the previous row of the same sequence, or -1; only if the model has recurrent layers
     inputs: Any = None  # see Rows
     some_may_skip: bool = True  # kernel launches must not depend on this
 
@@ -44,7 +46,7 @@ class Arena:
         n_rows: most tokens of one pass: MAX_ROWS, or a whole chunk of a prompt. More tokens need further passes.
     """
 
-    def __init__(self, spec: ModelSpec, cache: GpuKvCache | GpuCaches, n_rows: int = MAX_ROWS) -> None:
+    def __init__(self, spec: ModelSpec, cache: GpuCache, n_rows: int = MAX_ROWS) -> None:
         self.n_rows = n_rows
         self.device = cache.device
         self.rope_tables = _rope_tables(spec, cache.max_tokens, self.device)  # rotary angles, if any
@@ -56,8 +58,11 @@ class Arena:
         sizes = dict.fromkeys((NORMED, HIDDEN, DELTA), spec.hidden_size)
         for name, width in (sizes | layer_buffers(spec)).items():
             self.rows(name, n_rows, width)
-        slots, positions, may_skip = (torch.zeros(n_rows, dtype=torch.int32, device=self.device) for _ in range(3))
-        self._rows = GpuRows(slots, positions, may_skip)
+        slots, positions, may_skip, earlier = (
+            torch.zeros(n_rows, dtype=torch.int32, device=self.device) for _ in range(4)
+        )
+        self._rows = GpuRows(slots, positions, may_skip, earlier)
+        self._is_recurrent = any(isinstance(state, RecurrentState) for state in layer_states(spec))
         # Fields of NeuronCounts. The device counts the neurons used and predicted, the host all neurons.
         self.n_used, self.n_predicted = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self.n_neurons = 0
@@ -75,7 +80,7 @@ class Arena:
         """Return the first m tokens of the pass that was copied by `place`."""
         found, table = self._rows, self._table
         inputs = None if table is None else self._inputs(m, table)
-        return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m], inputs)
+        return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m], found.earlier[:m], inputs)
 
     def place_inputs(self, embedded: Tensor, table_rows: Tensor) -> None:
         """Copy what layers read of a pass's tokens from the host's memory to the GPU."""
@@ -93,12 +98,15 @@ class Arena:
             may_skip: see Batch; None if FFNs are not neuron-major.
         """
         some = self.tokens(len(slots))
-        pinned: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self.device.type == "cuda"}
-        numbers = torch.tensor([slots, positions, *([] if may_skip is None else [may_skip])], **pinned)
-        some.slots.copy_(numbers[0], non_blocking=True)
-        some.positions.copy_(numbers[1], non_blocking=True)
+        columns = [(some.slots, slots), (some.positions, positions)]
         if may_skip is not None:
-            some.may_skip.copy_(numbers[2], non_blocking=True)
+            columns.append((some.may_skip, may_skip))
+        if self._is_recurrent:
+            columns.append((some.earlier, earlier_rows(slots)))
+        pinned: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self.device.type == "cuda"}
+        numbers = torch.tensor([values for _, values in columns], **pinned)
+        for (column, _), values in zip(columns, numbers, strict=True):
+            column.copy_(values, non_blocking=True)
 
 
 def _rope_tables(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpec | None, Any]:

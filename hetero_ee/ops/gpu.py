@@ -1,6 +1,6 @@
 """A GPU's operations: kernels chosen by the registry, which write into an arena so that CUDA graphs can replay them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,16 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
-from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, NORMED, Activation, Neurons, Norm, Ops
+from hetero_ee.layers.delta import GatedDeltaSpec
+from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, MIXED, NORMED, Activation, Neurons, Norm, Ops
 from hetero_ee.ops.arena import MAX_ROWS, Arena, GpuRows
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.weights.rows import UNIT_COLUMNS, RowWeight
 from hetero_ee.weights.sections import BLOCK, MAX_SECTIONS
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_kernels.delta_state import DeltaWeights
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
@@ -54,6 +57,15 @@ class GpuHeads:
     angles: Any  # the table of rotary angles, or None
     factors: Any  # of queries by position, fp32 (n_positions, 1), or None
     norms: list[tuple[Any, int, int]]  # see AttentionSpec.norms
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDelta:
+    """One layer's gated delta rule, and the location of its state in the cache."""
+
+    cache: GpuRecurrentCache
+    place: int
+    weights: DeltaWeights
 
 
 class GpuOps(Ops):
@@ -184,11 +196,21 @@ class GpuOps(Ops):
         """See Ops.gate. Changes `gates`, too."""
         return x.mul_(gates.sigmoid_())
 
-    def delta_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Any, Any, Any], norm: Norm) -> Any:
-        raise NotImplementedError("gated delta layers run on the CPU")
+    def delta_rule(
+        self, spec: GatedDeltaSpec, layer: int, cache: GpuRecurrentCache, vectors: Sequence[Tensor], norm: Norm
+    ) -> GpuDelta:
+        conv, a_log, dt_bias = vectors
+        assert norm.scale is not None, "a gated delta layer has a norm with a scale"
+        weights = DeltaWeights(conv, -a_log.exp(), dt_bias, norm.scale, norm.eps, spec.is_tiled)
+        return GpuDelta(cache, cache.index(layer), weights)
 
-    def gated_delta(self, inputs: Tensor, gates: Tensor, rule: Any, rows: GpuRows) -> Tensor:
-        raise NotImplementedError("gated delta layers run on the CPU")
+    def gated_delta(self, inputs: Tensor, gates: Tensor, rule: GpuDelta, rows: GpuRows) -> Tensor:
+        m, state = len(inputs), rule.cache.pool
+        out = self.arena.rows(ATTENDED, m, state.shape.n_outputs)
+        workspace = self.arena.rows(MIXED, m, state.shape.workspace_size).flatten()
+        place = rows.slots, rows.positions, rows.earlier, rule.place
+        self.kernels.gated_delta(inputs, gates, rule.weights, state, *place, out, workspace)
+        return out
 
     def masked_linear(self, x: Tensor, matrix: GpuMatrix, scores: Tensor | None, rows: GpuRows) -> Tensor:
         if matrix.multiply is not None:

@@ -14,6 +14,7 @@ NAMES = (
     "activate",
     "kv_write",
     "attention",
+    "gated_delta",
     "sliced_head",
     "masked_linear",
     "sparse_ffn",
@@ -39,6 +40,7 @@ class GpuOperations:
     activate: Callable[..., Any]
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
+    gated_delta: Callable[..., Any]
     sliced_head: Callable[..., Any]
     masked_linear: Callable[..., Any]
     sparse_ffn: Callable[..., Any]

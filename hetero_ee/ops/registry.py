@@ -100,11 +100,11 @@ def _loaded(entry: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _pair(operation: str, entry: str) -> tuple[Implementation, Implementation]:
-    """Return the Triton and the torch implementation of an operation."""
+def _pair(operation: str, entry: str, reference: str = "reference") -> tuple[Implementation, Implementation]:
+    """Return the Triton and the torch implementation of an operation. The latter is in the module `reference`."""
     return (
         Implementation(operation, "triton", f"hetero_ee_kernels.{entry}", is_capturable=True),
-        Implementation(operation, "torch", f"hetero_ee_kernels.reference:{entry.split(':')[1]}"),
+        Implementation(operation, "torch", f"hetero_ee_kernels.{reference}:{entry.split(':')[1]}"),
     )
 
 
@@ -134,4 +134,5 @@ IMPLEMENTATIONS = (
     *_pair("activate", "activate:activate"),
     *_pair("kv_write", "kv_write:kv_write"),
     *_pair("attention", "attention:attention"),
+    *_pair("gated_delta", "gated_delta:gated_delta", "delta_reference"),
 )

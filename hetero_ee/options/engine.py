@@ -24,6 +24,7 @@ MAX_DRAFT_LENGTH = 16
 MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
 MAX_GIB = 2**20
 VRAM_MARGIN_GIB = 1.0
+SNAPSHOT_GIB = 1.0
 
 
 class ModelKeywords(TypedDict, total=False):
@@ -109,6 +110,16 @@ class PlanKeywords(TypedDict, total=False):
     ram_budget: Annotated[
         float | None,
         Option("RAM to use, in GiB.", ("--ram-budget",), default_text="free memory"),
+        Range(0.0, MAX_GIB, "GiB"),
+    ]
+    snapshot_budget: Annotated[
+        float | None,
+        Option(
+            "RAM for copies of recurrent state at the ends of messages, in GiB: a chat continues from there when its "
+            "text changes. Only models with recurrent layers use it.",
+            ("--snapshot-budget",),
+            default_text=f"{SNAPSHOT_GIB:g}",
+        ),
         Range(0.0, MAX_GIB, "GiB"),
     ]
     gpu_layers: Annotated[

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hetero_ee.costs.product import FLOAT_BYTES, exit_map_products
-from hetero_ee.layers.state import MAX_DECODE_TOKENS
+from hetero_ee.layers.state import MAX_DECODE_TOKENS, RecurrentState
 from hetero_ee.planning.chain import Chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
@@ -13,6 +13,8 @@ from hetero_ee.planning.times.memory import (
     DRAFT_ROWS,
     GRAPH_BYTES,
     GRAPH_LAYER_BYTES,
+    MAX_SNAPSHOTS,
+    SNAPSHOTS,
     MemoryTerm,
     part_gpu_bytes,
     pinned_buffer_bytes,
@@ -66,6 +68,14 @@ def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) 
     return []
 
 
+def snapshot_terms(problem: Problem) -> list[MemoryTerm]:
+    """Return the RAM for snapshots of recurrent state, if the model has such a state."""
+    states = [part.cost.state for part in problem.parts]
+    n_bytes = sum(state.n_bytes(0, "") for state in states if isinstance(state, RecurrentState))
+    n_bytes = min(problem.limits.snapshot_budget_bytes, MAX_SNAPSHOTS * n_bytes)
+    return [MemoryTerm("cpu", SNAPSHOTS, n_bytes)] if n_bytes else []
+
+
 def ram_bytes(problem: Problem, decode: Chain, chunk_tokens: int) -> int:
     """Return the RAM that a plan with these decode placements uses."""
     return n_bytes(_ram_terms(problem, decode, decode, chunk_tokens), "cpu")
@@ -105,6 +115,7 @@ def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: in
         MemoryTerm("cpu", "keys and values", kv_bytes),
         MemoryTerm("cpu", "activations", problem.sizes.cpu_bytes(chunk_tokens)),
         *([MemoryTerm("cpu", "pinned buffers", pinned)] if pinned else []),
+        *snapshot_terms(problem),
         *draft_terms(problem, "cpu"),
     ]
 

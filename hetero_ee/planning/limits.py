@@ -12,6 +12,7 @@ from hetero_ee.options.engine import (
     OVERRIDES,
     PLAN_OPTIONS,
     RISK,
+    SNAPSHOT_GIB,
     VRAM_MARGIN_GIB,
 )
 from hetero_ee.options.option import is_whole
@@ -19,7 +20,7 @@ from hetero_ee.planning.placement import SPLITS
 from hetero_ee_profiles.units import GIB
 
 PLACEMENTS = ("gpu", "cpu", "stream")  # and SPLITS, for sparse FFNs
-IN_BYTES = ("vram_budget", "vram_margin", "ram_budget")  # options in GiB
+IN_BYTES = ("vram_budget", "vram_margin", "ram_budget", "snapshot_budget")  # options in GiB
 OVERRIDE = PLAN_OPTIONS["override"]
 CHECKED = {name: PLAN_OPTIONS[name] for name in ("gpu_layers", "kv_type", "mode", "draft_length")}
 
@@ -35,6 +36,7 @@ class Limits:
     vram_budget_bytes: int | None = None  # None: the free VRAM, less the margin
     vram_margin_bytes: int = int(VRAM_MARGIN_GIB * GIB)
     ram_budget_bytes: int | None = None  # None: the free RAM
+    snapshot_budget_bytes: int = int(SNAPSHOT_GIB * GIB)  # of RAM: for copies of recurrent state
     # Number of first layers wholly on the GPU, at most all; 0: no GPU; None: the planner decides. Unused without a GPU.
     gpu_layers: int | None = None
     # Regular expressions and the placements (see placement.py: gpu, cpu, stream, hot-N) of parts whose whole names they
@@ -48,8 +50,8 @@ class Limits:
     threads: int = 0  # 0: the fastest of those that the profile measured
 
     def __post_init__(self) -> None:
-        for name in ("vram_budget_bytes", "vram_margin_bytes", "ram_budget_bytes"):
-            value, is_optional = getattr(self, name), name != "vram_margin_bytes"
+        for name in (f"{short}_bytes" for short in IN_BYTES):
+            value, is_optional = getattr(self, name), name in ("vram_budget_bytes", "ram_budget_bytes")
             if not (value is None and is_optional) and not is_whole(value, 0):
                 raise UsageError(f"{name} is {shown(value)}; expected a whole number from 0.")
         for name in ("context_tokens", "threads"):

@@ -20,7 +20,7 @@ from hetero_ee.options.option import is_whole
 from hetero_ee.planning.limits import check_risk
 from hetero_ee.planning.parts import layer_placements
 from hetero_ee.planning.placement import Placement
-from hetero_ee.planning.times.memory import DRAFT_HEAD, DRAFT_MODEL, MemoryTerm
+from hetero_ee.planning.times.memory import DRAFT_HEAD, DRAFT_MODEL, SNAPSHOTS, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
 PLAN_VERSION = 7
@@ -178,6 +178,11 @@ class Plan:
     def n_bytes(self, device: str) -> int:
         """Return the bytes of memory planned on the device."""
         return sum(term.n_bytes for term in self.memory if term.device == device)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """RAM for snapshots of recurrent state."""
+        return sum(term.n_bytes for term in self.memory if term.name == SNAPSHOTS)
 
     @property
     def draft_device(self) -> str | None:

@@ -1,5 +1,6 @@
 """Chooses where parts are computed while a prompt is read, given their placements when decoding."""
 
+from hetero_ee.layers.state import KvState
 from hetero_ee.planning.budget import memory_terms, n_bytes
 from hetero_ee.planning.chain import Chain, Option, PartOptions, place_chain
 from hetero_ee.planning.parts import Part
@@ -32,7 +33,8 @@ def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state:
     for part, placement in zip(problem.layers, decode[1:-1], strict=True):
         key = part.shape, placement
         if key not in known:
-            may_visit = with_state or part.cost.state is None or placement.is_split
+            state = part.cost.state  # a recurrent one does not visit: it would be copied whole, to and fro
+            may_visit = state is None or placement.is_split or (with_state and isinstance(state, KvState))
             may_visit = may_visit and part.state_layer == part.layer  # other layers' keys and values are not copied
             allowed = placement.prefill_choices if may_visit else (placement,)
             known[key] = {each: _option(problem, part, each, chunk_tokens) for each in allowed}

@@ -193,7 +193,7 @@ class _Opening:
 
     def _host(self, made: Plan, threads: int, progress: Progress | None, layers: tuple[int, ...]) -> HostExecutor:
         """Open the CPU's executor with a KV cache of these layers."""
-        cache = host_cache(self.spec, made.context_tokens, made.kv_type, layers)
+        cache = host_cache(self.spec, made.context_tokens, made.kv_type, layers, made.snapshot_bytes)
         n_tokens, drafted = made.context_tokens, made.draft_length
         return open_on_cpu(self.spec, self.weights, n_tokens, threads, progress, cache=cache, draft_length=drafted)
 

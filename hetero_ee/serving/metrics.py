@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hetero_ee.decoding.result import FinishReason, TokenOrigin
+from hetero_ee.kv.snapshots import Snapshots
 from hetero_ee.serving.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -171,6 +172,7 @@ class Metrics:
             ),
             "predicted_tokens_seconds": ("Tokens per second of one request, on average", rate),
             "n_busy_slots_per_decode": ("Requests per step, on average", busy),
+            **_snapshot_gauges(scheduler),
             "n_tokens_max": ("Most tokens of a request so far, prompt and output", lambda: self._longest_tokens),
         }
 
@@ -187,6 +189,21 @@ class Metrics:
         gauge, values = self.families.get(Gauge, name, meaning, tuple(labels)), (self._model, *labels.values())
         self._shown.append((gauge, values))
         return gauge.labels(*values)
+
+
+def _snapshot_gauges(scheduler: Scheduler) -> dict[str, tuple[str, Callable[[], float]]]:
+    """Return what is known of recurrent state, since the current plan was opened; nothing for models without it."""
+    if scheduler.snapshots is None:
+        return {}
+
+    def kept() -> Snapshots:
+        return scheduler.snapshots or Snapshots()  # a change of plan replaces them
+
+    return {
+        "state_snapshots_restored": ("Rollbacks of recurrent state to a snapshot", lambda: kept().n_restored),
+        "state_snapshots_missed": ("Rollbacks that read a text again, for lack of one", lambda: kept().n_missed),
+        "state_snapshot_bytes": ("RAM of the snapshots", lambda: kept().n_bytes),
+    }
 
 
 def _ratio(part: float, whole: float) -> float:

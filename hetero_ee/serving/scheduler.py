@@ -16,6 +16,8 @@ from hetero_ee.decoding.requests import Continuation, room_for_reply
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.engine import Engine
 from hetero_ee.errors import DeviceMemoryError, HeteroError, UsageError
+from hetero_ee.kv.devices import DeviceCaches
+from hetero_ee.kv.snapshots import Snapshots
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.profiling.expectation import dropped_profile
 from hetero_ee.serving.slots import Slot, Slots
@@ -128,6 +130,12 @@ class Scheduler:
     def most_held_tokens(self) -> int:
         """Number of tokens that the KV cache can hold before its context must grow."""
         return self._engine.context_tokens
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """Snapshots of recurrent state, None if the model has no such state."""
+        cache = self._engine.executor.cache
+        return cache.snapshots if isinstance(cache, DeviceCaches) and cache.is_recurrent else None
 
     def slot_states(self) -> list[SlotState]:
         """Return the state of each slot. The extra slot is among them only while a request runs in it."""

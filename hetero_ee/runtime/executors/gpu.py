@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.kv.devices import GpuCaches, kv_layers
-from hetero_ee.kv.gpu import GpuKvCache, VisitingCache
+from hetero_ee.kv.devices import GpuCache, kv_layers
+from hetero_ee.kv.gpu import VisitingCache
 from hetero_ee.layers.ops import LOGITS, Norm
 from hetero_ee.layers.state import KvState
 from hetero_ee.models.blocks import Block, decoder_blocks
@@ -43,14 +43,14 @@ class GpuExecutor(BlockExecutor):
         visits: type of keys and values that are uploaded from the CPU's cache for prompts; None if none are.
     """
 
-    cache: GpuKvCache | GpuCaches
+    cache: GpuCache
 
     def __init__(
         self,
         spec: ModelSpec,
         weights: ModelWeights,
         blocks: Iterable[Block],
-        cache: GpuKvCache | GpuCaches,
+        cache: GpuCache,
         operations: GpuOperations,
         n_rows: int,
         visits: str | None = None,
@@ -62,11 +62,10 @@ class GpuExecutor(BlockExecutor):
         self._arena = Arena(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
         self._inputs = _token_inputs(spec, weights, self._model_blocks)
-        shapes = kv_layers(spec) if visits else {}
         self._visiting = {
             heads: VisitingCache(heads, cache.max_tokens, visits, self._device)
-            for heads in shapes
-            if heads[0] and visits
+            for heads in kv_layers(spec)
+            if visits and heads[0]
         }
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
         self._splits: dict[str, GpuSplit] = {}
@@ -184,7 +183,7 @@ class GpuExecutor(BlockExecutor):
             self._segments[names] = GpuSegment(self._spec, self._resident, blocks, *devices)
         return self._segments[names]
 
-    def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache | GpuCaches) -> GpuSegment:
+    def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuCache) -> GpuSegment:
         """Return a segment that runs one block with borrowed weights, without CUDA graphs.
 
         Copying a block takes longer than launching it, and graphs would need memory. The segment is cached only if the

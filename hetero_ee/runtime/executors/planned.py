@@ -72,7 +72,7 @@ class PlannedExecutor(Executor):
         self.prompt_chunk_tokens = plan.prefill_chunk_tokens
         self._cpu_executor, self._gpu_executor, self._streams, self._claims = cpu, gpu, streams, claims
         self._executors: list[BlockExecutor] = [cpu] if gpu is None else [cpu, gpu]
-        self.cache = DeviceCaches([each.cache for each in self._executors])
+        self.cache = DeviceCaches([each.cache for each in self._executors], plan.snapshot_bytes)
         self._route = Route(plan, self.blocks)
         self.overlap = self._route.overlap
         self._works = BlockWorks(spec, self.blocks, plan.kv_type)

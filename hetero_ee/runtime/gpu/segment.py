@@ -6,16 +6,17 @@ launches are a small part of their time. Without a recorder all launches are mad
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.devices import GpuCaches
-from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.devices import GpuCache
+from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.layers import decoder
+from hetero_ee.layers.state import RecurrentState
 from hetero_ee.models.blocks import Block, bind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.arena import HIDDEN, MAX_ROWS, Arena
@@ -91,7 +92,7 @@ class GpuSegment:
         spec: ModelSpec,
         weights: ModelWeights | DeviceWeights,
         blocks: Sequence[Block],
-        cache: GpuKvCache | GpuCaches,
+        cache: GpuCache,
         operations: GpuOperations,
         recorder: Recorder | None = None,
         arena: Arena | None = None,
@@ -106,8 +107,12 @@ class GpuSegment:
         self._blocks = [bind(self._ops, spec, block, weights.of(block), cache) for block in blocks]
         self._inputs = inputs if any(block.mixer.reads_tokens for block in self._blocks) else None
         self._has_state = any(block.mixer.has_state for block in self._blocks)
+        self._recurrent: dict[GpuRecurrentCache, list[int]] = {}  # layers with such a state, by the cache that has it
+        for block in blocks:
+            if isinstance(block.state, RecurrentState) and block.layer is not None:
+                self._recurrent.setdefault(cast(GpuRecurrentCache, cache.part(block.layer)), []).append(block.layer)
         self._n_neurons = sum(block.mixer.n_neurons for block in self._blocks)
-        self._replays = Replays(recorder)
+        self._recorder, self._replays, self._version = recorder, Replays(recorder), 0
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -120,7 +125,7 @@ class GpuSegment:
         with entered(self._device):
             out = torch.empty(hidden.shape, device=self._device)
             for rows, m in self._placed(hidden, batch):
-                self._replays.run(m, self._compute)
+                self._current_replays().run(m, self._compute)
                 out[rows] = self._hidden(m)
         return out
 
@@ -150,7 +155,17 @@ class GpuSegment:
             self._arena.place(slots[rows], batch.positions[rows], skips)
             if inputs is not None:
                 self._arena.place_inputs(*(each[rows] for each in inputs))
-            yield rows, rows.stop - first
+            with ExitStack() as passing:
+                for state, layers in self._recurrent.items():
+                    passing.enter_context(state.passing(batch.sequences[rows], batch.positions[rows], layers))
+                yield rows, rows.stop - first
+
+    def _current_replays(self) -> Replays:
+        """Return the recorded launches, without those on tensors of recurrent state that have been replaced."""
+        version = sum(state.version for state in self._recurrent)
+        if version != self._version:
+            self._version, self._replays = version, Replays(self._recorder)
+        return self._replays
 
     def _hidden(self, m: int) -> Tensor:
         """Return the arena's buffer of m rows of hidden states."""

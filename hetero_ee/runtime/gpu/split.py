@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.devices import GpuCaches
-from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.devices import GpuCache
 from hetero_ee.layers.ops import DELTA, INNER, NORMED
 from hetero_ee.layers.sparse_ffn import SparseFfn
 from hetero_ee.models.blocks import Block
@@ -34,7 +33,7 @@ class GpuSplit(GpuSegment, SplitFfn):
         weights: DeviceWeights,
         block: Block,
         n_first: int,
-        cache: GpuKvCache | GpuCaches,
+        cache: GpuCache,
         operations: GpuOperations,
         recorder: Recorder | None,
         arena: Arena,

@@ -321,3 +321,19 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llama: Model) -> None:
         from hetero_ee.weights.model_weights import expanded
 
         segment((llama[0], expanded(llama[1])))
+
+
+@pytest.mark.sample(0)
+def test_recurrent_layers(tmp_path: Path) -> None:
+    """A gated delta layer and an attention: near the executor, and with the same bits however a prompt is cut."""
+    kinds: Any = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
+    hybrid = model_of("qwen3.5", tmp_path, **kinds)
+    whole, cut, executor = segment(hybrid), segment(hybrid), ReferenceExecutor(*hybrid, MAX_TOKENS, BatchedTorchOps())
+    for owner in (whole, cut, executor):
+        owner.cache.open(0)
+    batch = Batch.of_sequence(0, 0, PROMPT[:4])
+    expected = run(whole, hybrid, batch)
+    assert squared_error(expected, executor.hidden(batch)) <= 5 * INT8_ACTIVATIONS
+    run(cut, hybrid, Batch.of_sequence(0, 0, [*PROMPT[:2], 9]))
+    cut.cache.cut(0, 2)
+    assert_same_bits(run(cut, hybrid, Batch.of_sequence(0, 2, PROMPT[2:4])), expected[2:])

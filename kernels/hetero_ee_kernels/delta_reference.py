@@ -1,0 +1,97 @@
+"""Gated DeltaNet in plain torch on the kernels' tensors, as the reference for tests and as the fallback."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hetero_ee_kernels.delta_state import L2_EPS, DeltaState, DeltaWeights
+
+
+def gated_delta(
+    x: Any,
+    gates: Any,
+    weights: DeltaWeights,
+    state: DeltaState,
+    slots: Any,
+    positions: Any,
+    earlier: Any,
+    layer: int,
+    out: Any,
+    workspace: Any = None,
+) -> Any:
+    """See hetero_ee_kernels.gated_delta. Nothing is checked, and neither `earlier` nor `workspace` is needed."""
+    inputs, z = x.split([state.shape.n_channels, state.shape.n_outputs], 1)
+    running: dict[int, tuple[Any, Any]] = {}
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        matrix, recent = running.get(slot) or _replayed(state, weights, slot, layer, position)
+        recent = torch.cat([recent[1:], inputs[row : row + 1]])
+        query, short_key, value = _convolved(recent, weights, state)
+        query, key = (_per_value_head(heads, weights, state) for heads in (query, short_key))
+        b, a = gates[row].chunk(2)
+        decay = (weights.rates * F.softplus(a + weights.dt_bias)).exp()
+        _store(state, slot, layer, position, matrix)
+        matrix = matrix * decay[:, None, None]
+        delta = (value - (matrix * key[..., None]).sum(1)) * b.sigmoid()[:, None]
+        matrix = matrix + key[..., None] * delta[:, None]
+        running[slot] = matrix, recent
+        _log(state, slot, layer, position, (inputs[row], short_key, delta, decay))
+        y = (matrix * query[..., None]).sum(1)
+        y = y * (y.pow(2).mean(-1, keepdim=True) + weights.eps).rsqrt()
+        out[row] = (y * weights.norm).flatten() * F.silu(z[row].clone())
+    return out
+
+
+def _replayed(state: DeltaState, weights: DeltaWeights, slot: int, layer: int, length: int) -> tuple[Any, Any]:
+    """Return the matrices (value heads, key_dim, value_dim) after `length` tokens, and the inputs of the last ones.
+
+    Stores the matrices on the way if the pass stores them at an earlier position.
+    """
+    shape, base = state.shape, int(state.bases[0, slot, layer])
+    matrix = state.states[slot, layer].clone() if base else torch.zeros_like(state.states[slot, layer])
+    for position in range(base, length):
+        _store(state, slot, layer, position, matrix)
+        entry = position % shape.n_logged
+        key = _per_value_head(state.keys[slot, layer, entry], weights, state)
+        update = key[..., None] * state.deltas[slot, layer, entry][:, None]
+        matrix = matrix * state.decays[slot, layer, entry][:, None, None] + update
+    recent = torch.arange(length - shape.n_taps, length, device=matrix.device)
+    inputs = state.inputs[slot, layer, recent % shape.n_inputs]
+    return matrix, torch.where(recent[:, None] >= 0, inputs, 0.0)
+
+
+def _convolved(recent: Any, weights: DeltaWeights, state: DeltaState) -> tuple[Any, Any, Any]:
+    """Return normed query and key (key heads, key_dim) and value (value heads, value_dim) of the last input."""
+    shape = state.shape
+    mixed = F.silu((recent * weights.taps.T).sum(0))
+    n_keys = shape.n_key_heads * shape.key_dim
+    query, key = (
+        heads * (heads.pow(2).sum(-1, keepdim=True) + L2_EPS).rsqrt()
+        for heads in mixed[: 2 * n_keys].view(2, shape.n_key_heads, shape.key_dim)
+    )
+    return query * shape.key_dim**-0.5, key, mixed[2 * n_keys :].view(shape.n_value_heads, shape.value_dim)
+
+
+def _per_value_head(heads: Any, weights: DeltaWeights, state: DeltaState) -> Any:
+    """Return for each value head the key head that it reads."""
+    n_readers = state.shape.n_value_heads // state.shape.n_key_heads
+    return heads.repeat(n_readers, 1) if weights.is_tiled else heads.repeat_interleave(n_readers, 0)
+
+
+def _store(state: DeltaState, slot: int, layer: int, position: int, matrix: Any) -> None:
+    """Store the matrices if this is the position where the pass stores them."""
+    base, stored_at = state.bases[:, slot, layer].tolist()
+    if position == stored_at > base:
+        state.states[slot, layer] = matrix
+
+
+def _log(state: DeltaState, slot: int, layer: int, position: int, parts: tuple[Any, Any, Any, Any]) -> None:
+    """Log a row's input, key, delta and decay, unless the stored state already contains it."""
+    shape, stored_at = state.shape, int(state.bases[1, slot, layer])
+    x, key, delta, decay = parts
+    if position > stored_at - shape.n_taps:
+        state.inputs[slot, layer, position % shape.n_inputs] = x
+    if position >= stored_at:
+        entry = position % shape.n_logged
+        for log, value in ((state.keys, key), (state.deltas, delta), (state.decays, decay)):
+            log[slot, layer, entry] = value

@@ -1,0 +1,141 @@
+"""Recurrent layers on a GPU: near the CPU in any placement, exact among themselves, and rolled back by their logs."""
+
+import pytest
+import torch
+
+from hetero_ee.errors import HeteroError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
+from hetero_ee.kv.recurrent import RecurrentCache
+from hetero_ee.layers.state import RecurrentState
+from hetero_ee.ops.torch_ops import BatchedTorchOps
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.gpu.segment import Recorder, Work
+from tests.emulation import planned
+from tests.executor_support import Model, model_of
+from tests.placements import CONTEXT_TOKENS, PLACEMENTS, PROMPT, assert_rows_keep_their_bits
+from tests.stand_in_machine import on_stand_in
+
+INT8_ACTIVATIONS = 1e-2  # normalised squared error: gates multiply those of other products
+STATE = RecurrentState(n_key_heads=2, n_value_heads=4, key_dim=6, value_dim=18, n_channels=96, kernel=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of("qwen3.5", "int4", tmp_path_factory.mktemp("qwen3.5"))
+
+
+def opened(model: Model, placement: str) -> PlannedExecutor:
+    return on_stand_in(*model, planned(model[0], overrides=PLACEMENTS[placement], context_tokens=CONTEXT_TOKENS))
+
+
+def states(executor: Executor, tokens: list[int], sequence: int | None = None) -> torch.Tensor:
+    sequence = executor.cache.open_new() if sequence is None else sequence
+    first = executor.cache.length(sequence)
+    return executor.hidden(Batch.of_sequence(sequence, first, tokens[first:])).cpu()
+
+
+@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+@pytest.mark.sample(1)
+def test_any_placement(model: Model, placement: str) -> None:
+    expected = states(ReferenceExecutor(*model, CONTEXT_TOKENS, BatchedTorchOps()), PROMPT)
+    executor = opened(model, placement)
+    found = states(executor, PROMPT)
+    assert (found - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
+    assert_rows_keep_their_bits(executor, (0, 3))
+    executor.cache.check()
+    executor.close()
+
+
+@pytest.mark.sample(0)
+def test_neighbours_drafts_and_snapshots_change_nothing(model: Model) -> None:
+    """On two devices, with more sequences than the state had memory for at first."""
+    executor, text = opened(model, "every other layer"), [(7 * i * i + 3) % 131 for i in range(110)]
+    cache, alone = executor.cache, list[torch.Tensor]()
+    for number in range(2):
+        sequence = cache.open_new()
+        alone.append(torch.cat([states(executor, text[number:end], sequence) for end in range(10, 110, 10)]))
+        cache.close(sequence)
+    sequences, lengths, marked = [cache.open_new() for _ in alone], [0, 0], [0, 0]
+    for step in range(40):
+        n_rows = step % 5 + 1
+        rows = [(at, number) for at in range(n_rows) for number in (1, 0)]
+        batch = Batch(
+            tuple(text[number + lengths[number] + at] for at, number in rows),
+            tuple(sequences[number] for _, number in rows),
+            tuple(lengths[number] + at for at, number in rows),
+        )
+        for state, (at, number) in zip(executor.hidden(batch).cpu(), rows, strict=True):
+            assert torch.equal(state, alone[number][lengths[number] + at])
+        for number, sequence in enumerate(sequences):
+            lengths[number] += n_rows
+            if step == 12:
+                cache.mark(sequence)
+                marked[number] = lengths[number]
+            length = 38 if step == 30 else lengths[number] - step % 3
+            lengths[number] = cache.truncate(sequence, length)
+            assert lengths[number] == (marked[number] if step == 30 else length)
+        cache.check()
+
+
+def test_a_pass_that_fails_loses_the_state() -> None:
+    cache = GpuRecurrentCache(STATE, 100, torch.device("cpu"), [1, 3])
+    cache.open(0)
+    cache.admit(Batch.of_sequence(0, 0, [5] * 30))
+    with cache.passing([0] * 30, range(30), [1, 3]):
+        pass
+    assert cache.restorable(0, 29) == 29 and cache.restorable(0, 5) == 0
+    cache.admit(Batch.of_sequence(0, 30, [5]))
+    with pytest.raises(KeyboardInterrupt), cache.passing([0], [30], [3]):
+        raise KeyboardInterrupt
+    with pytest.raises(HeteroError, match="damaged"):
+        cache.check()
+    cache.cut(0, 30)
+    assert cache.lengths(0) == [0, 0]
+    cache.check()
+
+
+def test_the_cpu_s_format_holds_a_gpu_s_state() -> None:
+    here, there = GpuRecurrentCache(STATE, 100, torch.device("cpu"), [1]), RecurrentCache(STATE, 100, [1])
+    for cache in (here, there):
+        cache.open(0)
+        cache.open(1)
+    for number, part in enumerate(here._tensors()):
+        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(number)))
+    here.admit(Batch.of_sequence(1, 0, [1] * 30))
+    with here.passing([1] * 30, range(30), [1]):
+        pass
+    there.store(1, 0, 0, here.stored(1, 1, 0, 30))
+    here.store(1, 0, 0, there.stored(1, 0, 0, 30))
+    for part in here._tensors():
+        assert torch.equal(part[0], part[1])
+    assert here._sequences[0].bases == here._sequences[1].bases == [13]
+
+
+def test_recorded_launches_are_those_on_the_current_tensors(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording keeps the tensors that it was made with, as a CUDA graph does."""
+    from hetero_ee.runtime.executors import gpu
+
+    def recorder(*_: object) -> Recorder:
+        def record(work: Work) -> Work:
+            pools = {cache: cache.pool for cache in caches}
+
+            def replay() -> None:
+                assert all(cache.pool is pool for cache, pool in pools.items()), "launches on freed tensors"
+                work()
+
+            return replay
+
+        return record
+
+    monkeypatch.setattr(gpu, "recorder_for", recorder)
+    executor = opened(model, "all on the GPU")
+    caches = [part for part in executor.cache.parts if isinstance(part, GpuRecurrentCache)]
+    first = executor.cache.open_new()
+    expected = torch.cat([states(executor, PROMPT[:length], first) for length in range(1, 4)])
+    other = executor.cache.open_new()
+    for length in range(1, 4):
+        assert torch.equal(states(executor, PROMPT[:length], other)[0], expected[length - 1])
+    assert caches[0].version == 1
