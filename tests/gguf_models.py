@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 ARCHITECTURES |= {"olmo3": "olmo2", "ministral3": "mistral3"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
@@ -43,10 +43,18 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         saved = f"{name}.weight" if name.endswith("layer_scalar") else name
+        saved = saved.replace("dt_bias", "dt_proj.bias")
         found = names.get_name(saved, try_suffixes=(".weight", ".bias"))
+        if ".linear_attn." in name:
+            kind = gguf.GGMLQuantizationType[types(found) if values.dim() == 2 else "F32"]
+            made, back = _linear_attention(name.rpartition("linear_attn.")[2], values, config)
+            data = packed(made.numpy(), kind)
+            writer.add_tensor(found, data, raw_dtype=kind)
+            held[name] = back(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind)))).view_as(values)
+            continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         turns = arch in INTERLEAVED and heads is not None
-        added = float(arch in GEMMA and name.endswith("norm.weight"))
+        added = float(arch in (*GEMMA, "qwen35") and name.endswith("norm.weight"))
         kind = gguf.GGMLQuantizationType[types(found) if values.dim() > 1 else "F32"]
         data = packed((_turned(values, heads) if turns else values + added).numpy(), kind)
         writer.add_tensor(found, data, raw_dtype=kind)
@@ -182,6 +190,19 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         windows = {"{arch}.attention.sliding_window": config.sliding_window}
         return windows | {"{arch}.attention.sliding_window_pattern": pattern}
+    if arch == "qwen35":
+        return {
+            "{arch}.attention.key_length": config.head_dim,
+            "{arch}.attention.value_length": config.head_dim,
+            "{arch}.rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+            "{arch}.rope.dimension_sections": [1, 1, 1, 0],
+            "{arch}.full_attention_interval": 2,
+            "{arch}.ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "{arch}.ssm.state_size": config.linear_key_head_dim,
+            "{arch}.ssm.group_count": config.linear_num_key_heads,
+            "{arch}.ssm.time_step_rank": config.linear_num_value_heads,
+            "{arch}.ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        }
     if arch == "granite":
         return {
             "{arch}.attention.scale": float(config.attention_multiplier),
@@ -214,6 +235,28 @@ def _metadata_of_gemma_4(config: Any) -> Mapping[str, Any]:
         "{arch}.embedding_length_per_layer_input": config.hidden_size_per_layer_input,
         "{arch}.final_logit_softcapping": float(config.final_logit_softcapping),
     }
+
+
+def _linear_attention(name: str, values: Tensor, config: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A tensor as llama.cpp's converter writes it, and the way back. Value heads are tiled over key heads."""
+    n_keys, n_values = config.linear_num_key_heads, config.linear_num_value_heads
+    heads = torch.arange(n_values).view(n_keys, -1).T.flatten()
+    features = (heads[:, None] * config.linear_value_head_dim + torch.arange(config.linear_value_head_dim)).flatten()
+    first = 2 * n_keys * config.linear_key_head_dim
+    orders = {
+        "in_proj_qkv.weight": torch.cat([torch.arange(first), first + features]),
+        "conv1d.weight": torch.cat([torch.arange(first), first + features]),
+        "in_proj_z.weight": features,
+        "norm.weight": torch.arange(config.linear_value_head_dim),
+        "out_proj.weight": features,
+    }
+    order = orders.get(name, heads)
+    inverse = order.argsort()
+    if name == "out_proj.weight":
+        return values[:, order].contiguous(), lambda x: x[:, inverse]
+    if name == "A_log":
+        return -values[order].exp(), lambda x: (-x).log()[inverse]
+    return values[order].flatten(1) if values.dim() > 1 else values[order], lambda x: x[inverse]
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

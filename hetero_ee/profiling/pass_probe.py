@@ -243,17 +243,20 @@ class _WatchedExecutor(CpuExecutor):
 
     def fill_context(self, sequence: int, n_tokens: int) -> None:
         """Write random keys and values of n_tokens tokens, since memory that was never written is faster to read."""
-        starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
-        qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
-        (cache,) = self.cache.parts
-        assert isinstance(cache, CpuKvCache), "layers of one shape"
-        write = KvWrite(cache.n_layers, cache.n_kv_heads, cache.head_dim, cache.kind)
+        random, layers = np.random.default_rng(0), range(self.n_layers)
+        parts = [part for part in self.cache.parts if isinstance(part, CpuKvCache) and part.head_dim]
         for first in range(0, n_tokens, FILL_TOKENS):
             batch = Batch.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
-            self.cache.admit(batch, range(self.n_layers))
-            places = CpuOps.rows(self._ops, batch, self._neurons).places(cache)
-            for layer in range(self.n_layers):
-                write.write(qkv[: len(batch)], places, layer, *starts)
+            self.cache.admit(batch, layers)
+            for part in parts:
+                places = CpuOps.rows(self._ops, batch, self._neurons).places(part)
+                write, size = (
+                    KvWrite(part.n_layers, part.n_kv_heads, part.head_dim, part.kind),
+                    part.n_kv_heads * part.head_dim,
+                )
+                pairs = random.standard_normal((len(batch), 2 * size), np.float32)
+                for layer in set(part.held_layers) & set(layers):
+                    write.write(pairs, places, part.index(layer), 0, size)
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         with self._walking:

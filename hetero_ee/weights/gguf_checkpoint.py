@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_ee.hub.gguf.architectures import architecture_of
+from hetero_ee.hub.gguf.architectures import architecture_of, predicting_layers
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.gguf.header import GgufTensor, tensor_bytes
@@ -75,6 +75,8 @@ class GgufCheckpoint:
         """Read a part as fp32. In GGUF files, norms' scales already include part.added."""
         tensor = self._tensor(part)
         values = floats(self._raw(tensor), tensor.type.name, workers).view(part.stored_shape)
+        if part.hf_name.endswith(self._architecture.logarithms):
+            values = torch.log(-values)
         refuse_non_finite(values, tensor.name, tensor.file)
         order = self._order(part)
         return values if order is None else values[order]
@@ -122,7 +124,9 @@ class GgufCheckpoint:
         refuse(file, "lacks tensors", sorted(expected.keys() - present.keys()))
         unused = {gguf_name(name, self._architecture) for name in unused_tensors(self.spec)}
         extra = present.keys() - expected.keys() - set(ROPE_TENSORS) - unused
-        unknown = sorted(name for name in extra if not name.endswith(IGNORED_SUFFIXES))
+        predicting = tuple(f"blk.{self.spec.n_layers + n}." for n in range(predicting_layers(self._header)))
+        others = (name for name in extra if not name.startswith(predicting))
+        unknown = sorted(name for name in others if not name.endswith(IGNORED_SUFFIXES))
         refuse(file, f"holds tensors that {self.spec.architecture} does not have", unknown)
         wrong = []
         for name, shape in expected.items():

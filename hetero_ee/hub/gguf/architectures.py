@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero_ee.errors import shown
 from hetero_ee.hub.gguf.header import GgufHeader
+from hetero_ee.models.families.qwen3_5 import TILED_FIELD
 
 Config = dict[str, Any]  # fields of config.json; None if the file does not have one
 # (field of config.json, key in the file) of the norms' epsilon.
@@ -18,6 +19,7 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 THETA, NEAR_THETA = "rope.freq_base", "rope.freq_base_swa"
 DEFAULT_THETA = 10000.0
 LARGEST_DIVISOR = 1e20  # of frequencies of features that rotate; llama.cpp divides the others by 1e30
+MAX_PREDICTING = 16
 GEMMA_2_27B_LAYERS, GEMMA_3_27B_LAYERS = 46, 62
 # Some files name the norm after attention as Llama's checkpoints name the one before the FFN.
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
@@ -36,6 +38,7 @@ class GgufArchitecture:
     rotates_part: bool = False  # only a part of a head rotates
     has_rope_factors: bool = False
     differs: tuple[str, ...] = ()  # fields whose keys may differ from layer to layer, which `more` reads
+    logarithms: tuple[str, ...] = ()  # ends of names of parameters of which files have -e^x
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
@@ -47,6 +50,14 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
+
+
+def predicting_layers(header: GgufHeader) -> int:
+    """Return how many of the file's last layers predict further tokens. Raises: ModelError: if it isn't a number."""
+    n_layers = header.get("nextn_predict_layers") or 0
+    if type(n_layers) is not int or not 0 <= n_layers <= MAX_PREDICTING:
+        raise header.failure(f"nextn_predict_layers is {shown(n_layers)}, expected 0 to {MAX_PREDICTING}")
+    return n_layers
 
 
 def head_share(config: Config) -> Any:
@@ -159,6 +170,21 @@ def _glm_4(header: GgufHeader, config: Config) -> Config:
     return {}
 
 
+def _qwen_3_5(header: GgufHeader, config: Config) -> Config:
+    """Return Qwen3.5's fields. Its file has the layers that predict further tokens last, and tiles value heads."""
+    n_layers, n_heads, size = (
+        config["num_hidden_layers"],
+        config["linear_num_value_heads"],
+        header.get("ssm.inner_size"),
+    )
+    found: Config = {TILED_FIELD: True}
+    if type(n_layers) is int:
+        found["num_hidden_layers"] = n_layers - predicting_layers(header)
+    if type(n_heads) is int and type(size) is int and n_heads > 0:
+        found["linear_value_head_dim"] = size // n_heads
+    return found
+
+
 def _theta(header: GgufHeader) -> Any:
     value = header.get(THETA)
     return DEFAULT_THETA if value is None else value
@@ -188,12 +214,39 @@ def _query_scalar(config: Config, n_layers_of_27b: int) -> Config:
     return {"query_pre_attn_scalar": head_share(config) if is_27b else config["head_dim"]}
 
 
+_LINEAR = {
+    "full_attention_interval": "full_attention_interval",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_LINEAR_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 # By general.architecture. Mistral's files use llama.
 ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", is_interleaved=True, has_rope_factors=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", has_rope_factors=True),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", has_rope_factors=True),
+    "qwen35": GgufArchitecture(
+        "Qwen3_5ForCausalLM",
+        fields=_LINEAR,
+        more=_qwen_3_5,
+        names=_LINEAR_NAMES,
+        rotates_part=True,
+        logarithms=(".A_log",),
+    ),
     "phi3": GgufArchitecture("Phi3ForCausalLM", rotates_part=True, has_rope_factors=True),
     "gemma": GgufArchitecture("GemmaForCausalLM"),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", fields=_CAPS, more=_gemma_2, names=_AFTER_ATTENTION),

@@ -54,7 +54,9 @@ def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
     layer = _LAYER.fullmatch(module)
     if layer is None:
         return f"{_OUTSIDE[module]}.{ending}"
-    name = architecture.names.get(layer[2], _OF_A_LAYER[layer[2]])
+    if (found := architecture.names.get(f"{layer[2]}.{ending}")) is not None:
+        return f"blk.{layer[1]}.{found}"
+    name = architecture.names.get(layer[2]) or _OF_A_LAYER[layer[2]]
     return f"blk.{layer[1]}.{name}.{ending}"
 
 
@@ -76,6 +78,6 @@ def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, li
     """Yield this engine's name of each of the layers' matrices with the types of its parts in the file."""
     architecture = architecture_of(header)
     for name, parts in checkpoint_parts(spec).items():
-        if name.startswith("layers.") and len(parts[0].shape) > 1:
+        if name.startswith("layers.") and len(parts[0].shape) == 2:
             found = (header.tensors.get(gguf_name(part.hf_name, architecture)) for part in parts)
             yield name, [tensor.type for tensor in found if tensor]

@@ -37,6 +37,9 @@ _GPT2, _SMOLLM = Splitting(None), Splitting(None, single_digits=True)
 _CL100K = f"{_WORDS}{{1,3}}{_SIGNS}"
 _LLAMA3 = Splitting(_CL100K, whole_words=True, adds_begin=True)
 _QWEN2 = Splitting(_WORDS + _SIGNS, composed=True)
+_QWEN35 = Splitting(  # as qwen2, with combining marks as parts of words
+    rf"{SUFFIXES}|{LETTER}[\p{{L}}\p{{M}}]+|{NUMBER}" + r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + SPACES, composed=True
+)
 _TEKKEN = Splitting(
     f"{LETTER}{_UPPER}*{_LOWER}+|{LETTER}{_UPPER}+{_LOWER}*|{NUMBER}" + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES,
     whole_words=True,
@@ -54,6 +57,7 @@ SPLITTINGS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting(_CL100K)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _QWEN35,
     "stablelm2": Splitting(_WORDS + _SIGNS),
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,

@@ -35,6 +35,8 @@ _DENSE = Variant(
 
 
 def read_spec(fields: Fields, architecture: str) -> ModelSpec:
+    if not fields.flag("attn_output_gate", True):
+        raise fields.fail("attn_output_gate is false, and attention without an output gate is not supported.")
     every = fields.integer("full_attention_interval", 4)
     default = [LINEAR if (layer + 1) % every else FULL for layer in range(layer_count(fields))]
     kinds = read_layer_kinds(fields, default, (FULL, LINEAR))
