@@ -1,5 +1,6 @@
 """Processes that fill an empty kernel cache while a model is read: when they start, and that they always end."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -127,3 +128,15 @@ def test_other_attention_of_a_measurement_is_compiled_last(
             process.communicate(b"\n", timeout=60)
         compilation.finish(replace(SPEC, n_kv_heads=n_kv_heads), EMPTY, None)
     assert calls == compiled
+
+
+def test_compiling_starts_before_torch_is_imported(tmp_path: Path) -> None:
+    program = """
+import sys
+from hetero_ee.runtime.compiling import Compilation
+with Compilation.started(2, None) as compilation:
+    assert len(compilation._processes) == 2 and "torch" not in sys.modules
+compilation.__exit__()
+"""
+    environment = os.environ | {"HETERO_EE_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)

@@ -158,7 +158,7 @@ def open_engine(
 ) -> "Engine":
     """Open the engine. If the plan can't be made and no option needs one, a notice is enough.
 
-    `options` has the model and other arguments of Engine.from_pretrained, `compilation` is that of start_compiling.
+    `options` has the model and other arguments of Engine.from_pretrained, `compilation` is that of `compiling`.
     """
     profile = options.get("profile") or read_settings().value("profile")
     if placed.asking and placed.plan is None and profile == OFF:
@@ -176,15 +176,18 @@ def open_engine(
     return Engine(*open_named(options["model"], chosen, compilation))
 
 
-def start_compiling(options: dict[str, Any], progress: Progress) -> "Compilation | None":
-    """Start to compile the kernels if they aren't yet, while this process imports torch for a second or two."""
+@contextmanager
+def compiling(options: dict[str, Any], progress: Progress) -> Iterator["Compilation | None"]:
+    """Compile the kernels, if they aren't yet, while this process imports torch for a second or two."""
     if options["quantizer"] == UNQUANTIZED:
-        return None
+        yield None
+        return
     with ending_at_once():
         from hetero_ee.runtime.compiling import Compilation
         from hetero_ee_profiles.host.process import usable_threads
 
-    return Compilation.started(usable_threads(options["threads"]), progress)
+    with Compilation.started(usable_threads(options["threads"]), progress) as compilation:
+        yield compilation
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +218,13 @@ def session(
         say_loading(options["model"])
     with stage_progress() as progress:
         phases = PhaseClock(progress)
-        compilation = start_compiling(options, phases)
-        placed = placement.checked(limits, model)
-        with ending_at_once():
-            import hetero_ee.engine  # noqa: F401 - only to time it
-        phases.seconds["Importing libraries"] = time.perf_counter() - start_s
-        with open_engine(options, placed, phases, compilation) as engine:
+        with compiling(options, phases) as compilation:
+            placed = placement.checked(limits, model)
+            with ending_at_once():
+                import hetero_ee.engine  # noqa: F401 - only to time it
+            phases.seconds["Importing libraries"] = time.perf_counter() - start_s
+            engine = open_engine(options, placed, phases, compilation)
+        with engine:
             load_s = time.perf_counter() - start_s
             try:
                 yield Session(engine, options["model"], placement, load_s, phases.seconds)
