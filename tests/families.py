@@ -76,6 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 20}),
     "qwen3-yarn": ("Qwen3", LLAMA | {"head_dim": 20, "rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "qwen3.5": ("Qwen3_5", QWEN_3_5),
+    "lfm2": ("Lfm2", LLAMA | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention", "conv"]}),
     "qwen3.5-even": ("Qwen3_5", QWEN_3_5 | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "head_dim": 16}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None}),
     "phi3-partial": (

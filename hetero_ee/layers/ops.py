@@ -230,6 +230,14 @@ class Ops(Protocol):
         """
         ...
 
+    def conv(self, layer: int, cache: Any, weights: Array) -> Any:
+        """Prepare a layer's short convolution: weights (channels, kernel), and the cache with its last inputs."""
+        ...
+
+    def short_conv(self, inputs: Array, conv: Any, rows: Any) -> Array:
+        """Return c * conv(b * x) (m, channels) for inputs [b | c | x] (m, 3 channels), and keep b * x."""
+        ...
+
     def masked_linear(self, x: Array, matrix: Matrix, scores: Array | None, rows: Any) -> Array:
         """Return x W^T + bias, with 0 for neurons that a token may skip and whose score is not above 0.
 

@@ -16,6 +16,7 @@ from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.torch_delta import TorchConv
 from hetero_ee.ops.torch_ops import query_factors
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
@@ -264,6 +265,16 @@ class CpuOps(Ops):
 
     def gated_delta(self, inputs: Any, gates: Any, rule: CpuDelta, rows: CpuRows) -> Any:
         return rule.run(inputs, gates, rows)
+
+    def conv(self, layer: int, cache: RecurrentCache, weights: Any) -> TorchConv:
+        return TorchConv(layer, cache, torch.from_numpy(weights))
+
+    def short_conv(self, inputs: Any, conv: TorchConv, rows: CpuRows) -> Any:
+        """See Ops.short_conv. torch is fast enough: the layer's matrices cost 1,000 times as many operations."""
+        outputs, x = torch.empty(len(inputs), len(conv.weights)), torch.from_numpy(inputs)
+        for sequence, mine in rows.by_sequence.items():
+            outputs[mine] = conv.run(x[mine], sequence, rows.batch.positions[mine[0]])
+        return outputs.numpy()
 
     def masked_linear(self, x: Any, matrix: CpuMatrix, scores: Any, rows: CpuRows) -> Any:
         if matrix.rows is None:

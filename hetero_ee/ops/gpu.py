@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
@@ -211,6 +212,12 @@ class GpuOps(Ops):
         place = rows.slots, rows.positions, rows.earlier, rule.place
         self.kernels.gated_delta(inputs, gates, rule.weights, state, *place, out, workspace)
         return out
+
+    def conv(self, layer: int, cache: Any, weights: Tensor) -> Any:
+        raise UsageError("gated short convolutions run on the CPU only; plan with --gpu-layers 0.")
+
+    def short_conv(self, inputs: Tensor, conv: Any, rows: GpuRows) -> Tensor:
+        raise NotImplementedError("conv() refuses short convolutions")
 
     def masked_linear(self, x: Tensor, matrix: GpuMatrix, scores: Tensor | None, rows: GpuRows) -> Tensor:
         if matrix.multiply is not None:

@@ -88,6 +88,22 @@ class TorchDelta:
         return torch.exp(-self.a_log.exp() * F.softplus(decay + self.dt_bias)), torch.sigmoid(beta)
 
 
+@dataclass(frozen=True, slots=True)
+class TorchConv:
+    """One layer's short convolution, and the cache with its last inputs."""
+
+    layer: int
+    cache: RecurrentCache
+    weights: Tensor
+
+    def run(self, inputs: Tensor, sequence: int, first: int) -> Tensor:
+        """Return c * conv(b * x) for consecutive tokens, from position `first` on. See Ops.short_conv."""
+        b, c, x = inputs.chunk(3, 1)
+        mixed = causal_conv(self.cache, self.layer, sequence, first, b * x, self.weights)
+        self.cache.moved(self.layer, sequence, self.cache.span(self.layer, sequence, first, len(inputs))[1])
+        return c * mixed
+
+
 def _read(key: Tensor, matrix: Tensor) -> Tensor:
     """Return S^T k for each head: key (n, key_dim), matrix (n, key_dim, value_dim) -> (n, value_dim)."""
     return torch.bmm(key[:, None], matrix)[:, 0]

@@ -25,7 +25,7 @@ from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
-from hetero_ee.ops.torch_delta import TorchDelta
+from hetero_ee.ops.torch_delta import TorchConv, TorchDelta
 from hetero_ee.weights.weight import Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
@@ -210,6 +210,16 @@ class TorchOps(Ops):
             outputs[mine] = rule.run(inputs[mine], gates[mine], sequence, positions[mine[0]])
         gated = self.activated(inputs[:, -size:], "silu", 0.0)
         return self.norm_in_place(outputs, rule.norm).flatten(1) * gated
+
+    def conv(self, layer: int, cache: RecurrentCache, weights: Tensor) -> TorchConv:
+        return TorchConv(layer, cache, weights)
+
+    @torch.inference_mode()
+    def short_conv(self, inputs: Tensor, conv: TorchConv, rows: TorchRows) -> Tensor:
+        outputs, positions = inputs.new_empty(len(inputs), len(conv.weights)), rows.batch.positions
+        for sequence, mine in rows.batch.by_sequence().items():
+            outputs[mine] = conv.run(inputs[mine], sequence, positions[mine[0]])
+        return outputs
 
     @torch.inference_mode()
     def masked_linear(self, x: Tensor, matrix: TorchMatrix, scores: Tensor | None, rows: TorchRows) -> Tensor:

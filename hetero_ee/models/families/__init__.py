@@ -1,6 +1,6 @@
 """The supported families of dense decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
-from hetero_ee.models.families import gemma4, llama, opt, qwen3_5, variants
+from hetero_ee.models.families import gemma4, lfm2, llama, opt, qwen3_5, variants
 from hetero_ee.models.families.family import Family
 from hetero_ee.models.families.llama import GATE_UP, NORMED_HEADS, QKV, TENSOR_NAMES, TWO_MATRICES, post_norms
 
@@ -50,5 +50,6 @@ FAMILIES = {
         "qwen2_5_vl", variants.read_qwen_2_5_vl, TENSOR_NAMES, ("qwen2_5_vl_text",)
     ),
     "Qwen3_5ForConditionalGeneration": Family("qwen3_5", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES, ("qwen3_5_text",)),
+    "Lfm2ForCausalLM": Family("lfm2", lfm2.read_spec, lfm2.TENSOR_NAMES),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }
