@@ -79,11 +79,11 @@ def case(
     return Case(kind, n_kv_heads, group, head_dim, window, texts, rows, queries)
 
 
-SHAPES = [(1, 1, 8), (2, 3, 20), (1, 8, 64), (3, 2, 12), (1, 5, 16), (2, 4, 80), (1, 1, 128), (2, 1, 10)]
+SHAPES = [(1, 1, 8), (2, 3, 20), (1, 8, 64), (3, 2, 12), (1, 5, 16), (2, 4, 80), (1, 1, 128), (2, 1, 10), (1, 3, 512)]
 MIXED = [(0, 69), (1, 0), (2, 32), (0, 63), (0, 64)]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("heads", SHAPES)
 @pytest.mark.sample(3)
