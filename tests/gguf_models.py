@@ -183,7 +183,7 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
     if arch == "mistral3":
         rope = config.rope_parameters
         scaling = {"type": "yarn", "factor": float(rope["factor"])}
-        scaling["original_context_length"] = rope["original_max_position_embeddings"]
+        scaling |= {"original_context_length": rope["original_max_position_embeddings"], "yarn_log_multiplier": 1.0}
         keys = {f"{{arch}}.rope.scaling.{key}": value for key, value in scaling.items()}
         return keys | {"{arch}.attention.temperature_scale": float(rope["llama_4_scaling_beta"])}
     if config.model_type == "olmo3":
