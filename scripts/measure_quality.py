@@ -27,6 +27,7 @@ from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.state import KV_BYTES
+from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.options.engine import ACTIVATION_TERMS
 from hetero_ee.runtime.executors.executor import Executor
@@ -77,7 +78,7 @@ def main() -> None:
     candidates = [each for each in CANDIDATES if each.vocabulary == "int8"] if arguments.also else CANDIDATES
     rows = [measure(checkpoint, quantization, truth, windows, n_text_bytes) for quantization in candidates]
     rows += [row for path in arguments.also for row in measure_import(path, truth, windows, n_text_bytes)]
-    beside = {} if arguments.also else activations_and_cache(checkpoint, arguments.window, windows)
+    beside = {} if arguments.also else activations_and_cache(folder, spec, arguments.window, windows)
     if not arguments.json:
         print_tables(rows, beside, n_tokens)
     else:
@@ -128,21 +129,27 @@ def measure_import(path: Path, truth: list[Tensor], windows: list[list[int]], n_
     folder = gguf_folder(path) if path.is_file() else path
     spec, n_bytes = read_spec(folder), sum(file.stat().st_size for file in weight_files(folder))
     dense = load_dense(open_checkpoint(folder, spec))
+    kept = stored(folder, spec)
+    for what, weights, size in (("in the file", dense, n_bytes), ("as kept here", expanded(kept), kept.n_bytes)):
+        executor = ReferenceExecutor(spec, weights, max(map(len, windows)), BatchedTorchOps())
+        metrics = compare(executor, truth, windows, n_text_bytes)
+        yield Quality(path.stem, what, size, size * 8 / dense.n_weights, **metrics)
+
+
+def stored(folder: Path, spec: ModelSpec) -> ModelWeights:
+    """The weights of the store that is made of a model by default, mapped from files that are deleted already."""
     with tempfile.TemporaryDirectory() as temporary:
-        store = convert(folder, spec, Path(temporary) / "store", Quantization.of_model(folder, None))
-        kept = open_store(store, spec)
-        for what, weights, size in (("in the file", dense, n_bytes), ("as kept here", expanded(kept), kept.n_bytes)):
-            executor = ReferenceExecutor(spec, weights, max(map(len, windows)), BatchedTorchOps())
-            metrics = compare(executor, truth, windows, n_text_bytes)
-            yield Quality(path.stem, what, size, size * 8 / dense.n_weights, **metrics)
+        return open_store(convert(folder, spec, Path(temporary) / "store", Quantization.of_model(folder, None)), spec)
 
 
-def activations_and_cache(checkpoint: Checkpoint, window: int, windows: list[list[int]]) -> dict[str, dict[str, float]]:
+def activations_and_cache(
+    folder: Path, spec: ModelSpec, window: int, windows: list[list[int]]
+) -> dict[str, dict[str, float]]:
     """The CPU kernels' activations, and each type of keys and values, against fp32 on the same default weights."""
     use_kernel_cache(cache_folder())
     from hetero_ee.runtime.executors.cpu import CpuExecutor
 
-    spec, weights = checkpoint.spec, quantized(checkpoint, Quantization())
+    weights = stored(folder, spec)
     dense, size = expanded(weights), (spec.n_layers, spec.n_kv_heads, spec.head_dim, window)
 
     def with_cache(kind: str) -> Executor:
