@@ -52,14 +52,17 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
             writer.add_tensor(found, data, raw_dtype=kind)
             held[name] = back(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind)))).view_as(values)
             continue
+        values = values.flatten(1) if values.dim() == 3 else values
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         turns = arch in INTERLEAVED and heads is not None
         added = float(arch in (*GEMMA, "qwen35") and name.endswith("norm.weight"))
-        kind = gguf.GGMLQuantizationType[types(found) if values.dim() > 1 else "F32"]
+        is_matrix = values.dim() > 1 and not name.endswith("conv.conv.weight")
+        kind = gguf.GGMLQuantizationType[types(found) if is_matrix else "F32"]
         data = packed((_turned(values, heads) if turns else values + added).numpy(), kind)
         writer.add_tensor(found, data, raw_dtype=kind)
         floats = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view_as(values)
-        held[name] = _turned_back(floats, heads) if turns else floats - added
+        floats = _turned_back(floats, heads) if turns else floats - added
+        held[name] = floats.view_as(model.state_dict()[name])
     if arch == "gemma4":  # a quarter of each head rotates in layers that see all positions
         size = max(config.per_layer_config[layer].head_dim for layer in range(config.num_hidden_layers))
         factors |= {"rope_freqs.weight": np.array([1.0] * (size // 8) + [1e30] * (size // 2 - size // 8), np.float32)}
@@ -155,7 +158,8 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         eps = config.norm_epsilon if arch == "starcoder2" else config.layer_norm_eps
         found["{arch}.attention.layer_norm_epsilon"] = float(eps)
     else:
-        found["{arch}.attention.layer_norm_rms_epsilon"] = float(config.rms_norm_eps)
+        eps = config.norm_eps if arch == "lfm2" else config.rms_norm_eps
+        found["{arch}.attention.layer_norm_rms_epsilon"] = float(eps)
     if arch not in ("stablelm", "gemma", "gemma2"):
         found["{arch}.rope.freq_base"] = float(full["rope_theta"])
     if arch in ("stablelm", "glm4"):
@@ -190,6 +194,12 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         windows = {"{arch}.attention.sliding_window": config.sliding_window}
         return windows | {"{arch}.attention.sliding_window_pattern": pattern}
+    if arch == "lfm2":
+        n_kv_heads = config.num_key_value_heads
+        return {
+            "{arch}.shortconv.l_cache": config.conv_L_cache,
+            "{arch}.attention.head_count_kv": [0 if kind == "conv" else n_kv_heads for kind in config.layer_types],
+        }
     if arch == "qwen35":
         return {
             "{arch}.attention.key_length": config.head_dim,

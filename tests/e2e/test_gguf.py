@@ -92,6 +92,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": False}),
     "qwen3.5": ("qwen3.5", {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "phi3": ("phi3", {}),
     "gemma": ("gemma", {"head_dim": 16, "attention_bias": False}),
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),

@@ -26,7 +26,7 @@ from tests.gguf_models import write_gguf
 
 pytest.importorskip("gguf")
 KINDS = ["gemma2", "gemma3", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "glm4", "smollm3"]
-KINDS += ["qwen3.5", "gemma", "seed_oss", "ernie4_5", "gemma4", "ministral3"]
+KINDS += ["qwen3.5", "lfm2", "gemma", "seed_oss", "ernie4_5", "gemma4", "ministral3"]
 
 
 def written(name: str, file: Path, kind: str = "F16", **changes: Any) -> Any:

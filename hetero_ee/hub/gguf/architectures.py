@@ -185,6 +185,18 @@ def _qwen_3_5(header: GgufHeader, config: Config) -> Config:
     return found
 
 
+def _lfm_2(header: GgufHeader, config: Config) -> Config:
+    """Return LFM2's fields. Layers without key heads are convolutions, and FFNs have their final size."""
+    counts = header.get("attention.head_count_kv")
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts) or not any(counts):
+        raise header.failure(f"attention.head_count_kv is {shown(counts)}, expected a number of key heads per layer")
+    return {
+        "num_key_value_heads": max(counts),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _theta(header: GgufHeader) -> Any:
     value = header.get(THETA)
     return DEFAULT_THETA if value is None else value
@@ -233,6 +245,19 @@ _LINEAR_NAMES = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
 }
+_LFM_2_NAMES = {
+    "operator_norm": "attn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 # By general.architecture. Mistral's files use llama.
 ARCHITECTURES = {
@@ -246,6 +271,14 @@ ARCHITECTURES = {
         names=_LINEAR_NAMES,
         rotates_part=True,
         logarithms=(".A_log",),
+    ),
+    "lfm2": GgufArchitecture(
+        "Lfm2ForCausalLM",
+        ("norm_eps", RMS[1]),
+        fields={"conv_L_cache": "shortconv.l_cache"},
+        more=_lfm_2,
+        names=_LFM_2_NAMES,
+        differs=("num_key_value_heads",),
     ),
     "phi3": GgufArchitecture("Phi3ForCausalLM", rotates_part=True, has_rope_factors=True),
     "gemma": GgufArchitecture("GemmaForCausalLM"),

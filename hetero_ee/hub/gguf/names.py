@@ -38,6 +38,7 @@ _OF_A_LAYER = {
 _OUTSIDE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
