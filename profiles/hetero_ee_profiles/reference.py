@@ -45,7 +45,7 @@ FP32_SHARES = {1: 0.8, 16: 0.35, 32: 0.62, 64: 0.98, 512: 1.2}
 # Thread instructions of the GPU's attention per byte of an fp16 cache with four heads per key head, by rows of a
 # decoding sequence (counted, docs/gpu_kernels.md). A GPU issues one per fp32 lane and cycle. Other kernels that count
 # need less time to issue than to read, on every data sheet. tests/pure/test_published_speeds.py checks both.
-ATTENTION_INSTRUCTIONS = {1: 7.91, 4: 29.88}
+ATTENTION_INSTRUCTIONS = {1: 7.2, 4: 27.2}
 MAX_DECODE_ROWS = 16
 # 596 GOPS at 16 rows on one Zen 5 thread with 64-byte vectors at 4.1 GHz (tests/bench/bench_cpu_ops.py, 2026-11-21).
 OPERATIONS_PER_CYCLE_AND_64_BYTES = 145.0
