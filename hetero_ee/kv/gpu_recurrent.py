@@ -13,12 +13,11 @@ from hetero_ee.device_errors import driver_errors
 from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import LayeredCache
-from hetero_ee.kv.recurrent import LANES
+from hetero_ee.kv.recurrent import LANES, LOST
 from hetero_ee.layers.state import LOG_TOKENS, RecurrentState
 from hetero_ee_kernels.delta_state import DeltaShape, new_delta_state
 
 TENSORS = ("states", "inputs", "keys", "deltas", "decays")  # of DeltaState, in RecurrentStorage's order
-LOST = 2**31 - 1  # base of a layer whose pass has not returned
 
 
 @dataclass(slots=True)

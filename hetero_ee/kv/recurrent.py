@@ -20,6 +20,7 @@ from hetero_ee.errors import HeteroError
 from hetero_ee.kv.cache import LayeredCache
 from hetero_ee.layers.state import LOG_TOKENS, RecurrentState
 
+LOST = 2**31 - 1  # base of a layer whose pass has not returned
 LANES = 16  # columns of a matrix that the CPU's kernel computes together
 
 
@@ -57,10 +58,21 @@ class RecurrentCache(LayeredCache[_Sequence]):
     def storage(self, sequence: int) -> RecurrentStorage:
         return self._sequences[sequence].storage
 
-    def span(self, layer: int, sequence: int, first: int, n_tokens: int) -> tuple[int, int]:
-        """Return the layer's base before and after a pass of n_tokens tokens, the first of them at position `first`."""
-        base = max(int(self.storage(sequence).bases[self.index(layer)]), first - LOG_TOKENS)
-        return base, max(base, first + n_tokens - LOG_TOKENS)
+    def begin(self, layer: int, sequence: int, first: int, n_tokens: int) -> tuple[int, int]:
+        """Begin a pass of n_tokens tokens, the first of them at position `first`.
+
+        If the pass moves the layer's base, the base counts as lost until moved() is called, since Ctrl-C may end the
+        pass when it has written over a part of the log.
+
+        Returns:
+            The layer's base before and after the pass.
+        """
+        bases, index = self.storage(sequence).bases, self.index(layer)
+        base = max(int(bases[index]), first - LOG_TOKENS)
+        after = max(base, first + n_tokens - LOG_TOKENS)
+        if after > base:
+            bases[index] = LOST
+        return base, after
 
     def moved(self, layer: int, sequence: int, base: int) -> None:
         """Note that a pass has stored a layer's matrices as they are before position `base`."""

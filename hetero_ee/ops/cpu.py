@@ -74,7 +74,7 @@ class CpuDelta:
         for sequence, mine in rows.by_sequence.items():
             first = rows.batch.positions[mine[0]]
             *parts, _ = self.cache.storage(sequence).parts
-            span = self.cache.span(layer, sequence, first, len(mine))
+            span = self.cache.begin(layer, sequence, first, len(mine))
             sequences.append(DeltaSequence(mine, first, *span, *(part[index].numpy() for part in parts)))
         out = self.rule.run(inputs, gates, sequences)
         for sequence, each in zip(rows.by_sequence, sequences, strict=True):

@@ -41,8 +41,8 @@ class TorchDelta:
         spec, index = self.spec, self.cache.index(self.layer)
         storage = self.cache.storage(sequence)
         keys, deltas, decays = (part[index] for part in (storage.keys, storage.deltas, storage.decays))
+        base, new_base = self.cache.begin(self.layer, sequence, first, len(inputs))
         mixed = causal_conv(self.cache, self.layer, sequence, first, inputs[:, : spec.n_channels], self.conv)
-        base, new_base = self.cache.span(self.layer, sequence, first, len(inputs))
         matrix, outputs = read_matrix(storage.matrices[index], spec.value_dim), []
         for position in range(base, first + len(inputs)):  # `matrix` is that before this position
             if position == new_base:
@@ -99,8 +99,9 @@ class TorchConv:
     def run(self, inputs: Tensor, sequence: int, first: int) -> Tensor:
         """Return c * conv(b * x) for consecutive tokens, from position `first` on. See Ops.short_conv."""
         b, c, x = inputs.chunk(3, 1)
+        _, base = self.cache.begin(self.layer, sequence, first, len(inputs))
         mixed = causal_conv(self.cache, self.layer, sequence, first, b * x, self.weights)
-        self.cache.moved(self.layer, sequence, self.cache.span(self.layer, sequence, first, len(inputs))[1])
+        self.cache.moved(self.layer, sequence, base)
         return c * mixed
 
 

@@ -14,6 +14,7 @@ from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.kv.snapshots import Snapshots
 from hetero_ee.layers.state import RecurrentState
 from hetero_ee.models.blocks import layer_states
+from hetero_ee.ops import torch_delta
 from hetero_ee.runtime.executors.executor import Executor
 from tests.emulation import emulated, planned
 from tests.executor_support import executor_for, hidden_alone, model_of
@@ -170,3 +171,24 @@ def test_a_plan_reserves_the_ram_and_its_executor_uses_it(tmp_path: Path) -> Non
         executor = emulated(spec, weights, plan)
         assert executor.cache.snapshots.budget_bytes == plan.snapshot_bytes
         executor.close()
+
+
+def test_ctrl_c_amid_a_pass_loses_the_state_and_not_its_bits(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, sequence = executor.cache, executor.cache.open_new()
+    read(executor, sequence, TEXT[:30])
+    cache.mark(sequence)
+    read(executor, sequence, TEXT[:35])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_delta, "write_matrix", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read(executor, sequence, TEXT[:36])
+    assert cache.truncate(sequence, 35) == 30
+    assert torch.equal(read(executor, sequence, TEXT[:40]), hidden_alone(executor, TEXT[:40])[30:])
+    cache.close(sequence)
+
+
+def interrupted(blocks: torch.Tensor, matrix: torch.Tensor) -> None:
+    blocks.fill_(1.0)
+    raise KeyboardInterrupt
