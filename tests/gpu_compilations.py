@@ -120,8 +120,9 @@ def _draft() -> list[Compilation]:
     none = dict.fromkeys(network)
     n_warps, row_warps = draft.N_WARPS, draft.ROW_WARPS
     return [
-        Compilation("draft_pieces", draft.pieces_kernel, pieces, every | size, n_warps),
-        Compilation("draft_pieces_of_ids", draft.pieces_kernel, pieces | some, size, n_warps),
+        Compilation("draft_pieces", draft.pieces_kernel, pieces, every | size, n_warps, isa=PTX),
+        Compilation("draft_pieces_of_ids", draft.pieces_kernel, pieces | some, size, n_warps, isa=PTX),
+        Compilation("draft_pieces_of_ids_amd", draft.pieces_kernel, pieces | some, size, n_warps, isa=GCN),
         Compilation("draft_rows", draft.rows_kernel, rows | network, every | sizes, row_warps),
         Compilation("draft_rows_of_ids", draft.rows_kernel, rows | some, none | sizes, row_warps),
     ]

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
-from hetero_ee_kernels.noise import N_WORDS, row_noise
+from hetero_ee_kernels.noise import N_WORDS, gumbel, row_bits
+from hetero_ee_kernels.tile_matrix import instructions
 
 PIECE = 512  # logits per program, 8 per thread, since noise needs many registers; 32,000 are 63 programs per row
 CANDIDATES = tl.constexpr(4)
-KEPT = tl.constexpr(5)  # per piece: its winner with noise, its candidates
 LOWEST = tl.constexpr(-(2**63))
 UNSOUND_KEY = tl.constexpr(2**31 - 1)  # above the key of every number; as a value it is NaN
 MAX_HIDDEN = 4096
@@ -31,10 +31,15 @@ N_WARPS, ROW_WARPS = 2, 8
 
 
 @triton.jit
-def packed(value: tl.tensor, index: tl.tensor, inside: tl.tensor) -> Any:
-    """Return key * 2^32 - index of each value (int64), by which values are compared."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    key = tl.where(tl.abs(value) < float("inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), UNSOUND_KEY)
+def key_of(value: tl.tensor) -> Any:
+    """Return an int32 of the same order for each value, UNSOUND_KEY for those that are not finite."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
+    return tl.where(tl.abs(value) < float("inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), UNSOUND_KEY)
+
+
+@triton.jit
+def packed(key: tl.tensor, index: tl.tensor, inside: tl.tensor) -> Any:
+    """Return key * 2^32 - index (int64), by which logits are compared."""
     return tl.where(inside, key.to(tl.int64) * 4294967296 - index, LOWEST)
 
 
@@ -44,8 +49,12 @@ def index_of(best: tl.tensor) -> Any:
 
 
 @triton.jit
-def value_of(best: tl.tensor) -> Any:
-    key = ((best + index_of(best)) >> 32).to(tl.int32)
+def key_in(best: tl.tensor) -> Any:
+    return ((best + index_of(best)) >> 32).to(tl.int32)
+
+
+@triton.jit
+def value_of(key: tl.tensor) -> Any:
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -59,28 +68,24 @@ def pieces_kernel(
     n: tl.tensor,
     N_WORDS: tl.constexpr,
     PIECE: tl.constexpr,
+    ISA: tl.constexpr,
 ) -> None:
-    """Write a piece's winner and candidates, packed, to best[row, piece] and its sum of exponentials to sums."""
+    """Write a piece's winner, packed, to best[row, piece]; its largest logit and sum of exponentials to sums."""
     row, piece = tl.program_id(0), tl.program_id(1)
     index = piece * PIECE + tl.arange(0, PIECE)
     inside = index < n
     value = tl.load(logits_ptr + row.to(tl.int64) * n + index, mask=inside, other=float("-inf"))
     at = row * tl.num_programs(1) + piece
-    score, noise_at = value, noise_ptr + row * N_WORDS
+    key = key_of(value)
+    largest = value_of(tl.max(tl.where(inside, key, -UNSOUND_KEY), 0))
+    tl.store(sums_ptr + 2 * at, largest)
+    tl.store(sums_ptr + 2 * at + 1, tl.sum(tl.exp(value - largest), 0))
+    noise_at = noise_ptr + row * N_WORDS
     inverse = tl.load(noise_at + N_WORDS - 1).to(tl.float32, bitcast=True)
     if inverse > 0.0:
-        token = index
-        if ids_ptr is not None:
-            token = tl.load(ids_ptr + index, mask=inside, other=0)
-        score = tl.fma(value, tl.zeros_like(value) + inverse, row_noise(noise_at, token))
-    tl.store(best_ptr + at * KEPT, tl.max(packed(score, index, inside), 0))
-    rest = packed(value, index, inside)
-    best = tl.max(rest, 0)
-    tl.store(sums_ptr + at, tl.sum(tl.exp(value - value_of(best)), 0))
-    for candidate in tl.static_range(CANDIDATES):
-        tl.store(best_ptr + at * KEPT + 1 + candidate, best)
-        rest = tl.where(rest == best, LOWEST, rest)
-        best = tl.max(rest, 0)
+        noise = gumbel(row_bits(noise_at, ids_ptr, piece * PIECE, n, PIECE), ISA)
+        key = key_of(tl.fma(value, tl.zeros_like(value) + inverse, noise))
+    tl.store(best_ptr + at, tl.max(packed(key, index, inside), 0))
 
 
 @triton.jit
@@ -127,28 +132,35 @@ def rows_kernel(
     out_ptr: tl.tensor,
     n: tl.tensor,
     n_pieces: tl.tensor,
+    PIECE: tl.constexpr,
     PIECES: tl.constexpr,
     HIDDEN: tl.constexpr,
     HIDDEN_BLOCK: tl.constexpr,
 ) -> None:
-    row, piece, candidate = tl.program_id(0), tl.arange(0, PIECES), tl.arange(0, CANDIDATES)
-    inside, at = piece < n_pieces, row * n_pieces + piece
-    winner = index_of(tl.max(tl.load(best_ptr + at * KEPT, mask=inside, other=LOWEST), 0))
-    rest = tl.load(best_ptr + (at * KEPT + 1)[:, None] + candidate[None, :], mask=inside[:, None], other=LOWEST)
-    best = tl.max(tl.max(rest, 1), 0)
-    largest = value_of(best)
+    row, part, candidate = tl.program_id(0), tl.arange(0, PIECES), tl.arange(0, CANDIDATES)
+    inside, at = part < n_pieces, row * n_pieces + part
+    winner = index_of(tl.max(tl.load(best_ptr + at, mask=inside, other=LOWEST), 0))
+    tops, logits_at = tl.load(sums_ptr + 2 * at, mask=inside, other=0.0), logits_ptr + row.to(tl.int64) * n
+    rest = packed(key_of(tops), part, inside)
+    largest = value_of(key_in(tl.max(rest, 0)))
     if first_ptr is not None:
+        first = tl.zeros((CANDIDATES,), tl.int64)  # logits of the pieces with the largest, which have all candidates
+        for i in tl.static_range(CANDIDATES):
+            best = tl.max(rest, 0)
+            first = tl.where(candidate == i, index_of(best) * PIECE, first)
+            rest = tl.where(rest == best, LOWEST, rest)
+        index = first[:, None] + tl.arange(0, PIECE)[None, :]
+        rest = packed(key_of(tl.load(logits_at + index, mask=index < n, other=0.0)), index, index < n)
         logits = tl.zeros((CANDIDATES,), tl.float32)
         for i in tl.static_range(CANDIDATES):
-            logits = tl.where(candidate == i, value_of(best), logits)
-            rest = tl.where(rest == best, LOWEST, rest)
             best = tl.max(tl.max(rest, 1), 0)
+            logits = tl.where(candidate == i, value_of(key_in(best)), logits)
+            rest = tl.where(rest == best, LOWEST, rest)
         confidence = judged(logits, first_ptr, first_bias_ptr, second_ptr, second_bias_ptr, HIDDEN, HIDDEN_BLOCK)
     else:
-        tops = value_of(tl.load(best_ptr + at * KEPT + 1, mask=inside, other=0))
-        sums = tl.load(sums_ptr + at, mask=inside, other=0.0)
+        sums = tl.load(sums_ptr + 2 * at + 1, mask=inside, other=0.0)
         total = tl.sum(tl.where(inside, sums * tl.exp(tops - largest), 0.0), 0)
-        confidence = tl.exp(tl.load(logits_ptr + row.to(tl.int64) * n + winner) - largest) / total
+        confidence = tl.exp(tl.load(logits_at + winner) - largest) / total
     if ids_ptr is not None:
         winner = tl.load(ids_ptr + winner).to(tl.int64)
     tl.store(out_ptr + 2 * row, tl.where(tl.abs(largest) < float("inf"), winner, -1).to(tl.int32))
@@ -181,9 +193,11 @@ def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: An
     h = _checked(network)
     if m:
         n_pieces = -(-n // PIECE)
-        best = torch.empty((m, n_pieces, KEPT.value), dtype=torch.int64, device=logits.device)
-        sums = torch.empty((m, n_pieces), device=logits.device)
-        pieces_kernel[(m, n_pieces)](logits, noise, ids, best, sums, n, N_WORDS, PIECE, num_warps=N_WARPS, **UNFUSED)
+        best = torch.empty((m, n_pieces), dtype=torch.int64, device=logits.device)
+        sums = torch.empty((m, n_pieces, 2), device=logits.device)
+        pieces_kernel[(m, n_pieces)](
+            logits, noise, ids, best, sums, n, N_WORDS, PIECE, ISA=instructions(logits), num_warps=N_WARPS, **UNFUSED
+        )
         parts = network or (None,) * 4
         sizes = _sizes(n_pieces, h)
         rows_kernel[(m,)](logits, ids, best, sums, *parts, out, n, n_pieces, **sizes, num_warps=ROW_WARPS, **UNFUSED)
@@ -205,4 +219,5 @@ def _checked(network: Any) -> int:
 
 
 def _sizes(n_pieces: int, h: int) -> dict[str, int]:
-    return {"PIECES": triton.next_power_of_2(n_pieces), "HIDDEN": h, "HIDDEN_BLOCK": triton.next_power_of_2(h)}
+    sizes = {"PIECE": PIECE, "PIECES": triton.next_power_of_2(n_pieces)}
+    return sizes | {"HIDDEN": h, "HIDDEN_BLOCK": triton.next_power_of_2(h)}

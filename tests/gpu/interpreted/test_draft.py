@@ -21,8 +21,10 @@ from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, StateMap, noise_word
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee_kernels import reference
+from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.draft import PIECE, draft
-from hetero_ee_kernels.noise import gumbel, philox
+from hetero_ee_kernels.noise import gumbel, row_bits
+from hetero_ee_kernels.tile_matrix import instructions
 from tests.gpu_support import DEVICE, Guarded, random
 
 NAN, INF, TOLERANCE = float("nan"), float("inf"), 1e-5
@@ -30,14 +32,16 @@ GREEDY = DraftNoise(0.0, 0, 0, 0)
 
 
 @triton.jit
-def noise_kernel(
-    numbers_ptr: tl.tensor, bits_ptr: tl.tensor, noise_ptr: tl.tensor, first: tl.tensor, n: tl.constexpr
+def bits_kernel(
+    words_ptr: tl.tensor, ids_ptr: tl.tensor, bits_ptr: tl.tensor, first: tl.tensor, n: tl.constexpr
 ) -> None:
-    token = first.to(tl.int64) + tl.arange(0, n)
-    seed, sequence = tl.load(numbers_ptr).to(tl.uint64), tl.load(numbers_ptr + 1).to(tl.uint64)
-    bits = philox(token.to(tl.uint64), seed, sequence, tl.load(numbers_ptr + 2).to(tl.uint64))
-    tl.store(bits_ptr + tl.arange(0, n), bits.to(tl.int64))
-    tl.store(noise_ptr + tl.arange(0, n), gumbel(bits))
+    tl.store(bits_ptr + tl.arange(0, n), row_bits(words_ptr, ids_ptr, first, first + n, n).to(tl.int64))
+
+
+@triton.jit
+def gumbel_kernel(bits_ptr: tl.tensor, noise_ptr: tl.tensor, n: tl.constexpr, ISA: tl.constexpr) -> None:  # noqa: N803
+    at = tl.arange(0, n)
+    tl.store(noise_ptr + at, gumbel(tl.load(bits_ptr + at).to(tl.uint64), ISA))
 
 
 @pytest.mark.parametrize("first", [0, 4096])
@@ -46,27 +50,24 @@ def noise_kernel(
 )
 def test_the_noise_is_numpys(seed: int, sequence: int, position: int, first: int) -> None:
     n = 4096
-    bits, noise = torch.zeros(n, dtype=torch.int64, device=DEVICE), torch.zeros(n, device=DEVICE)
-    numbers = torch.from_numpy(np.array([seed, sequence, position], np.uint64).view(np.int64)).to(DEVICE)
-    noise_kernel[(1,)](numbers, bits, noise, first, n)
+    words = noise_words([DraftNoise(1.0, seed, sequence, position)]).to(DEVICE)
     key, counter = (np.array(words, np.uint64) for words in ((seed, 0), (0, 0, sequence, position)))
     expected = np.random.Philox(key=key, counter=counter).random_raw(first + n)[first:]
-    assert (bits.cpu().numpy().view(np.uint64) == expected).all()
+    for ids in (None, torch.arange(first + n, dtype=torch.int32, device=DEVICE)):
+        bits, noise = torch.zeros(n, dtype=torch.int64, device=DEVICE), torch.zeros(n, device=DEVICE)
+        bits_kernel[(1,)](words, ids, bits, first, n)
+        assert (bits.cpu().numpy().view(np.uint64) == expected).all()
+    gumbel_kernel[(1,)](bits, noise, n, ISA=instructions(bits), **UNFUSED)
     known = gumbel_noise(first + n, seed, sequence, position)[first:]
     assert (noise.cpu().double() - known).abs().max() <= 1e-6 * known.abs().max()
 
 
-@triton.jit
-def gumbel_kernel(bits_ptr: tl.tensor, noise_ptr: tl.tensor, n: tl.constexpr) -> None:
-    at = tl.arange(0, n)
-    tl.store(noise_ptr + at, gumbel(tl.load(bits_ptr + at).to(tl.uint64)))
-
-
 def test_the_noise_is_finite_and_accurate_at_its_ends() -> None:
-    high = [0, 1, 2**51 - 1, 2**51, 2**51 + 1, 2**52 - 2**20, 2**52 - 2, 2**52 - 1]
+    series_begins = 2**52 - 2**48
+    high = [0, 2**51 - 1, 2**51, series_begins - 1, series_begins, 2**52 - 2**20, 2**52 - 2, 2**52 - 1]
     bits = torch.from_numpy(np.array([each << 12 for each in high], np.uint64).view(np.int64)).to(DEVICE)
     found = torch.zeros(len(high), device=DEVICE)
-    gumbel_kernel[(1,)](bits, found, len(high))
+    gumbel_kernel[(1,)](bits, found, len(high), ISA=instructions(bits), **UNFUSED)
     expected = [-np.log(-np.log1p(-float(2**53 - 1 - 2 * each) / 2**53)) for each in high]
     assert np.allclose(found.cpu().numpy(), expected, rtol=1e-6, atol=1e-6)
 
