@@ -27,7 +27,18 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.quantize import quantize
-from hetero_ee_kernels.tile_group import SLOTS, entries, join4, load_table, mma, split4, sum_slots, to_float
+from hetero_ee_kernels.tile_group import (
+    SLOTS,
+    entries,
+    join4,
+    load_table,
+    load_words,
+    loads_end,
+    mma,
+    split4,
+    sum_slots,
+    to_float,
+)
 from hetero_ee_kernels.tile_matrix import GCN, TileMatrix, check_rows, output
 
 MAX_EIGHTS = 4  # tokens per program, in eights; 8 need too many registers
@@ -60,17 +71,25 @@ def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.cons
 
 
 @triton.jit
-def zero_points(
-    at: tl.tensor, mask: tl.tensor, b: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr, ISA: tl.constexpr
-) -> Any:
+def zero_points(zeros: tl.tensor, b: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
     """Return 4 rows' zero points, and -16 times the activations' sums of tokens 2 j and 2 j + 1. b: see mma."""
     if KIND == 3:
-        zeros = split4(tl.load(at, mask=mask, other=0.0 if MASKED else None).to(tl.float32))
         ones = tl.full((1, 1, b[0].shape[2]), 0x01010101, tl.int32)
         sums = mma((ones, ones, ones, ones), b, ISA)
-        return zeros, to_float(sums[0]) * -16.0, to_float(sums[1]) * -16.0
+        return split4(zeros.to(tl.float32)), to_float(sums[0]) * -16.0, to_float(sums[1]) * -16.0
     else:
         return (0, 0, 0, 0), 0, 0
+
+
+@triton.jit
+def load_group(
+    words_at: tl.tensor, scales_at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr
+) -> Any:
+    """Load a group's words, scales and zero points of 4 rows."""
+    other: tl.constexpr = 0.0 if MASKED else None
+    scales = tl.load(scales_at, mask=mask, other=other)
+    zeros = tl.load(scales_at + 16, mask=mask, other=other) if KIND == 3 else scales
+    return load_words(words_at, mask, KIND), scales, zeros
 
 
 @triton.jit
@@ -97,24 +116,32 @@ def add_quads(
     STEP: tl.constexpr = 4 * SLOTS
     words_at, scales_at, codes_at, code_scales_at = at
     even, odd = totals
+    groups = ()
+    for i in tl.static_range(4 if IS_ONE else 0):  # more tokens would have too few registers
+        mask = (n_inside > i)[None, None, :, None] if MASKED else None
+        groups += (load_group(words_at + TILE * i, scales_at + SCALES * i, mask, KIND, MASKED),)
     even_scales = split4(tl.load(code_scales_at))
     odd_scales = even_scales if IS_ONE else split4(tl.load(code_scales_at + 4))
+    if IS_ONE:
+        loads_end(n_inside, ISA)
     for i in tl.static_range(4):
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
-        low, high = entries(words_at + TILE * i, mask, table, KIND, ISA)
-        low, high = split4(low), split4(high)
-        scales = tl.load(scales_at + SCALES * i, mask=mask, other=0.0 if MASKED else None)
-        scales = split4(scales.to(tl.float32))
+        if IS_ONE:
+            words, scales, zeros = groups[i]
+        else:
+            words, scales, zeros = load_group(words_at + TILE * i, scales_at + SCALES * i, mask, KIND, MASKED)
+        low, high = entries(words, table, KIND, ISA)
+        low, high, scales = split4(low), split4(high), split4(scales.to(tl.float32))
         if i % 2 == 0:  # not both at once, since a prompt's program has too few registers
-            x = split4(tl.load(codes_at + 2 * i))
+            x = split4(tl.load(codes_at + 8 * i))
         b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
         # For prompts between the products, else after them; the other way round needs too many registers on sm_75/80.
         if words_at.shape[0] > 1:
-            zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
+            zeros, even_sum, odd_sum = zero_points(zeros, b, KIND, ISA)
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
         if words_at.shape[0] == 1:
-            zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
+            zeros, even_sum, odd_sum = zero_points(zeros, b, KIND, ISA)
         even = added(even, (c[0], c[2], d[0], d[2]), zeros, even_sum, scales, even_scales[i], KIND)
         if not IS_ONE:
             odd = added(odd, (c[1], c[3], d[1], d[3]), zeros, odd_sum, scales, odd_scales[i], KIND)
@@ -174,7 +201,7 @@ def matmul_kernel(
     eight = first + EIGHT * tl.arange(0, EIGHTS)[:, None]
     token = tl.minimum(eight + ((EACH - 1) * row)[None, :], m - 1).to(tl.int64)
     even = tl.minimum(eight + ((EACH - 1) * 2 * j)[None, :], (m - 1) // EACH * EACH).to(tl.int64)
-    codes_at = codes_ptr + ((token * n_quads + slot[None, :]) * 32 + (8 * j)[None, :])[None, :, :, None] + four
+    codes_at = codes_ptr + ((token * n_quads + slot[None, :]) * 32 + (4 * j)[None, :])[None, :, :, None] + four
     code_scales = (even // 2 * n_quads + slot[None, :]) * 8 + even % 2 * 4
     code_scales_at = code_scales_ptr + code_scales[None, :, :, None] + four
     table = load_table(table_ptr, ((thread * (one - 1))[:, None] + 0 * tl.arange(0, 4)[None, :])[None, None], KIND)

@@ -4,10 +4,10 @@ Codes and scales equal the CPU's quantize.py, bit for bit: x is multiplied by th
 1e-30 counts as zeros; a NaN or Inf makes its group's scale NaN or Inf, and so every output of the row NaN. A row's
 codes depend only on that row. With two terms, each row of x has two rows of codes, as on the CPU. Source: derived.
 
-Layout, so that a lane of a matrix product reads 16 bytes at a time: codes int8 (m, Q, 4, 4, 8), that is, for each quad
-of 128 columns, each j of 4 and each group of 32, the group's columns 4 j .. 4 j + 3 and those 16 further on. Scales are
-fp32, two rows at a time, (m / 2, Q, 2, 4). K is padded to whole steps of 1,024 columns, with codes and scales of zero;
-the row that an odd m lacks is never written.
+Layout, so that the lanes of a matrix product read adjacent 16 bytes: codes int8 (m, Q, 2, 4, 2, 8), that is, for each
+quad of 128 columns, each half of it, each j of 4 and each of the half's two groups of 32, the group's columns
+4 j .. 4 j + 3 and those 16 further on. Scales are fp32, two rows at a time, (m / 2, Q, 2, 4). K is padded to steps of
+1,024 columns, with codes and scales of zero; the row that an odd m lacks is never written.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def quantize_kernel(
     scaled = x * inverse[:, None]
     scale = tl.where(tiny, 0.0, tl.div_rn(largest, top))
     within = column % 32
-    at = group[:, None] // 4 * 128 + within % 16 // 4 * 32 + group[:, None] % 4 * 8 + within // 16 * 4 + within % 4
+    at = group[:, None] // 2 * 64 + within % 16 // 4 * 16 + group[:, None] % 2 * 8 + within // 16 * 4 + within % 4
     for term in tl.static_range(TERMS):
         rounded = scaled + MAGIC  # the addition rounds, ties to even
         code = tl.where(scaled == scaled, rounded.to(tl.int32, bitcast=True).to(tl.int8), 0).to(tl.int8)
@@ -70,7 +70,7 @@ def quantize(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
         raise ValueError(f"Activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
     m, n_columns = x.shape
     n_quads = -(-n_columns // STEP) * STEP // (QUAD * GROUP)
-    codes = torch.empty((m * n_terms, n_quads, 4, QUAD, 8), dtype=torch.int8, device=x.device)
+    codes = torch.empty((m * n_terms, n_quads, 2, 4, 2, 8), dtype=torch.int8, device=x.device)
     scales = torch.empty((-(-len(codes) // 2), n_quads, 2, QUAD), dtype=torch.float32, device=x.device)
     if m:
         grid = (m, n_quads * QUAD // GROUPS)

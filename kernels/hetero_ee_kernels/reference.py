@@ -60,12 +60,12 @@ def embed(
 
 
 def quantize(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
-    """Return codes int8 (m, Q, 4, 4, 8) and scales fp32 (m / 2, Q, 2, 4). The row missing from an odd m is 0."""
+    """Return codes int8 (m, Q, 2, 4, 2, 8) and scales fp32 (m / 2, Q, 2, 4). The row missing from an odd m is 0."""
     codes, scales = _quantized(x, n_terms)
     m = len(codes)
-    parts = codes.view(m, codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
+    parts = codes.view(m, codes.shape[1] // 4, 2, 2, 2, 4, 4)  # m, quad, group, half, j, column
     pairs = F.pad(scales, (0, 0, 0, m % 2)).view(-(-m // 2), 2, -1, 4)
-    return parts.permute(0, 1, 4, 2, 3, 5).flatten(4).contiguous(), pairs.transpose(1, 2).contiguous()
+    return parts.permute(0, 1, 2, 5, 3, 4, 6).flatten(5).contiguous(), pairs.transpose(1, 2).contiguous()
 
 
 def _quantized(x: Any, n_terms: int = 1) -> tuple[Any, Any]:

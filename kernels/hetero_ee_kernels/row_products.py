@@ -86,14 +86,14 @@ def products_kernel(
         word = tl.arange(0, 8)
         words_at = words_ptr + neuron[:, None] * (8 * n_units) + word[None, :]
         scales_at = scales_ptr + neuron * n_units
-        codes_at = codes_ptr + token * n_quads * 32 + word % 4 * 8 + word // 4
+        codes_at = codes_ptr + token * n_quads * 32 + word % 4 * 4 + word // 4
         code_scales_at = code_scales_ptr + token // 2 * n_quads * 8 + token % 2 * 4
         table = load_table(table_ptr, ((slot * (one - 1))[:, None] + 0 * word[None, :]), KIND)
         total = tl.zeros((NEURONS,), tl.float32)
         nothing = tl.zeros((NEURONS, 8), tl.int32)
         for unit in tl.range(0, n_units, loop_unroll_factor=UNROLLED):
             first, second = codebook_entries(tl.load(words_at + 8 * unit), table, ISA)
-            codes = codes_at + unit // 2 * 32 + unit % 2 * 4
+            codes = codes_at + unit * 16
             first = tl.sum(dot4(first, tl.load(codes)[None, :], nothing, ISA), 1).to(tl.float32)
             second = tl.sum(dot4(second, tl.load(codes + 2)[None, :], nothing, ISA), 1).to(tl.float32)
             scale, next_scale = scales_of(scales_at + unit)

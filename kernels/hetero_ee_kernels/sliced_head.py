@@ -14,7 +14,17 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.quantize import quantize
-from hetero_ee_kernels.tile_group import MAGIC_BITS, SLOTS, dot4, entries, load_table, split4, sum_slots, to_float
+from hetero_ee_kernels.tile_group import (
+    MAGIC_BITS,
+    SLOTS,
+    dot4,
+    entries,
+    load_table,
+    load_words,
+    split4,
+    sum_slots,
+    to_float,
+)
 from hetero_ee_kernels.tile_matrix import TileMatrix, check_no_zeros, check_rows, output
 
 N_WARPS = 4  # one thread per slot, candidate and group of a quad
@@ -38,8 +48,8 @@ def add_quad(
     """
     sums = tl.full(inside.shape, MAGIC_BITS, tl.int32)
     for j in tl.static_range(4):
-        low, high = entries(w_at + 16 * j, inside, table, KIND, ISA)
-        sums = dot4(low, tl.load(codes_at + 8 * j), dot4(high, tl.load(codes_at + 8 * j + 1), sums, ISA), ISA)
+        low, high = entries(load_words(w_at + 16 * j, inside, KIND), table, KIND, ISA)
+        sums = dot4(low, tl.load(codes_at + 4 * j), dot4(high, tl.load(codes_at + 4 * j + 1), sums, ISA), ISA)
     scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
     numbers, scales = split4(to_float(sums)), split4(scale * tl.load(code_scales_at))
     for i in tl.static_range(4):
@@ -83,7 +93,7 @@ def sliced_kernel(
     y = tl.zeros((1, 4), tl.float32)
     for term in tl.static_range(TERMS):
         place = row * TERMS + term
-        codes_at = codes_ptr + (place * n_quads + slot) * 32 + (group % 4 * 2 + within * 0)
+        codes_at = codes_ptr + (place * n_quads + slot) * 32 + (group % 4 // 2 * 16 + group % 2 * 2 + within * 0)
         code_scales_at = code_scales_ptr + (place // 2 * n_quads + slot) * 8
         code_scales_at += place % 2 * 4 + group % 4 + within * 0
         total = tl.zeros((SLOTS, 4), tl.float32)

@@ -23,6 +23,7 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 x 2^23
 DOT4_PTX = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
 AND_XOR_PTX = tl.constexpr("lop3.b32 $0, $1, $2, $3, 0x6A;")
+WARP_BARRIER_PTX = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
 LOOKUP_PTX = tl.constexpr("""{
     .reg .b32 place, half, a, b, c, d;
     and.b32 place, $2, 0x77777777;
@@ -206,15 +207,31 @@ def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> An
 
 
 @triton.jit
-def entries(at: tl.tensor, mask: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """Unpack the word of line j (at address `at`): return 4 columns from 4 j and 4 that are 16 further on, as bytes."""
+def load_words(at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr) -> Any:
+    """Load the word of line j, which an int8 tile has a second of, 16 columns further on."""
     words = tl.load(at, mask=mask)
+    return words, tl.load(at + 64, mask=mask) if KIND == 2 else words
+
+
+@triton.jit
+def loads_end(thread: tl.tensor, ISA: tl.constexpr) -> None:
+    """Keep the assembler from moving loads that come before to where they are used, which saves registers, but waits.
+
+    thread: (T,) int32 with one number per thread.
+    """
+    if ISA >= 2:
+        tl.inline_asm_elementwise(WARP_BARRIER_PTX, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def entries(words: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
+    """Unpack what load_words returned: 4 columns from 4 j and 4 that are 16 further on, as bytes."""
     if KIND == 0 or KIND == 3:
-        return linear_entries(words, ISA)
+        return linear_entries(words[0], ISA)
     elif KIND == 1:
-        return codebook_entries(words, table, ISA)
+        return codebook_entries(words[0], table, ISA)
     else:
-        return words, tl.load(at + 64, mask=mask)
+        return words
 
 
 @triton.jit

@@ -14,7 +14,7 @@ def by_columns(x: Any) -> tuple[Any, Any]:
     """What is made of x, in the order of its columns: codes (m, G, 32), scales (m, G), of the groups that there are."""
     codes, scales = quantize(x)
     m, n_groups = len(x), -(-x.shape[1] // 32)
-    parts = codes.view(m, codes.shape[1], 4, 4, 2, 4).permute(0, 1, 3, 4, 2, 5).reshape(m, -1, 32)
+    parts = codes.view(m, codes.shape[1], 2, 4, 2, 2, 4).permute(0, 1, 2, 4, 5, 3, 6).reshape(m, -1, 32)
     scales = scales.transpose(1, 2).flatten(2).flatten(0, 1)[:m]
     assert not parts[:, n_groups:].any() and not scales[:, n_groups:].any()
     return parts[:, :n_groups].contiguous(), scales[:, :n_groups].contiguous()
@@ -86,14 +86,14 @@ def test_wrong_activations_are_refused() -> None:
     for wrong in (random(4, 32), random(4, 2, 32).double(), random(4, 2, 64)[:, ::2], random(4, 2, 0)):
         with pytest.raises(ValueError, match="Activations are"):
             quantize(wrong)
-    assert quantize(random(4, 0, 32))[0].shape == (0, 8, 4, 4, 8)
+    assert quantize(random(4, 0, 32))[0].shape == (0, 8, 2, 4, 2, 8)
 
 
-def test_a_lane_reads_16_bytes_of_four_groups() -> None:
-    """Word 8 j + 2 g + h of a quad: columns 16 h + 4 j .. 4 j + 3 of its group g."""
+def test_a_lane_reads_16_bytes_of_two_groups() -> None:
+    """Word 16 (g / 2) + 4 j + 2 (g % 2) + h of a quad: columns 16 h + 4 j .. 4 j + 3 of its group g."""
     x = torch.arange(128, device=DEVICE)[None] / 1.0
     x[0, 31::32] = 127.0
     codes = quantize(x)[0].flatten()[:128]
     for j, group, half, byte in ((0, 0, 0, 0), (1, 0, 1, 2), (3, 2, 0, 1), (2, 3, 1, 3)):
         column = 32 * group + 16 * half + 4 * j + byte
-        assert codes[4 * (8 * j + 2 * group + half) + byte] == column
+        assert codes[4 * (16 * (group // 2) + 4 * j + 2 * (group % 2) + half) + byte] == column
