@@ -12,9 +12,10 @@ For few rows each part has its own program, and a second launch combines the par
 program does both and needs no workspace. The order of all sums follows from absolute positions: a row's bits depend
 only on its query, its position, the window and the keys and values it sees, never on other rows, pages, slots, the
 longest context or the number of launches. Pages outside the rows' windows are never loaded.
-A single token pays for the queries that stay empty: 36 instructions per thread and position on sm_86, where 2 queries
-need 20 (fp16, heads of 128, counted); 4 of a sequence need those 36 together. 8 queries would need 226 to 255
-registers, which halves the programs that run at once, and spill up to 120 bytes for prompts (compiled, Triton 3.9).
+A single token pays for the queries that stay empty: 34 instructions per thread and position (PTX for sm_86, fp16, heads
+of 128, counted); 4 of a sequence need those 34 together. Two positions per lane at a time share one correction of the
+sums by the new maximum; four would need 143 registers instead of 120. 8 queries would need 226 to 255 registers, which
+halves the programs that run at once, and spill up to 120 bytes for prompts (compiled, Triton 3.9).
 fp32 multiplies and sums. Tensor cores would need fp16 queries and weights in two halves each, to be accurate, and for a
 single row, too, to have the same bits. Turing and fp32 caches could not use them, and registers would spill (compiled,
 Triton 3.9: 120 bytes on sm_86 for heads of 128).
@@ -46,6 +47,7 @@ from hetero_ee_kernels.tile_group import split4
 
 QUERIES = 4  # per program: query heads of a key head, times rows; later programs read the same keys from the L2 cache
 TILE = 4096  # queries x lanes x features of a step: 32 sums per thread; twice that needs 255 registers (measured)
+TURNS = 2  # positions of a lane per step
 MAX_HEAD_DIM = 512
 N_WARPS, COMBINE_WARPS, N_STAGES = 4, 1, 1
 LATEST = tl.constexpr(2**31 - 1)  # later than any position
@@ -91,6 +93,7 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     LANES: tl.constexpr,
+    STEP: tl.constexpr,
     FEATURES: tl.constexpr,
     FIRST: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -111,7 +114,7 @@ def attention_kernel(
         states_ptr: None, or fp32 (m, N_HEADS, N_PARTS, 2) for each part's greatest score and sum of weights.
         factor, cap, WINDOW: scale of the scores; their limit if IS_CAPPED; positions that a row sees, 0 for all.
         GROUP, GROUP_BLOCK, ROWS: query heads per key head; query heads and rows per program.
-        DIM_BLOCK, LANES, PART: HEAD_DIM rounded up to a power of two; positions per step; positions per part.
+        DIM_BLOCK, LANES, STEP, PART: HEAD_DIM rounded up to a power of two; lanes; positions per step and per part.
     """
     first_row = tl.program_id(0)
     slot = tl.load(slots_ptr + first_row)
@@ -148,36 +151,42 @@ def attention_kernel(
             best = tl.full((GROUP_BLOCK * ROWS, LANES), float("-inf"), tl.float32)
             total = tl.zeros((GROUP_BLOCK * ROWS, LANES), tl.float32)
             sums = tl.zeros((GROUP_BLOCK * ROWS, LANES, DIM_BLOCK), tl.float32)
-            for step in range(low // LANES, (high + LANES - 1) // LANES):  # unrolled loads would need more registers
-                at = step * LANES + lane
-                page = tl.load(pages + step * LANES // PAGE).to(tl.int64)
+            for step in range(low // STEP, (high + STEP - 1) // STEP):
+                page = tl.load(pages + step * STEP // PAGE).to(tl.int64)
                 first_vector = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
-                vectors = first_vector + at % PAGE
-                code = vectors[None, :, None] * HEAD_DIM + features
-                is_seen = (at >= low) & (at < high)
-                loaded = is_seen[None, :, None] & (features < HEAD_DIM)
-                key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
-                value = tl.load(codes_ptr + VALUES * HEAD_DIM + code, mask=loaded, other=0.0).to(tl.float32)
-                seen = is_seen[None, :]
-                if ROWS > 1:
-                    seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
-                score = tl.sum(dot_fours(query, key), 2)
-                if scales_ptr is not None:
-                    score *= tl.load(scales_ptr + vectors, mask=is_seen, other=0.0)[None, :]
-                if IS_CAPPED:
-                    score = activated(score, cap, "softcap")
-                score = tl.where(seen, score, float("-inf"))
-                higher = tl.maximum(best, score)
+                higher, turns = best, ()
+                for turn in tl.static_range(STEP // LANES):
+                    at = step * STEP + turn * LANES + lane
+                    vectors = first_vector + at % PAGE
+                    code = vectors[None, :, None] * HEAD_DIM + features
+                    is_seen = (at >= low) & (at < high)
+                    loaded = is_seen[None, :, None] & (features < HEAD_DIM)
+                    key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
+                    value = tl.load(codes_ptr + VALUES * HEAD_DIM + code, mask=loaded, other=0.0)
+                    seen, value_scale = is_seen[None, :], 0.0
+                    if ROWS > 1:
+                        seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
+                    score = tl.sum(dot_fours(query, key), 2)
+                    if scales_ptr is not None:
+                        score *= tl.load(scales_ptr + vectors, mask=is_seen, other=0.0)[None, :]
+                        value_scale = tl.load(scales_ptr + VALUES + vectors, mask=is_seen, other=0.0)[None, :]
+                    if IS_CAPPED:
+                        score = activated(score, cap, "softcap")
+                    score = tl.where(seen, score, float("-inf"))
+                    higher = tl.maximum(higher, score)
+                    turns += ((score, seen, value, value_scale),)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
-                correction, weight = tl.exp(best - base), tl.exp(score - base)
-                total = tl.fma(total, correction, weight)
-                if scales_ptr is not None:
-                    weight *= tl.load(scales_ptr + VALUES + vectors, mask=is_seen, other=0.0)[None, :]
-                    weight = tl.where(seen, weight, 0.0)
-                elif ROWS > 1:  # a value that only other rows see may be infinite, and 0 x inf is NaN
-                    value = tl.where(seen[:, :, None], value, 0.0)
-                sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
-                best = higher
+                correction, best = tl.exp(best - base), higher
+                total, sums = total * correction, sums * correction[:, :, None]
+                for turn in tl.static_range(STEP // LANES):
+                    score, seen, value, value_scale = turns[turn]
+                    weight, value = tl.exp(score - base), value.to(tl.float32)
+                    total += weight
+                    if scales_ptr is not None:
+                        weight = tl.where(seen, weight * value_scale, 0.0)
+                    elif ROWS > 1:  # a value that only other rows see may be infinite, and 0 x inf is NaN
+                        value = tl.where(seen[:, :, None], value, 0.0)
+                    sums = tl.fma(weight[:, :, None], value, sums)
             greatest = tl.max(best, 1)
             base = tl.where(greatest == float("-inf"), 0.0, greatest)
             share = tl.exp(best - base[:, None])
@@ -311,4 +320,9 @@ def _sizes(group: int, head_dim: int) -> dict[str, int]:
     group_block = min(QUERIES, triton.next_power_of_2(group))
     lanes = max(1, min(PAGE_TOKENS, TILE // (QUERIES * dim_block)))
     sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": QUERIES // group_block}
-    return sizes | {"HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}
+    return sizes | {
+        "HEAD_DIM": head_dim,
+        "DIM_BLOCK": dim_block,
+        "LANES": lanes,
+        "STEP": min(PAGE_TOKENS, TURNS * lanes),
+    }
