@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee_kernels import attention
-from tests.gpu.ptx.counts import ARCHITECTURE, CARDS, ISSUED_PER_CLOCK, counted, workloads
+from tests.gpu.ptx.counts import ARCHITECTURE, CARDS, counted, workloads
 from tests.gpu.ptx.launcher import Launcher
 from tests.gpu_compilation import CARD_CLASSES, Compiled, compile_for
 from tests.gpu_compilations import every_compilation
@@ -38,11 +38,12 @@ they fit. With 8 query heads or rows instead of 4, a program needs 226 to 255 re
 | model | rows of a sequence per program |"""
 COUNTS = """
 The next table has counts, not measurements, from executing the PTX for sm_{architecture} (tests/gpu/ptx): thread
-instructions per byte of global memory touched, and 32-byte sectors requested per different sector touched. The last
-columns estimate the time to issue the instructions, at {issued} per clock and multiprocessor, as a share of the time to
-read the bytes from DRAM. ptxas translates PTX to other instructions, and some of these need more than one issue slot.
+instructions per byte of global memory touched, and 32-byte sectors requested per different sector touched. ptxas and
+nvdisasm give the machine instructions (SASS) per PTX instruction in a kernel's longest loop with loads, or in all of a
+kernel without one, and the pipe that they occupy longest. The last columns estimate that time as a share of the time to
+read the bytes from DRAM.
 
-| launch | kernel | instructions per byte | sectors asked per touched |"""
+| launch | kernel | PTX per byte | SASS per byte | tightest pipe | sectors asked per touched |"""
 READ_SHAPES = (("Llama-2-7B", 32, 1), ("Llama-3-8B", 8, 4))  # n_kv_heads, query heads of each
 READ_ROWS = (1, 2, 4, 8, 16)
 CONTEXT_TOKENS, HEAD_DIM = 4096, 128
@@ -91,15 +92,14 @@ def reads() -> str:
 
 def counts() -> str:
     """Return the table of executed instructions."""
-    lines = [
-        COUNTS.format(architecture=ARCHITECTURE, issued=ISSUED_PER_CLOCK) + "".join(f" {card} |" for card in CARDS)
-    ]
-    lines.append("|---|---|---|---|" + "---|" * len(CARDS))
+    lines = [COUNTS.format(architecture=ARCHITECTURE) + "".join(f" {card} |" for card in CARDS)]
+    lines.append("|---|---|---|---|---|---|" + "---|" * len(CARDS))
     launcher = Launcher(ARCHITECTURE)
     for row in (row for name in workloads() for row in counted(name, launcher)):
         shares = "".join(f" {row.share(card):.0%} |".replace("%", " %") for card in CARDS)
-        per_byte, asked = f"{row.instructions_per_byte:.2f}", f"{row.asked_per_touched:.2f}"
-        lines.append(f"| {row.workload} | `{row.kernel}` | {per_byte} | {asked} |{shares}")
+        per_byte, sass = row.instructions_per_byte, row.sass
+        counted_here = f"{per_byte:.2f} | {per_byte * sass.per_ptx:.2f} | {sass.pipe} | {row.asked_per_touched:.2f}"
+        lines.append(f"| {row.workload} | `{row.kernel}` | {counted_here} |{shares}")
     return "\n".join(lines) + "\n"
 
 

@@ -43,7 +43,7 @@ from hetero_ee_kernels.pages import (
     check_rows,
     workspace_size,
 )
-from hetero_ee_kernels.tile_group import split4
+from hetero_ee_kernels.tile_group import nothing, split4
 
 QUERIES = 4  # per program: query heads of a key head, times rows; later programs read the same keys from the L2 cache
 TILE = 4096  # queries x lanes x features of a step: 32 sums per thread; twice that needs 255 registers (measured)
@@ -154,7 +154,7 @@ def attention_kernel(
             for step in range(low // STEP, (high + STEP - 1) // STEP):
                 page = tl.load(pages + step * STEP // PAGE).to(tl.int64)
                 first_vector = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
-                higher, turns = best, ()
+                higher, turns = best, nothing()
                 for turn in tl.static_range(STEP // LANES):
                     at = step * STEP + turn * LANES + lane
                     vectors = first_vector + at % PAGE

@@ -35,6 +35,7 @@ from hetero_ee_kernels.tile_group import (
     load_words,
     loads_end,
     mma,
+    nothing,
     split4,
     sum_slots,
     to_float,
@@ -116,7 +117,7 @@ def add_quads(
     STEP: tl.constexpr = 4 * SLOTS
     words_at, scales_at, codes_at, code_scales_at = at
     even, odd = totals
-    groups = ()
+    groups = nothing()
     for i in tl.static_range(4 if IS_ONE else 0):  # more tokens would have too few registers
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
         groups += (load_group(words_at + TILE * i, scales_at + SCALES * i, mask, KIND, MASKED),)

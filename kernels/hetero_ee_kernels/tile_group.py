@@ -52,6 +52,12 @@ TURING_MMA_PTX = tl.constexpr("""{
 
 
 @triton.jit
+def nothing() -> Any:
+    """Return an empty tuple to collect parts of any type in."""
+    return ()
+
+
+@triton.jit
 def split4(x: tl.tensor) -> Any:
     """Split a tensor (..., 4) along its last axis into four tensors (...)."""
     even, odd = tl.split(tl.reshape(x, x.shape[:-1] + [2, 2]))  # noqa: RUF005 (Triton knows no starred lists)

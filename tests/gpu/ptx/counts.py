@@ -12,6 +12,7 @@ from hetero_ee_kernels.pages import new_pages
 from hetero_ee_kernels.row_matrix import RowMatrix
 from tests.gpu.ptx.launcher import Launcher
 from tests.gpu.ptx.memory import SECTOR_BYTES
+from tests.gpu.ptx.sass import Sass, assembled
 from tests.gpu_support import int32, random
 from tests.gpu_tiles import activations, random_matrix
 
@@ -19,7 +20,6 @@ ARCHITECTURE = 86
 N_COLUMNS, N_ROWS, N_NEURONS, N_TOKENS, N_LOGITS = 4096, 128, 512, 1024, 32000
 CARDS = {"RTX 3060": (28, 1.78, 360.0), "RTX 4060": (24, 2.46, 272.0), "RTX 4090": (128, 2.52, 1008.0)}
 """Multiprocessors, GHz, GB/s."""
-ISSUED_PER_CLOCK = 4  # warp instructions that a multiprocessor issues per clock
 MIN_SHARE = 0.2  # a kernel has a row if it executes at least this share of a workload's instructions
 
 
@@ -31,11 +31,12 @@ class Row:
     kernel: str
     instructions_per_byte: float  # thread instructions per byte of global memory touched
     asked_per_touched: float  # sectors requested by warps per different sector touched
+    sass: Sass
 
     def share(self, card: str) -> float:
-        """Return the time to issue the instructions, as a share of the time to read the bytes from DRAM."""
+        """Return the time that the tightest pipe needs, as a share of the time to read the bytes from DRAM."""
         n_units, clock_ghz, gb_per_s = CARDS[card]
-        return self.instructions_per_byte / 32 / ISSUED_PER_CLOCK / n_units / clock_ghz * gb_per_s
+        return self.instructions_per_byte * self.sass.clocks_per_ptx / n_units / clock_ghz * gb_per_s
 
 
 def workloads() -> dict[str, Callable[[], Any]]:
@@ -87,5 +88,6 @@ def counted(name: str, launcher: Launcher) -> list[Row]:
             n_bytes = SECTOR_BYTES * counts.n_touched_sectors
             per_byte = 32 * launch.n_instructions / n_bytes
             asked = counts.n_sectors / counts.n_touched_sectors
-            rows.append(Row(name, launch.program.kernel.name, per_byte, asked))
+            sass = assembled(launch.program.text, launcher.architecture)
+            rows.append(Row(name, launch.program.kernel.name, per_byte, asked, sass))
     return rows

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from tests.gpu.ptx.counts import ARCHITECTURE, counted, workloads
 from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
+from tests.gpu.ptx.sass import main_loop
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu_kernels.md"
 GROWTH = 1.1
@@ -28,3 +29,10 @@ def test_instructions_are_those_of_the_page(name: str, run_folder: Path) -> None
     assert [row.kernel for row in rows] == [kernel for kernel, _ in listed]
     for row, (_, instructions) in zip(rows, listed, strict=True):
         assert row.instructions_per_byte <= GROWTH * float(instructions), row
+
+
+def test_the_main_loop_is_the_longest_inner_one_with_loads() -> None:
+    inner = ".L_x_1:\n LDG.E R1, [R2] ;\n FADD R1, R1, R2 ;\n @P0 BRA `(.L_x_1) ;\n"
+    text = f" MOV R1, R2 ;\n.L_x_0:\n{inner}.L_x_2:\n FMUL R1, R1, R2 ;\n @P1 BRA `(.L_x_2) ;\n @P2 BRA `(.L_x_0) ;\n"
+    assert main_loop(text) == ["LDG.E", "FADD", "BRA"]
+    assert main_loop(" MOV R1, R2 ;\n EXIT ;\n") == ["MOV", "EXIT"]
