@@ -72,25 +72,25 @@ def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.cons
 
 
 @triton.jit
+def load_scales(at: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> Any:
+    return tl.load(at, mask=mask, other=0.0 if MASKED else None)
+
+
+@triton.jit
+def load_zeros(at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr) -> Any:
+    return load_scales(at, mask, MASKED) if KIND == 3 else 0
+
+
+@triton.jit
 def zero_points(zeros: tl.tensor, b: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
     """Return 4 rows' zero points, and -16 times the activations' sums of tokens 2 j and 2 j + 1. b: see mma."""
     if KIND == 3:
         ones = tl.full((1, 1, b[0].shape[2]), 0x01010101, tl.int32)
+        zeros = split4(zeros.to(tl.float32))
         sums = mma((ones, ones, ones, ones), b, ISA)
-        return split4(zeros.to(tl.float32)), to_float(sums[0]) * -16.0, to_float(sums[1]) * -16.0
+        return zeros, to_float(sums[0]) * -16.0, to_float(sums[1]) * -16.0
     else:
         return (0, 0, 0, 0), 0, 0
-
-
-@triton.jit
-def load_group(
-    words_at: tl.tensor, scales_at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr
-) -> Any:
-    """Load a group's words, scales and zero points of 4 rows."""
-    other: tl.constexpr = 0.0 if MASKED else None
-    scales = tl.load(scales_at, mask=mask, other=other)
-    zeros = tl.load(scales_at + 16, mask=mask, other=other) if KIND == 3 else scales
-    return load_words(words_at, mask, KIND), scales, zeros
 
 
 @triton.jit
@@ -120,28 +120,31 @@ def add_quads(
     groups = nothing()
     for i in tl.static_range(4 if IS_ONE else 0):  # more tokens would have too few registers
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
-        groups += (load_group(words_at + TILE * i, scales_at + SCALES * i, mask, KIND, MASKED),)
+        scales = load_scales(scales_at + SCALES * i, mask, MASKED)
+        zeros = load_zeros(scales_at + SCALES * i + 16, mask, KIND, MASKED)
+        groups += ((load_words(words_at + TILE * i, mask, KIND), scales, zeros),)
     even_scales = split4(tl.load(code_scales_at))
     odd_scales = even_scales if IS_ONE else split4(tl.load(code_scales_at + 4))
     if IS_ONE:
         loads_end(n_inside, ISA)
     for i in tl.static_range(4):
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
-        if IS_ONE:
-            words, scales, zeros = groups[i]
-        else:
-            words, scales, zeros = load_group(words_at + TILE * i, scales_at + SCALES * i, mask, KIND, MASKED)
+        words = groups[i][0] if IS_ONE else load_words(words_at + TILE * i, mask, KIND)
         low, high = entries(words, table, KIND, ISA)
-        low, high, scales = split4(low), split4(high), split4(scales.to(tl.float32))
+        low, high = split4(low), split4(high)
+        scales = groups[i][1] if IS_ONE else load_scales(scales_at + SCALES * i, mask, MASKED)
+        scales = split4(scales.to(tl.float32))
         if i % 2 == 0:  # not both at once, since a prompt's program has too few registers
             x = split4(tl.load(codes_at + 8 * i))
         b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
         # For prompts between the products, else after them; the other way round needs too many registers on sm_75/80.
         if words_at.shape[0] > 1:
+            zeros = groups[i][2] if IS_ONE else load_zeros(scales_at + SCALES * i + 16, mask, KIND, MASKED)
             zeros, even_sum, odd_sum = zero_points(zeros, b, KIND, ISA)
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
         if words_at.shape[0] == 1:
+            zeros = groups[i][2] if IS_ONE else load_zeros(scales_at + SCALES * i + 16, mask, KIND, MASKED)
             zeros, even_sum, odd_sum = zero_points(zeros, b, KIND, ISA)
         even = added(even, (c[0], c[2], d[0], d[2]), zeros, even_sum, scales, even_scales[i], KIND)
         if not IS_ONE:
