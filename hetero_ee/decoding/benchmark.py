@@ -151,5 +151,6 @@ def _prefill(executor: Executor, sequence: int, first: int, n_tokens: int, chunk
 def _decode(executor: Executor, sequence: int, first: int, n_tokens: int) -> None:
     token_id = FIRST_TOKEN_ID
     for position in range(first, first + n_tokens):
+        executor.cache.settle(sequence, position)
         logits = executor.logits(Batch((token_id,), (sequence,), (position,)), (0,))
         token_id = int(logits[0].argmax())

@@ -301,6 +301,8 @@ class DecodingLoop:
     def _advanced(self, decoding: Sequence[_Running]) -> list[Stepped]:
         """Advance these sequences. If that fails, advance each alone, so that an error ends only its own sequence."""
         requests = [each.request for each in decoding]
+        for request in requests:
+            self._shared.executor.cache.settle(request.kv_sequence, len(request.token_ids) - 1)
         try:
             takes = self._mode.advance(requests)
         except HeteroError as error:

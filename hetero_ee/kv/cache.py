@@ -92,6 +92,10 @@ class KvCache(ABC):
     def mark(self, sequence: int) -> None:  # noqa: B027
         """Keep a copy of the recurrent layers' state as it is now, so that cut() can restore this length later."""
 
+    def settle(self, sequence: int, length: int) -> None:
+        """Note that the sequence's first `length` tokens are final, so that caches need not be able to forget some."""
+        return
+
     def open_new(self) -> int:
         """Start an empty sequence with the lowest free number and return the number."""
         taken = set(self.sequences)

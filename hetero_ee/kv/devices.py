@@ -87,6 +87,10 @@ class DeviceCaches(KvCache):
             return length
         return self.snapshots.latest(sequence, min(length, self.length(sequence)))
 
+    def settle(self, sequence: int, length: int) -> None:
+        for cache in self._caches:
+            cache.settle(sequence, length)
+
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
         if self._logs_reach(sequence, length, layers):
             for part in self.parts:

@@ -2,8 +2,8 @@
 
 Each layer keeps its matrices as they were before the token at position `base`, and a log of the updates of the tokens
 from there on. Forgetting tokens only shortens the log: no matrix is copied. A pass applies the log to the matrices
-again, with the same numbers in the same order, which gives the same bits. It stores the matrices only if the log would
-become too long.
+again, with the same numbers in the same order, which gives the same bits. It stores the matrices as they are after the
+tokens that the decoding loop has settled, or later ones if the log would become too long.
 
 The log and the convolution's inputs are rings: position p is at index p modulo their length. Inputs before position 0
 count as 0.
@@ -44,6 +44,7 @@ class RecurrentStorage:
 class _Sequence:
     storage: RecurrentStorage
     lengths: list[int]  # tokens that have passed each layer
+    n_settled: int = 0  # tokens that no rollback is expected to forget
 
 
 class RecurrentCache(LayeredCache[_Sequence]):
@@ -69,10 +70,13 @@ class RecurrentCache(LayeredCache[_Sequence]):
         """
         bases, index = self.storage(sequence).bases, self.index(layer)
         base = max(int(bases[index]), first - LOG_TOKENS)
-        after = max(base, first + n_tokens - LOG_TOKENS)
+        after = max(base, first + n_tokens - LOG_TOKENS, min(first, self._sequences[sequence].n_settled))
         if after > base:
             bases[index] = LOST
         return base, after
+
+    def settle(self, sequence: int, length: int) -> None:
+        self._sequences[sequence].n_settled = length
 
     def moved(self, layer: int, sequence: int, base: int) -> None:
         """Note that a pass has stored a layer's matrices as they are before position `base`."""
@@ -86,6 +90,7 @@ class RecurrentCache(LayeredCache[_Sequence]):
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
         super().cut(sequence, self.restorable(sequence, length, layers), layers)
         held = self._sequences[sequence]
+        held.n_settled = min(held.n_settled, *held.lengths)
         for index, (base, n_tokens) in enumerate(zip(held.storage.bases.tolist(), held.lengths, strict=True)):
             if base > n_tokens:  # restorable() made it 0
                 held.storage.matrices[index] = 0.0
@@ -105,6 +110,7 @@ class RecurrentCache(LayeredCache[_Sequence]):
         for ours, theirs in zip(storage.parts, parts, strict=True):
             ours.copy_(theirs)
         lengths[:] = [length] * self.n_layers
+        self._sequences[sequence].n_settled = length
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
         """See LayeredCache. Returns views of the layer's whole storage, whatever the positions."""

@@ -14,7 +14,7 @@ from hetero_ee.runtime.executors.executor import Executor
 from tests.e2e.test_exact_identity import Models, check_case
 from tests.e2e.test_families import TOLERANCE, executor_of
 from tests.exact_cases import drawn_cases
-from tests.executor_support import executor_for, hidden_alone, model_of
+from tests.executor_support import MAX_TOKENS, executor_for, hidden_alone, model_of
 from tests.families import random_model, save_checkpoint
 
 FAMILIES = ("qwen3.5", "qwen3.5-even", "lfm2")
@@ -51,12 +51,17 @@ class Walk:
         self.sequence, self.n_true, self.n_drafted = executor.cache.open_new(), 0, 0
 
     def step(self) -> None:
+        if self.draw.random() < 0.3:
+            self.executor.cache.settle(self.sequence, self.n_true)
         if self.n_true == len(TEXT) or self.draw.random() < 0.15:
             self.forget()
         elif self.draw.random() < 0.3:
             self.read(self.draw.choice([1, 2, LOG_TOKENS - 1, LOG_TOKENS, LOG_TOKENS + 1, 60]))
         else:
-            self.draft(self.draw.randint(1, 16), self.draw.randrange(self.executor.spec.n_layers))
+            self.draft(
+                self.draw.randint(1, min(16, MAX_TOKENS - self.n_true)),
+                self.draw.randrange(self.executor.spec.n_layers),
+            )
 
     def read(self, n_tokens: int) -> None:
         tokens = TEXT[self.n_true : self.n_true + n_tokens]
