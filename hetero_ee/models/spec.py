@@ -113,9 +113,9 @@ class ModelSpec:
         )
 
     def plain_layers(self, n_layers: int) -> Self:
-        """Return a copy with n_layers equal layers without windows, whose savings the planner counts, to measure."""
-        windows = (None,) * n_layers
-        return replace(self, n_layers=n_layers, sliding_windows=windows, layer_ropes=None, own_layers=())
+        """Return a copy to measure: n_layers equal layers without windows and second terms, which plans count."""
+        plain = replace(self, n_layers=n_layers, sliding_windows=(None,) * n_layers, layer_ropes=None, own_layers=())
+        return replace(plain, activation_terms=1)
 
     @property
     def embedding(self) -> EmbeddingSpec:

@@ -22,6 +22,7 @@ from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
 from hetero_ee.profiling.preset import MOST_PASSES, QUICK, USUAL_PASSES, PassSampling, product_shapes
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights
+from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.measurement import Origin
@@ -203,6 +204,13 @@ def test_keys_and_values_need_room_too() -> None:
     spec = spec_of("llama")
     assert probed_model(spec, product_shapes(spec), 2**20, 16).spec.n_layers == 3
     assert probed_model(spec, product_shapes(spec), 2**20, 12_000).spec.n_layers == 1
+
+
+def test_profiles_are_of_activations_of_one_term() -> None:
+    """The planner counts others, and all plans of a model's shapes share a profile."""
+    spec = replace(spec_of("llama"), activation_terms=2)
+    model = probed_model(spec, product_shapes(spec), 2**20, 16)
+    assert {each.n_terms for each in model.weights.matrices.values() if isinstance(each, TileWeight)} == {1}
 
 
 def test_the_speed_since_then(monkeypatch: pytest.MonkeyPatch) -> None:
