@@ -6,10 +6,12 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hetero_ee import UsageError
+from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.profiling.kept import keep_profile
 from hetero_ee.profiling.machine_profile import versions
@@ -210,6 +212,45 @@ def test_a_quick_look_comes_first_and_without_a_gain_it_is_all(
     assert ("A quick look at 600 tokens finds no gain, so this is all; --full goes on." in ended.err) == (
         n_tokens < 650
     )
+
+
+@pytest.mark.parametrize(
+    ("n_texts", "n_tokens", "found", "n_runs"),
+    [
+        (0, 1741, "new", 2),  # the model's own text, which never ends
+        (1, 1741, "new", 1),
+        (1, 2048, "new", 2),
+        (2, 1100, "new", 2),  # one of them is short
+        (0, 2048, "old", 1),
+        (0, 2048, "interrupted", 2),
+        (0, 8192, "interrupted", 1),
+    ],
+)
+@pytest.mark.sample(7)
+def test_a_quick_look_goes_on_if_there_is_more_text(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_texts: int, n_tokens: int, found: str, n_runs: int
+) -> None:
+    """The calibrations themselves are stand-ins. Standard input is read once."""
+    requests: list[CalibrationRequest] = []
+
+    def made(wanted: object, request: CalibrationRequest, *others: object) -> SimpleNamespace:
+        requests.append(request)
+        text = SimpleNamespace(text=SimpleNamespace(n_tokens=n_tokens))
+        return SimpleNamespace(exits=SimpleNamespace(calibration=text, is_new=found == "new", folder=tmp_path / "c"))
+
+    def refuse(found: object) -> None:
+        raise UsageError("nothing is reported.")
+
+    if found == "interrupted":
+        (tmp_path / "c.partial").touch()
+    for name, stand_in in (("_made", made), ("_gain", lambda options: None), ("_report", refuse)):
+        monkeypatch.setattr(f"hetero_ee_cli.commands.calibrate.{name}", stand_in)
+    file = tmp_path / "words.txt"
+    file.write_text("words")
+    texts = ["--text", "-"][: 2 * n_texts] + ["--text", file] * (n_texts - 1)
+    assert cli("calibrate", *texts, stdin=b"from a pipe").code == 2
+    assert [each.n_tokens for each in requests] == [2048, 8192][:n_runs]
+    assert {each.texts and each.texts[0] for each in requests} == {"from a pipe" if n_texts else None}
 
 
 @pytest.mark.parametrize(

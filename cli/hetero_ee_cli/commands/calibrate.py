@@ -11,6 +11,7 @@ import typer
 
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.options.engine import CALIBRATION_TOKENS, MODEL_OPTIONS, OFF, TOKENS, UNQUANTIZED
+from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
@@ -109,18 +110,18 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
         from hetero_ee.calibration.plot import plot_exits
         from hetero_ee.sparsity.request import SparsityRequest
 
+        request = wanted.request()  # once, since standard input ends
     asked = SparsityRequest.parsed(options.get("sparsity"))
     looks_first = asked is None and not (wanted.show or wanted.full or wanted.certify or wanted.tokens is not None)
-    first = replace(wanted, tokens=QUICK_TOKENS) if looks_first else wanted
-    found = _existing(engine, options, model, asked) if wanted.show else _made(first, options, asked)
+    first = replace(request, n_tokens=QUICK_TOKENS) if looks_first else request
+    found = _existing(engine, options, model, asked) if wanted.show else _made(wanted, first, options, asked)
     gain = None if wanted.show or asked is not None else _gain(options)  # plans are of dense FFNs
-    n_found = found.exits.calibration.text.n_tokens
-    if looks_first and found.exits.is_new and n_found > CLEAR_LOSS * QUICK_TOKENS:  # else that was the whole text
+    if looks_first and _is_first_look(wanted, found.exits):
         if gain is not None and gain.is_loss(CLEAR_LOSS):
             say(f"A quick look at {QUICK_TOKENS:,} tokens finds no gain, so this is all; --full goes on.")
         else:
             say(f"A quick look finds no clear loss; going on with {CALIBRATION_TOKENS:,} tokens (--full resumes this).")
-            found, gain = _made(replace(wanted, full=True), options, asked), _gain(options)
+            found, gain = _made(wanted, replace(request, force=True), options, asked), _gain(options)
     if not wanted.as_json:
         print("\n".join(_report(found)))
     if wanted.plot is not None:
@@ -139,14 +140,23 @@ class _Found:
     predictor: "NeuronPredictor | None" = None
 
 
-def _made(wanted: CalibrateOptions, options: dict[str, Any], asked: "SparsityRequest | None") -> _Found:
+def _is_first_look(wanted: CalibrateOptions, exits: "CalibrationOutcome") -> bool:
+    """Return whether more text is left to calibrate on, after a quick look of now, or of a run that was interrupted."""
+    n_tokens = exits.calibration.text.n_tokens
+    if not exits.is_new:
+        return n_tokens < 2 * QUICK_TOKENS and Path(f"{exits.folder}{PARTIAL_SUFFIX}").exists()
+    return len(wanted.text or ()) != 1 or n_tokens > CLEAR_LOSS * QUICK_TOKENS  # else that was the whole text
+
+
+def _made(
+    wanted: CalibrateOptions, request: "CalibrationRequest", options: dict[str, Any], asked: "SparsityRequest | None"
+) -> _Found:
     """Calibrate. The outcome counts as new if any part is new, and includes the seconds of all parts."""
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.sparsity.job import PREDICTOR_TOKENS
     from hetero_ee.sparsity.request import DENSE, UNPREDICTED
 
-    request = wanted.request()
     laid_out = {} if asked is None else {"sparsity": UNPREDICTED if asked.first_in_rows else DENSE}
     alone = options | {"profile": OFF} | laid_out  # a plan would be for other work
     with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as engine:
