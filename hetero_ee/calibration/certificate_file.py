@@ -32,8 +32,9 @@ class CertificateHeader:
     text: str
     exit_layers: tuple[int, ...]
     on_policy: tuple[OnPolicy, ...] = ()
+    activation_terms: int = 1
 
-    ADDED_FIELDS: ClassVar = ("on_policy",)  # fields that files of this version may lack
+    ADDED_FIELDS: ClassVar = ("on_policy", "activation_terms")  # fields that files of this version may lack
 
 
 CERTIFICATE = RecordKind(CertificateHeader, "certificate", 1, WAY_OUT)

@@ -100,6 +100,7 @@ class CertificateRun:
         certificate = Certificate(
             key, digest, kv_type, description, tuple(self._heads), prompt_lengths, n_tokens, found[JUDGEMENTS]
         )
+        certificate = replace(certificate, activation_terms=self._executor.spec.activation_terms)
         return replace(certificate, on_policy=tuple(self._on_policy(certificate, prompts_of)))
 
     def _on_policy(self, certificate: Certificate, prompts_of: PromptSource) -> Iterator[OnPolicy]:

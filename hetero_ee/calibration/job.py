@@ -160,7 +160,8 @@ class CalibrationJob:
             identity: JSON values that differ between fits with different results.
         """
         file = self.place.folder.with_name(self.place.folder.name + suffix)
-        run = hashlib.sha256(json.dumps([self.place.key, *identity]).encode()).hexdigest()
+        of_model = self.place.key, self.executor.spec.activation_terms
+        run = hashlib.sha256(json.dumps([*of_model, *identity]).encode()).hexdigest()
         steps = KeptSteps(file, run, self.files, self.request.settings.save_every_s, self.clock)
         try:
             yield steps
@@ -225,7 +226,8 @@ def _announce(job: CalibrationJob, n_tokens: int) -> None:
     """Report how long the calibration will take, if that is long."""
     if job.progress is None:
         return
-    write = job.writer(PROBE_TOKENS) if job.request.texts is None else None
+    size = min(PROBE_TOKENS, job.ending.context_tokens)
+    write = job.writer(size) if job.request.texts is None else None
     seconds = estimated_s(job.executor, write, n_tokens, job.request.settings, job.clock)
     if seconds >= LONG_S:
         lasting = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
@@ -233,10 +235,10 @@ def _announce(job: CalibrationJob, n_tokens: int) -> None:
 
 
 def _certified(job: CalibrationJob, calibration: Calibration) -> Certificate:
-    """Return the existing certificate if its KV type matches the executor's. Otherwise make one and write it."""
+    """Return the existing certificate if its types are the executor's. Otherwise make one and write it."""
     found = job.usable(lambda: job.place.certificate(calibration), "Certifying")
-    kv_type = kv_type_of(job.executor)
-    if found is not None and found.kv_type == kv_type:
+    kv_type, n_terms = kv_type_of(job.executor), job.executor.spec.activation_terms
+    if found is not None and (found.kv_type, found.activation_terms) == (kv_type, n_terms):
         return found
     prompts_of, prompts_identity = _prompts(job)
     key, n_prompts = job.place.key, job.request.n_prompts

@@ -37,6 +37,7 @@ class PolicyRequest:
     compiled: bool
     candidates: DraftCandidates | None = None
     certificate: Certificate | None = None
+    activation_terms: int = 1  # see ModelSpec
 
     @property
     def schedule(self) -> tuple[int, ...]:
@@ -78,7 +79,8 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         head = open_draft_head(knowledge.draft_head, opened.executor, opened.running, warn)
         candidates = DraftCandidates(head, warn)
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
-    policy = POLICIES[plan.mode](PolicyRequest(calibration, plan, compiled, candidates, knowledge.certificate))
+    known = calibration, plan, compiled, candidates, knowledge.certificate, opened.executor.spec.activation_terms
+    policy = POLICIES[plan.mode](PolicyRequest(*known))
     _warn_if_slower(opened, calibration, warn)
     audit = ExitAudit(policy.most_different) if isinstance(policy, Certified) else None
     return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn)
@@ -111,6 +113,7 @@ def _certified(request: PolicyRequest) -> ExitPolicy:
     if certificate is None:
         raise UsageError(f"mode certified needs a certificate of this model's exits; {WAY_OUT}.")
     certificate.require_kv_type(plan.kv_type)
+    certificate.require_activations(request.activation_terms)
     assert plan.risk is not None, "a plan of this mode has a risk"
     if not plan.exit_layers:
         raise UsageError(

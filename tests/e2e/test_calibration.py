@@ -325,6 +325,12 @@ def test_the_model_writes_no_more_text_than_is_used(chunk_tokens: int, n_calls: 
 
 
 @pytest.mark.sample(0)
+def test_a_context_shorter_than_the_estimates_probe(tiny: Path) -> None:
+    with Engine.from_pretrained(tiny, threads=1, context_tokens=40, profile="off") as short:
+        assert short.calibrate(tokens=MIN_TOKENS, force=True, progress=lambda *_: None).is_new
+
+
+@pytest.mark.sample(0)
 def test_how_long_it_will_take_is_said_before_it_starts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are seconds of this process, whatever else the machine does."""
     monkeypatch.setattr("hetero_ee.calibration.job.LONG_S", 0.0)

@@ -259,6 +259,15 @@ def test_one_of_other_weights_or_exits_is_refused(engine: Engine, change: str) -
     file_of(engine).write_bytes(content)
 
 
+@pytest.mark.sample(0)
+def test_one_of_other_activations_is_made_again(engine: Engine) -> None:
+    found = certificate_of(engine)
+    content = file_of(engine).read_bytes()
+    write_certificate(replace(found, activation_terms=2), file_of(engine).parent)
+    again = job(engine).certificate
+    assert again is not None and again.activation_terms == 1 and file_of(engine).read_bytes() == content
+
+
 @pytest.mark.parametrize("bad", [{"certify": 1}, {"n_prompts": 0}, {"n_prompts": True}, {"n_prompts": 10**9}])
 def test_a_wrong_request_is_refused(bad: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="expected"):

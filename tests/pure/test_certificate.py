@@ -162,6 +162,12 @@ def test_other_keys_and_values_are_refused() -> None:
         some_certificate().require_kv_type("int8")
 
 
+def test_other_activations_are_refused() -> None:
+    some_certificate().require_activations(1)
+    with pytest.raises(UsageError, match="of int8 activations, not int16; choose activations int8, or certify"):
+        some_certificate().require_activations(2)
+
+
 @pytest.mark.parametrize("layers", [(), (0, 1, 2), (1, 3, 2), (1, 2)])
 def test_a_record_that_does_not_fit_together_is_refused(layers: tuple[int, ...]) -> None:
     whole = some_certificate()

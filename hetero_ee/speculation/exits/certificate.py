@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.options.engine import CERTIFIED, PLAN_OPTIONS
+from hetero_ee.options.engine import ACTIVATION_TERMS, CERTIFIED, MODEL_OPTIONS, PLAN_OPTIONS
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.speculation.exits.calibration import NO_EXIT
@@ -92,6 +92,7 @@ class Certificate:
     n_tokens: NDArray[np.uint16]  # (n_prompts,): judged of each, 0 where its text ended at once
     judgements: NDArray[np.uint8]  # (sum of n_tokens, n_exit_layers): level x 2, + 1 where it was right
     on_policy: tuple[OnPolicy, ...] = ()  # by risk
+    activation_terms: int = 1  # see ModelSpec
 
     def __post_init__(self) -> None:
         shape = (int(self.n_tokens.sum()), len(self.exit_layers))
@@ -111,6 +112,17 @@ class Certificate:
                 f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave out ",
                 PLAN_OPTIONS["kv_type"],
                 ", or certify with that type.",
+            )
+
+    def require_activations(self, n_terms: int) -> None:
+        """Check the int8 terms of activations. Raises: UsageError: if the certificate has another number of them."""
+        if n_terms != self.activation_terms:
+            names = {n: name for name, n in ACTIVATION_TERMS.items()}
+            here, its = names[n_terms], names.get(self.activation_terms, "other")
+            raise UsageError(
+                f"the certificate is of {its} activations, not {here}; choose ",
+                MODEL_OPTIONS["activations"],
+                f" {its}, or certify with {here}.",
             )
 
     def depth_statistics(self, risk: float) -> tuple[DepthStatistics, ...]:
