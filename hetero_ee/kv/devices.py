@@ -88,8 +88,10 @@ class DeviceCaches(KvCache):
         return self.snapshots.latest(sequence, min(length, self.length(sequence)))
 
     def settle(self, sequence: int, length: int) -> None:
-        for cache in self._caches:
-            cache.settle(sequence, length)
+        """See KvCache. Tokens that some layers lack don't count, since the other layers may have to forget them."""
+        if self.is_recurrent:
+            for cache in self._caches:
+                cache.settle(sequence, min(length, self.length(sequence)))
 
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
         if self._logs_reach(sequence, length, layers):

@@ -106,7 +106,7 @@ class RecurrentCache(LayeredCache[_Sequence]):
     def restore(self, sequence: int, length: int, parts: Sequence[Tensor]) -> None:
         storage, lengths = self.storage(sequence), self._sequences[sequence].lengths
         lengths[:] = [0] * self.n_layers  # first, as Ctrl-C may end the copying
-        storage.bases.zero_()
+        storage.bases.fill_(LOST)
         for ours, theirs in zip(storage.parts, parts, strict=True):
             ours.copy_(theirs)
         lengths[:] = [length] * self.n_layers

@@ -11,6 +11,7 @@ from hetero_ee import Engine
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import DeviceCaches
+from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.kv.snapshots import Snapshots
 from hetero_ee.layers.state import RecurrentState
 from hetero_ee.models.blocks import layer_states
@@ -56,6 +57,29 @@ def test_a_cut_restores_the_latest_snapshot_before_it(executor: Executor) -> Non
     assert cache.truncate(sequence, 69) == 40  # what was kept later belongs to forgotten tokens
     assert torch.equal(read(executor, sequence, OTHER[:0] + TEXT[:60]), hidden_alone(executor, TEXT[:60])[40:])
     cache.check()
+    cache.close(sequence)
+
+
+def test_a_restoration_that_ctrl_c_ends_leaves_nothing(executor: Executor) -> None:
+    cache = RecurrentCache(
+        next(each for each in layer_states(executor.spec) if isinstance(each, RecurrentState)), 99, [0]
+    )
+    cache.open(0)
+    cache.admit(Batch.of_sequence(0, 0, [1] * 50))
+    matrices, *_ = copies = tuple(torch.ones_like(part) for part in cache.snapshot(0))
+    with pytest.raises(RuntimeError):
+        cache.restore(0, 40, (matrices, torch.ones(1, 2), *copies[2:]))
+    assert cache.truncate(0, 0) == 0 and not cache.storage(0).matrices.any()
+
+
+def test_pending_tokens_are_not_settled(executor: Executor) -> None:
+    """The layers that they have passed can forget them."""
+    cache, sequence = executor.cache, executor.cache.open_new()
+    read(executor, sequence, TEXT[:40])
+    for position in range(40, 46):
+        cache.settle(sequence, position)
+        executor.run(Batch.of_sequence(sequence, position, TEXT[position : position + 1]), None, range(2))
+    assert cache.truncate(sequence, cache.length(sequence)) == 40
     cache.close(sequence)
 
 

@@ -1,9 +1,13 @@
 """Recurrent layers on a GPU: near the CPU in any placement, exact among themselves, and rolled back by their logs."""
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
-from hetero_ee.errors import HeteroError
+from hetero_ee.errors import DeviceMemoryError, HeteroError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.kv.recurrent import RecurrentCache
@@ -12,11 +16,12 @@ from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.runtime.gpu.segment import Recorder, Work
 from tests.emulation import planned
 from tests.executor_support import Model, model_of
 from tests.placements import CONTEXT_TOKENS, PLACEMENTS, PROMPT, assert_rows_keep_their_bits
-from tests.stand_in_machine import on_stand_in
+from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
 
 INT8_ACTIVATIONS = 1e-2  # normalised squared error: gates multiply those of other products
 STATE = RecurrentState(n_key_heads=2, n_value_heads=4, key_dim=6, value_dim=18, n_channels=96, kernel=4)
@@ -95,6 +100,32 @@ def test_a_pass_that_fails_loses_the_state() -> None:
     cache.cut(0, 30)
     assert cache.lengths(0) == [0, 0]
     cache.check()
+
+
+def test_memory_that_runs_out_within_a_pass_loses_no_token(model: Model) -> None:
+    """The failed layers lose their state; the sequence is read again before the step is repeated."""
+    plan = planned(model[0], overrides=PLACEMENTS["every other layer"], context_tokens=CONTEXT_TOKENS)
+    kernels, faults, notices = torch_operations(), list[DeviceMemoryError](), list[str]()
+
+    def gated_delta(*operands: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return kernels.gated_delta(*operands)
+
+    gpu = stand_in_gpu(operations=replace(kernels, gated_delta=gated_delta))
+    made = partial(on_stand_in, *model, gpu=gpu)
+    executor = ReplanningExecutor(plan, lambda n_bytes, context: plan, made, notices.append)
+    expected = states(executor, PROMPT)
+    sequence = executor.cache.open_new()
+    found = [states(executor, PROMPT[:3], sequence)]
+    for n_known in (4, 15):  # by one token, and by more than one
+        faults.append(DeviceMemoryError("the GPU is full."))
+        found += [states(executor, PROMPT[:n_known], sequence), states(executor, PROMPT[: n_known + 1], sequence)]
+    found.append(states(executor, PROMPT, sequence))
+    assert (torch.cat(found) - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
+    assert len(notices) == 2
+    executor.cache.check()
+    executor.close()
 
 
 def test_the_cpu_s_format_holds_a_gpu_s_state() -> None:

@@ -196,6 +196,7 @@ class ReplanningExecutor(Executor):
         Args:
             tensors: hidden states that this executor computed, under this plan or an earlier one.
         """
+        before = self._lengths() if self.cache.is_recurrent else {}
         try:
             return action(self.inner, *self._within_reach(tensors))
         except DeviceMemoryError as error:
@@ -213,13 +214,17 @@ class ReplanningExecutor(Executor):
             ) from error
         # Not in the handler: the error's frames hold what the step had on the GPU.
         smaller = self._replan(_fewer_bytes(self.plan), self.plan.context_tokens)
-        self._change(smaller, self._lengths())
+        self._change(smaller, self._lengths(before))
         self._tell_of(problem)
         return action(self.inner, *self._within_reach(tensors))
 
-    def _lengths(self) -> dict[int, list[int]]:
-        """Return each open sequence's number of cached tokens, layer by layer."""
-        return {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
+    def _lengths(self, least: Mapping[int, list[int]] | None = None) -> dict[int, list[int]]:
+        """Return each open sequence's number of cached tokens, layer by layer, or its number in `least` if larger.
+
+        A pass of recurrent layers that fails may have rolled back more tokens than its own.
+        """
+        now = {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
+        return {sequence: [*map(max, each, (least or {}).get(sequence, each))] for sequence, each in now.items()}
 
     def _remember(self, batch: Batch) -> None:
         """Store the ids of tokens that the first layer's cache does not have yet, to read them again if necessary."""
