@@ -93,7 +93,9 @@ class SlotFiles:
     def copy(self, slots: Slots, number: int) -> SlotContent:
         """Return a copy of an idle slot's tokens, keys and values. Raises: RequestError: if it has none."""
         slot, cache, layers = idle(slots, number), self._engine.executor.cache, Arrays()
-        n_tokens = cache.truncate(slot.sequence, len(slot.token_ids)) if slot.token_ids else 0
+        n_tokens = 0
+        if slot.token_ids:  # the cache may hold fewer: a lost device empties it
+            n_tokens = cache.truncate(slot.sequence, min(len(slot.token_ids), cache.length(slot.sequence)))
         if n_tokens == 0:
             raise RequestError(f"slot {number} holds no tokens.")
         for layer in cache.held_layers:

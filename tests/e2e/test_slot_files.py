@@ -12,6 +12,7 @@ from hetero_ee import Engine
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.slot_files import SlotFiles
 from hetero_ee.serving.slots import Slots
 from hetero_ee_profiles.reference import reference_profile
@@ -120,6 +121,14 @@ def test_a_slot_of_a_grown_context_is_restored_after_a_restart(growing: Engine, 
     found = files.copy(slots, 0)
     assert found.token_ids == kept
     assert all((found.layers[layer] == expected.layers[layer]).all() for layer in expected.layers)
+
+
+def test_a_slot_whose_tokens_were_lost_holds_none(growing: Engine, tmp_path: Path) -> None:
+    slots = filled(growing, list(range(5, 20)))
+    for sequence in growing.executor.cache.sequences:  # as after a lost device
+        growing.executor.cache.cut(sequence, 0)
+    with pytest.raises(RequestError, match="slot 0 holds no tokens"):
+        SlotFiles(growing, tmp_path).copy(slots, 0)
 
 
 @pytest.mark.sample(0)
