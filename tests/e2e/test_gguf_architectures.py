@@ -64,6 +64,11 @@ def test_8_bits_are_exact_and_counted_by_plans_from_the_header(tmp_path: Path, n
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no-layers": (
+        "gemma4",
+        {"gemma4.block_count": 0, "{arch}.attention.sliding_window_pattern": []},
+        "no flag for each layer",
+    ),
     "glm4v": ("glm4", {"glm4.rope.dimension_sections": [8, 8, 0, 0]}, "several positions"),
     "glm-ocr": ("glm4", {"glm4.nextn_predict_layers": 1}, "predict further tokens"),
     "nope": ("granite", {"granite.rope.scaling.finetuned": False}, "do not rotate"),

@@ -75,6 +75,8 @@ def test_a_pattern_of_letters_ends_with_a_layer_that_sees_all() -> None:
 
 
 REFUSED = [
+    (named("Lfm2", **SIZES, num_key_value_heads=2, full_attn_idxs=2), "full_attn_idxs is 2, expected a list of layers"),
+    (named("Qwen3_5", **SIZES, linear_key_head_dim=512), "linear_key_head_dim is 512, expected a whole number from 1"),
     (named("StableLm", **SIZES, use_parallel_residual=True), "use_parallel_residual is true"),
     (named("StableLm", **SIZES, qk_layernorm=True), "qk_layernorm is true"),
     (named("StableLm", **SIZES, use_parallel_residual="no"), "use_parallel_residual is 'no', expected true or false"),

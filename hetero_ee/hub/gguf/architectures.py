@@ -90,7 +90,7 @@ def _gemma_4(header: GgufHeader, config: Config) -> Config:
     if header.get("rope.dimension_count_swa") not in (None, near_size):
         raise header.failure("only a part of its heads rotates in layers with a window, which is not supported")
     kinds = _pattern(header, 6).get("layer_types")
-    if kinds is None or len(kinds) != n_layers:
+    if not kinds or len(kinds) != n_layers:
         raise header.failure(f"{header.architecture}.{PATTERN} has no flag for each layer")
     heads = dict(zip(kinds, header.each("attention.head_count_kv", n_layers), strict=True))
     sizes, divisors = header.each("feed_forward_length", n_layers), config["rope_scaling"].get("short_factor", [1.0])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from hetero_ee.errors import shown
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.short_conv import ShortConvSpec
 from hetero_ee.models.families import llama
@@ -34,8 +35,11 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
     values = whole.with_values(intermediate_size=_ffn_size(fields), tie_word_embeddings=tied)
     spec = replace(llama.read_spec(values, architecture), norm_eps=fields.number("norm_eps", 1e-5), qk_norm=True)
-    attending = fields.get("full_attn_idxs")
-    default = [FULL if attending is None or layer in attending else CONV for layer in range(layer_count(fields))]
+    layers = range(layer_count(fields))
+    attending = fields.get("full_attn_idxs", list(layers))
+    if not isinstance(attending, list | tuple):
+        raise fields.fail(f"full_attn_idxs is {shown(attending)}, expected a list of layers.")
+    default = [FULL if layer in attending else CONV for layer in layers]
     kernel = fields.integer("conv_L_cache", 3, smallest=2, largest=MAX_KERNEL)
     conv = ShortConvSpec(n_channels=spec.hidden_size, kernel=kernel)
     kinds = read_layer_kinds(fields, default, (FULL, CONV))

@@ -14,7 +14,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 TILED_FIELD = "hetero_ee_tiled_value_heads"  # added to config.json for files whose value heads are in another order
-MAX_KERNEL = 16
+MAX_KERNEL, MAX_KEY_DIM = 16, 256  # of the CPU's kernel
 _DELTA = "model.layers.{n}.linear_attn."
 TENSOR_NAMES = NORMED_HEADS | {
     "layers.{n}.attention.qkv": tuple(f"model.layers.{{n}}.self_attn.{part}_proj" for part in "qkvq"),
@@ -64,7 +64,7 @@ def _read_delta(fields: Fields, spec: ModelSpec) -> GatedDeltaSpec:
     return GatedDeltaSpec(
         n_key_heads=n_key_heads,
         n_value_heads=n_value_heads,
-        key_dim=fields.integer("linear_key_head_dim", 128),
+        key_dim=fields.integer("linear_key_head_dim", 128, largest=MAX_KEY_DIM),
         value_dim=fields.integer("linear_value_head_dim", 128),
         kernel=fields.integer("linear_conv_kernel_dim", 4, smallest=2, largest=MAX_KERNEL),
         norm_eps=spec.norm_eps,
