@@ -86,6 +86,13 @@ def test_the_options_of_a_plan_make_the_same_plan(model: str, card: str) -> None
     assert n_made > 5
 
 
+def test_the_budget_of_snapshots_is_an_option_of_its_own() -> None:
+    limits = Limits(context_tokens=512, snapshot_budget_bytes=GIB // 2)
+    made = plan(known_spec("llama-2-7b"), reference_profile("rtx-4060-laptop-8gb"), limits)
+    assert ("--snapshot-budget", "0.5") in pins(made, limits)
+    assert not any(option == "--snapshot-budget" for option, _ in pins(made, Limits()))
+
+
 def test_there_are_twenty_pairs() -> None:
     assert len(PAIRS) >= 20
 

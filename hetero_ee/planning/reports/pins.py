@@ -20,6 +20,8 @@ def pins(made: Plan, limits: Limits) -> list[Pin]:
     if made.risk:
         found.append(("--risk", str(made.risk)))
     found.append(("--ram-budget", gib(made.ram_budget_bytes)))
+    if limits.snapshot_budget_bytes != Limits().snapshot_budget_bytes:
+        found.append(("--snapshot-budget", gib(limits.snapshot_budget_bytes)))
     if not made.n_bytes("gpu"):
         return [*found, ("-ngl", "0")]
     found.append(("--vram-budget", gib(made.vram_budget_bytes)))
