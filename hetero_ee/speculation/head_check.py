@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import HeteroError
+from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.kv.batch import Batch
@@ -227,8 +227,15 @@ def accepted(
 
 
 def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[int]:
-    """Return the prompt followed by the model's greedy continuation."""
-    tokens, sequence = list(prompt), executor.cache.open_new()
+    """Return the prompt followed by the model's greedy continuation, n_tokens or as many as the context holds.
+
+    Raises: UsageError: if the context holds too few of them to check drafts.
+    """
+    context_tokens, tokens = executor.cache.max_tokens, list(prompt)
+    n_tokens = min(n_tokens, context_tokens - len(tokens))
+    if n_tokens <= N_DRAFTS:
+        raise UsageError(f"A context of {context_tokens} tokens is too short to check drafts.")
+    sequence = executor.cache.open_new()
     try:
         logits = executor.prompt([Batch.of_sequence(sequence, 0, tokens, is_prompt=True)])
         for _ in range(n_tokens):
