@@ -31,6 +31,11 @@ class State(ABC):
         """Number of values per token and part of its context that a GPU stores before it combines the parts."""
         return 0
 
+    @property
+    def runs_on_gpu(self) -> bool:
+        """Whether GPUs have kernels for mixers with such a state."""
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class KvState(State):
@@ -107,6 +112,10 @@ class RecurrentState(State):
     def n_inputs(self) -> int:
         """Number of tokens whose inputs of the convolution are kept."""
         return LOG_TOKENS + self.kernel - 1
+
+    @property
+    def runs_on_gpu(self) -> bool:
+        return self.n_value_heads > 0
 
     @property
     def matrix_bytes(self) -> int:

@@ -37,6 +37,10 @@ class Part:
         state = self.cost.state
         return self.layer if state is None or state.source is None else state.source
 
+    @property
+    def runs_on_gpu(self) -> bool:
+        return self.cost.state is None or self.cost.state.runs_on_gpu
+
     def kv_bytes(self, context_tokens: int) -> int:
         """Return the bytes that the KV cache or other state of this part needs for a sequence of context_tokens."""
         return self.cost.state_bytes(context_tokens)

@@ -89,15 +89,14 @@ class Problem:
             n_bytes = part_gpu_bytes(part, placement, self.context_tokens)
             found[placement] = Option(seconds, n_bytes, on_gpu=placement.on_gpu)
         if not found:
-            raise UsageError(
-                f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
-            )
+            why = "this machine or budget has no GPU" if part.runs_on_gpu else "only the CPU computes such layers"
+            raise UsageError(f"{part.name} is pinned to {pinned}, and {why}; drop that pin.")
         return found
 
     def _allowed(self, part: Part, pinned: Placement | None) -> list[Placement]:
         """Return the part's possible placements. Splits need a pin, or statistics of how often neurons are active."""
         found = [Placement.CPU]
-        if self.has_gpu:
+        if self.has_gpu and part.runs_on_gpu:
             found = [Placement.GPU, Placement.STREAM, Placement.CPU]
             if part.cost.neurons is not None and (self.spec.hot_curve or (pinned is not None and pinned.is_split)):
                 found += splits(part.cost.neurons.n_neurons, every=pinned is not None)
@@ -110,7 +109,8 @@ class Problem:
             return Placement(pinned)
         if self.limits.gpu_layers is not None and part.layer is not None:
             assert part.state_layer is not None, "a part of a layer"
-            return Placement.GPU if part.state_layer < self.limits.gpu_layers else Placement.CPU
+            is_first = part.state_layer < self.limits.gpu_layers
+            return Placement.GPU if is_first and part.runs_on_gpu else Placement.CPU
         return None
 
 

@@ -1,8 +1,11 @@
 """A second model as a draft source: full mode's tokens whatever it drafts, wherever it runs; no token is read twice."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.kv.batch import Batch
+from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_MODEL, MemoryTerm
@@ -220,6 +224,38 @@ def test_the_check_counts_right_drafts(models: dict[str, Model], kernels: Any) -
     assert check_draft_model(draft_model(models, "another"), executor, PROMPTS[0]).acceptance[0] < 0.3
     assert executor.cache.sequences == ()
     executor.close()
+
+
+def test_the_check_needs_some_context(models: dict[str, Model], kernels: Any) -> None:
+    executor = on_kernels(models["itself"])
+    executor.cache.max_tokens = 40
+    assert check_draft_model(draft_model(models, "itself"), executor, PROMPTS[0]).n_tokens > 25
+    executor.cache.max_tokens = 10
+    with pytest.raises(UsageError, match="A context of 10 tokens is too short"):
+        check_draft_model(draft_model(models, "itself"), executor, PROMPTS[0])
+    executor.close()
+
+
+def test_a_table_of_per_layer_embeddings_takes_no_memory_of_the_gpu(tmp_path: Path) -> None:
+    spec, weights = model_of("gemma4-e", "int4", tmp_path)
+    table = next(block for block in decoder_blocks(spec) if block.kind is BlockKind.TABLE)
+    found = list[str]()
+
+    def open_beside(spec: Any, weights: Any, blocks: Any, max_tokens: int) -> Any:
+        found.extend(block.name for block in blocks)
+
+    executor: Any = SimpleNamespace(spec=spec, cache=SimpleNamespace(max_tokens=64))
+    machine: Any = SimpleNamespace(open_beside=open_beside, opened_beside=[])
+    with suppress(AttributeError):  # there is no executor
+        DraftModelOpener(DraftModel("e", spec, weights, NO_TOKENIZER), executor, None, pytest.fail)._opened(
+            machine, on_gpu=True
+        )
+    assert "head" in found and table.name not in found
+
+
+def test_short_convolutions_draft_on_the_cpu(tmp_path: Path) -> None:
+    drafts = DraftModel("lfm2", *model_of("lfm2", "int4", tmp_path), NO_TOKENIZER)
+    assert drafts.rates(reference_profile(LAPTOP), 1, (0.5,)).by_gpu is None
 
 
 class Pieces:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.models.blocks import decoder_blocks
@@ -197,3 +198,20 @@ def test_texts_that_exit_are_near_a_slow_reference(model: Model, placement: str)
         slow.add(token_id, depth)
     assert squared_error(torch.stack(states), torch.stack(slow.states)) <= INT8_ACTIVATIONS
     executor.close()
+
+
+def test_short_convolutions_stay_on_the_cpu(tmp_path: Path) -> None:
+    """Whatever else is on the GPU."""
+    model = model_of("lfm2", "int4", tmp_path)
+    plan = planned(model[0], gpu_layers=99, context_tokens=CONTEXT_TOKENS)
+    assert {part.decode_placement for part in plan.parts if part.name.endswith("short_conv")} == {"cpu"}
+    assert {part.decode_placement for part in plan.parts if part.name.endswith(("ffn", "attention"))} == {"gpu"}
+    executor = on_stand_in(*model, plan)
+    sequence = executor.cache.open_new()
+    found = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT)).cpu()
+    reference = ReferenceExecutor(*model, CONTEXT_TOKENS, BatchedTorchOps())
+    expected = reference.hidden(Batch.of_sequence(reference.cache.open_new(), 0, PROMPT))
+    assert (found - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
+    executor.close()
+    with pytest.raises(UsageError, match="is pinned to gpu, and only the CPU computes such layers"):
+        planned(model[0], overrides=((".*short_conv", "gpu"),))

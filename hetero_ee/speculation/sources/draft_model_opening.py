@@ -10,7 +10,7 @@ from hetero_ee.costs.head_cost import HeadCost
 from hetero_ee.costs.work import Work
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import RUN_OPTIONS
 from hetero_ee.planning.statistics import DraftRates, PromptReading
@@ -56,7 +56,9 @@ class DraftModel:
 
     def rates(self, profile: HardwareProfile, threads: int, acceptance: tuple[float, ...]) -> DraftRates:
         """Return the planner's rates for the draft model on the CPU, and on the GPU if there is one."""
-        by_gpu = None if profile.gpu is None else self._rates(profile, threads, acceptance, on_gpu=True)
+        runs_on_gpu = all(block.state is None or block.state.runs_on_gpu for block in decoder_blocks(self.spec))
+        has_gpu = profile.gpu is not None and runs_on_gpu
+        by_gpu = self._rates(profile, threads, acceptance, on_gpu=True) if has_gpu else None
         return self._rates(profile, threads, acceptance, on_gpu=False, by_gpu=by_gpu)
 
     def _rates(
@@ -78,12 +80,18 @@ class DraftModel:
 
     def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
         """Return the bytes of weights, keys and values and, on a GPU, the layers' buffers."""
-        costs = [BlockCost.of(self.spec, block, BESIDE_KV_TYPE) for block in decoder_blocks(self.spec)]
+        blocks = _gpu_blocks(self.spec) if on_gpu else decoder_blocks(self.spec)
+        costs = [BlockCost.of(self.spec, block, BESIDE_KV_TYPE) for block in blocks]
         parts = [n for cost in costs for n in (cost.weight_bytes, cost.state_bytes(context_tokens))]
         if not on_gpu:
             return sum(parts)
         room = WorkingSizes.of(self.spec).gpu_terms(context_tokens, BESIDE_ROWS)
         return sum(map(rounded, parts)) + sum(term.n_bytes for term in room)
+
+
+def _gpu_blocks(spec: ModelSpec) -> list[Block]:
+    """Return the blocks that a GPU holds: all but the table of per-layer embeddings, which is read on the host."""
+    return [block for block in decoder_blocks(spec) if block.kind is not BlockKind.TABLE]
 
 
 OPTION, OTHER = RUN_OPTIONS["draft_model"], "name a smaller model of the same family."
@@ -143,6 +151,6 @@ class DraftModelOpener(BesideOpener[DraftModelRunner]):
         if not on_gpu or machine.open_beside is None:
             on_cpu = head_on_cpu(spec, weights, max_tokens, target.pool)
             return DraftModelRunner(on_cpu, spec, machine, n_tokens, on_gpu=on_gpu)
-        executor = machine.open_beside(spec, weights, decoder_blocks(spec), max_tokens)
+        executor = machine.open_beside(spec, weights, _gpu_blocks(spec), max_tokens)
         machine.opened_beside.append(executor)
         return DraftModelRunner(executor, spec, machine, n_tokens, on_gpu=True)
