@@ -64,7 +64,8 @@ class ModelKeywords(TypedDict, total=False):
     activations: Annotated[
         str,
         Option(
-            "Activations in products with quantized weights: int16 multiplies each as two int8 terms.",
+            "Activations in products with quantized weights: int16 multiplies each as two int8 terms, but not those "
+            "of sparse FFNs.",
             ("--activations",),
             default="int8",
             choices=tuple(ACTIVATION_TERMS),

@@ -126,7 +126,7 @@ def test_fp32_weights_are_refused(cli: Cli, tiny: Path, text: Path) -> None:
 @pytest.mark.sample(0)
 def test_the_text_may_come_from_standard_input(cli: Cli, tiny: Path) -> None:
     ended = cli("calibrate", tiny, "--text", "-", "--tokens", 600, "-t", 1, stdin=text_of(700).encode())
-    assert ended.code == 0 and "exit layer" in ended.out
+    assert ended.code == 0 and "exit layer" in ended.out and "tokens of standard input |" in ended.err
 
 
 # What it gained, and a second run.

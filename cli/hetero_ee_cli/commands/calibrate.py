@@ -86,7 +86,7 @@ class CalibrateOptions:
         if not self.text:
             return CalibrationRequest(**changes)
         texts = tuple(read_text("text", None if str(file) == STANDARD_INPUT else file) for file in self.text)
-        names = [printable(file.name) for file in self.text]
+        names = ["standard input" if str(file) == STANDARD_INPUT else printable(file.name) for file in self.text]
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return CalibrationRequest(texts=texts, description=", ".join(names[:MAX_NAMED]) + more, **changes)
 
