@@ -127,7 +127,9 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
         raise UsageError(
             "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a ",
             RUN_OPTIONS["draft_head"],
-            " that says its acceptance, drop mode exact, or for a plan on paper try hetero-ee plan --published-exits.",
+            " or ",
+            RUN_OPTIONS["draft_model"],
+            ", drop mode exact, or for a plan on paper try hetero-ee plan --published-exits.",
         )
     context = limits.context_tokens or spec.max_context_tokens
     check_context(spec, context)

@@ -127,8 +127,9 @@ class SlotFiles:
                 sizes = [each.numel() * each.element_size() for each in like]
                 if kept.numel() != sum(sizes):
                     raise RequestError(f"the slot file's layer {layer} has {kept.numel()} bytes, not {sum(sizes)}.")
-                pairs = zip(kept.split_with_sizes(sizes), like, strict=True)
-                part.store(layer, sequence, 0, [each.view(own.dtype).view(own.shape) for each, own in pairs])
+                if any(sizes):  # layers that read the keys and values of others have none of their own
+                    pairs = zip(kept.split_with_sizes(sizes), like, strict=True)
+                    part.store(layer, sequence, 0, [each.view(own.dtype).view(own.shape) for each, own in pairs])
 
         slots.replace(idle(slots, number), content.token_ids, fill)
 

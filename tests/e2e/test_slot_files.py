@@ -17,8 +17,10 @@ from hetero_ee.serving.slot_files import SlotFiles
 from hetero_ee.serving.slots import Slots
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP, prompt_of
+from tests.families import random_model, save_checkpoint
 from tests.server_support import RunningServer, opened, serving
 
+VOCABULARY = 2048  # of the demo model
 PROMPT = "Once upon a time there was a little girl"
 
 
@@ -72,11 +74,11 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr("hetero_ee.planning.context.USUAL_TOKENS", 64)
     monkeypatch.setattr("hetero_ee.planning.context.FREE", 2.0)
     monkeypatch.setattr("hetero_ee.planning.context.ROUND_TOKENS", 16)
-    with demo() as engine:
+    with demo_engine() as engine:
         yield engine
 
 
-def demo(context_tokens: int = 0) -> Engine:
+def demo_engine(context_tokens: int = 0) -> Engine:
     return Engine.from_pretrained(
         threads=1,
         profile=reference_profile(LAPTOP),
@@ -113,7 +115,7 @@ def test_a_restored_slot_is_read_again_when_the_plan_changes(growing: Engine, tm
 
 def test_a_slot_of_a_grown_context_is_restored_after_a_restart(growing: Engine, tmp_path: Path) -> None:
     kept = [5 + number % 90 for number in range(80)]
-    with demo(context_tokens=200) as first:
+    with demo_engine(context_tokens=200) as first:
         expected = SlotFiles(first, tmp_path).copy(filled(first, kept), 0)
         SlotFiles(first, tmp_path).write("kept", expected)
     files, slots = SlotFiles(growing, tmp_path), filled(growing, kept[:9])
@@ -129,6 +131,23 @@ def test_a_slot_whose_tokens_were_lost_holds_none(growing: Engine, tmp_path: Pat
         growing.executor.cache.cut(sequence, 0)
     with pytest.raises(RequestError, match="slot 0 holds no tokens"):
         SlotFiles(growing, tmp_path).copy(slots, 0)
+
+
+@pytest.mark.parametrize("family", ["gemma4-e", "qwen3.5", "lfm2"])
+@pytest.mark.sample(1)
+def test_layers_with_other_states_are_restored(family: str, demo: Path, tmp_path: Path) -> None:
+    """Shared keys and values, and recurrent state."""
+    changes = {"vocab_size_per_layer_input": VOCABULARY} if family == "gemma4-e" else {}
+    model = save_checkpoint(random_model(family, vocab_size=VOCABULARY, **changes), tmp_path / "m", tokenizer_from=demo)
+    with opened(model, quantizer="rtn") as engine:
+        files, kept = SlotFiles(engine, tmp_path), list(range(5, 45))
+        slots = filled(engine, kept)
+        expected = files.copy(slots, 0)
+        slots.free_idle()
+        files.install(slots, 0, expected)
+        found = files.copy(slots, 0)
+    assert found.token_ids == kept
+    assert all((found.layers[layer] == expected.layers[layer]).all() for layer in expected.layers)
 
 
 @pytest.mark.sample(0)
