@@ -256,17 +256,18 @@ def _placed(
     checks = HeadChecks(cache_folder(), spec, files.weights.quantizer, warn)
     knowledge = checks.known(knowledge)
 
-    def by_knowledge(knowledge: DraftKnowledge) -> Opened:
+    def by_knowledge(knowledge: DraftKnowledge, *, to_check: bool = False) -> Opened:
         statistics = knowledge.statistics(spec, profile, threads, request.risk)
         completed = request.completed(profile, files.weights.quantizer, statistics)
-        if checks.is_missing(knowledge, request.mode) and completed.plan is None:  # the check needs no drafts
+        if to_check and completed.plan is None:  # the check needs no drafts
             completed = replace(completed, limits=replace(completed.limits, mode="full"))
         opened = open_planned(spec, files.weights, completed, threads, time.perf_counter, warn, progress=progress)
         return replace(opened, request=completed)
 
-    opened = by_knowledge(knowledge)
+    is_unchecked = checks.is_missing(knowledge, request.mode)
+    opened = by_knowledge(knowledge, to_check=is_unchecked)
     try:
-        if checks.is_missing(knowledge, request.mode):
+        if is_unchecked:
             knowledge = checks.checked(knowledge, opened.executor, files.tokenizer.encode(OPENING))
             opened.executor.close()
             opened = by_knowledge(knowledge)

@@ -236,6 +236,15 @@ def test_the_check_needs_some_context(models: dict[str, Model], kernels: Any) ->
     executor.close()
 
 
+def test_without_a_check_the_mode_is_still_the_callers(stories260k: Any, kernels: Any) -> None:
+    options: Any = {"profile": LAPTOP, "emulate": True, "context_tokens": 12, "gpu_layers": 0, "quantizer": "rtn"}
+    with (
+        pytest.raises(UsageError, match="exact mode needs a model whose drafts were measured"),
+        pytest.warns(UserWarning, match="A context of 12 tokens is too short to check drafts"),
+    ):
+        Engine.from_pretrained(stories260k, draft_model=stories260k, mode="exact", **options)
+
+
 def test_a_table_of_per_layer_embeddings_takes_no_memory_of_the_gpu(tmp_path: Path) -> None:
     spec, weights = model_of("gemma4-e", "int4", tmp_path)
     table = next(block for block in decoder_blocks(spec) if block.kind is BlockKind.TABLE)
