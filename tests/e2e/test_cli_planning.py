@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_ee_cli.reports.bench_table import footer
-from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.hardware import HardwareProfile, MatmulTime
 from hetero_ee_profiles.host.process import physical_core_count, processor_count
 from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
 from hetero_ee_profiles.reference import reference_names, reference_profile
@@ -308,3 +308,20 @@ def test_every_shipped_profile_plans(cli: Cli, data: Path, tmp_path: Path) -> No
     assert ended.code == 0 and "rtx-3060-12gb" in ended.out
     (tmp_path / "mine.json").write_text(to_json(reference_profile("rtx-3060-12gb"))[:-50])
     assert cli("plan", "--hardware", tmp_path / "mine.json").code == 2
+
+
+def test_drafts_are_planned_with_the_threads_of_the_plan(cli: Cli, tmp_path: Path) -> None:
+    """More threads than that were measured, too, and are slower. The demo model has a draft head."""
+    file, fast = tmp_path / "machine.json", replace(reference_profile("rtx-3060-12gb"), gpu=None, link=None)
+    [times] = fast.cpu
+
+    def doubled(row: MatmulTime) -> MatmulTime:
+        value = 2 * row.time.value
+        return replace(row, time=replace(row.time, value=value, p20=value, p80=value))
+
+    slower = replace(times, threads=2 * times.threads, matmuls=tuple(map(doubled, times.matmuls)))
+    found = []
+    for cpu in ((times,), (times, slower)):
+        file.write_text(to_json(replace(fast, cpu=cpu)))
+        found.append(json.loads(cli("plan", "--hardware", file, "--mode", "exact", "--json").out)["prediction"])
+    assert found[0] == found[1]

@@ -153,6 +153,7 @@ def _own_statistics(
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder, warner
     from hetero_ee.planning.statistics import Statistics
+    from hetero_ee.planning.times.threads import fastest_threads
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.store.reader import is_store
 
@@ -166,7 +167,8 @@ def _own_statistics(
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
         if limits.mode == CERTIFIED and calibration is not None:
             knowledge = replace(knowledge, certificate=place.certificate(calibration))
-        return knowledge.statistics(spec, profile, limits.threads, limits.risk)
+        threads = limits.threads or fastest_threads(spec, profile)
+        return knowledge.statistics(spec, profile, threads, limits.risk)
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")
         return Statistics()
