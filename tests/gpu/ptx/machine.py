@@ -85,7 +85,7 @@ class Machine(Accesses):
             here, block = ready & (place == number), self.kernel.blocks[number]
             chosen = slice(None) if here.all() else here
             part = c[chosen]
-            self.counts.n_instructions += (1 + np.count_nonzero(np.diff(part // 32))) * len(block.instructions)
+            self.counts.n_instructions += (1 + int(np.count_nonzero(np.diff(part // 32)))) * len(block.instructions)
             results, condition = block.run(self, part, *registers.read(block, chosen))
             registers.write(block, chosen, results)
             jumps = {"bra": block.target, "ret": end}.get(block.end, number + 1)
