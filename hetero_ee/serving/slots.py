@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hetero_ee.decoding.requests import common_length
+from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.runtime.executors.executor import Executor
 
 CLOSED = -1
@@ -51,7 +52,7 @@ class Slots:
         slot, cache = self._best_for(token_ids), self._executor.cache
         self._make_room(slot, len(token_ids) + n_reply)
         if slot.sequence == CLOSED or slot.sequence not in cache.sequences:
-            slot.sequence, slot.token_ids = cache.open_new(), []
+            slot.sequence, slot.token_ids = self._open(), []
         n_held = min(common_length(slot.token_ids, token_ids), len(token_ids) - 1, cache.length(slot.sequence))
         n_held = cache.truncate(slot.sequence, n_held)
         self._idle.remove(slot)
@@ -76,7 +77,7 @@ class Slots:
         """
         self.free(slot)
         self._make_room(slot, len(token_ids))
-        slot.sequence = self._executor.cache.open_new()
+        slot.sequence = self._open()
         try:
             fill(slot.sequence)
         except BaseException:
@@ -110,6 +111,16 @@ class Slots:
             if slot is not taken and slot.sequence in cache.sequences:
                 n_held -= cache.length(slot.sequence)
                 self.free(slot)
+
+    def _open(self) -> int:
+        """Open a sequence, after freeing idle ones if there is no memory for one more recurrent state."""
+        try:
+            return self._executor.cache.open_new()
+        except DeviceMemoryError:
+            if not self.held_idle():
+                raise
+            self.free_idle()
+            return self._executor.cache.open_new()
 
     def _best_for(self, token_ids: list[int]) -> Slot:
         """Return the slot of which at least half is a prefix of the prompt, else an empty slot, else the oldest."""

@@ -106,21 +106,24 @@ def test_a_short_prompt_passes_long_ones_that_have_all_slots(scheduler: Schedule
     assert [each.n_tokens for each in long] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("place", ["prompt", "open"])
 def test_the_memory_of_those_before_is_given_to_who_lacks_it(
-    scheduler: Scheduler, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    scheduler: Scheduler, engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Of two prompts, the first one's keys and values are kept until the second finds no memory beside them."""
+    """Of two prompts, the first one's state is kept until the second finds no memory beside it."""
     first, second = Told([5, 6, 7], 3), Told([9, 8], 3)
     scheduler.submit(first.job)
     eventually(first.is_over)
-    cache, prompt = engine.executor.cache, engine.executor.prompt
+    cache = engine.executor.cache
+    owner, most = (engine.executor, 1) if place == "prompt" else (cache, 0)
+    real = getattr(owner, place)
 
     def scarce(*arguments: Any) -> Any:
-        if len(cache.sequences) > 1:
+        if len(cache.sequences) > most:
             raise DeviceMemoryError("there is no memory for two.")
-        return prompt(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(engine.executor, "prompt", scarce)
+    monkeypatch.setattr(owner, place, scarce)
     assert len(cache.sequences) == 1
     scheduler.submit(second.job)
     eventually(second.is_over)
