@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
@@ -214,10 +213,10 @@ class GpuOps(Ops):
         return out
 
     def conv(self, layer: int, cache: Any, weights: Tensor) -> Any:
-        raise UsageError("gated short convolutions run on the CPU only; plan with --gpu-layers 0.")
+        raise NotImplementedError("RecurrentState.runs_on_gpu is false for it")
 
     def short_conv(self, inputs: Tensor, conv: Any, rows: GpuRows) -> Tensor:
-        raise NotImplementedError("conv() refuses short convolutions")
+        raise NotImplementedError("RecurrentState.runs_on_gpu is false for it")
 
     def masked_linear(self, x: Tensor, matrix: GpuMatrix, scores: Tensor | None, rows: GpuRows) -> Tensor:
         if matrix.multiply is not None:

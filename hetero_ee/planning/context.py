@@ -13,6 +13,7 @@ from hetero_ee.planning.schedule import best_schedule
 USUAL_TOKENS = 4096  # a choice holds this many if it can
 LEAST_TOKENS = 256  # nothing shorter is tried
 FREE = 0.98  # of the rate with USUAL_TOKENS: a longer context that keeps it costs nothing
+LONGEST_PREDICTED_TOKENS = 8192  # context length for which rates are predicted at most: few texts are longer
 GROWTHS = (2.0, 1.5, 1.25)  # once or more, the first that can be planned: large, since the text is read again
 AFTER = 1.125  # of the tokens needed now, so that the text after a prompt does not need more at once
 ROUND_TOKENS = 256
@@ -30,12 +31,13 @@ def best_in_context(problem: Problem, predict_at_tokens: int) -> Choice:
     """Return the best candidate for the problem's context length.
 
     Args:
-        predict_at_tokens: context length that rates are predicted for; 0 for half of the problem's.
+        predict_at_tokens: context length that rates are predicted for; 0 for half of the problem's, or
+            LONGEST_PREDICTED_TOKENS if that is less.
 
     Raises:
         UsageError: if nothing fits.
     """
-    at_tokens = predict_at_tokens or max(1, problem.context_tokens // 2)
+    at_tokens = predict_at_tokens or min(max(1, problem.context_tokens // 2), LONGEST_PREDICTED_TOKENS)
     return Choice(best_candidate(problem, at_tokens))
 
 

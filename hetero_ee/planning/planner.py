@@ -39,7 +39,7 @@ def plan(
     Without a context length in the limits, best_context chooses one.
 
     Args:
-        predict_at_tokens: the context length for which rates are predicted; 0 for half of the plan's.
+        predict_at_tokens: the context length for which rates are predicted; see best_in_context for 0.
 
     Raises:
         UsageError: if a request can't be met, with the numbers and the option to change.
@@ -100,6 +100,8 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
             names = f"{parts[indices[0]].name} and {parts[indices[-1]].name}"
             raise UsageError(f"the plan divides {names} between devices, which read the same keys and values.")
     for placed, part in zip(made.parts, parts, strict=True):
+        if (placed.decode_placement.on_gpu or placed.prefill_placement.on_gpu) and not part.runs_on_gpu:
+            raise UsageError(f"the plan has {part.name} on the GPU, and only the CPU computes it; make a new one.")
         sizes = part.weight_bytes, part.kv_bytes(made.context_tokens)
         if (placed.weight_bytes, placed.kv_bytes) != sizes:
             raise UsageError(

@@ -1,0 +1,61 @@
+"""Plans of models with recurrent layers: devices that can compute them, and the lengths that rates hold for."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_ee.errors import UsageError
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.planning.context import LONGEST_PREDICTED_TOKENS
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.placement import Placement
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import check_fits, plan
+from hetero_ee_profiles.reference import reference_profile
+
+PROFILE = reference_profile("rtx-4060-laptop-8gb")
+KINDS = ("conv", "conv", "full_attention", "conv")
+LFM2 = read_spec(
+    {
+        "model_type": "lfm2",
+        "hidden_size": 1024,
+        "intermediate_size": 4608,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": len(KINDS),
+        "num_attention_heads": 16,
+        "vocab_size": 65536,
+        "layer_types": list(KINDS),
+    }
+)
+
+
+def planned(**limits: object) -> Plan:
+    return plan(LFM2, PROFILE, Limits(context_tokens=2048, **limits))  # type: ignore[arg-type]
+
+
+def test_an_override_of_whole_layers_needs_one_for_what_only_the_cpu_computes() -> None:
+    every = (r"layers\.\d\..*", "gpu")
+    with pytest.raises(UsageError, match=r"layers\.0\.short_conv is pinned to gpu, and only the CPU"):
+        planned(overrides=(every,))
+    made = planned(overrides=((".*short_conv", "cpu"), every))
+    assert {part.name for part in made.parts if part.decode_placement == "cpu"} >= {"layers.0.short_conv"}
+
+
+def test_a_given_plan_is_refused_if_no_kernel_computes_it() -> None:
+    made = planned()
+    moved = replace(made.parts[1], decode_placement=Placement.GPU, prefill_placement=Placement.GPU)
+    check_fits(made, LFM2)
+    with pytest.raises(UsageError, match=r"layers\.0\.short_conv on the GPU, and only the CPU computes it"):
+        check_fits(replace(made, parts=(made.parts[0], moved, *made.parts[2:])), LFM2)
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-0.8b", "llama-3.1-8b"])
+def test_rates_are_predicted_for_a_length_that_texts_reach(model: str) -> None:
+    """Half of a long context is far more than most texts have."""
+    spec = known_spec(model)
+    chosen = plan(spec, PROFILE, Limits(gpu_layers=0))
+    assert chosen.context_tokens > 2 * LONGEST_PREDICTED_TOKENS
+    assert chosen.prediction.context_tokens == LONGEST_PREDICTED_TOKENS
+    asked = plan(spec, PROFILE, Limits(gpu_layers=0, context_tokens=1024))
+    assert asked.prediction.context_tokens == 512
