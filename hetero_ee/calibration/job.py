@@ -212,8 +212,8 @@ def calibrate(job: CalibrationJob) -> CalibrationOutcome:
 def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
     start_s, settings, folder = job.clock(), job.request.settings, job.place.folder
     text = job.text(job.request.n_tokens)
-    _announce(job, text.n_tokens)
     with job.steps(PARTIAL_SUFFIX, text.identity, settings.identity) as steps:
+        _announce(job, text.n_tokens, "at most" if steps.exists else "about")
         chunks = text.chunks(steps)
         calibration = CalibrationRun(job.executor, settings, steps, job.progress).calibrate(chunks, job.description)
         depths = specee_depths(job.executor, job.ending, calibration, chunks)
@@ -222,8 +222,8 @@ def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
     return CalibrationOutcome(calibration, folder, job.clock() - start_s)
 
 
-def _announce(job: CalibrationJob, n_tokens: int) -> None:
-    """Report how long the calibration will take, if that is long."""
+def _announce(job: CalibrationJob, n_tokens: int, about: str) -> None:
+    """Report how long the calibration will take, if that is long. `about` precedes the time."""
     if job.progress is None:
         return
     size = min(PROBE_TOKENS, job.ending.context_tokens)
@@ -231,7 +231,7 @@ def _announce(job: CalibrationJob, n_tokens: int) -> None:
     seconds = estimated_s(job.executor, write, n_tokens, job.request.settings, job.clock)
     if seconds >= LONG_S:
         lasting = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-        job.progress(f"Calibrating on {n_tokens:,} tokens of {job.description} takes about {lasting}", 0, 0)
+        job.progress(f"Calibrating on {n_tokens:,} tokens of {job.description} takes {about} {lasting}", 0, 0)
 
 
 def _certified(job: CalibrationJob, calibration: Calibration) -> Certificate:

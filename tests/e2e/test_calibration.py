@@ -22,7 +22,7 @@ from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
 from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.options.engine import MIN_CALIBRATION_TOKENS as MIN_TOKENS
-from hetero_ee.weights.store.calibration_files import RECORD_FILE
+from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX, RECORD_FILE
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee_profiles.reference import reference_profile
 from tests.calibration_support import FailingDisk, same
@@ -341,3 +341,6 @@ def test_how_long_it_will_take_is_said_before_it_starts(engine: Engine, monkeypa
     outcome = calibrate(CalibrationJob(*common, lambda stage, *_: said.append(stage), process_time))
     found = re.fullmatch(r"Calibrating on [\d,]+ tokens of text takes about (\d+) s", said[0])
     assert found is not None and outcome.seconds / 4 < int(found[1]) + 0.5 < 4 * outcome.seconds
+    engine.calibrations.folder.with_name(engine.calibrations.folder.name + PARTIAL_SUFFIX).touch()
+    job(engine, request, lambda stage, *_: said.append(stage) if "takes" in stage else None)
+    assert re.search(r"takes at most \d+ s", said[-1])
