@@ -111,7 +111,7 @@ def test_a_text_too_short_says_how_much_is_needed(cli: Cli, tiny: Path, tmp_path
         (("--plot", "exits.jpg"), "expected a name that ends in .png or .svg"),
         (("--show",), "make one with hetero-ee calibrate -m /"),
         (("--show", "--force"), "drop --force"),
-        (("--show", "--tokens", "600"), "drop --force, --certify, --text and --tokens"),
+        (("--show", "--tokens", "600"), "drop --force, --full, --certify, --text and --tokens"),
         (("--show", "--quantizer", "none"), "belongs to a store"),
     ],
 )
