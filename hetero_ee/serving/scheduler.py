@@ -20,7 +20,7 @@ from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.kv.snapshots import Snapshots
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.profiling.expectation import dropped_profile
-from hetero_ee.serving.slots import Slot, Slots
+from hetero_ee.serving.slots import Slot, Slots, SlotState
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,16 +82,6 @@ class _Running:
     generated: list[int] = field(default_factory=list)
     scoring: Generator[list[TokenLogprobs]] | None = None  # until the prompt is scored
     scored: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """Snapshot of a slot, with the token counts of the request that runs in it."""
-
-    number: int
-    is_running: bool = False
-    n_prompt_tokens: int = 0
-    n_generated: int = 0
 
 
 class Scheduler:

@@ -23,6 +23,16 @@ class Slot:
     token_ids: list[int] = field(default_factory=list)  # the valid prefix that it holds
 
 
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """Snapshot of a slot, with the token counts of the request that runs in it."""
+
+    number: int
+    is_running: bool = False
+    n_prompt_tokens: int = 0
+    n_generated: int = 0
+
+
 class Slots:
     """Pool of n_slots slots. `close_sequence` frees a sequence of the KV cache."""
 
