@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hetero_ee.errors import shown
+from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (
@@ -26,6 +27,7 @@ from hetero_ee.speculation.exits.calibration import (
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import N_FEATURES
 from hetero_ee.speculation.exits.predictor import ExitPredictor
+from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, RECORD_FILE, TWO_FILES, calibration_file
 from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, store_errors
 from hetero_ee.weights.store.record import (
@@ -231,10 +233,11 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for block in watched_blocks(spec):
         for short, tensor in block.tensors.items():
-            if len(tensor.shape) == 2:
-                n_features = spec.ffn_size if short == "down" else tensor.shape[1]
+            if is_quantized(tensor.role):
+                mixer, is_down = block.mixer, short == "down"
+                n_features = mixer.size if is_down and isinstance(mixer, FfnSpec) else tensor.shape[1]
                 sizes[f"{tensor.name}.{MOMENT}"] = n_features
-                if short == "down":
+                if is_down:
                     sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = n_features
     return sizes
 

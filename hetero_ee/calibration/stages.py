@@ -64,6 +64,7 @@ class Activations(BatchedTorchOps):
             for tensor in block.tensors.values()
             if tensor.name in weights.matrices
         }
+        self._first = next(iter(self._names.values()))  # at which tokens are counted
         self._executor = ReferenceExecutor(spec, weights, max(map(len, chunks)), self)
         self.sums: Arrays = {}
         self.n_tokens = 0
@@ -98,7 +99,7 @@ class Activations(BatchedTorchOps):
             self._add(f"{name}.{MOMENT}", counted.double().square().sum(0))
             if name.endswith(".ffn.down"):
                 self._add(f"{name.removesuffix('.down')}.{FREQUENCY}", self._active(counted).double().sum(0))
-            if name == "layers.0.attention.qkv":
+            if name == self._first:
                 self.n_tokens += len(counted)
 
     def _active(self, inner: Tensor) -> Tensor:

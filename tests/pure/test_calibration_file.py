@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.calibration.file import read_calibration, write_calibration
+from hetero_ee.calibration.file import FREQUENCY, activation_names, read_calibration, write_calibration
+from hetero_ee.calibration.stages import Activations
 from hetero_ee.errors import DiskFullError, StoreError
 from hetero_ee.weights.store import record
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, RECORD_FILE, TWO_FILES, calibration_folder
 from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed
 from tests.calibration_support import KEY, FailingDisk, same, small_spec, some_calibration
+from tests.executor_support import model_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "records"
 SPEC = small_spec()
@@ -30,6 +32,16 @@ def folder(tmp_path: Path) -> Path:
     place = calibration_folder(tmp_path / "store")
     write_calibration(some_calibration(SPEC), KEY, place)
     return place
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "gemma4-e", "llama"])
+def test_a_file_holds_what_is_measured_of_each_family(family: str, tmp_path: Path) -> None:
+    spec, weights = model_of(family, "fp32", tmp_path)
+    found = Activations(spec, weights, [tuple(range(20))])
+    found.add_chunk(0)
+    assert {name: len(array) for name, array in found.means.items()} == activation_names(spec)
+    assert found.n_tokens > 10
+    assert all(array.max() <= 1 for name, array in found.means.items() if name.endswith(FREQUENCY))
 
 
 def edit_tensors(folder: Path, change: Callable[[Arrays], object]) -> None:
