@@ -61,6 +61,7 @@ class SparsityRequest:
 
     def check(self, spec: ModelSpec) -> None:
         """Check that the model has neurons that can be skipped. Raises: UsageError: if it has none."""
+        check_layout(spec)
         if self.is_exact and (self.first_in_rows or not self.is_dense) and spec.activation not in ZERO_ACTIVATIONS:
             raise UsageError(
                 f"{spec.architecture} has no neurons that are exactly 0 ({spec.activation}); give the share of neurons "
@@ -68,3 +69,12 @@ class SparsityRequest:
                 MODEL_OPTIONS["sparsity"],
                 " 0.4.",
             )
+
+
+def check_layout(spec: ModelSpec) -> None:
+    """Check that the model's FFNs can be stored neuron by neuron. Raises: UsageError: if its layers differ."""
+    if any(own is not None for own in spec.own_layers):
+        option = MODEL_OPTIONS["sparsity"]
+        raise UsageError(
+            f"the layers of {spec.architecture} differ, so their neurons can't be skipped; drop ", option, "."
+        )

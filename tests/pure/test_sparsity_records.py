@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.errors import DiskFullError, StoreError
+from hetero_ee.errors import DiskFullError, StoreError, UsageError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.sparsity.curves import read_sparsity, write_sparsity
 from hetero_ee.sparsity.predictor import (
     LayerPredictor,
@@ -19,9 +20,11 @@ from hetero_ee.sparsity.predictor import (
     read_predictor,
     write_predictor,
 )
+from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed
 from tests.calibration_support import KEY, FailingDisk, small_spec
+from tests.families import config_of
 from tests.sparse_models import some_curves
 
 RANK = 32
@@ -207,3 +210,11 @@ def test_on_a_full_disk_the_former_one_stays(kind: Kind, tmp_path: Path, operati
     with pytest.raises(DiskFullError):
         kind.write(kind.make(1), KEY, "other", file, FailingDisk(operation))
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "gemma4", "ministral3"])
+def test_families_whose_layers_differ_are_refused(family: str) -> None:
+    request = SparsityRequest.parsed(0.4)
+    assert request is not None
+    with pytest.raises(UsageError, match="differ, so their neurons can't be skipped; drop sparsity"):
+        request.check(read_spec(config_of(family)))

@@ -63,8 +63,9 @@ def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, 
 
         from hetero_ee.weights.store.library import make_store
     from hetero_ee.config import cache_folder
+    from hetero_ee.hub.config_file import read_spec
     from hetero_ee.runtime.kernel_cache import use_kernel_cache
-    from hetero_ee.sparsity.request import SparsityRequest
+    from hetero_ee.sparsity.request import SparsityRequest, check_layout
     from hetero_ee.weights.store.reader import is_store
     from hetero_ee_profiles.host.process import usable_threads
 
@@ -74,6 +75,8 @@ def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, 
         folder = engine.model_folder(model, progress)
         if keeps_stores and is_store(folder):
             return folder
+        if asked is not None:
+            check_layout(read_spec(folder))
         use_kernel_cache(cache_folder(), progress)
         return make_store(
             folder,
