@@ -299,19 +299,27 @@ class DecodingLoop:
         return [step(request, logits, self._shared.clock())]
 
     def _advanced(self, decoding: Sequence[_Running]) -> list[Stepped]:
-        """Advance these sequences. If that fails, advance each alone, so that an error ends only its own sequence."""
-        requests = [each.request for each in decoding]
+        """Advance these sequences. If that fails, advance each alone, so that an error ends only its own sequence.
+
+        The error also ends sequences whose recurrent state it has lost.
+        """
+        requests, cache = [each.request for each in decoding], self._shared.executor.cache
         for request in requests:
-            self._shared.executor.cache.settle(request.kv_sequence, len(request.token_ids) - 1)
+            cache.settle(request.kv_sequence, len(request.token_ids) - 1)
+        held = {each.kv_sequence: cache.length(each.kv_sequence) for each in requests if cache.is_recurrent}
         try:
             takes = self._mode.advance(requests)
         except HeteroError as error:
             if len(decoding) == 1:
                 return [Stepped(decoding[0].number, error)]
             self._mode.leave(requests)
-            for request in requests:
-                self._shared.executor.cache.cut(request.kv_sequence, len(request.token_ids) - 1)
-            return [stepped for each in decoding for stepped in self._advanced([each])]
+            cache, stepped = self._shared.executor.cache, list[Stepped]()
+            for each in decoding:
+                sequence = each.request.kv_sequence
+                cache.cut(sequence, len(each.request.token_ids) - 1)
+                is_lost = cache.length(sequence) < held.get(sequence, 0)
+                stepped += [Stepped(each.number, error)] if is_lost else self._advanced([each])
+            return stepped
         return [stepped for each, take in zip(decoding, takes, strict=True) for stepped in self._taken(each, take)]
 
     def _taken(self, running: _Running, take: Take) -> list[Stepped]:

@@ -1,5 +1,6 @@
 """Recurrent layers on a GPU: near the CPU in any placement, exact among themselves, and rolled back by their logs."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.decoding.loop import generate
+from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import DeviceMemoryError, HeteroError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.state import RecurrentState
 from hetero_ee.ops.torch_ops import BatchedTorchOps
+from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -125,6 +129,24 @@ def test_memory_that_runs_out_within_a_pass_loses_no_token(model: Model) -> None
     assert (torch.cat(found) - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
     assert len(notices) == 2
     executor.cache.check()
+    executor.close()
+
+
+def test_texts_whose_state_is_lost_end_with_the_error(model: Model) -> None:
+    """Without a plan to fall back on."""
+    plan = planned(model[0], overrides=PLACEMENTS["every other layer"], context_tokens=CONTEXT_TOKENS)
+    kernels, n_calls = torch_operations(), itertools.count(1)
+
+    def gated_delta(*operands: Any) -> Any:
+        if next(n_calls) == 60:
+            raise DeviceMemoryError("the GPU is full.")
+        return kernels.gated_delta(*operands)
+
+    executor = on_stand_in(*model, plan, gpu=stand_in_gpu(operations=replace(kernels, gated_delta=gated_delta)))
+    request = executor, [[1, 2, 3], [4, 5]], SamplingParams(30), Ending(frozenset(), CONTEXT_TOKENS), str, lambda: 0.0
+    with pytest.raises(DeviceMemoryError, match="the GPU is full"):
+        list(generate(*request))
+    assert executor.cache.sequences == () and len(list(generate(*request))) == 60
     executor.close()
 
 
