@@ -58,6 +58,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in EngineOptions.__annotations__:
             raise TypeError(f"there is no option {name!r}; {meant(name, EngineOptions.__annotations__)}")
+    if options.get("draft_head") is not None and options.get("draft_model") is not None:
+        raise UsageError(DRAFT_HEAD, " and ", DRAFT_MODEL, " both compute drafts; leave out one of them.")
     for option in CHECKED:
         value = options.get(option.name, option.default)
         if not (value is None and option.default is None):
@@ -174,8 +176,6 @@ class PlanRequest:
             self._check_next_to_plan(self.plan)
         if self.emulates and isinstance(self.asked_profile, str):
             raise UsageError("which machine is to be emulated? Give its profile with ", PROFILE, ".")
-        if self.draft_head is not None and self.draft_model is not None:
-            raise UsageError(DRAFT_HEAD, " and ", DRAFT_MODEL, " both compute drafts; leave out one of them.")
         drafts = ((DRAFT_HEAD, self.draft_head), (DRAFT_MODEL, self.draft_model))
         unplanned = self.limited_by or next((option for option, value in drafts if value is not None), None)
         if self.asked_profile == OFF and self.plan is None and unplanned is not None:

@@ -297,6 +297,11 @@ def test_vocabularies_are_compared(mine: str, n_mine: int, problem: str | None, 
         model.check_vocabulary(target, 8)
 
 
+def test_a_head_and_a_model_contradict_each_other_before_anything_is_downloaded(stories260k: Any) -> None:
+    with pytest.raises(UsageError, match="draft_head and draft_model both compute drafts"):
+        Engine.from_pretrained(stories260k, draft_head="org/head", draft_model=stories260k)
+
+
 def test_the_engine_drafts_with_it_where_the_plan_says(stories260k: Any, kernels: Any) -> None:
     """On an emulated laptop, whose GPU has room: the same text as without it, most drafts right."""
     options: Any = {"profile": LAPTOP, "emulate": True, "context_tokens": 256, "gpu_layers": 2}
