@@ -143,6 +143,7 @@ def test_every_setting_is_shown_with_its_source(cli: Cli, cache: Path, monkeypat
         "threads": {"value": 2, "source": "HETERO_EE_THREADS"},
         "ctx_size": {"value": 512, "source": "flag"},
         "quantizer": {"value": "rtn", "source": "file"},
+        "activations": {"value": "int8", "source": "default"},
         "offline": {"value": True, "source": "flag"},
         "cache_dir": {"value": str(cache), "source": "HETERO_EE_CACHE_DIR"},
         "data_dir": {"value": os.environ["HETERO_EE_DATA_DIR"], "source": "HETERO_EE_DATA_DIR"},
