@@ -13,6 +13,6 @@ def test_a_conversion_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PYTHONPATH", ".", prepend=":")
     folder = one_layer_model(tmp_path / "tiny")
     leave_page_cache(folder)
-    measured = opening(folder, tmp_path, n_runs=1, threads=1)
+    measured = opening(folder, Path(__file__).parents[2], n_runs=1, threads=1)
     assert measured["cold s"] > 0 and measured["warm s"] > 0 and measured["peak GB"] > 0
     assert not (tmp_path / "store").exists()

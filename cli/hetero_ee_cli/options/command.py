@@ -83,7 +83,7 @@ def _refuse(word: str, known: Collection[str], command: str) -> None:
         raise UsageError(f"{name} is not offered: {NOT_OFFERED[name]}.")
     if re.match(r"-[A-Za-z]{2}", word):
         near = max((flag for flag in known if word.startswith(flag) and len(flag) > 2), key=len, default=None)
-        if near is not None and word[len(near) :][:1].isalpha():  # -mdemo is rather -m than -md
+        if near is not None and word.removeprefix(near).isalpha():  # -mdemo is rather -m than -md
             near = None
         hint = "" if near is None else f" Did you mean {near} {word.removeprefix(near).removeprefix('=')}?"
         raise UsageError(f"there is no option {word}.{hint} See {command} --help.")
