@@ -112,7 +112,7 @@ class GpuRecurrentCache(LayeredCache[_Sequence]):
 
     @property
     def n_parts(self) -> int:
-        """Number of parts into which attention divides the longest sequence: none, as there is no attention."""
+        """Return 0: attention, which would divide the longest sequence into parts, never reads this cache."""
         return 0
 
     def slots(self, batch: Batch) -> list[int]:

@@ -270,7 +270,7 @@ class CpuOps(Ops):
         return TorchConv(layer, cache, torch.from_numpy(weights))
 
     def short_conv(self, inputs: Any, conv: TorchConv, rows: CpuRows) -> Any:
-        """See Ops.short_conv. torch is fast enough: the layer's matrices cost 1,000 times as many operations."""
+        """See Ops.short_conv. Uses torch, since the layer's matrices need 1,000 times as many operations."""
         outputs, x = torch.empty(len(inputs), len(conv.weights)), torch.from_numpy(inputs)
         for sequence, mine in rows.by_sequence.items():
             outputs[mine] = conv.run(x[mine], sequence, rows.batch.positions[mine[0]])

@@ -123,7 +123,7 @@ class Slots:
                 self.free(slot)
 
     def _open(self) -> int:
-        """Open a sequence, after freeing idle ones if there is no memory for one more recurrent state."""
+        """Open a sequence. If memory lacks for its recurrent state, idle sequences are freed first."""
         try:
             return self._executor.cache.open_new()
         except DeviceMemoryError:

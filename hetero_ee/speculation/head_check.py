@@ -89,11 +89,8 @@ class HeadChecks:
             return knowledge
         shares = ", ".join(f"{share:.2f}" for share in found.acceptance)
         self._warn(f"Checked {name} on {found.n_tokens} tokens: drafts right by position {shares}")
-        if head is not None and head.eagle3 is not None:
-            wrong = found.warning(str(knowledge.draft_head), head.eagle3.captured)
-        else:
-            wrong = None
-        if wrong is not None:
+        eagle3 = None if head is None else head.eagle3
+        if eagle3 is not None and (wrong := found.warning(str(knowledge.draft_head), eagle3.captured)):
             self._warn(wrong)
         else:
             self._keep(knowledge, found.acceptance)

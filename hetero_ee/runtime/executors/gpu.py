@@ -123,7 +123,7 @@ class GpuExecutor(BlockExecutor):
         segment = self._borrowed_segment(block, weights, visiting)
         held = cast(CpuKvCache, owner.cache.part(layer))
         out = torch.empty(hidden.shape, device=self._device)
-        for sequence, mine in _by_sequence(batch).items():
+        for sequence, mine in batch.by_sequence().items():
             n_known, n_rows = batch.positions[mine[0]], len(mine)
             first = 0 if window is None else max(0, n_known + 1 - window)
             here = visiting.bring(held, layer, sequence, first, n_known, n_rows)
@@ -210,10 +210,3 @@ def _token_inputs(spec: ModelSpec, weights: ModelWeights, blocks: Sequence[Block
         return None
     ops = TorchOps()
     return TokenInputs(spec, ops, DeviceWeights(ops, weights, blocks[:2]))
-
-
-def _by_sequence(batch: Batch) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for row, sequence, _ in batch.entries():
-        found.setdefault(sequence, []).append(row)
-    return found

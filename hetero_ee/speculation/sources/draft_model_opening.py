@@ -19,13 +19,13 @@ from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, Machi
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.work import BlockWorks
 from hetero_ee.speculation.sources.beside import BesideOpener, Running
+from hetero_ee.speculation.sources.draft_head_costs import TYPICAL_CONTEXT_TOKENS
 from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu
 from hetero_ee.speculation.sources.draft_model import DraftModelRunner
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.hardware import HardwareProfile
 
-TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned
 FIRST_COMPARED, MOST_MORE = 5, 128  # first compared token, and most tokens that one vocabulary may have more: llama.cpp
 
 
