@@ -50,6 +50,7 @@ QWEN_3_5 = LLAMA | {
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 18,  # more than 16 lanes, and not a multiple
 }
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -76,6 +77,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 20}),
     "qwen3-yarn": ("Qwen3", LLAMA | {"head_dim": 20, "rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "qwen3.5": ("Qwen3_5", QWEN_3_5),
+    "qwen3-moe": ("Qwen3Moe", LLAMA | EXPERTS | {"head_dim": 20, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3.5-moe": ("Qwen3_5Moe", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "lfm2": ("Lfm2", LLAMA | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention", "conv"]}),
     "qwen3.5-even": ("Qwen3_5", QWEN_3_5 | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "head_dim": 16}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None}),
@@ -205,7 +208,9 @@ def config_of(name: str, **changes: Any) -> Any:
     import transformers
 
     prefix, values = FAMILIES[name]
-    config_class = f"{prefix}TextConfig" if prefix in ("Gemma3", "Gemma4", "Qwen3_5") else f"{prefix}Config"
+    config_class = (
+        f"{prefix}TextConfig" if prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else f"{prefix}Config"
+    )
     config = getattr(transformers, config_class)(**(values | changes))
     config.architectures = [f"{prefix}ForCausalLM"]
     return config

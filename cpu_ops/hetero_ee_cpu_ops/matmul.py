@@ -316,19 +316,22 @@ class Matmul:
         product = self._run(x, weight, arguments, ids.size)
         return product[:, np.arange(ids.size) * 16 + (ids & 15)]
 
-    def from_row(self, x: Any, weight: TileMatrix, row: int) -> Any:
-        """Return the outputs from weight row `row` on, bit for bit as in the whole product. Reads no earlier rows.
+    def rows(self, x: Any, weight: TileMatrix, first: int, n_rows: int) -> Any:
+        """Return the outputs of n_rows weight rows from `first` on, padded to 16, bit for bit as in the whole product.
+
+        Reads no other blocks of rows.
 
         Raises:
-            ValueError: if x does not fit or `row` does not begin a block.
+            ValueError: if x does not fit, `first` does not begin a block, or the rows are not all there.
         """
-        block, rest = divmod(row, 16)
-        if rest or not 0 <= block < weight.n_blocks:
-            raise ValueError(f"Row {row} does not begin one of {weight.n_blocks} blocks of 16 rows.")
+        block, rest = divmod(first, 16)
+        n_blocks = -(-n_rows // 16)
+        if rest or not 0 <= block < block + n_blocks <= weight.n_blocks:
+            raise ValueError(f"Rows {first}..{first + n_rows - 1} are not of {weight.n_blocks} blocks of 16 rows.")
         arguments = weight.fresh_arguments()
         arguments[[TILES, SCALES]] += block * np.array(weight.block_bytes)
-        arguments[N_BLOCKS] = weight.n_blocks - block
-        return self._run(x, weight, arguments, weight.n_blocks - block)
+        arguments[N_BLOCKS] = n_blocks
+        return self._run(x, weight, arguments, n_blocks)
 
     def _run(self, x: Any, weight: TileMatrix, arguments: Any, n_blocks: int) -> Any:
         x = whole_groups(x, weight.n_groups)

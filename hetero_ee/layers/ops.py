@@ -22,7 +22,17 @@ Heads = Any  # a layer's attention as the device computes it, and the place of i
 NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended", "inner", "active", "delta", "logits"
 PRODUCT = "product"  # of a matrix whose result is copied into another buffer
 GATES, MIXED = "gates", "mixed"
+SHARED = "shared"  # output of a shared expert
 MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The activation function between an FFN's matrices."""
+
+    kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
+    threshold: float  # below it, "fatrelu" is 0
+    gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,37 @@ class Neurons:
     least: Array | None  # (n_chosen,): smaller activations do not count
     chosen: slice | None = None
     section: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A layer's router with its parameters on a device."""
+
+    spec: Any  # RouterSpec
+    weights: Array  # (n_experts, hidden)
+    bias: Array | None  # (n_experts,), added to the logits
+    choice_bias: Array | None  # (n_experts,), added to the scores for the choice only
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that a router has chosen for each token, from the highest index to the lowest, and their weights."""
+
+    experts: Array  # integers (m, n_active)
+    weights: Array  # (m, n_active)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer's experts, or consecutive ones of them, on a device."""
+
+    first: Matrix  # gate_up or up of all these experts
+    down: Matrix
+    activation: Activation
+    n_first_rows: int  # rows of one expert in `first`
+    n_down_rows: int  # and in `down`
+    n: int  # number of experts
+    start: int = 0  # index of the first one in the layer
 
 
 class Parameters(Protocol):
@@ -101,6 +142,11 @@ class MixerSpec(ABC):
         return None
 
     @property
+    def runs_on_gpu(self) -> bool:
+        """Whether GPUs have kernels for the mixer."""
+        return self.state is None or self.state.runs_on_gpu
+
+    @property
     def buffers(self) -> dict[str, int]:
         """Features per token of each buffer that the mixer needs in addition to NORMED and DELTA."""
         return {}
@@ -116,15 +162,6 @@ class MixerSpec(ABC):
     @abstractmethod
     def bind(self, ops: "Ops", parameters: "Parameters", layer: int, cache: Any) -> Mixer:
         """Create the layer's mixer from its parameters on a device and the cache that keeps its state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """The activation function between an FFN's matrices."""
-
-    kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
-    threshold: float  # below it, "fatrelu" is 0
-    gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
 
 
 class Ops(Protocol):
@@ -205,6 +242,24 @@ class Ops(Protocol):
 
     def gate(self, x: Array, gates: Array) -> Array:
         """Multiply x (m, features) by sigmoid(gates), in place."""
+        ...
+
+    def route(self, x: Array, router: Router) -> Routes:
+        """Choose experts for each token of x (m, hidden). The lower one of two experts with equal scores is chosen."""
+        ...
+
+    def experts(self, x: Array, routes: Routes, experts: Experts, sums: Array | None) -> Array:
+        """Sum the weighted outputs of chosen experts: (m, hidden).
+
+        Outputs are added from the highest expert's to the lowest one's. Others than `experts` are left out.
+
+        Args:
+            sums: sums of higher experts' outputs, to which these are added; None for none.
+        """
+        ...
+
+    def gate_rows(self, x: Array, inputs: Array, weights: Array) -> Array:
+        """Multiply each row of x (m, features) by sigmoid(weights inputs), in place. weights: (1, hidden)."""
         ...
 
     def delta_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Array, Array, Array], norm: Norm) -> Any:

@@ -1,11 +1,13 @@
 """Map this engine's tensor names to tensors of Hugging Face checkpoints, whose rows are stacked."""
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.per_layer import PerLayerSpec
-from hetero_ee.layers.tensors import TensorRole, TensorSpec
+from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.spec import ModelSpec
@@ -51,19 +53,24 @@ class Part:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape without a convolution's dimension of size 1, as in GGUF files."""
-        return self.shape if len(self.shape) < 3 else (self.shape[0], math.prod(self.shape[1:]))
+        """The shape as rows: of all experts, and without a convolution's dimension of size 1."""
+        return self.shape if len(self.shape) < 3 else (math.prod(self.shape[:-1]), self.shape[-1])
 
     @property
     def n_rows(self) -> int:
         """Number of rows to read."""
-        return self.shape[0] if self.share is None else self.shape[0] // self.share[0] * self.share[2]
+        n_rows = self.stored_shape[0]
+        return n_rows if self.share is None else n_rows // self.share[0] * self.share[2]
 
 
-def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
-    """Map every tensor of the model to the checkpoint's tensors that are stacked in it. Source: transformers."""
+def checkpoint_parts(spec: ModelSpec, present: Collection[str] = ()) -> dict[str, list[Part]]:
+    """Map every tensor of the model to the checkpoint's tensors that are stacked in it. Source: transformers.
+
+    Args:
+        present: names of the checkpoint's tensors. A layer's experts are one tensor if there is none per expert.
+    """
     blocks = decoder_blocks(spec)
-    return {tensor.name: _parts(spec, block, tensor) for block in blocks for tensor in block.tensors.values()}
+    return {tensor.name: _parts(spec, block, tensor, present) for block in blocks for tensor in block.tensors.values()}
 
 
 def unused_tensors(spec: ModelSpec) -> set[str]:
@@ -77,12 +84,14 @@ def unused_tensors(spec: ModelSpec) -> set[str]:
     }
 
 
-def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:
+def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collection[str]) -> list[Part]:
     suffix = ".bias" if tensor.name.endswith("_bias") else ".weight"
     room, _, rest = tensor.name.removesuffix("_bias").partition(".")
     layer, _, short = rest.partition(".")
     pattern = f"layers.{{n}}.{short}" if room == "layers" else f"{room}.{rest}"
     modules, mixer = FAMILIES[spec.architecture].tensor_names[pattern], block.mixer
+    if isinstance(mixer, MoeSpec) and short.rpartition(".")[2] in (mixer.first, "down"):
+        return _of_experts(modules, layer, tensor.shape, mixer.router.n_experts, present)
     sizes = () if mixer is None else mixer.row_sizes(short.rpartition(".")[2])
     if len(modules) == 1 or not sizes:
         sizes = (tensor.shape[0] // len(modules),) * len(modules)
@@ -94,11 +103,28 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec) -> list[Part]:
         parts = [
             Part(modules[0], (table.width, *tensor.shape[1:]), share=(table.width, int(layer) * table.size, table.size))
         ]
-    if tensor.role is TensorRole.VECTOR and len(tensor.shape) > 1:  # weights of a convolution by channel
+    if pattern.endswith(".conv"):  # weights of a convolution by channel
         parts = [replace(part, shape=(part.shape[0], 1, *part.shape[1:])) for part in parts]
     added = spec.norm_offset if tensor.name.endswith("norm") and not tensor.name.endswith(GATED_NORM) else 0.0
     names = [part.hf_name.format(n=layer) + ("" if part.hf_name.endswith(PARAMETERS) else suffix) for part in parts]
     return [replace(part, hf_name=name, added=added) for part, name in zip(parts, names, strict=True)]
+
+
+def _of_experts(
+    modules: Sequence[str], layer: str, shape: tuple[int, ...], n_experts: int, present: Collection[str]
+) -> list[Part]:
+    """Describe the rows of experts: one tensor of all experts or several tensors of each.
+
+    Args:
+        modules: the name of the tensor of all experts, and those of an expert's modules.
+        present: see checkpoint_parts.
+    """
+    whole, *single = (name.replace("{n}", layer) for name in modules)
+    n_rows = shape[0] // n_experts
+    if not present or whole in present:
+        return [Part(whole, (n_experts, n_rows, *shape[1:]))]
+    part_shape = n_rows // len(single), *shape[1:]
+    return [Part(f"{name.format(e=e)}.weight", part_shape) for e in range(n_experts) for name in single]
 
 
 def _of_heads(parts: list[Part], attention: AttentionSpec) -> list[Part]:

@@ -13,11 +13,11 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm, Ops
+from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router, Routes
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv
-from hetero_ee.ops.torch_ops import query_factors
+from hetero_ee.ops.torch_ops import TorchOps, query_factors
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate, gate
@@ -215,10 +215,11 @@ class CpuOps(Ops):
         return x
 
     def linear(self, x: Any, matrix: CpuMatrix, into: str) -> Any:
-        tiles, first = matrix.tiles, matrix.first_row
-        product = self._matmul.from_row(x, tiles, first) if first else self._matmul(x, tiles)
-        if product.shape[1] != matrix.n_rows:
-            product = np.ascontiguousarray(product[:, : matrix.n_rows])
+        tiles, n_rows = matrix.tiles, matrix.n_rows
+        is_whole = n_rows == matrix.weight.shape[0]
+        product = self._matmul(x, tiles) if is_whole else self._matmul.rows(x, tiles, matrix.first_row, n_rows)
+        if product.shape[1] != n_rows:
+            product = np.ascontiguousarray(product[:, :n_rows])
         if matrix.bias is not None:
             product += matrix.bias
         return product
@@ -255,6 +256,30 @@ class CpuOps(Ops):
 
     def gate(self, x: Any, gates: Any) -> Any:
         return gate(x, gates)
+
+    def route(self, x: Any, router: Router) -> Routes:
+        vectors = (router.weights, router.bias, router.choice_bias)
+        tensors = (None if each is None else torch.from_numpy(each) for each in vectors)
+        routes = TorchOps().route(torch.from_numpy(x), Router(router.spec, *tensors))
+        return Routes(routes.experts.numpy(), routes.weights.numpy())
+
+    def experts(self, x: Any, routes: Routes, experts: Experts, sums: Any) -> Any:
+        sums = np.zeros_like(x) if sums is None else sums
+        for expert in np.unique(routes.experts - experts.start)[::-1]:
+            if 0 <= expert < experts.n:
+                mine, places = np.nonzero(routes.experts == expert + experts.start)
+                inner = self.linear(x[mine], self._of_expert(experts.first, expert, experts.n_first_rows), "")
+                down = self._of_expert(experts.down, expert, experts.n_down_rows)
+                outer = self.linear(self.activate(inner, experts.activation), down, "")
+                sums[mine] += outer * routes.weights[mine, places][:, None]
+        return sums
+
+    def _of_expert(self, matrix: CpuMatrix, expert: int, n_rows: int) -> CpuMatrix:
+        return self.part(matrix, slice(expert * n_rows, (expert + 1) * n_rows))
+
+    def gate_rows(self, x: Any, inputs: Any, weights: Any) -> Any:
+        found = TorchOps().gate_rows(*map(torch.from_numpy, (x, inputs, weights)))
+        return found.numpy()
 
     def delta_rule(
         self, spec: GatedDeltaSpec, layer: int, cache: RecurrentCache, vectors: tuple[Any, Any, Any], norm: Norm

@@ -12,7 +12,21 @@ from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.layers.ops import ACTIVE, ATTENDED, DELTA, INNER, MIXED, NORMED, Activation, Neurons, Norm, Ops
+from hetero_ee.layers.ops import (
+    ACTIVE,
+    ATTENDED,
+    DELTA,
+    INNER,
+    MIXED,
+    NORMED,
+    Activation,
+    Experts,
+    Neurons,
+    Norm,
+    Ops,
+    Router,
+    Routes,
+)
 from hetero_ee.ops.arena import MAX_ROWS, Arena, GpuRows
 from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.weights.rows import UNIT_COLUMNS, RowWeight
@@ -195,6 +209,15 @@ class GpuOps(Ops):
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
         """See Ops.gate. Changes `gates`, too."""
         return x.mul_(gates.sigmoid_())
+
+    def route(self, x: Tensor, router: Router) -> Routes:
+        raise NotImplementedError("MoeSpec.runs_on_gpu is false")
+
+    def experts(self, x: Tensor, routes: Routes, experts: Experts, sums: Tensor | None) -> Tensor:
+        raise NotImplementedError("MoeSpec.runs_on_gpu is false")
+
+    def gate_rows(self, x: Tensor, inputs: Tensor, weights: Tensor) -> Tensor:
+        raise NotImplementedError("MoeSpec.runs_on_gpu is false")
 
     def delta_rule(
         self, spec: GatedDeltaSpec, layer: int, cache: GpuRecurrentCache, vectors: Sequence[Tensor], norm: Norm

@@ -22,11 +22,12 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm, Ops
+from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID
+from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router, Routes
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv, TorchDelta
-from hetero_ee.weights.weight import Weight
+from hetero_ee.weights.weight import DenseWeight, Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
 
@@ -191,6 +192,44 @@ class TorchOps(Ops):
     @torch.inference_mode()
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
         return torch.stack([row * torch.sigmoid(gate.clone()) for row, gate in zip(x, gates, strict=True)])
+
+    @torch.inference_mode()
+    def route(self, x: Tensor, router: Router) -> Routes:
+        spec, logits = router.spec, self.product(x, DenseWeight(router.weights), router.bias)
+        scores = torch.sigmoid(logits) if spec.scores == SIGMOID else logits
+        keys = scores if router.choice_bias is None else scores + router.choice_bias
+        chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, : spec.n_active]
+        chosen = chosen.sort(dim=-1, descending=True).values
+        if spec.scores == OF_CHOSEN:
+            weights = torch.softmax(logits.gather(1, chosen), -1)
+        else:
+            weights = (scores if spec.scores == SIGMOID else torch.softmax(logits, -1)).gather(1, chosen)
+        if spec.renormalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routes(chosen, weights * spec.scale)
+
+    @torch.inference_mode()
+    def experts(self, x: Tensor, routes: Routes, experts: Experts, sums: Tensor | None) -> Tensor:
+        sums = torch.zeros_like(x) if sums is None else sums
+        for expert in reversed(range(experts.n)):
+            mine, places = (routes.experts == expert + experts.start).nonzero(as_tuple=True)
+            if len(mine):
+                inner = self._of_expert(x[mine], experts.first, expert, experts.n_first_rows)
+                outer = self._of_expert(
+                    self.activate(inner, experts.activation), experts.down, expert, experts.n_down_rows
+                )
+                sums[mine] = sums[mine] + outer * routes.weights[mine, places, None]
+        return sums
+
+    def _of_expert(self, x: Tensor, matrix: TorchMatrix, expert: int, n_rows: int) -> Tensor:
+        """Multiply x by one expert's rows of a matrix of all experts."""
+        rows = slice(expert * n_rows, (expert + 1) * n_rows)
+        weight = DenseWeight(matrix.weight.rows(torch.arange(rows.start, rows.stop)))
+        return self.product(x, weight, None if matrix.bias is None else matrix.bias[rows])
+
+    @torch.inference_mode()
+    def gate_rows(self, x: Tensor, inputs: Tensor, weights: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.product(inputs, DenseWeight(weights)))
 
     def delta_rule(
         self,

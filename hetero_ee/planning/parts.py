@@ -39,7 +39,7 @@ class Part:
 
     @property
     def runs_on_gpu(self) -> bool:
-        return self.cost.state is None or self.cost.state.runs_on_gpu
+        return self.cost.runs_on_gpu
 
     def kv_bytes(self, context_tokens: int) -> int:
         """Return the bytes that the KV cache or other state of this part needs for a sequence of context_tokens."""

@@ -60,9 +60,10 @@ class Checkpoint:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         self.files = weight_files(folder)
-        self._parts, self._family = checkpoint_parts(spec), FAMILIES[spec.architecture]
+        self._family = FAMILIES[spec.architecture]
         self._roles = {tensor.name: tensor.role for tensor in self.tensors()}
         self._located = self._locate_tensors()  # reads all headers before any file is mapped
+        self._parts = checkpoint_parts(spec, self._located.keys())
         self._use_saved_head()
         self._opened = {file: _open(file) for file in self.files}
         saved = read_saved_format(folder)
@@ -84,7 +85,7 @@ class Checkpoint:
         n_rows = [part.n_rows for part in parts]
         kinds = {self._kind(part) for part in parts}
         kind = kinds.pop() if len(kinds) == 1 else torch.float32
-        stacked = torch.empty(sum(n_rows), *parts[0].shape[1:], dtype=kind)
+        stacked = torch.empty(sum(n_rows), *parts[0].stored_shape[1:], dtype=kind)
         for rows, part in zip(torch.split(stacked, n_rows), parts, strict=True):  # one part in memory besides the whole
             values = self._read(part)
             rows.copy_(values if order is None else values[_in_each(order, len(values))])

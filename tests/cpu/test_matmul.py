@@ -153,10 +153,11 @@ def test_rows_from_a_row_block_on_have_the_bits_of_the_whole_product(matmul: Mat
     case = Case.random(kind, (131, 96), 5)
     whole = matmul(case.x, case.matrix())
     for row in (0, 16, 128):
-        assert np.array_equal(matmul.from_row(case.x, case.matrix(), row), whole[:, row:])
+        assert np.array_equal(matmul.rows(case.x, case.matrix(), row, 131 - row), whole[:, row:])
+    assert np.array_equal(matmul.rows(case.x, case.matrix(), 32, 48), whole[:, 32:80])
     for wrong in (8, -16, 144):
-        with pytest.raises(ValueError, match=f"Row {wrong} does not begin"):
-            matmul.from_row(case.x, case.matrix(), wrong)
+        with pytest.raises(ValueError, match=f"Rows {wrong}..{wrong + 15} are not"):
+            matmul.rows(case.x, case.matrix(), wrong, 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,6 @@
-"""The supported families of dense decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
+"""The supported families of decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
-from hetero_ee.models.families import gemma4, lfm2, llama, opt, qwen3_5, variants
+from hetero_ee.models.families import experts, gemma4, lfm2, llama, opt, qwen3_5, variants
 from hetero_ee.models.families.family import Family
 from hetero_ee.models.families.llama import GATE_UP, NORMED_HEADS, QKV, TENSOR_NAMES, TWO_MATRICES, post_norms
 
@@ -8,6 +8,7 @@ AFTER = post_norms("post_attention_layernorm", "post_feedforward_layernorm")
 OLMO = NORMED_HEADS | AFTER
 GEMMA_NORMS = AFTER | {"layers.{n}.ffn.norm": ("model.layers.{n}.pre_feedforward_layernorm",)}
 GEMMA_3 = NORMED_HEADS | GEMMA_NORMS
+QWEN_3_5_MOE = qwen3_5.TENSOR_NAMES | experts.TENSOR_NAMES
 GLM, GLM_4_NORMS = TENSOR_NAMES | GATE_UP, post_norms("post_self_attn_layernorm", "post_mlp_layernorm")
 
 # By Hugging Face's class name, as config.json's `architectures` has it.
@@ -19,6 +20,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("qwen2", variants.QWEN_2, TENSOR_NAMES),
     "Qwen3ForCausalLM": Family("qwen3", variants.QWEN_3, NORMED_HEADS),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", experts.read_qwen_3, NORMED_HEADS | experts.TENSOR_NAMES),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", qwen3_5.read_moe_spec, QWEN_3_5_MOE),
     "Phi3ForCausalLM": Family("phi3", variants.PHI_3, TENSOR_NAMES | QKV | GATE_UP),
     "GemmaForCausalLM": Family("gemma", variants.GEMMA, TENSOR_NAMES),
     "Gemma2ForCausalLM": Family("gemma2", variants.GEMMA_2, TENSOR_NAMES | GEMMA_NORMS),
@@ -50,6 +53,9 @@ FAMILIES = {
         "qwen2_5_vl", variants.read_qwen_2_5_vl, TENSOR_NAMES, ("qwen2_5_vl_text",)
     ),
     "Qwen3_5ForConditionalGeneration": Family("qwen3_5", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES, ("qwen3_5_text",)),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        "qwen3_5_moe", qwen3_5.read_moe_spec, QWEN_3_5_MOE, ("qwen3_5_moe_text",)
+    ),
     "Lfm2ForCausalLM": Family("lfm2", lfm2.read_spec, lfm2.TENSOR_NAMES),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }

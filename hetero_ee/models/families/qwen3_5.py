@@ -1,4 +1,4 @@
-"""Read Qwen3.5, 3.6 and 3.8 (dense): most layers are gated delta layers, every fourth one is a gated attention."""
+"""Read Qwen3.5, 3.6 and 3.8: most layers are gated delta layers, every fourth one is a gated attention."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ from hetero_ee.errors import shown
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
+from hetero_ee.models.families import experts
 from hetero_ee.models.families.family import FULL, LINEAR, layer_count, read_layer_kinds
 from hetero_ee.models.families.llama import NORMED_HEADS
 from hetero_ee.models.families.rope_fields import without_mrope
@@ -48,6 +49,15 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         assert isinstance(plain.mixer, AttentionSpec), "no layer is defined separately yet"
         own.append(LayerSpec(replace(plain.mixer, is_gated=True) if kind == FULL else delta, plain.ffn))
     return replace(spec, own_layers=tuple(own))
+
+
+def read_moe_spec(fields: Fields, architecture: str) -> ModelSpec:
+    """Read the models with experts, one of which every token uses."""
+    fields = experts.with_sizes(fields)
+    spec, router = read_spec(fields, architecture), experts.read_router(fields, renormalizes=True)
+    moe = experts.read_experts(fields, spec, router, fields.integer("moe_intermediate_size", 512))
+    shared_size = fields.integer("shared_expert_intermediate_size", 512)
+    return experts.with_experts(spec, replace(moe, shared_size=shared_size, shared_is_gated=True))
 
 
 def _read_delta(fields: Fields, spec: ModelSpec) -> GatedDeltaSpec:

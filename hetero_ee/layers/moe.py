@@ -1,0 +1,130 @@
+"""Mixture of experts: a router chooses a few experts, which are FFNs, for each token, and their outputs are summed.
+
+    output = sum over chosen experts e of weight_e down_e(act(gate_e(x)) * up_e(x)), + the shared expert's output
+
+The router computes in fp32. A token's outputs are added one after the other in fp32, from the highest expert's to the
+lowest one's, and the shared expert's last. So the sum has the same bits whichever device computes which experts, and
+whatever the other tokens of the batch choose.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hetero_ee.layers.ops import (
+    ACTIVE,
+    INNER,
+    SHARED,
+    Activation,
+    Array,
+    Experts,
+    Mixer,
+    MixerSpec,
+    Ops,
+    Parameters,
+    Router,
+    Rows,
+)
+from hetero_ee.layers.tensors import Tensors
+
+SOFTMAX, SIGMOID, OF_CHOSEN = "softmax", "sigmoid", "softmax_of_chosen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """How a layer's router chooses experts and weights their outputs: everything in which families differ."""
+
+    n_experts: int
+    n_active: int  # experts per token
+    scores: str = SOFTMAX  # SOFTMAX or SIGMOID: of all logits, before the choice; OF_CHOSEN: softmax of those chosen
+    has_bias: bool = False  # added to the logits
+    has_choice_bias: bool = False  # added to the scores for the choice only
+    renormalizes: bool = False  # divides a token's weights by their sum
+    scale: float = 1.0  # of the weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec(MixerSpec):
+    """Parameters of one layer's mixture of experts."""
+
+    name: ClassVar[str] = "moe"
+
+    router: RouterSpec
+    hidden_size: int
+    size: int  # neurons of an expert
+    activation: Activation
+    bias: bool = False  # of the experts' matrices
+    shared_size: int = 0  # neurons of an expert that every token uses; 0 for none
+    shared_is_gated: bool = False  # multiplies the shared expert's output by sigmoid(shared_gate x)
+
+    @property
+    def first(self) -> str:
+        """Short name of the experts' first matrix."""
+        return "gate_up" if self.activation.gated else "up"
+
+    @property
+    def runs_on_gpu(self) -> bool:
+        return False
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of an expert in the first matrix."""
+        return self.size * (2 if self.activation.gated else 1)
+
+    @property
+    def active_size(self) -> int:
+        """Number of neurons that a token uses."""
+        return self.router.n_active * self.size + self.shared_size
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        n_active, widths = self.router.n_active, self.expert_rows // self.size
+        inner = max(n_active * self.size, self.shared_size)
+        return {INNER: widths * inner, ACTIVE: inner, SHARED: self.hidden_size if self.shared_size else 0}
+
+    def declare(self, tensors: Tensors, hidden_size: int) -> None:
+        """Declare the router, the experts' matrices and those of the shared expert.
+
+        An expert's rows in gate_up are those of its gate and then of its up. Its rows in down follow those of the
+        expert before it, too.
+        """
+        n_experts = self.router.n_experts
+        tensors.vector("router", n_experts, hidden_size)
+        if self.router.has_bias:
+            tensors.vector("router_bias", n_experts)
+        if self.router.has_choice_bias:
+            tensors.vector("choice_bias", n_experts)
+        tensors.matrix(self.first, n_experts * self.expert_rows, hidden_size, bias=self.bias)
+        tensors.matrix("down", n_experts * hidden_size, self.size, bias=self.bias)
+        if self.shared_size:
+            tensors.matrix(f"shared_{self.first}", self.shared_size * self.expert_rows // self.size, hidden_size)
+            tensors.matrix("shared_down", hidden_size, self.shared_size)
+        if self.shared_is_gated:
+            tensors.vector("shared_gate", 1, hidden_size)
+
+    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "Moe":
+        return Moe(self, parameters)
+
+
+class Moe(Mixer):
+    """One layer's mixture of experts with its parameters on a device."""
+
+    def __init__(self, spec: MoeSpec, parameters: Parameters) -> None:
+        vectors = (parameters.vector(short) for short in ("router", "router_bias", "choice_bias"))
+        self._router = Router(spec.router, *vectors)
+        matrices = parameters.matrix(spec.first), parameters.matrix("down")
+        self._experts = Experts(*matrices, spec.activation, spec.expert_rows, spec.hidden_size, spec.router.n_experts)
+        self._shared = self._shared_gate = None
+        if spec.shared_size:
+            self._shared = parameters.matrix(f"shared_{spec.first}"), parameters.matrix("shared_down")
+            self._shared_gate = parameters.vector("shared_gate")
+
+    def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
+        summed = ops.experts(x, ops.route(x, self._router), self._experts, None)
+        return summed if self._shared is None else ops.add(summed, self.shared(ops, x))
+
+    def shared(self, ops: Ops, x: Array) -> Array:
+        """Return the shared expert's output (m, hidden)."""
+        assert self._shared is not None, "the layer has no shared expert"
+        first, down = self._shared
+        output = ops.linear(ops.activate(ops.linear(x, first, INNER), self._experts.activation), down, SHARED)
+        return output if self._shared_gate is None else ops.gate_rows(output, x, self._shared_gate)
