@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 from hetero_ee.layers.ops import (
     ACTIVE,
     INNER,
+    OUTPUTS,
+    ROUTES,
     SHARED,
     Activation,
     Array,
@@ -79,7 +81,8 @@ class MoeSpec(MixerSpec):
     def buffers(self) -> dict[str, int]:
         n_active, widths = self.router.n_active, self.expert_rows // self.size
         inner = max(n_active * self.size, self.shared_size)
-        return {INNER: widths * inner, ACTIVE: inner, SHARED: self.hidden_size if self.shared_size else 0}
+        own = {INNER: widths * inner, ACTIVE: inner, ROUTES: 2 * n_active, OUTPUTS: n_active * self.hidden_size}
+        return own | ({SHARED: self.hidden_size} if self.shared_size else {})
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         """Declare the router, the experts' matrices and those of the shared expert.
@@ -110,21 +113,27 @@ class Moe(Mixer):
 
     def __init__(self, spec: MoeSpec, parameters: Parameters) -> None:
         vectors = (parameters.vector(short) for short in ("router", "router_bias", "choice_bias"))
-        self._router = Router(spec.router, *vectors)
+        self.router = Router(spec.router, *vectors)
         matrices = parameters.matrix(spec.first), parameters.matrix("down")
-        self._experts = Experts(*matrices, spec.activation, spec.expert_rows, spec.hidden_size, spec.router.n_experts)
+        self.experts = Experts(*matrices, spec.activation, spec.expert_rows, spec.hidden_size, spec.router.n_experts)
         self._shared = self._shared_gate = None
         if spec.shared_size:
             self._shared = parameters.matrix(f"shared_{spec.first}"), parameters.matrix("shared_down")
             self._shared_gate = parameters.vector("shared_gate")
 
     def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
-        summed = ops.experts(x, ops.route(x, self._router), self._experts, None)
-        return summed if self._shared is None else ops.add(summed, self.shared(ops, x))
+        routes = ops.route(x, self.router)
+        outputs = ops.expert_outputs(x, routes, self.experts)
+        return self.end(ops, ops.add_experts(outputs, routes, self.experts, None), self.shared(ops, x))
 
-    def shared(self, ops: Ops, x: Array) -> Array:
-        """Return the shared expert's output (m, hidden)."""
-        assert self._shared is not None, "the layer has no shared expert"
+    def shared(self, ops: Ops, x: Array) -> Array | None:
+        """Return the shared expert's output (m, hidden), None if there is no such expert."""
+        if self._shared is None:
+            return None
         first, down = self._shared
-        output = ops.linear(ops.activate(ops.linear(x, first, INNER), self._experts.activation), down, SHARED)
+        output = ops.linear(ops.activate(ops.linear(x, first, INNER), self.experts.activation), down, SHARED)
         return output if self._shared_gate is None else ops.gate_rows(output, x, self._shared_gate)
+
+    def end(self, ops: Ops, summed: Array, shared: Array | None) -> Array:
+        """Add the shared expert's output to the sum of all others'."""
+        return summed if shared is None else ops.add(summed, shared)

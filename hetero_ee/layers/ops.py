@@ -22,7 +22,7 @@ Heads = Any  # a layer's attention as the device computes it, and the place of i
 NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended", "inner", "active", "delta", "logits"
 PRODUCT = "product"  # of a matrix whose result is copied into another buffer
 GATES, MIXED = "gates", "mixed"
-SHARED = "shared"  # output of a shared expert
+ROUTES, OUTPUTS, SHARED = "routes", "outputs", "shared"  # of a router, its experts, and the expert of all tokens
 MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
 
 
@@ -67,14 +67,6 @@ class Router:
     weights: Array  # (n_experts, hidden)
     bias: Array | None  # (n_experts,), added to the logits
     choice_bias: Array | None  # (n_experts,), added to the scores for the choice only
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """The experts that a router has chosen for each token, from the highest index to the lowest, and their weights."""
-
-    experts: Array  # integers (m, n_active)
-    weights: Array  # (m, n_active)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,17 +236,23 @@ class Ops(Protocol):
         """Multiply x (m, features) by sigmoid(gates), in place."""
         ...
 
-    def route(self, x: Array, router: Router) -> Routes:
-        """Choose experts for each token of x (m, hidden). The lower one of two experts with equal scores is chosen."""
+    def route(self, x: Array, router: Router) -> Array:
+        """Choose experts for each token of x (m, hidden). The lower one of two experts with equal scores is chosen.
+
+        Returns:
+            (m, 2 n_active): the indices of each token's experts, from the highest to the lowest, then their weights.
+        """
         ...
 
-    def experts(self, x: Array, routes: Routes, experts: Experts, sums: Array | None) -> Array:
-        """Sum the weighted outputs of chosen experts: (m, hidden).
+    def expert_outputs(self, x: Array, routes: Array, experts: Experts) -> Array:
+        """Return the outputs of the chosen ones of these experts, in the form that add_experts() needs."""
+        ...
 
-        Outputs are added from the highest expert's to the lowest one's. Others than `experts` are left out.
+    def add_experts(self, outputs: Array, routes: Array, experts: Experts, sums: Array | None) -> Array:
+        """Sum the weighted outputs of these experts: (m, hidden).
 
         Args:
-            sums: sums of higher experts' outputs, to which these are added; None for none.
+            sums: sums of higher experts' outputs, to which these are added, from the highest to the lowest; None for 0.
         """
         ...
 

@@ -13,7 +13,7 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router, Routes
+from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv
@@ -257,22 +257,25 @@ class CpuOps(Ops):
     def gate(self, x: Any, gates: Any) -> Any:
         return gate(x, gates)
 
-    def route(self, x: Any, router: Router) -> Routes:
+    def route(self, x: Any, router: Router) -> Any:
         vectors = (router.weights, router.bias, router.choice_bias)
         tensors = (None if each is None else torch.from_numpy(each) for each in vectors)
-        routes = TorchOps().route(torch.from_numpy(x), Router(router.spec, *tensors))
-        return Routes(routes.experts.numpy(), routes.weights.numpy())
+        return TorchOps().route(torch.from_numpy(x), Router(router.spec, *tensors)).numpy()
 
-    def experts(self, x: Any, routes: Routes, experts: Experts, sums: Any) -> Any:
-        sums = np.zeros_like(x) if sums is None else sums
-        for expert in np.unique(routes.experts - experts.start)[::-1]:
-            if 0 <= expert < experts.n:
-                mine, places = np.nonzero(routes.experts == expert + experts.start)
-                inner = self.linear(x[mine], self._of_expert(experts.first, expert, experts.n_first_rows), "")
-                down = self._of_expert(experts.down, expert, experts.n_down_rows)
-                outer = self.linear(self.activate(inner, experts.activation), down, "")
-                sums[mine] += outer * routes.weights[mine, places][:, None]
-        return sums
+    def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> Any:
+        chosen = routes[:, : routes.shape[1] // 2].astype(np.int64) - experts.start
+        outputs = np.empty((*chosen.shape, x.shape[1]), np.float32)
+        for expert in np.unique(chosen[(chosen >= 0) & (chosen < experts.n)]):
+            mine, places = np.nonzero(chosen == expert)
+            inner = self.linear(x[mine], self._of_expert(experts.first, expert, experts.n_first_rows), "")
+            down = self._of_expert(experts.down, expert, experts.n_down_rows)
+            outputs[mine, places] = self.linear(self.activate(inner, experts.activation), down, "")
+        return outputs
+
+    def add_experts(self, outputs: Any, routes: Any, experts: Experts, sums: Any) -> Any:
+        before = None if sums is None else torch.from_numpy(sums)
+        found = TorchOps().add_experts(torch.from_numpy(outputs), torch.from_numpy(routes), experts, before)
+        return found.numpy()
 
     def _of_expert(self, matrix: CpuMatrix, expert: int, n_rows: int) -> CpuMatrix:
         return self.part(matrix, slice(expert * n_rows, (expert + 1) * n_rows))

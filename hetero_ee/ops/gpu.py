@@ -25,7 +25,6 @@ from hetero_ee.layers.ops import (
     Norm,
     Ops,
     Router,
-    Routes,
 )
 from hetero_ee.ops.arena import MAX_ROWS, Arena, GpuRows
 from hetero_ee.ops.gpu_operations import GpuOperations
@@ -210,10 +209,13 @@ class GpuOps(Ops):
         """See Ops.gate. Changes `gates`, too."""
         return x.mul_(gates.sigmoid_())
 
-    def route(self, x: Tensor, router: Router) -> Routes:
+    def route(self, x: Tensor, router: Router) -> Tensor:
         raise NotImplementedError("MoeSpec.runs_on_gpu is false")
 
-    def experts(self, x: Tensor, routes: Routes, experts: Experts, sums: Tensor | None) -> Tensor:
+    def expert_outputs(self, x: Tensor, routes: Tensor, experts: Experts) -> Tensor:
+        raise NotImplementedError("MoeSpec.runs_on_gpu is false")
+
+    def add_experts(self, outputs: Tensor, routes: Tensor, experts: Experts, sums: Tensor | None) -> Tensor:
         raise NotImplementedError("MoeSpec.runs_on_gpu is false")
 
     def gate_rows(self, x: Tensor, inputs: Tensor, weights: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID
-from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router, Routes
+from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv, TorchDelta
@@ -194,7 +194,7 @@ class TorchOps(Ops):
         return torch.stack([row * torch.sigmoid(gate.clone()) for row, gate in zip(x, gates, strict=True)])
 
     @torch.inference_mode()
-    def route(self, x: Tensor, router: Router) -> Routes:
+    def route(self, x: Tensor, router: Router) -> Tensor:
         spec, logits = router.spec, self.product(x, DenseWeight(router.weights), router.bias)
         scores = torch.sigmoid(logits) if spec.scores == SIGMOID else logits
         keys = scores if router.choice_bias is None else scores + router.choice_bias
@@ -206,19 +206,29 @@ class TorchOps(Ops):
             weights = (scores if spec.scores == SIGMOID else torch.softmax(logits, -1)).gather(1, chosen)
         if spec.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Routes(chosen, weights * spec.scale)
+        return torch.cat([chosen.float(), weights * spec.scale], 1)
 
     @torch.inference_mode()
-    def experts(self, x: Tensor, routes: Routes, experts: Experts, sums: Tensor | None) -> Tensor:
-        sums = torch.zeros_like(x) if sums is None else sums
-        for expert in reversed(range(experts.n)):
-            mine, places = (routes.experts == expert + experts.start).nonzero(as_tuple=True)
+    def expert_outputs(self, x: Tensor, routes: Tensor, experts: Experts) -> Tensor:
+        """Return the outputs (m, n_active, hidden); those of other experts are undefined."""
+        chosen = routes[:, : routes.shape[1] // 2]
+        outputs = x.new_empty(*chosen.shape, x.shape[1])
+        for expert in range(experts.n):
+            mine, places = (chosen == experts.start + expert).nonzero(as_tuple=True)
             if len(mine):
                 inner = self._of_expert(x[mine], experts.first, expert, experts.n_first_rows)
-                outer = self._of_expert(
-                    self.activate(inner, experts.activation), experts.down, expert, experts.n_down_rows
-                )
-                sums[mine] = sums[mine] + outer * routes.weights[mine, places, None]
+                active = self.activate(inner, experts.activation)
+                outputs[mine, places] = self._of_expert(active, experts.down, expert, experts.n_down_rows)
+        return outputs
+
+    @torch.inference_mode()
+    def add_experts(self, outputs: Tensor, routes: Tensor, experts: Experts, sums: Tensor | None) -> Tensor:
+        chosen, weights = routes.chunk(2, -1)
+        is_here = (chosen >= experts.start) & (chosen < experts.start + experts.n)
+        sums = torch.zeros_like(outputs[:, 0]) if sums is None else sums.clone()
+        for place in range(chosen.shape[1]):
+            mine = is_here[:, place]
+            sums[mine] = sums[mine] + outputs[mine, place] * weights[mine, place, None]
         return sums
 
     def _of_expert(self, x: Tensor, matrix: TorchMatrix, expert: int, n_rows: int) -> Tensor:

@@ -86,7 +86,8 @@ def route(logits: list[float], n_active: int, **more: object) -> tuple[list[int]
     spec = RouterSpec(n_experts=len(logits), n_active=n_active, **more)  # type: ignore[arg-type]
     choice_bias = None if bias is None else torch.tensor(bias)
     routes = TorchOps().route(torch.ones(1, 1), Router(spec, torch.tensor(logits)[:, None], None, choice_bias))
-    return routes.experts[0].tolist(), routes.weights[0].tolist()
+    chosen, weights = routes[0].chunk(2)
+    return chosen.int().tolist(), weights.tolist()
 
 
 def test_the_lower_of_two_experts_with_equal_scores_is_chosen() -> None:
