@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from hetero_ee.calibration.texts import CHARACTERS_PER_TOKEN, OPENINGS, begin_tokens
 from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import N_PROMPT_TOKENS, N_PROMPTS
+from hetero_ee.quality.texts import SEPARATOR
 from hetero_ee.text.tokenizer import Tokenizer
 
-SEPARATOR = "<|endoftext|>"  # between documents of one file, as the TinyStories files have it
 LEAST_SCORED_TOKENS = 16  # least tokens after a chunk's beginning
 
 Ids = tuple[int, ...]

@@ -23,9 +23,10 @@ from hetero_ee.options.engine import (
 )
 from hetero_ee.options.sampling import SAMPLING
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
-from hetero_ee_cli.options.flags import Json, hardware_names, one_of, with_options
+from hetero_ee_cli.options.flags import Json, hardware_names, model_names, one_of, with_options
 from hetero_ee_cli.options.placement import LimitOptions, Placed, PlacementOptions, open_engine
 from hetero_ee_cli.options.sampling import LENGTH_FLAGS
+from hetero_ee_cli.reports.comparison_report import comparison_document, comparison_table
 from hetero_ee_cli.reports.eval_report import INTERVALS, eval_rows, eval_table, save_eval_plot
 from hetero_ee_cli.terminal.output import encodable, print_document, printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -47,6 +48,16 @@ STANDARD_INPUT = "-"
 class EvalOptions:
     """Options for the modes to compare, the texts, and the output."""
 
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="A",
+            help="Compare the weights of MODEL with those of this store or checkpoint, instead of modes.",
+            autocompletion=model_names,
+        ),
+    ] = None
+    tokens: Annotated[int, typer.Option(min=64, max=2**24, help="Tokens of the text for --compare.")] = 8192
     text: Annotated[
         Path | None,
         typer.Option(
@@ -141,6 +152,8 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
     Texts are greedy and as long as --max-tokens says, whatever ends them. Same until: tokens before the first that is
     not full mode's. Perplexity and KL divergence from full mode are of held-out text, with the keys and values that
     the mode leaves behind. CPU passes: how often the CPU's layers are passed, for each token.
+
+    --compare A B shows how far B's weights move predictions away from A's, both computed in fp32.
     """
     with ending_at_once():
         from hetero_ee.calibration.plot import picture_format, require_matplotlib
@@ -151,6 +164,9 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
         require_matplotlib()
     if wanted.hardware is not None and PROFILE.name in engine.given:
         raise UsageError(PROFILE, " is for this machine and --hardware names another; drop one of them.")
+    if wanted.compare is not None:
+        _compare(wanted, wanted.compare, engine, model)
+        return
     variants = wanted.variants(limits.limits(engine))
     profile = None if wanted.hardware is None else hardware_from(wanted.hardware)
     content, text_name = wanted.held_out()
@@ -183,6 +199,33 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
     else:
         print(f"{title}\n{eval_table(found, encodable(INTERVALS[0], '+-'))}")
         say(f"[ {INTERVALS} ]")
+
+
+def _compare(wanted: EvalOptions, name_a: str, engine: ModelOptions, model: str | None) -> None:
+    """Compare the weights of two models and print the result."""
+    if others := [flag for flag in ("hardware", "plot", "risk") if getattr(wanted, flag) is not None]:
+        raise UsageError(f"--compare compares weights and runs no modes; leave out --{others[0]}.")
+    with ending_at_once():
+        from hetero_ee.evaluation.comparison import compare
+        from hetero_ee.weights.store.library import model_folder
+    from hetero_ee.config import cache_folder
+    from hetero_ee.hub.model_id import model_name
+
+    content, text_name = wanted.held_out()
+    options = engine.arguments(model)
+    with stage_progress() as progress:
+        a = model_folder(name_a, cache_folder(), offline=options["offline"], progress=progress)
+        b = engine.model_folder(model, progress)
+        how = {"n_tokens": wanted.tokens, "threads": options["threads"], "seed": wanted.seed}
+        found = compare(a, b, None if content is None else [content], **how, progress=progress)
+    names = model_name(a), model_name(b), text_name or "text that a model wrote"
+    if wanted.as_json:
+        print_document(comparison_document(*names, found), with_version=True)
+        return
+    name_a, name_b, text_name = map(printable, names)
+    print(f"A: {name_a}, B: {name_b}, {found.n_tokens:,} tokens of {text_name}")
+    print(comparison_table(found, encodable(INTERVALS[0], "+-")))
+    say(f"[ {INTERVALS} ]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,13 @@ def eval_table(results: "Sequence[ModeResult]", plus_minus: str) -> str:
     shown = [each for each in COLUMNS if any(getattr(result, each[1]) is not None for result in results)]
     rows = [("", *(title for title, _, _ in shown))]
     for result in results:
-        cells = (_cell(getattr(result, name), style, plus_minus) for _, name, style in shown)
+        cells = (estimate_cell(getattr(result, name), style, plus_minus) for _, name, style in shown)
         rows.append((result.variant.name, *cells))
     return table(rows, numbers_from=1)
 
 
-def _cell(estimate: "Estimate | None", style: str, plus_minus: str) -> str:
+def estimate_cell(estimate: "Estimate | None", style: str, plus_minus: str) -> str:
+    """Return the value and half of its interval, without the latter if it would be shown as 0."""
     if estimate is None:
         return "-"
     value = style.format(estimate.value)
@@ -53,12 +54,13 @@ def _cell(estimate: "Estimate | None", style: str, plus_minus: str) -> str:
 def eval_rows(results: "Sequence[ModeResult | Refused]") -> list[dict[str, Any]]:
     """Return the rows for JSON, with null instead of infinity."""
     fields = [(each.variant.name, asdict(each)) for each in results]
-    return [_finite(each.pop("variant") | {"name": name} | each) for name, each in fields]
+    return [finite(each.pop("variant") | {"name": name} | each) for name, each in fields]
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON lacks by None."""
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
