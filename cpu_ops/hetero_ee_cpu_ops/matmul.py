@@ -69,8 +69,8 @@ MIN_SHARED_INPUTS = 2**15  # activations to quantize: fewer are not shared over 
 # Indices in the argument array of a chunk function; quantize.py's are in between.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
 BLOCKS_PER_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
-ROWS_PER_PASS, N_PARTS, N_TERMS = 19, 20, 21
-N_ARGUMENTS = 22
+ROWS_PER_PASS, N_PARTS, N_TERMS, SOURCES = 19, 20, 21, 22  # SOURCES: see quantize_row_block
+N_ARGUMENTS = 23
 
 
 @inner
@@ -155,11 +155,11 @@ def _row_block_fours(kind: TileKind, block: int, first: int, end: int, arguments
 
 
 def _quantize_chunk(arguments: int, index: int) -> None:
-    n_rows, n_groups = word(arguments, N_ROWS), word(arguments, N_GROUPS)
+    n_rows, n_groups, sources = word(arguments, N_ROWS), word(arguments, N_GROUPS), word(arguments, SOURCES)
     if word(arguments, N_TERMS) == 2:
-        quantize_row_block((0, 0), arguments, index, n_rows, n_groups)
+        quantize_row_block((0, 0), arguments, index, n_rows, n_groups, sources)
     else:
-        quantize_row_block((0,), arguments, index, n_rows, n_groups)
+        quantize_row_block((0,), arguments, index, n_rows, n_groups, sources)
 
 
 QUANTIZE = Chunk(_quantize_chunk)
@@ -256,25 +256,30 @@ def rows_per_pass(n_rows: int, n_groups: int) -> int:
 
 
 @compiled(nogil=True)
-def _multiply(
-    x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
-) -> None:
-    """Quantize x into the workspace and multiply by the matrix that `arguments` describes."""
-    n_rows, n_groups = x.shape[0] * arguments[N_TERMS], arguments[N_GROUPS]
-    n_row_groups = n_rows * n_groups
-    arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
+def place_rows(arguments: Any, workspace: Any, first: int, n_rows: int, n_all: int) -> None:
+    """Describe n_rows rows of codes from `first` on, of n_all rows in the workspace. Whole blocks of rows precede."""
     arguments[N_ROWS] = n_rows
-    arguments[CODES] = workspace.ctypes.data
-    arguments[CODE_SCALES] = arguments[CODES] + n_row_groups * GROUP
-    arguments[OFFSETS_8] = arguments[CODE_SCALES] + n_row_groups * 4
-    arguments[OFFSETS_128] = arguments[OFFSETS_8] + n_row_groups * 4
-    arguments[OFFSETS_32] = arguments[OFFSETS_128] + n_row_groups * 4
+    entry, n_entries = first * arguments[N_GROUPS], n_all * arguments[N_GROUPS]
+    at = workspace.ctypes.data
+    arguments[CODES] = at + entry * GROUP
+    at += n_entries * GROUP
+    for name in (CODE_SCALES, OFFSETS_8, OFFSETS_128):
+        arguments[name] = at + entry * 4
+        at += n_entries * 4
+    arguments[OFFSETS_32] = at + entry * 8
     arguments[OFFSETS] = arguments[arguments[OFFSETS]]
-    n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
-    lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
-    n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]
-    chunk_bytes = max(MIN_CHUNK_BYTES, min(CHUNK_BYTES, n_blocks * block_bytes // (CHUNKS_PER_THREAD * n_threads)))
-    rows = rows_per_pass(n_rows, n_groups)
+
+
+@compiled(nogil=True)
+def cut(arguments: Any, all_bytes: int, n_threads: int) -> int:
+    """Cut the product that `arguments` describes into chunks, and return their number.
+
+    Args:
+        all_bytes: bytes of the weights that all threads share.
+    """
+    n_blocks, block_bytes, n_rows = arguments[N_BLOCKS], arguments[BLOCK_BYTES], arguments[N_ROWS]
+    chunk_bytes = max(MIN_CHUNK_BYTES, min(CHUNK_BYTES, all_bytes // (CHUNKS_PER_THREAD * n_threads)))
+    rows = rows_per_pass(n_rows, arguments[N_GROUPS])
     n_passes = max(1, -(-n_rows // rows))
     blocks = chunk_bytes // (block_bytes * max(1, rows // ROW_BLOCK))
     blocks = max(blocks, n_blocks * n_passes // MAX_CHUNKS + 1)
@@ -282,7 +287,21 @@ def _multiply(
         blocks = n_blocks
     arguments[BLOCKS_PER_CHUNK], arguments[ROWS_PER_PASS] = blocks, rows
     arguments[N_PARTS] = n_parts = (n_blocks + blocks - 1) // blocks
-    lead(shared, function, arguments.ctypes.data, n_passes * n_parts)
+    return n_passes * n_parts
+
+
+@compiled(nogil=True)
+def _multiply(
+    x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
+) -> None:
+    """Quantize x into the workspace and multiply by the matrix that `arguments` describes."""
+    n_rows = x.shape[0] * arguments[N_TERMS]
+    arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
+    place_rows(arguments, workspace, 0, n_rows, n_rows)
+    n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
+    lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
+    n_chunks = cut(arguments, arguments[N_BLOCKS] * arguments[BLOCK_BYTES], n_threads)
+    lead(shared, function, arguments.ctypes.data, n_chunks)
 
 
 class Matmul:
@@ -337,7 +356,7 @@ class Matmul:
         x = whole_groups(x, weight.n_groups)
         out = np.empty((x.shape[0], n_blocks * 16), np.float32)
         workspace = np.empty(x.shape[0] * weight.n_terms * weight.n_groups * BYTES_PER_GROUP, np.uint8)
-        functions = self._functions.get(weight.kind) or self.compile(weight.kind)
+        functions = self.functions(weight.kind)
         shared = self._pool.enter()
         try:
             _multiply(x, workspace, out, arguments, *functions, shared, self._pool.n_threads)
@@ -345,7 +364,8 @@ class Matmul:
             self._pool.leave(shared)
         return out
 
-    def compile(self, kind: TileKind) -> tuple[int, int]:
-        """Compile or load the chunk functions for one kind of tile and for quantizing; return their addresses."""
-        self._functions[kind] = addresses = (_chunk_function(kind).address, QUANTIZE.address)
-        return addresses
+    def functions(self, kind: TileKind) -> tuple[int, int]:
+        """Return the addresses of the chunk functions for one kind of tile and for quantizing, compiled or loaded."""
+        if kind not in self._functions:
+            self._functions[kind] = _chunk_function(kind).address, QUANTIZE.address
+        return self._functions[kind]

@@ -100,12 +100,18 @@ def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
 
 
 @inner
-def quantize_row_block(terms: Any, arguments: int, index: int, n_rows: int, n_groups: int) -> None:
-    """Write rows 8 * index .. 8 * index + 7 of codes. Each row of x, whose columns are whole groups, has len(terms)."""
+def quantize_row_block(terms: Any, arguments: int, index: int, n_rows: int, n_groups: int, sources: int) -> None:
+    """Write rows 8 * index .. 8 * index + 7 of codes. Each row of x, whose columns are whole groups, has len(terms).
+
+    sources: address of a list of rows of x, which are quantized in its order; 0 for all rows in order.
+    """
     top = index * ROW_BLOCK
     r = min(ROW_BLOCK, n_rows - top)
     for row in range(0, r, len(terms)):
-        x = word(arguments, INPUT) + (top + row) // len(terms) * word(arguments, N_COLUMNS) * 4
+        source = (top + row) // len(terms)
+        if sources:
+            source = word(sources, source)
+        x = word(arguments, INPUT) + source * word(arguments, N_COLUMNS) * 4
         entry = top * n_groups + row
         for _ in range(n_groups):
             quantize_group(

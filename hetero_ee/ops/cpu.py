@@ -17,7 +17,7 @@ from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv
-from hetero_ee.ops.torch_ops import TorchOps, query_factors
+from hetero_ee.ops.torch_ops import query_factors
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate, gate
@@ -27,12 +27,15 @@ from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from hetero_ee_cpu_ops.attention.rope import Rope
 from hetero_ee_cpu_ops.delta import DeltaRule, DeltaSequence
 from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
+from hetero_ee_cpu_ops.expert_pairs import Pairs, add_outputs, pairs_of
+from hetero_ee_cpu_ops.grouped_matmul import GroupedMatmul
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.neurons.masked_linear import MaskedLinear
 from hetero_ee_cpu_ops.neurons.rows import RowMatrix
 from hetero_ee_cpu_ops.neurons.sparse_ffn import SparseFfn
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
+from hetero_ee_cpu_ops.route import RouterRule, gate_rows, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,14 @@ class CpuMatrix:
     bias: Any  # fp32 (n_rows,) or None
     n_rows: int
     first_row: int = 0  # first row that is read, a multiple of 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOutputs:
+    """The outputs of chosen experts, fp32 (n_pairs, hidden), and whose they are."""
+
+    values: Any
+    pairs: Pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +133,14 @@ class CpuOps(Ops):
     def __init__(self, pool: ThreadPool) -> None:
         self.pool = pool
         self._matmul = Matmul(pool)
+        self._grouped_matmul = GroupedMatmul(pool, self._matmul)
         self._sparse_ffn, self._masked_linear = SparseFfn(pool), MaskedLinear(pool)
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
         self._attentions: dict[tuple[Any, ...], tuple[KvWrite, Attention]] = {}
 
     def compile(self, kind: Any) -> None:
         """Compile the product with tiles of this kind, or load the compiled product from the disk."""
-        self._matmul.compile(kind)
+        self._matmul.functions(kind)
 
     def matrix(self, name: str, weight: Any, bias: Any) -> CpuMatrix:
         if isinstance(weight, RowWeight):
@@ -258,31 +270,28 @@ class CpuOps(Ops):
         return gate(x, gates)
 
     def route(self, x: Any, router: Router) -> Any:
-        vectors = (router.weights, router.bias, router.choice_bias)
-        tensors = (None if each is None else torch.from_numpy(each) for each in vectors)
-        return TorchOps().route(torch.from_numpy(x), Router(router.spec, *tensors)).numpy()
+        spec = router.spec
+        choice = spec.n_active, spec.scores, spec.renormalizes, spec.scale
+        return route(x, RouterRule(router.weights, router.bias, router.choice_bias, *choice), self.pool)
 
-    def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> Any:
-        chosen = routes[:, : routes.shape[1] // 2].astype(np.int64) - experts.start
-        outputs = np.empty((*chosen.shape, x.shape[1]), np.float32)
-        for expert in np.unique(chosen[(chosen >= 0) & (chosen < experts.n)]):
-            mine, places = np.nonzero(chosen == expert)
-            inner = self.linear(x[mine], self._of_expert(experts.first, expert, experts.n_first_rows), "")
-            down = self._of_expert(experts.down, expert, experts.n_down_rows)
-            outputs[mine, places] = self.linear(self.activate(inner, experts.activation), down, "")
-        return outputs
+    def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> ExpertOutputs:
+        pairs = pairs_of(routes, experts.start, experts.n)
+        inner = self._of_experts(x, experts.first, experts.n_first_rows, pairs, gather=True)
+        active = self.activate(inner, experts.activation)
+        return ExpertOutputs(self._of_experts(active, experts.down, experts.n_down_rows, pairs, gather=False), pairs)
 
-    def add_experts(self, outputs: Any, routes: Any, experts: Experts, sums: Any) -> Any:
-        before = None if sums is None else torch.from_numpy(sums)
-        found = TorchOps().add_experts(torch.from_numpy(outputs), torch.from_numpy(routes), experts, before)
-        return found.numpy()
+    def _of_experts(self, x: Any, matrix: CpuMatrix, n_rows: int, pairs: Pairs, *, gather: bool) -> Any:
+        """Multiply the rows of pairs by their experts' n_rows rows of a matrix."""
+        product = self._grouped_matmul(x, matrix.tiles, (matrix.first_row, n_rows), pairs, gather=gather)
+        if matrix.bias is not None:
+            product += np.repeat(matrix.bias.reshape(-1, n_rows)[pairs.experts], np.diff(pairs.starts), 0)
+        return product
 
-    def _of_expert(self, matrix: CpuMatrix, expert: int, n_rows: int) -> CpuMatrix:
-        return self.part(matrix, slice(expert * n_rows, (expert + 1) * n_rows))
+    def add_experts(self, outputs: ExpertOutputs, routes: Any, experts: Experts, sums: Any) -> Any:
+        return add_outputs(outputs.values, routes, outputs.pairs, sums, self.pool)
 
     def gate_rows(self, x: Any, inputs: Any, weights: Any) -> Any:
-        found = TorchOps().gate_rows(*map(torch.from_numpy, (x, inputs, weights)))
-        return found.numpy()
+        return gate_rows(x, inputs, weights, self.pool)
 
     def delta_rule(
         self, spec: GatedDeltaSpec, layer: int, cache: RecurrentCache, vectors: tuple[Any, Any, Any], norm: Norm

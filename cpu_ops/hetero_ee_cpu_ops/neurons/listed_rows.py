@@ -83,7 +83,7 @@ def whole_units(x: Any, n_units: int) -> Any:
 
 
 def _quantize(arguments: int, index: int) -> None:
-    quantize_row_block((0,), arguments, index, word(arguments, N_TOKENS), 2 * word(arguments, N_UNITS))
+    quantize_row_block((0,), arguments, index, word(arguments, N_TOKENS), 2 * word(arguments, N_UNITS), 0)
 
 
 QUANTIZE = Chunk(_quantize)

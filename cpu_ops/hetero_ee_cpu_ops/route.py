@@ -1,0 +1,262 @@
+"""The router of a mixture of experts, fp32: logits of all experts, the choice of a few, and their weights.
+
+Each logit is summed in 16 lanes (feature i in lane i mod 16, one fused multiply-add each), then over lanes in a fixed
+tree. The experts with the largest scores are chosen, the lower one of two with equal scores. Sums of weights are added
+in the order of experts, lane by lane. So a token's choice and weights depend on its row alone.
+Valid for widths that are multiples of 16 and up to 64 experts per token. Source: derived.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetero_ee_cpu_ops.activate import sigmoid
+from hetero_ee_cpu_ops.jit.kernel_files import inner
+from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.simd.bytes import word, zeros
+from hetero_ee_cpu_ops.simd.floats import (
+    add,
+    exponential,
+    lane_sum,
+    load16,
+    load_lanes,
+    multiply,
+    multiply_add,
+    operation,
+    read_float,
+    scratch,
+    spread,
+    store16,
+    store_lanes,
+    subtract,
+    write_float,
+    write_integer,
+)
+from hetero_ee_cpu_ops.simd.tuples import add_products, store_sums
+
+F32 = np.float32(0)  # type of a loaded value
+KINDS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2}
+MAX_ACTIVE, CHOSEN_BYTES = 64, 512
+FRAME_BYTES = CHOSEN_BYTES + 256  # a token's chosen experts, int64, and then their keys, fp32
+TILE = 16  # tokens and experts whose logits a thread computes at a time: 128 KB of weights, 2,048 wide
+CHOSEN_TOKENS = 8  # tokens for which a thread chooses experts at a time
+FOUR, EIGHT, SIXTEEN = (0,) * 4, (0,) * 8, (0,) * 16
+(
+    X, WEIGHTS, BIAS, CHOICE_BIAS, LOGITS, OUT, WIDTH, N_TOKENS, N_EXPERTS, N_ACTIVE, KIND, RENORMALIZES, SCALE,
+    N_ARGUMENTS,
+) = range(14)  # fmt: skip
+
+divide = operation(2, lambda a, b: a / b, "divide", "a / b.")
+
+
+@inner
+def _logits(arguments: int, tokens: Any, experts: Any, token: int, expert: int) -> None:
+    """Compute the logits of len(tokens) tokens and as many experts as `experts` has elements for each."""
+    width = 4 * word(arguments, WIDTH)
+    x, weights = word(arguments, X) + width * token, word(arguments, WEIGHTS) + width * expert
+    totals = zeros(experts)
+    for i in range(0, width, 64):
+        totals = add_products(totals, tokens, x + i, width, weights + i, width, F32)
+    n = 4 * word(arguments, N_EXPERTS)
+    store_sums(totals, tokens, word(arguments, LOGITS) + n * token + 4 * expert, n)
+
+
+def _logit_chunk(arguments: int, index: int) -> None:
+    """Compute a tile of logits."""
+    n_across = (word(arguments, N_EXPERTS) + TILE - 1) // TILE
+    first_token, expert = index // n_across * TILE, index % n_across * TILE
+    end_token = min(first_token + TILE, word(arguments, N_TOKENS))
+    end = min(expert + TILE, word(arguments, N_EXPERTS))
+    while expert < end:
+        n = 8 if expert + 8 <= end else 1
+        token = first_token
+        while n == 8 and token + 4 <= end_token:
+            _logits(arguments, FOUR, SIXTEEN, token, expert)
+            _logits(arguments, FOUR, SIXTEEN, token, expert + 4)
+            token += 4
+        while token < end_token:
+            if n == 8:
+                _logits(arguments, (0,), EIGHT, token, expert)
+            else:
+                _logits(arguments, (0,), (0,), token, expert)
+            token += 1
+        expert += n
+
+
+@inner
+def _choose(arguments: int, scores: int, chosen: int) -> None:
+    """Write the indices of a token's chosen experts to the frame `chosen`, from the highest to the lowest."""
+    n, bias, keys = word(arguments, N_ACTIVE), word(arguments, CHOICE_BIAS), chosen + CHOSEN_BYTES
+    for expert in range(word(arguments, N_EXPERTS)):
+        key = read_float(scores + 4 * expert)
+        if bias:
+            key += read_float(bias + 4 * expert)
+        place = min(expert, n)
+        if place == n:
+            place -= 1
+            if not key > read_float(keys + 4 * place):
+                continue
+        while place > 0 and key > read_float(keys + 4 * (place - 1)):
+            write_float(read_float(keys + 4 * (place - 1)), keys + 4 * place)
+            write_integer(word(chosen, place - 1), chosen + 8 * place)
+            place -= 1
+        write_float(key, keys + 4 * place)
+        write_integer(expert, chosen + 8 * place)
+    for end in range(1, n):
+        expert, place = word(chosen, end), end
+        while place > 0 and expert > word(chosen, place - 1):
+            write_integer(word(chosen, place - 1), chosen + 8 * place)
+            place -= 1
+        write_integer(expert, chosen + 8 * place)
+
+
+@inner
+def _normalize(x: int, n: int, total: Any, scale: Any) -> None:
+    """Divide n values by `total`, and multiply them by `scale`."""
+    for i in range(0, n, 16):
+        count = min(16, n - i)
+        value = divide(load_lanes(x + 4 * i, 0, count, F32), spread(total))
+        store_lanes(multiply(value, spread(scale)), x + 4 * i, count, F32)
+
+
+@inner
+def _sum(x: int, n: int) -> Any:
+    total = spread(F32)
+    for i in range(0, n, 16):
+        total = add(total, load_lanes(x + 4 * i, 0, min(16, n - i), F32))
+    return lane_sum(total)
+
+
+@inner
+def _exponentials(x: int, n: int) -> None:
+    """Replace n values by e^(value - the largest one)."""
+    largest = read_float(x)
+    for i in range(1, n):
+        largest = max(largest, read_float(x + 4 * i))
+    for i in range(0, n, 16):
+        count = min(16, n - i)
+        shifted = subtract(load_lanes(x + 4 * i, 0, count, F32), spread(largest))
+        store_lanes(exponential(shifted), x + 4 * i, count, F32)
+
+
+@inner
+def _route(arguments: int, token: int, chosen: int) -> None:
+    """Choose one token's experts and compute their weights from its logits, in place."""
+    n, n_active, kind = word(arguments, N_EXPERTS), word(arguments, N_ACTIVE), word(arguments, KIND)
+    scores, bias = word(arguments, LOGITS) + 4 * n * token, word(arguments, BIAS)
+    for i in range(0, n, 16):
+        count = min(16, n - i)
+        value = load_lanes(scores + 4 * i, 0, count, F32)
+        if bias:
+            value = add(value, load_lanes(bias + 4 * i, 0, count, F32))
+        store_lanes(sigmoid(value) if kind == 1 else value, scores + 4 * i, count, F32)
+    _choose(arguments, scores, chosen)
+    if kind == 0:
+        _exponentials(scores, n)
+    out = word(arguments, OUT) + 8 * n_active * token
+    weights = out + 4 * n_active
+    for place in range(n_active):
+        expert = word(chosen, place)
+        write_float(np.float32(expert), out + 4 * place)
+        write_float(read_float(scores + 4 * expert), weights + 4 * place)
+    if kind == 2:
+        _exponentials(weights, n_active)
+    one, scale = np.float32(1), read_float(arguments + 8 * SCALE)
+    if kind == 0:
+        _normalize(weights, n_active, _sum(scores, n), one)
+    elif kind == 2:
+        _normalize(weights, n_active, _sum(weights, n_active), one)
+    total = _sum(weights, n_active) if word(arguments, RENORMALIZES) else one
+    _normalize(weights, n_active, total, scale)
+
+
+def _choice_chunk(arguments: int, index: int) -> None:
+    chosen = scratch(FRAME_BYTES)
+    first = index * CHOSEN_TOKENS
+    for token in range(first, min(first + CHOSEN_TOKENS, word(arguments, N_TOKENS))):
+        _route(arguments, token, chosen)
+
+
+LOGIT_CHUNK, CHOICE_CHUNK = Chunk(_logit_chunk), Chunk(_choice_chunk)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterRule:
+    """A router's parameters.
+
+    Args:
+        weights: fp32 (n_experts, width), width a multiple of 16.
+        bias: fp32 (n_experts,) added to the logits, or None.
+        choice_bias: the same, added to the scores for the choice only.
+        kind: a key of KINDS.
+    """
+
+    weights: Any
+    bias: Any
+    choice_bias: Any
+    n_active: int
+    kind: str
+    renormalizes: bool
+    scale: float
+
+
+def route(x: Any, rule: RouterRule, pool: ThreadPool) -> Any:
+    """Choose experts for each row of x, contiguous fp32 (m, width).
+
+    Returns:
+        fp32 (m, 2 n_active): the indices of the chosen experts, from the highest to the lowest, then their weights.
+
+    Raises:
+        ValueError: if a shape does not fit.
+    """
+    (n_experts, width), m, n_active = rule.weights.shape, len(x), rule.n_active
+    if x.shape != (m, width) or width % 16 or not 0 < n_active <= min(n_experts, MAX_ACTIVE):
+        raise ValueError(f"x {x.shape} and {n_active} of {rule.weights.shape} experts do not fit.")
+    logits, out = np.empty((m, n_experts), np.float32), np.empty((m, 2 * n_active), np.float32)
+    arrays = x, rule.weights, rule.bias, rule.choice_bias, logits, out
+    arguments = np.empty(N_ARGUMENTS, np.int64)
+    arguments[:WIDTH] = [0 if each is None else each.ctypes.data for each in arrays]
+    arguments[WIDTH:SCALE] = width, m, n_experts, n_active, KINDS[rule.kind], rule.renormalizes
+    arguments[SCALE:].view(np.float32)[0] = rule.scale
+    pool.run(LOGIT_CHUNK.address, arguments, -(-m // TILE) * -(-n_experts // TILE))
+    pool.run(CHOICE_CHUNK.address, arguments, -(-m // CHOSEN_TOKENS))
+    return out
+
+
+def _gate_chunk(arguments: int, index: int) -> None:
+    """Multiply rows of X by the sigmoid of the product of their rows of LOGITS with WEIGHTS."""
+    width, n_features, weights = word(arguments, WIDTH), word(arguments, N_EXPERTS), word(arguments, WEIGHTS)
+    first = index * CHOSEN_TOKENS
+    for row in range(first, min(first + CHOSEN_TOKENS, word(arguments, N_TOKENS))):
+        inputs, total = word(arguments, LOGITS) + 4 * width * row, spread(F32)
+        for i in range(0, 4 * width, 64):
+            total = multiply_add(load16(inputs + i, F32), load16(weights + i, F32), total)
+        factor, x = sigmoid(spread(lane_sum(total))), word(arguments, X) + 4 * n_features * row
+        for i in range(0, 4 * n_features, 64):
+            store16(multiply(load16(x + i, F32), factor), x + i)
+
+
+GATE_CHUNK = Chunk(_gate_chunk)
+
+
+def gate_rows(x: Any, inputs: Any, weights: Any, pool: ThreadPool) -> Any:
+    """Multiply each row of x, in place, by sigmoid(weights inputs), and return x.
+
+    Args:
+        x: contiguous fp32 (m, n), n a multiple of 16.
+        inputs: contiguous fp32 (m, width), width a multiple of 16.
+        weights: contiguous fp32 (1, width).
+
+    Raises:
+        ValueError: if a shape does not fit.
+    """
+    (m, n), width = x.shape, inputs.shape[1]
+    if inputs.shape != (m, width) or weights.shape != (1, width) or n % 16 or width % 16:
+        raise ValueError(f"x {x.shape}, inputs {inputs.shape} and weights {weights.shape} do not fit.")
+    arguments = np.zeros(N_ARGUMENTS, np.int64)
+    arguments[[X, LOGITS, WEIGHTS]] = [each.ctypes.data for each in (x, inputs, weights)]
+    arguments[[WIDTH, N_TOKENS, N_EXPERTS]] = width, m, n
+    pool.run(GATE_CHUNK.address, arguments, -(-m // CHOSEN_TOKENS))
+    return x

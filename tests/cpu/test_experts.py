@@ -1,0 +1,238 @@
+"""Operations of mixtures of experts: each output has the bits that it has alone; choices and sums are torch's."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID, SOFTMAX, RouterSpec
+from hetero_ee.layers.ops import Activation, Experts, Router
+from hetero_ee.ops.torch_ops import TorchMatrix, TorchOps
+from hetero_ee_cpu_ops import expert_pairs, grouped_matmul
+from hetero_ee_cpu_ops.expert_pairs import MIN_SHARED_VALUES, Pairs, add_outputs, pairs_of
+from hetero_ee_cpu_ops.grouped_matmul import GroupedMatmul
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.matmul import Matmul
+from hetero_ee_cpu_ops.route import TILE, RouterRule, gate_rows, route
+from tests.cpu.test_matmul import KINDS, Case
+from tests.cpu_support import GuardedAllocations, assert_close, assert_same_bits
+
+N_EXPERTS, ROWS = 7, 48  # weight rows per expert
+
+
+def drawn_routes(m: int, n_active: int, seed: int = 0, n_experts: int = N_EXPERTS) -> Any:
+    """Different experts for each token, from the highest to the lowest, and weights."""
+    draw = np.random.default_rng(seed)
+    chosen = np.stack([np.sort(draw.permutation(n_experts)[:n_active])[::-1] for _ in range(m)])
+    return np.concatenate([chosen, draw.random((m, n_active))], 1).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def matmul() -> Matmul:
+    return Matmul(ThreadPool(1))
+
+
+def grouped(matmul: Matmul, threads: int = 1) -> GroupedMatmul:
+    return GroupedMatmul(ThreadPool(threads), matmul)
+
+
+@pytest.mark.parametrize("n_terms", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_have_the_bits_of_each_experts_own_product(matmul: Matmul, kind: str, n_terms: int) -> None:
+    case = Case.random(kind, (N_EXPERTS * ROWS, 80), 37, n_terms=n_terms)
+    routes = drawn_routes(37, 3)
+    for start, n_experts in ((0, N_EXPERTS), (2, 3)):
+        pairs = pairs_of(routes, start, n_experts)
+        found = grouped(matmul)(case.x, case.matrix(), (start * ROWS, ROWS), pairs, gather=True)
+        assert len(found) == ((routes[:, :3] >= start) & (routes[:, :3] < start + n_experts)).sum()
+        for token, places in enumerate(pairs.places):
+            for place, expert in zip(places, routes[token].astype(int), strict=False):
+                if place >= 0:
+                    x = case.x[token : token + 1]
+                    assert_same_bits(found[place], matmul.rows(x, case.matrix(), expert * ROWS, ROWS)[0])
+                assert (place >= 0) == (start <= expert < start + n_experts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_and_other_tokens_change_no_bit(matmul: Matmul, kind: str) -> None:
+    case = Case.random(kind, (N_EXPERTS * 2048, 320), 150)
+    routes = drawn_routes(150, 3)
+    pairs = pairs_of(routes, 0, N_EXPERTS)
+    alone = grouped(matmul)(case.x, case.matrix(), (0, 2048), pairs, gather=True)
+    assert_same_bits(grouped(matmul, threads=3)(case.x, case.matrix(), (0, 2048), pairs, gather=True), alone)
+    few = slice(5, 9)
+    fewer = pairs_of(routes[few], 0, N_EXPERTS)
+    part = grouped(matmul, threads=3)(case.x[few], case.matrix(), (0, 2048), fewer, gather=True)
+    assert_same_bits(part[fewer.places.ravel()], alone[pairs.places[few].ravel()])
+
+
+def test_rows_of_pairs_are_multiplied_without_gathering(matmul: Matmul) -> None:
+    case = Case.random("codebook", (N_EXPERTS * ROWS, 64), 12)
+    pairs = pairs_of(drawn_routes(12, 2), 0, N_EXPERTS)
+    gathered = np.ascontiguousarray(case.x[pairs.rows])
+    expected = grouped(matmul)(case.x, case.matrix(), (0, ROWS), pairs, gather=True)
+    assert_same_bits(grouped(matmul)(gathered, case.matrix(), (0, ROWS), pairs, gather=False), expected)
+
+
+def test_nothing_is_written_beside_the_output(matmul: Matmul, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = GuardedAllocations()
+    case, routes = Case.random("codebook", (N_EXPERTS * ROWS, 80), 9), drawn_routes(9, 3)
+    for module in (grouped_matmul, expert_pairs):
+        monkeypatch.setattr(module.np, "empty", allocated.empty)
+    pairs = pairs_of(routes, 0, N_EXPERTS)
+    found = grouped(matmul, threads=2)(case.x, case.matrix(), (0, ROWS), pairs, gather=True)
+    add_outputs(found, routes, pairs, None, ThreadPool(1))
+    assert len(allocated.arrays) >= 6
+    allocated.check()
+
+
+def test_a_batch_without_any_of_these_experts_has_no_outputs(matmul: Matmul) -> None:
+    case, routes = Case.random("codebook", (ROWS, 80), 2), drawn_routes(2, 2, n_experts=4)
+    pairs = pairs_of(routes, 6, 1)
+    assert len(grouped(matmul)(case.x, case.matrix(), (0, ROWS), pairs, gather=True)) == 0
+    sums = np.random.default_rng(0).standard_normal((2, 32), np.float32)
+    assert_same_bits(add_outputs(np.empty((0, 32), np.float32), routes, pairs, sums, ThreadPool(1)), sums)
+
+
+def test_shapes_that_do_not_fit_are_refused(matmul: Matmul) -> None:
+    case, pairs = Case.random("codebook", (3 * ROWS, 80), 4), pairs_of(drawn_routes(4, 2), 0, N_EXPERTS)
+    multiply = grouped(matmul)
+    with pytest.raises(ValueError, match="48 rows per expert from 0 on do not fit 9 blocks"):
+        multiply(case.x, case.matrix(), (0, ROWS), pairs, gather=True)
+    fitting = pairs_of(drawn_routes(4, 2, n_experts=3), 0, 3)
+    for place in ((8, ROWS), (0, 40), (16, ROWS)):
+        with pytest.raises(ValueError, match="do not fit"):
+            multiply(case.x, case.matrix(), place, fitting, gather=True)
+    with pytest.raises(ValueError, match="4 rows of activations do not fit 8 pairs"):
+        multiply(case.x, case.matrix(), (0, ROWS), fitting, gather=False)
+    with pytest.raises(ValueError, match="do not fit 8 pairs"):
+        add_outputs(np.zeros((7, 32), np.float32), drawn_routes(4, 2), fitting, None, ThreadPool(1))
+    with pytest.raises(ValueError, match="Sums"):
+        add_outputs(np.zeros((8, 32), np.float32), drawn_routes(4, 2), fitting, np.zeros((4, 16)), ThreadPool(1))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sums_have_the_bits_of_torchs_and_continue_those_of_higher_experts(shared: bool) -> None:
+    m, width = (MIN_SHARED_VALUES // 96 + 3, 48) if shared else (5, 48)
+    routes = drawn_routes(m, 2)
+    draw = np.random.default_rng(1)
+    dense = draw.standard_normal((m, 2, width), np.float32)
+
+    def part(start: int, n: int, sums: Any) -> Any:
+        pairs = pairs_of(routes, start, n)
+        outputs = np.empty((len(pairs.rows), width), np.float32)
+        outputs[pairs.places[pairs.places >= 0]] = dense[pairs.places >= 0]
+        return add_outputs(outputs, routes, pairs, sums, ThreadPool(3))
+
+    experts = Experts(None, None, Activation("silu", 0.0, True), 0, 0, N_EXPERTS)
+    expected = TorchOps().add_experts(torch.from_numpy(dense), torch.from_numpy(routes), experts, None)
+    assert_same_bits(part(0, N_EXPERTS, None), expected.numpy())
+    for cut in range(N_EXPERTS + 1):
+        assert_same_bits(part(0, cut, part(cut, N_EXPERTS - cut, None)), expected.numpy())
+
+
+def test_pairs_are_in_order_of_experts_and_tokens() -> None:
+    routes = np.array([[3, 1, 0.5, 0.5], [1, 0, 0.5, 0.5], [3, 0, 0.5, 0.5]], np.float32)
+    pairs: Pairs = pairs_of(routes, 0, 4)
+    assert pairs.experts.tolist() == [0, 1, 3]
+    assert pairs.starts.tolist() == [0, 2, 4, 6]
+    assert pairs.rows.tolist() == [1, 2, 0, 1, 0, 2]
+    assert pairs.places.tolist() == [[4, 2], [3, 0], [5, 1]]
+
+
+def rule_of(weights: Any, n_active: int, kind: str, **more: Any) -> RouterRule:
+    values = {"bias": None, "choice_bias": None, "renormalizes": False, "scale": 1.0} | more
+    return RouterRule(
+        weights, values["bias"], values["choice_bias"], n_active, kind, values["renormalizes"], values["scale"]
+    )
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 2 * TILE + 5])
+@pytest.mark.parametrize("n_experts", [5, 8, 128, 2 * TILE + 11])
+@pytest.mark.parametrize("kind", [SOFTMAX, SIGMOID, OF_CHOSEN])
+def test_routes_are_those_of_torch(kind: str, n_experts: int, m: int) -> None:
+    draw = np.random.default_rng(n_experts + m)
+    weights, x = (draw.standard_normal((n, 64), np.float32) * 0.3 for n in (n_experts, m))
+    bias, choice_bias = draw.standard_normal((2, n_experts), np.float32)
+    for n_active, renormalizes, scale, biases in ((1, False, 1.0, (None, None)), (4, True, 2.5, (bias, choice_bias))):
+        rule = rule_of(
+            weights, n_active, kind, bias=biases[0], choice_bias=biases[1], renormalizes=renormalizes, scale=scale
+        )
+        found = route(x, rule, ThreadPool(2))
+        spec = RouterSpec(n_experts=n_experts, n_active=n_active, scores=kind, renormalizes=renormalizes, scale=scale)
+        vectors = [None if each is None else torch.from_numpy(each) for each in (weights, *biases)]
+        expected = TorchOps().route(torch.from_numpy(x), Router(spec, *vectors)).numpy()
+        assert np.array_equal(found[:, :n_active], expected[:, :n_active])
+        assert_close(found, expected, 1e-5)
+
+
+def test_a_tokens_route_does_not_depend_on_its_batch_or_threads() -> None:
+    draw = np.random.default_rng(0)
+    weights, x = draw.standard_normal((43, 96), np.float32), draw.standard_normal((39, 96), np.float32)
+    rule = rule_of(weights, 8, SOFTMAX, renormalizes=True)
+    together = route(x, rule, ThreadPool(1))
+    assert_same_bits(route(x, rule, ThreadPool(3)), together)
+    for token in range(len(x)):
+        assert_same_bits(route(x[token : token + 1], rule, ThreadPool(1))[0], together[token])
+
+
+def test_the_lower_of_two_experts_with_equal_scores_is_chosen() -> None:
+    weights = np.zeros((20, 16), np.float32)
+    weights[:, 0] = [1, 2, 1, 1, 2, 1, *[0] * 14]
+    x = np.eye(1, 16, dtype=np.float32)
+    assert route(x, rule_of(weights, 4, SOFTMAX), ThreadPool(1))[0, :4].tolist() == [4, 2, 1, 0]
+    assert route(np.zeros_like(x), rule_of(weights, 3, SIGMOID), ThreadPool(1))[0, :3].tolist() == [2, 1, 0]
+
+
+def test_a_token_that_is_not_a_number_gets_experts_that_exist_and_weights_that_are_not_numbers() -> None:
+    x = np.full((2, 16), np.nan, np.float32)
+    for kind in (SOFTMAX, SIGMOID, OF_CHOSEN):
+        found = route(x, rule_of(np.ones((9, 16), np.float32), 4, kind), ThreadPool(1))
+        assert all(
+            sorted(set(row), reverse=True) == row and 0 <= min(row) <= max(row) < 9 for row in found[:, :4].tolist()
+        )
+        assert np.isnan(found[:, 4:]).all()
+
+
+def test_routes_and_gates_refuse_shapes_that_do_not_fit() -> None:
+    weights = np.zeros((9, 32), np.float32)
+    for x, n_active in ((np.zeros((2, 16), np.float32), 2), (np.zeros((2, 32), np.float32), 10)):
+        with pytest.raises(ValueError, match="do not fit"):
+            route(x, rule_of(weights, n_active, SOFTMAX), ThreadPool(1))
+    with pytest.raises(ValueError, match="do not fit"):
+        gate_rows(np.zeros((2, 32), np.float32), np.zeros((3, 32), np.float32), weights[:1], ThreadPool(1))
+
+
+def test_rows_are_gated_as_torch_does() -> None:
+    draw = np.random.default_rng(0)
+    x, inputs, weights = (draw.standard_normal(shape, np.float32) for shape in ((19, 48), (19, 64), (1, 64)))
+    expected = TorchOps().gate_rows(*map(torch.from_numpy, (x, inputs, weights))).numpy()
+    alone = gate_rows(x[7:8].copy(), inputs[7:8], weights, ThreadPool(1))
+    found = gate_rows(x, inputs, weights, ThreadPool(2))
+    assert found is x
+    assert_close(found, expected, 1e-5)
+    assert_same_bits(found[7:8], alone)
+
+
+def test_torch_computes_an_expert_as_a_dense_ffn() -> None:
+    """The reference's own reference: each token's experts as matrices cut out of those of all."""
+    torch.manual_seed(0)
+    n_experts, size, hidden = 4, 16, 32
+    first, down = torch.randn(n_experts * 2 * size, hidden), torch.randn(n_experts * hidden, size)
+    biases = torch.randn(len(first)), torch.randn(len(down))
+
+    from hetero_ee.weights.weight import DenseWeight
+
+    matrices = (TorchMatrix(DenseWeight(each), bias) for each, bias in zip((first, down), biases, strict=True))
+    experts = Experts(*matrices, Activation("silu", 0.0, True), 2 * size, hidden, n_experts)
+    x, routes = torch.randn(6, hidden), torch.from_numpy(drawn_routes(6, 2, n_experts=n_experts))
+    found = TorchOps().add_experts(TorchOps().expert_outputs(x, routes, experts), routes, experts, None)
+    for token, row in enumerate(routes):
+        expected = torch.zeros(hidden)
+        for expert, weight in zip(row[:2].int().tolist(), row[2:], strict=True):
+            rows = slice(expert * 2 * size, (expert + 1) * 2 * size)
+            gate, up = (first[rows] @ x[token] + biases[0][rows]).chunk(2)
+            rows = slice(expert * hidden, (expert + 1) * hidden)
+            expected += weight * (down[rows] @ (torch.nn.functional.silu(gate) * up) + biases[1][rows])
+        assert_close(found[token].numpy(), expected.numpy(), 1e-5)
