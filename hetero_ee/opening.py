@@ -253,7 +253,7 @@ def _placed(
         knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
         knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
-    checks = HeadChecks(cache_folder(), spec, files.weights.quantizer, warn)
+    checks = HeadChecks(cache_folder(), files.folder, spec, files.weights.quantizer, warn)
     knowledge = checks.known(knowledge)
 
     def by_knowledge(knowledge: DraftKnowledge, *, to_check: bool = False) -> Opened:

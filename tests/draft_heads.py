@@ -13,13 +13,14 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.models.draft_head import FC
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, DraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHead, DraftHeadLayer
 from hetero_ee.speculation.sources.draft_head_opening import draft_vocabulary, head_on_cpu
 from hetero_ee.speculation.sources.draft_head_opening import head_weights as prepared_weights
 from hetero_ee.weights.model_weights import ModelWeights
@@ -127,7 +128,7 @@ def draft_head_layer(
     """By the CPU's code: the kernels with a pool, else plain torch in fp32. on_gpu: counts as the machine's GPU's."""
     weights = prepared_weights(head, quantizer, compiled=pool is not None)
     executor, embedding = head_on_cpu(head.spec, weights, max_tokens, pool), weights.matrices.get(EMBEDDING)
-    place = {"on_gpu": on_gpu, "eagle3": head.eagle3}
+    place = {"on_gpu": on_gpu, "dialect": head.dialect}
     return DraftHeadLayer(executor, head.spec, embedding, machine or host_machine(), **place)
 
 

@@ -13,11 +13,12 @@ from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.layers.state import KV_BYTES
-from hetero_ee.options.engine import UNQUANTIZED
+from hetero_ee.options.engine import MTP_HEAD, UNQUANTIZED
 from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.sources.draft_model import DraftModelSource
 from hetero_ee.speculation.sources.draft_model_opening import DraftModel, DraftModelOpener
 from hetero_ee.speculation.sources.ngram import NgramSource
@@ -66,7 +67,9 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
         "garbage",
         "oracle",
         "n-grams and oracle",
+        "head",
         "n-grams and head",
+        "n-grams, head and oracle",
         "draft model",
     ),
     "n_drafts": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -198,10 +201,20 @@ def sources_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> tuple[Dr
         "n-grams and oracle": lambda: (
             NgramSource(), scripted(oracle(texts, case.seed, error_rate=0.3), is_free=False), scripted(repetition)
         ),
-        "n-grams and head": lambda: (NgramSource(), random_head_source(run.engine.executor, case.seed)),
+        "head": lambda: (_head(run.engine.executor, case.seed),),
+        "n-grams and head": lambda: (NgramSource(), _head(run.engine.executor, case.seed)),
+        "n-grams, head and oracle": lambda: (
+            NgramSource(), _head(run.engine.executor, case.seed),
+            scripted(oracle(texts, case.seed, error_rate=0.3), is_free=False),
+        ),
         "draft model": lambda: (_itself(run.engine),),
     }  # fmt: skip
     return sources[case.drafts]()
+
+
+def _head(executor: Executor, seed: int) -> DraftSource:
+    """The model's MTP layer, or a head that knows nothing."""
+    return random_head_source(executor, seed) if executor.spec.mtp is None else open_draft_head(MTP_HEAD, executor)
 
 
 def _itself(engine: Engine) -> DraftSource:

@@ -5,6 +5,7 @@ The blocks of layers hold the parameters that their mixers declare (hetero_ee/la
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from hetero_ee.layers.decoder import BoundBlock, LayerSpec
@@ -113,6 +114,13 @@ def least_activations(block: Block) -> str:
     return f"{block.name}.least"
 
 
+def matrix_role(spec: ModelSpec, name: str) -> TensorRole:
+    """Return the role of the matrix with this name, by which it is quantized."""
+    if name in spec.int8_matrices:
+        return TensorRole.MATRIX_8
+    return TensorRole.MATRIX_ZEROS if name in spec.zero_point_matrices else TensorRole.MATRIX
+
+
 def _embedding_block(spec: ModelSpec) -> Block:
     tensors = {"tokens": TensorSpec("embedding.tokens", TensorRole.VOCABULARY, (spec.vocab_size, spec.hidden_size))}
     if spec.learned_position_offset is not None:
@@ -128,12 +136,7 @@ def _head_block(spec: ModelSpec) -> Block:
 
 
 def _layer_block(spec: ModelSpec, layer: int, own: LayerSpec, mixer: MixerSpec) -> Block:
-    def role_of(name: str) -> TensorRole:
-        if name in spec.int8_matrices:
-            return TensorRole.MATRIX_8
-        return TensorRole.MATRIX_ZEROS if name in spec.zero_point_matrices else TensorRole.MATRIX
-
-    tensors = Tensors(f"layers.{layer}.{mixer.name}", role_of)
+    tensors = Tensors(f"layers.{layer}.{mixer.name}", partial(matrix_role, spec))
     has_norm, is_scaled = spec.pre_norm and mixer.reads_norm, own.is_scaled and mixer is own.mixers[-1]
     if has_norm:
         _declare_norm(spec, tensors, "norm")

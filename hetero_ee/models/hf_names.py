@@ -8,13 +8,22 @@ from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.per_layer import PerLayerSpec
 from hetero_ee.layers.tensors import TensorSpec
-from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.blocks import Block
+from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.spec import ModelSpec
 
 # Buffers in old checkpoints; the engine computes them from the configuration.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-IGNORED_PREFIXES = ("mtp.",)  # layers that predict further tokens
+IGNORED_PREFIXES = (MTP_PREFIX := "mtp.",)  # layers that predict further tokens
+# Qwen's names in the first of them, and those of DeepSeek's layout, which GGUF files follow, in the layer {n}.
+_MTP_PARTS = {
+    "layers.0.": "",
+    "fc.": "eh_proj.",
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "norm.": "shared_head.norm.",
+}
 
 # Prefixes of tensors in multimodal models: those of the text part, in older and newer files, and of other parts.
 _TEXT_PARTS = {
@@ -39,6 +48,15 @@ def text_part_name(name: str) -> str | None:
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)
     return name
+
+
+def mtp_part_name(name: str, spec: ModelSpec) -> str:
+    """Return the name of an MTP layer's tensor in DeepSeek's layout: in the layer after the last. Others stay."""
+    short = name.removeprefix("model.").removeprefix(MTP_PREFIX)
+    if spec.mtp is None or not name.removeprefix("model.").startswith(MTP_PREFIX):
+        return name
+    found = (plain + short.removeprefix(own) for own, plain in _MTP_PARTS.items() if short.startswith(own))
+    return next((f"model.layers.{spec.n_layers}.{part}" for part in found), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +87,7 @@ def checkpoint_parts(spec: ModelSpec, present: Collection[str] = ()) -> dict[str
     Args:
         present: names of the checkpoint's tensors. A layer's experts are one tensor if there is none per expert.
     """
-    blocks = decoder_blocks(spec)
+    blocks = stored_blocks(spec)
     return {tensor.name: _parts(spec, block, tensor, present) for block in blocks for tensor in block.tensors.values()}
 
 

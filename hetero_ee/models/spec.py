@@ -64,6 +64,7 @@ class ModelSpec:
     int8_matrices: tuple[str, ...] = ()  # names of layers' matrices in 8 instead of 4 bits
     layer_table: LayerTableSpec | None = None  # of per-layer embeddings, if layers have them
     own_layers: tuple[LayerSpec | None, ...] = ()  # layers defined separately; None for those the fields above define
+    mtp: LayerSpec | None = None  # the layer that drafts further tokens, if the checkpoint has one, see draft_head.py
     zero_point_matrices: tuple[str, ...] = ()  # names of 4-bit matrices with zero points: 5 bits per weight
     activation_terms: int = 1  # int8 terms into which products split each activation, 1 or 2
 

@@ -19,6 +19,7 @@ CERTIFIED = "certified"
 # Modes in which a token may leave before the last layer, unverified, each named by its policy. Never chosen by default.
 EARLY_EXIT_MODES = ("specee", CERTIFIED, "calm", "skipdecode", "q-exit", "patience", "joint-gate")
 MODES = ("full", "exact", *EARLY_EXIT_MODES)
+NO_HEAD, MTP_HEAD, MTP_WORDS = "none", "mtp", ("mtp", "draft-mtp")  # words for a draft head, one llama.cpp's
 RISK = 0.05  # of mode certified
 MAX_DRAFT_LENGTH = 16
 MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
@@ -185,8 +186,9 @@ class RunKeywords(TypedDict, total=False):
     draft_head: Annotated[
         str | Path | None,
         Option(
-            "An EAGLE draft head, 1 to 3.1: its folder, or a Hugging Face id.",
-            ("--draft-head",),
+            "An EAGLE draft head, 1 to 3.1: its folder, or a Hugging Face id; mtp: the checkpoint's MTP layer; none: "
+            "no head.",
+            ("--draft-head", "--spec-type"),
             default_text="the model's own, if any",
             typed=str,
         ),

@@ -116,8 +116,9 @@ def shapes_sha256(spec: ModelSpec) -> str:
     Fields added later are included only if they differ from their defaults, so that older plans stay valid.
     """
     values, rope = asdict(spec), spec.rope
-    for expected in ("active_shares", "predicted_share", "hot_curve", "activation_terms"):  # these are not shapes
-        del values[expected]
+    # Not shapes of the blocks that are placed.
+    for other in ("active_shares", "predicted_share", "hot_curve", "activation_terms", "mtp"):
+        del values[other]
     for field in fields(spec):
         if field.name not in FIRST_FIELDS and values.get(field.name) == field.default and field.name in values:
             del values[field.name]

@@ -14,6 +14,9 @@ from hetero_ee.options.engine import (
     AUTO,
     LIMITS,
     MODEL_OPTIONS,
+    MTP_HEAD,
+    MTP_WORDS,
+    NO_HEAD,
     OFF,
     PLAN,
     PLAN_OPTIONS,
@@ -81,7 +84,7 @@ class PlanRequest:
     traces: bool = False  # records what runs where and when, which an emulated machine always does
     asked_profile: AskedProfile = AUTO
     limited_by: Option | None = None  # the first option that set a limit; None if none did
-    draft_head: Path | None = None
+    draft_head: Path | str | None = None  # a folder, MTP_HEAD or NO_HEAD
     draft_model: str | Path | None = None  # as the caller named it
     context_tokens: int = 0  # 0: any
     chooses_threads: bool = False  # the caller gave no thread count
@@ -103,7 +106,7 @@ class PlanRequest:
             traces=options.get("traces", False),
             asked_profile=_profile(options.get("profile")),
             limited_by=limited_by,
-            draft_head=_folder(options.get("draft_head")),
+            draft_head=head_name(options.get("draft_head")),
             draft_model=options.get("draft_model"),
             context_tokens=options.get("context_tokens", 0),
             chooses_threads=not options.get("threads"),
@@ -131,8 +134,13 @@ class PlanRequest:
     @property
     def needs_plan(self) -> bool:
         """Whether an option needs a plan, so that running without a plan would be an error."""
-        wishes = self.plan, self.limited_by, self.draft_head, self.draft_model
+        wishes = self.plan, self.limited_by, self._wanted_head, self.draft_model
         return not isinstance(self.asked_profile, str) or any(wish is not None for wish in wishes)
+
+    @property
+    def _wanted_head(self) -> Path | str | None:
+        """The draft head that the caller wants, None if there is none."""
+        return None if self.draft_head == NO_HEAD else self.draft_head
 
     def found_profile(self, spec: ModelSpec, folder: Path, automatic: FindProfile) -> HardwareProfile | None:
         """Return the profile to plan with, None if nothing is planned.
@@ -176,7 +184,7 @@ class PlanRequest:
             self._check_next_to_plan(self.plan)
         if self.emulates and isinstance(self.asked_profile, str):
             raise UsageError("which machine is to be emulated? Give its profile with ", PROFILE, ".")
-        drafts = ((DRAFT_HEAD, self.draft_head), (DRAFT_MODEL, self.draft_model))
+        drafts = ((DRAFT_HEAD, self._wanted_head), (DRAFT_MODEL, self.draft_model))
         unplanned = self.limited_by or next((option for option, value in drafts if value is not None), None)
         if self.asked_profile == OFF and self.plan is None and unplanned is not None:
             off = f" is {OFF}; leave out "
@@ -260,10 +268,12 @@ def _plan(plan: object) -> Plan | None:
     return Plan.load(Path(plan))
 
 
-def _folder(draft_head: object) -> Path | None:
-    """Check that the draft head is a local folder and return its path. Raises: UsageError."""
-    if draft_head is None:
-        return None
+def head_name(draft_head: object) -> Path | str | None:
+    """Check that the draft head is a local folder and return its path, or a word for a head. Raises: UsageError."""
+    if draft_head is None or draft_head == NO_HEAD:
+        return draft_head and NO_HEAD
+    if draft_head in MTP_WORDS:
+        return MTP_HEAD
     if not isinstance(draft_head, str | Path) or not str(draft_head):
         raise UsageError(DRAFT_HEAD, f" is {shown(draft_head)}; expected the folder of a draft head, or an id.")
     try:
@@ -271,6 +281,6 @@ def _folder(draft_head: object) -> Path | None:
     except (OSError, ValueError):  # a name no file can have
         is_folder = False
     if not is_folder:
-        advice = "name the folder of a draft head, or an id on the Hub such as org/name."
+        advice = f"name the folder of a draft head, an id on the Hub such as org/name, {MTP_HEAD} or {NO_HEAD}."
         raise UsageError(DRAFT_HEAD, f" {shown(str(draft_head))} is not a folder; {advice}")
     return Path(draft_head)

@@ -24,8 +24,8 @@ from hetero_ee.speculation.policies.q_exit import QExitPolicy
 from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.policies.thresholds import Certified, joint_gate
-from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee.speculation.sources.head_source import head_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
     if plan.mode == "specee" and (model := open_draft_model(knowledge, opened, warn)) is not None:
         candidates = DraftCandidates(model, warn)
     elif plan.mode == "specee" and knowledge.draft_head is not None:
-        if draft_head_facts(knowledge.draft_head, opened.executor.spec).eagle3 is not None:
+        if head_facts(knowledge.draft_head, opened.executor.spec).dialect.captured:
             raise UsageError(
                 "mode specee takes candidates from a head of EAGLE-1: one of EAGLE-3 sees layers that a token which "
                 "exits has not passed; drop the head, or choose mode exact."

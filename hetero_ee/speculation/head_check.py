@@ -23,18 +23,18 @@ from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.options.engine import EARLY_EXIT_MODES
+from hetero_ee.options.engine import EARLY_EXIT_MODES, MTP_HEAD
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.drafted import Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.opening import DraftKnowledge, Warn
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHead, DraftHeadLayer
 from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu, head_parts
 from hetero_ee.speculation.sources.draft_model import DraftModelSource
 from hetero_ee.speculation.sources.draft_model_opening import DraftModel, DraftModelOpener
 from hetero_ee.speculation.sources.eagle3 import LAYER_IDS
+from hetero_ee.speculation.sources.head_source import head_facts, head_title, read_head
 from hetero_ee.speculation.sources.source import Choose, DraftsFromStates, DraftSource
 from hetero_ee_profiles.records import read_record, write_record
 
@@ -57,24 +57,30 @@ class KeptAcceptance:
 
 
 class HeadChecks:
-    """Self-checks of draft heads for one model and the quantizer of its weights, kept in a cache folder."""
+    """Self-checks of draft heads for the model in a folder and the quantizer of its weights, kept in a cache."""
 
-    def __init__(self, cache: Path, spec: ModelSpec, quantizer: str, warn: Warn) -> None:
-        self._folder, self._spec, self._quantizer, self._warn = cache / FOLDER, spec, quantizer, warn
+    def __init__(self, cache: Path, model: Path, spec: ModelSpec, quantizer: str, warn: Warn) -> None:
+        self._folder, self._model, self._spec = cache / FOLDER, model, spec
+        self._quantizer, self._warn = quantizer, warn
 
     def known(self, knowledge: DraftKnowledge) -> DraftKnowledge:
-        """Add the acceptance found by an earlier check if a named head's acceptance is missing."""
-        if not self.is_missing(knowledge, None):
+        """Add the acceptance found by an earlier check if a head's acceptance is missing."""
+        if not self._is_unknown(knowledge):
             return knowledge
         kept = _acceptance(self._file(knowledge))
         return replace(knowledge, acceptance=kept) if kept else knowledge
 
     def is_missing(self, knowledge: DraftKnowledge, mode: str | None) -> bool:
         """Return whether the caller named something that may draft in this mode although its acceptance is unknown."""
-        if not knowledge.is_asked or knowledge.acceptance or mode == "full" or mode in EARLY_EXIT_MODES:
+        drafts = mode != "full" and mode not in EARLY_EXIT_MODES
+        return knowledge.is_asked and drafts and self._is_unknown(knowledge)
+
+    def _is_unknown(self, knowledge: DraftKnowledge) -> bool:
+        """Return whether there is something that drafts, and its acceptance is unknown."""
+        if knowledge.acceptance:
             return False
         head = knowledge.draft_head
-        return knowledge.draft_model is not None if head is None else not draft_head_facts(head, self._spec).acceptance
+        return knowledge.draft_model is not None if head is None else not head_facts(head, self._spec).acceptance
 
     def checked(self, knowledge: DraftKnowledge, executor: Executor, prompt: list[int]) -> DraftKnowledge:
         """Check the head or draft model with this model and add its acceptance.
@@ -89,8 +95,8 @@ class HeadChecks:
             return knowledge
         shares = ", ".join(f"{share:.2f}" for share in found.acceptance)
         self._warn(f"Checked {name} on {found.n_tokens} tokens: drafts right by position {shares}")
-        eagle3 = None if head is None else head.eagle3
-        if eagle3 is not None and (wrong := found.warning(str(knowledge.draft_head), eagle3.captured)):
+        captured = () if head is None else head.dialect.captured
+        if captured and (wrong := found.warning(str(knowledge.draft_head), captured)):
             self._warn(wrong)
         else:
             self._keep(knowledge, found.acceptance)
@@ -99,9 +105,9 @@ class HeadChecks:
     def _check(
         self, knowledge: DraftKnowledge, executor: Executor, prompt: list[int]
     ) -> "tuple[str, HeadCheck, DraftHead | None]":
-        if (folder := knowledge.draft_head) is not None:
-            head = read_draft_head(folder, self._spec)
-            return f"the draft head {folder.name}", check_head(head, executor, prompt), head
+        if (name := knowledge.draft_head) is not None:
+            head = read_head(name, executor)
+            return head_title(name), check_head(head, executor, prompt), head
         assert knowledge.draft_model is not None, "there is something to check"
         model = knowledge.draft_model
         return f"the draft model {model.name}", check_draft_model(model, executor, prompt), None
@@ -115,7 +121,10 @@ class HeadChecks:
         parts = [json.dumps(asdict(self._spec), default=str, sort_keys=True), self._quantizer]
         if (model := knowledge.draft_model) is not None:
             parts += [json.dumps(asdict(model.spec), default=str, sort_keys=True), model.name, model.weights.quantizer]
-        if (head := knowledge.draft_head) is not None:
+        if (head := knowledge.draft_head) == MTP_HEAD:
+            parts.append(str(self._model.resolve()))
+        elif head is not None:
+            head = Path(head)
             files = find_file(head, CONFIG_FILE), find_file(head, SINGLE_FILE)
             parts += [f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file is not None]
         return self._folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
@@ -165,15 +174,15 @@ def check_head(head: DraftHead, executor: Executor, prompt: Sequence[int], n_tok
     captures = executor.capturing
     try:
         tokens = written(executor, prompt, n_tokens)
-        by_offset = {0: head} if head.eagle3 is None else _shifted(head, executor.spec.n_layers)
-        layers = sorted({layer for each in by_offset.values() if each.eagle3 for layer in each.eagle3.captured})
+        by_offset = _shifted(head, executor.spec.n_layers) if head.dialect.captured else {0: head}
+        layers = sorted({layer for each in by_offset.values() for layer in each.dialect.captured})
         executor.capture(layers)
         normed, *states = _states(executor, tokens)
     finally:
         executor.capture(captures)
     found: dict[int, tuple[Tensor, int]] = {}
     for offset, each in by_offset.items():
-        seen = [] if each.eagle3 is None else [states[layers.index(layer)] for layer in each.eagle3.captured]
+        seen = [states[layers.index(layer)] for layer in each.dialect.captured]
         source, n_drafts = _on_cpu(each, executor, len(tokens)), N_DRAFTS if offset == 0 else 1
         right, tried = accepted(source, greedy_choice(executor), tokens, [normed, *seen], len(prompt), n_drafts)
         found[offset] = right / tried.clamp(min=1), int(tried[0])
@@ -268,12 +277,11 @@ def _states(executor: Executor, tokens: Sequence[int]) -> list[Tensor]:
 
 def _shifted(head: DraftHead, n_layers: int) -> dict[int, DraftHead]:
     """Return the head's variants by layer offset, without those that would read a layer that the model lacks."""
-    assert head.eagle3 is not None, "the captured layers of EAGLE-3 can be shifted"
     found = {}
     for offset in OFFSETS:
-        captured = tuple(layer + offset for layer in head.eagle3.captured)
+        captured = tuple(layer + offset for layer in head.dialect.captured)
         if captured[0] >= 0 and captured[-1] < n_layers:
-            found[offset] = replace(head, eagle3=replace(head.eagle3, captured=captured))
+            found[offset] = replace(head, dialect=replace(head.dialect, captured=captured))
     return found
 
 
@@ -281,5 +289,5 @@ def _on_cpu(head: DraftHead, executor: Executor, n_tokens: int) -> DraftHeadSour
     weights, vocabulary = head_parts(head, executor)
     on_cpu = head_on_cpu(head.spec, weights, n_tokens, executor.pool)
     embedding = weights.matrices.get(EMBEDDING)
-    layer = DraftHeadLayer(on_cpu, head.spec, embedding, host_machine(), on_gpu=False, eagle3=head.eagle3)
+    layer = DraftHeadLayer(on_cpu, head.spec, embedding, host_machine(), on_gpu=False, dialect=head.dialect)
     return DraftHeadSource(lambda: layer, executor, vocabulary)

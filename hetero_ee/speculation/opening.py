@@ -11,7 +11,7 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.options.engine import RISK, UNQUANTIZED
+from hetero_ee.options.engine import MTP_HEAD, NO_HEAD, RISK, RUN_OPTIONS, UNQUANTIZED
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import Statistics
@@ -24,10 +24,10 @@ from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate
 from hetero_ee.speculation.policies.exit_head import exit_end
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
-from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.sources.draft_model import DraftModelSource
 from hetero_ee.speculation.sources.draft_model_opening import DraftModel, DraftModelOpener
+from hetero_ee.speculation.sources.head_source import MTP_ACCEPTANCE, HeadName, head_facts, head_title
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
@@ -44,7 +44,7 @@ class DraftKnowledge:
     """Calibration, draft head, draft model and certificate that a model can draft with."""
 
     calibration: Calibration | None = None
-    draft_head: Path | None = None
+    draft_head: HeadName | None = None
     is_asked: bool = False  # the caller named the head or draft model, so that it must be readable
     certificate: Certificate | None = None  # for mode certified, if that is requested
     acceptance: tuple[float, ...] = ()  # by draft position, if the head's config.json has none
@@ -52,28 +52,34 @@ class DraftKnowledge:
 
     @classmethod
     def found(
-        cls, calibration: Calibration | None, draft_head: Path | None, folder: Path, spec: ModelSpec, warn: Warn
+        cls, calibration: Calibration | None, draft_head: HeadName | None, folder: Path, spec: ModelSpec, warn: Warn
     ) -> "DraftKnowledge":
         """Find the model's draft head and add it to the calibration.
 
         An unreadable head in the model's own folder is left out with a warning.
 
         Args:
-            draft_head: The head that the caller named; None for the one in the model's folder.
+            draft_head: The head that the caller named; None for the one in the model's folder, or its MTP layer.
 
-        Raises: ModelError: if a named head can't be read.
+        Raises:
+            ModelError: if a named head can't be read.
+            UsageError: if the MTP layer was named and the model has none.
         """
+        if draft_head == NO_HEAD:
+            return cls(calibration)
+        if draft_head == MTP_HEAD and spec.mtp is None:
+            raise UsageError(RUN_OPTIONS["draft_head"], f" is {MTP_HEAD}, and this model's files hold no MTP layer.")
         if draft_head is not None:
-            draft_head_facts(draft_head, spec)
+            head_facts(draft_head, spec)
             return cls(calibration, draft_head, is_asked=True)
-        own = folder / DRAFT_HEAD_FOLDER
+        own, other = folder / DRAFT_HEAD_FOLDER, None if spec.mtp is None else MTP_HEAD
         try:
             if find_file(own, CONFIG_FILE) is None:
-                return cls(calibration)
-            draft_head_facts(own, spec)
+                return cls(calibration, other)
+            head_facts(own, spec)
         except HeteroError as error:
             warn(f"{error} Drafting without this model's own draft head.")
-            return cls(calibration)
+            return cls(calibration, other)
         return cls(calibration, own)
 
     def statistics(
@@ -93,13 +99,14 @@ class DraftKnowledge:
             depths += self.certificate.depth_statistics(risk or RISK)
         if self.draft_model is not None and profile is not None and self.acceptance:
             return Statistics(exits, self.draft_model.rates(profile, threads, self.acceptance), depths=depths)
-        facts = None if self.draft_head is None else draft_head_facts(self.draft_head, spec)
+        facts = None if self.draft_head is None else head_facts(self.draft_head, spec)
         if facts is not None and not facts.acceptance:
-            facts = replace(facts, acceptance=self.acceptance)
+            known = self.acceptance or (MTP_ACCEPTANCE if self.draft_head == MTP_HEAD else ())
+            facts = replace(facts, acceptance=known)
         if profile is None or self.draft_head is None or facts is None or not facts.acceptance:
             return Statistics(exits, depths=depths)
         costs = HeadCosts(facts, spec, profile, threads)
-        return Statistics(exits, costs.rates(f"the draft head in {self.draft_head.name}"), depths=depths)
+        return Statistics(exits, costs.rates(head_title(self.draft_head)), depths=depths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +202,14 @@ def _open_draft_head(request: DraftingRequest) -> DraftSource | None:
     Returns: None if there is no head, or if the model folder's own head can't be read.
     """
     knowledge, opened, profile = request.knowledge, request.opened, request.profile
-    folder, executor = knowledge.draft_head, opened.executor
-    if folder is None:
+    name, executor = knowledge.draft_head, opened.executor
+    if name is None:
         return None
     try:
-        head = open_draft_head(folder, executor, opened.running, request.warn)
+        head = open_draft_head(name, executor, opened.running, request.warn)
         _warm_up(opened, head.end)
         if profile is not None:
-            costs = HeadCosts(draft_head_facts(folder, executor.spec), executor.spec, profile, opened.plan.threads)
+            costs = HeadCosts(head_facts(name, executor.spec), executor.spec, profile, opened.plan.threads)
             places = opened.plan.decode_placements
             on_gpu = opened.plan.draft_device == GPU
             head.draft_s = costs.draft_s(places[-1].on_gpu, places[0].on_gpu, on_gpu=on_gpu)

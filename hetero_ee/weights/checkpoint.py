@@ -1,6 +1,6 @@
 """Read Hugging Face checkpoints in safetensors, one tensor at a time. Pickles are never opened."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.blocks import all_tensors
+from hetero_ee.models.draft_head import mtp_names, stored_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.hf_names import (
     IGNORED_PREFIXES,
@@ -21,6 +22,7 @@ from hetero_ee.models.hf_names import (
     Part,
     checkpoint_parts,
     engine_order,
+    mtp_part_name,
     text_part_name,
     unused_tensors,
 )
@@ -58,12 +60,13 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
-        self.folder, self.spec = folder, spec
-        self.files = weight_files(folder)
-        self._family = FAMILIES[spec.architecture]
+        self.folder, self.files, self._family = folder, weight_files(folder), FAMILIES[spec.architecture]
+        located = {mtp_part_name(name, spec): found for name, found in self._locate_tensors().items()}
+        self._located = located  # all headers are read before any file is mapped
+        has_mtp = any(name.startswith(f"model.layers.{spec.n_layers}.") for name in located)
+        self.spec = spec if has_mtp else replace(spec, mtp=None)  # whatever config.json says
+        self._parts = checkpoint_parts(self.spec, located.keys())
         self._roles = {tensor.name: tensor.role for tensor in self.tensors()}
-        self._located = self._locate_tensors()  # reads all headers before any file is mapped
-        self._parts = checkpoint_parts(spec, self._located.keys())
         self._use_saved_head()
         self._opened = {file: _open(file) for file in self.files}
         saved = read_saved_format(folder)
@@ -98,6 +101,8 @@ class Checkpoint:
         8-bit matrices become 8-bit tiles, other matrices 4-bit ones.
         """
         in_8_bits = self._roles[name] in IN_8_BITS
+        if name in mtp_names(self.spec).values():  # it may be in another format than the model's layers
+            return None
         parts, order = list[RowBlocks](), self._neuron_order(name)
         for part in self._parts[name]:
             saved = self._saved.get(part.hf_name)
@@ -116,7 +121,7 @@ class Checkpoint:
         return sorted(floats | ({self.title} if self.title and True in is_saved else set()))
 
     def tensors(self) -> list[TensorSpec]:
-        return all_tensors(decoder_blocks(self.spec))
+        return all_tensors(stored_blocks(self.spec))
 
     def _neuron_order(self, name: str) -> Tensor | None:
         """Return the order of neurons that sorts down's columns by group; None if it is the file's.

@@ -12,7 +12,8 @@ from hetero_ee.hub.gguf.header import GgufTensor, tensor_bytes
 from hetero_ee.hub.gguf.names import INTERLEAVED, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.layers.tensors import TensorSpec
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.blocks import all_tensors
+from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order, unused_tensors
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
@@ -44,7 +45,7 @@ class GgufCheckpoint:
         return "GGUF"
 
     def tensors(self) -> list[TensorSpec]:
-        return all_tensors(decoder_blocks(self.spec))
+        return all_tensors(stored_blocks(self.spec))
 
     def types(self, name: str) -> list[str]:
         """Return the types in which the file stores the parts of the tensor that this engine calls `name`."""

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, DamagedStoreError
 from hetero_ee.layers.tensors import TensorRole
-from hetero_ee.models.blocks import all_tensors, decoder_blocks, first_matrix
+from hetero_ee.models.blocks import all_tensors, first_matrix
+from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import UNQUANTIZED
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -53,6 +54,8 @@ def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
     tiles = {name: weight.layout for name, weight in in_layers.items() if isinstance(weight, TileWeight)}
     in_8_bits, with_zeros = (tuple(sorted(n for n, kind in tiles.items() if kind == its)) for its in ("int8", ZEROS))
     rows = {name.rpartition(".")[2] for name, weight in in_layers.items() if isinstance(weight, RowWeight)}
+    if not any(name.startswith(f"layers.{spec.n_layers}.") for name in in_layers):
+        spec = replace(spec, mtp=None)
     spec = replace(spec, neuron_major=bool(rows), first_in_rows=first_matrix(spec) in rows)
     return replace(spec, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
 
@@ -89,7 +92,7 @@ def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
 
 def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None:
     """Check that `weights` are exactly the model's tensors, with their shapes and kinds. Raises DamagedStoreError."""
-    tensors = all_tensors(decoder_blocks(spec))
+    tensors = all_tensors(stored_blocks(spec))
     for tensor in tensors:
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
         if found is None:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.blocks import all_tensors
+from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, ModelWeights, is_quantized, with_terms
 from hetero_ee.weights.rows import RowWeight, row_sizes
@@ -25,7 +26,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
     """
     block = _random_block()
     weights = ModelWeights({}, {}, RANDOM)
-    for tensor in all_tensors(decoder_blocks(spec)):
+    for tensor in all_tensors(stored_blocks(spec)):
         if is_quantized(tensor.role):
             plain = vocabulary if tensor.role is TensorRole.VOCABULARY else "int4"
             layout = MATRIX_LAYOUTS.get(tensor.role, plain)

@@ -21,7 +21,7 @@ def test_the_first_use_downloads_two_files_and_the_second_nothing(hub: Hub, tmp_
     folder = resolve_draft_head(ID)
     assert folder == hub_cache / "models--some-org--Some-EAGLE3" / "snapshots" / commit
     assert hub.fetched() == {"config.json", "model.safetensors"}
-    assert isinstance(folder, Path) and read_draft_head(folder, MODEL).eagle3 is not None
+    assert isinstance(folder, Path) and read_draft_head(folder, MODEL).dialect.captured
     n_requests = len(hub.log)
     assert resolve_draft_head(ID) == resolve_draft_head(ID, offline=True) == folder and len(hub.log) == n_requests
 

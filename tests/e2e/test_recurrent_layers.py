@@ -16,6 +16,7 @@ from tests.e2e.test_families import TOLERANCE, executor_of
 from tests.exact_cases import drawn_cases
 from tests.executor_support import MAX_TOKENS, executor_for, hidden_alone, model_of
 from tests.families import random_model, save_checkpoint
+from tests.mtp_models import DENSE, knowing_mtp
 
 FAMILIES = ("qwen3.5", "qwen3.5-even", "lfm2")
 TEXT = [(7 * i * i + 3) % 131 for i in range(150)]  # longer than transformers' chunks of 64
@@ -124,14 +125,16 @@ def test_neighbours_change_nothing(executor: Executor) -> None:
 
 @pytest.fixture(scope="module")
 def models(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    model = random_model("qwen3.5", vocab_size=2048, max_position_embeddings=256)
-    opened = Models({"hybrid": save_checkpoint(model, tmp_path_factory.mktemp("hybrid"), tokenizer_from=demo)})
+    """A hybrid and a dense model, both with an MTP layer."""
+    sizes = {"vocab_size": 2048, "max_position_embeddings": 256}
+    kinds = {"hybrid": sizes, "dense": sizes | DENSE}
+    opened = Models({kind: knowing_mtp(tmp_path_factory.mktemp(kind), demo, **kinds[kind]) for kind in kinds})
     yield opened
     opened.close()
 
 
 N_CASES = 500
-CASES = [replace(case, model="hybrid") for case in drawn_cases(N_CASES)]
+CASES = [replace(case, model=("hybrid", "dense")[case.seed % 2]) for case in drawn_cases(N_CASES)]
 
 
 @pytest.mark.parametrize("part", range(20))
@@ -139,3 +142,15 @@ CASES = [replace(case, model="hybrid") for case in drawn_cases(N_CASES)]
 def test_exact_says_what_full_says(part: int, models: Models) -> None:
     for case in CASES[part::20][: 3 if part == 0 else None]:
         check_case(case, models, 40)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense"])
+def test_drafts_of_an_mtp_layer_are_right_and_wrong_and_change_nothing(kind: str, models: Models) -> None:
+    n_right = n_checked = 0
+    for case in [each for each in drawn_cases(N_CASES) if each.drafts in ("head", "n-grams and head")][:6]:
+        plain = replace(case, model=kind, sampling="temperature", ending="length", grammar="", rule="always")
+        counts = check_case(plain, models, 40)
+        for found in counts.statistics(models.engine(plain).spec.n_layers, 0).origins:
+            if found.origin == "draft head":
+                n_right, n_checked = n_right + found.n_accepted, n_checked + found.n_checked
+    assert 0.2 * n_checked < n_right < n_checked

@@ -72,6 +72,6 @@ def test_a_short_training_makes_a_head_of_three_layers(run: Run, tiny: Path, tmp
     assert greedy["chains"] > 10 and greedy["tokens_a_pass"] >= 1
     with Engine.from_pretrained(tiny, quantizer="none") as engine:
         head = read_draft_head(output, engine.spec)
-        assert head.eagle3 is not None and head.eagle3.captured == default_layers(engine.spec.n_layers)
+        assert head.dialect.captured == default_layers(engine.spec.n_layers)
         assert head.draft_token_ids is not None and len(head.draft_token_ids) < engine.spec.vocab_size
     run("train_draft_head.py", *arguments, "--start", str(output))

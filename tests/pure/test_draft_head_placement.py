@@ -10,6 +10,7 @@ import torch
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.layers.rope import RopeScaling
+from hetero_ee.models.draft_head import EAGLE_1
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.devices.emulated import EmulatedCopier
 from hetero_ee.runtime.devices.machine import Machine
@@ -66,7 +67,7 @@ def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, s
 
 def test_a_guess_is_one_layers_products_and_fc() -> None:
     batch = Batch.of_sequence(0, 10, [1, 2])
-    works = DraftHeadWorks(SPEC, None).guess(batch)
+    works = DraftHeadWorks(SPEC, EAGLE_1).guess(batch)
     layer = (HIDDEN + 2 * KV_HEADS * HEAD_DIM) * HIDDEN + HIDDEN * HIDDEN + 3 * FFN * HIDDEN
     assert sum(batch * columns for work in works for _, batch, columns in work.products) == layer + 2 * HIDDEN * HIDDEN
     assert works[0].state is not None and works[0].context_tokens == 12

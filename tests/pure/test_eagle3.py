@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, HeteroError, ModelError
+from hetero_ee.models import draft_head
 from hetero_ee.planning.placement import Placement
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts, read_draft_head
 from hetero_ee.speculation.sources.draft_head_opening import draft_vocabulary
-from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, LAYER_IDS, Eagle3, default_layers
+from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, LAYER_IDS, default_layers
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MODEL, VOCAB, BareTarget, draft_head_layer
 from tests.draft_sources import taken_ids
@@ -114,7 +115,7 @@ def test_every_dialect_drafts_what_the_formulas_say(tmp_path: Path, name: str, i
 def test_what_a_config_says_is_known_without_the_weights(tmp_path: Path, name: str) -> None:
     dialect = DIALECTS[name]
     facts = draft_head_facts(save_eagle3(tmp_path, dialect), MODEL)
-    assert facts.eagle3 is not None and facts.eagle3.captured == dialect.captured
+    assert facts.dialect.captured == dialect.captured
     assert facts.n_draft_tokens == dialect.n_draft_tokens and facts.has_rows == dialect.has_head
     assert facts.has_embedding == ("embed_tokens.weight" in dialect.more)
 
@@ -211,7 +212,7 @@ def test_the_planner_charges_fc_and_what_crosses() -> None:
     from a head on the GPU, the others from one on the CPU; both ways they cross together."""
     model = replace(MODEL, n_layers=32, sliding_windows=(None,) * 32)
     spec, profile = replace(MODEL, n_layers=1, sliding_windows=(None,)), reference_profile(LAPTOP)
-    facts = DraftHeadFacts(spec, VOCAB, False, (0.8,), Eagle3(default_layers(32)))
+    facts = DraftHeadFacts(spec, VOCAB, False, (0.8,), draft_head.Dialect(default_layers(32), has_norms=True))
     costs = HeadCosts(facts, model, profile, 1)
     split = [Placement(each) for each in ("cpu", *["gpu"] * 40, *["cpu"] * 24, "gpu")]
     rates, link = costs.rates("a head"), profile.link
@@ -224,7 +225,7 @@ def test_the_planner_charges_fc_and_what_crosses() -> None:
             crossing_s = link.transfer.value + more_bytes / link.to_cpu_bytes_per_s.value
             assert fc_s > 0
             assert drafts.after_verification_s(split, m) == pytest.approx(fc_s + crossing_s), (m, on_gpu)
-    eagle1 = HeadCosts(replace(facts, eagle3=None), model, profile, 1)
+    eagle1 = HeadCosts(replace(facts, dialect=draft_head.EAGLE_1), model, profile, 1)
     assert eagle1.rates("a head").after_verification_s(split, 4) == 0.0
     for on_gpu in (True, False):  # fc and qkv are wider, beside which EAGLE-1 has nothing
         assert costs.memory_bytes(512, on_gpu=on_gpu) > eagle1.memory_bytes(512, on_gpu=on_gpu)

@@ -14,12 +14,13 @@ from hetero_ee import Engine, UsageError
 from hetero_ee.config import demo_model_folder
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.models.draft_head import Dialect
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.captured import captured_layers
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.head_check import FOLDER, HeadCheck, check_head
 from hetero_ee.speculation.sources.draft_head_layer import DraftHead
-from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, Eagle3
+from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import DenseWeight
 from tests.draft_heads import HIDDEN, MODEL, VOCAB
@@ -93,7 +94,7 @@ def trained_head(captured: tuple[int, ...]) -> DraftHead:
     vectors = dict.fromkeys(("embedding_norm", "hidden_norm", "head_norm", "layers.0.ffn.norm"), torch.ones(HIDDEN))
     weights = ModelWeights({name: DenseWeight(values) for name, values in matrices.items()}, vectors)
     spec = replace(MODEL, n_layers=1, sliding_windows=(None,))
-    return DraftHead(spec, weights, torch.arange(N_KNOWN), Eagle3(captured))
+    return DraftHead(spec, weights, torch.arange(N_KNOWN), Dialect(captured, has_norms=True))
 
 
 @pytest.mark.parametrize("error", [-1, 0, 1])
@@ -142,7 +143,7 @@ def test_an_unmeasured_head_is_checked_when_it_is_first_opened(tmp_path: Path, c
         return Engine.from_pretrained(profile=LAPTOP, emulate=True, draft_head=head, gpu_layers=6, progress=tell)
 
     with opened() as engine:
-        assert any("Checked the draft head head on 6" in each for each in said)
+        assert any("Checked the draft head in head on 6" in each for each in said)
         assert engine.plan is not None and engine.plan.drafts == "sequence"
         assert engine.plan_request is not None and engine.plan_request.statistics.drafts is not None
         first = engine.plan_request.statistics.drafts.acceptance

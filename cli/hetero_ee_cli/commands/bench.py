@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError
-from hetero_ee.options.engine import MODEL_OPTIONS
+from hetero_ee.options.engine import MODEL_OPTIONS, MTP_WORDS, NO_HEAD
 from hetero_ee_cli.options.bench import ALL, EXACT, FULL, BenchOptions, Test
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import with_options
@@ -164,14 +164,16 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Abs
 @contextmanager
 def _random(subject: _Subject, limits: "Limits") -> Iterator[_Running]:
     from hetero_ee.config import warner
-    from hetero_ee.planning.request import PlanRequest
+    from hetero_ee.planning.request import PlanRequest, head_name
     from hetero_ee.runtime.opening import open_planned
     from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
     from hetero_ee.weights.random_weights import random_weights
 
     spec, profile, placed, warn = subject.spec, subject.profile, subject.placed, warner(subject.progress)
     head, threads = placed.options.draft_head, limits.threads
-    knowledge = DraftKnowledge(draft_head=None if head is None else Path(head))
+    knowledge = DraftKnowledge()
+    if head is not None:
+        knowledge = DraftKnowledge.found(None, head_name(head), Path(head), spec, warn)
     statistics = knowledge.statistics(spec, profile, threads)
     request = PlanRequest(profile, limits, placed.plan, statistics, traces=placed.options.trace is not None)
     opened = open_planned(spec, random_weights(spec), request, threads, time.perf_counter, warn)
@@ -264,7 +266,7 @@ def _synthetic_head(
     from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
     from hetero_ee.speculation.sources.synthetic import write_synthetic_head
 
-    own = None if head is None else Path(head)
+    own = None if head is None or head in (NO_HEAD, *MTP_WORDS) else Path(head)
     if own is None and model_folder is not None and (model_folder / DRAFT_HEAD_FOLDER).is_dir():
         own = model_folder / DRAFT_HEAD_FOLDER
     write_synthetic_head(made, spec, rates, own)

@@ -16,7 +16,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.options.engine import OFF, PLAN, PLAN_OPTIONS, RUN_OPTIONS, UNQUANTIZED
+from hetero_ee.options.engine import MTP_WORDS, NO_HEAD, OFF, PLAN, PLAN_OPTIONS, RUN_OPTIONS, UNQUANTIZED
 from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.flags import OptionGroup, hardware_names, one_of, typer_option
 from hetero_ee_cli.terminal.output import say_loading
@@ -116,7 +116,8 @@ class PlacementOptions:
         if (head := self.draft_head) is not None:
             from hetero_ee.hub.draft_head import is_head_id
 
-            if not is_head_id(head) and not (Path(head) / "config.json").is_file():
+            is_named = head in (NO_HEAD, *MTP_WORDS) or is_head_id(head)
+            if not is_named and not (Path(head) / "config.json").is_file():
                 raise UsageError(DRAFT_HEAD, f" {head} has no config.json; name the folder of a draft head, or an id.")
         if self.trace is not None and (self.trace.is_dir() or not self.trace.absolute().parent.is_dir()):
             raise UsageError(f"--trace {self.trace} is a folder, or its folder does not exist; name another file.")
@@ -125,7 +126,7 @@ class PlacementOptions:
         plan = None if self.plan_file is None else Plan.load(self.plan_file)
         others = {
             "--plan": self.plan_file,
-            DRAFT_HEAD.flag: self.draft_head,
+            DRAFT_HEAD.flag: None if self.draft_head == NO_HEAD else self.draft_head,
             DRAFT_MODEL.flag: self.draft_model,
             "--trace": self.trace,
         }

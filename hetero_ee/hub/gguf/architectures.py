@@ -179,7 +179,9 @@ def _qwen_3_5(header: GgufHeader, config: Config) -> Config:
     )
     found: Config = {TILED_FIELD: True}
     if type(n_layers) is int:
-        found["num_hidden_layers"] = n_layers - predicting_layers(header)
+        n_layers -= predicting_layers(header)
+        has_mtp = f"blk.{n_layers}.nextn.eh_proj.weight" in header.tensors
+        found |= {"num_hidden_layers": n_layers, "mtp_num_hidden_layers": int(has_mtp)}
     if type(n_heads) is int and type(size) is int and n_heads > 0:
         found["linear_value_head_dim"] = size // n_heads
     return found

@@ -32,6 +32,10 @@ _OF_A_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }

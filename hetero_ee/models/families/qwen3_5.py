@@ -27,6 +27,10 @@ TENSOR_NAMES = NORMED_HEADS | {
     "layers.{n}.delta.dt": (_DELTA + "dt_bias",),
     "layers.{n}.delta.gated_norm": (_DELTA + "norm",),
     "layers.{n}.delta.output": (_DELTA + "out_proj",),
+    "layers.{n}.mtp.fc": ("model.layers.{n}.eh_proj",),
+    "layers.{n}.mtp.embedding_norm": ("model.layers.{n}.enorm",),
+    "layers.{n}.mtp.hidden_norm": ("model.layers.{n}.hnorm",),
+    "layers.{n}.mtp.head_norm": ("model.layers.{n}.shared_head.norm",),
 }
 _DENSE = Variant(
     values(head_dim=256, num_key_value_heads=4, max_position_embeddings=32768, partial_rotary_factor=0.25),
@@ -43,21 +47,26 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     kinds = read_layer_kinds(fields, default, (FULL, LINEAR))
     spec = _DENSE(without_mrope(fields), architecture)
     delta = _read_delta(fields, spec)
-    own = []
-    for layer, kind in enumerate(kinds):
-        plain = spec.layer(layer)
-        assert isinstance(plain.mixer, AttentionSpec), "no layer is defined separately yet"
-        own.append(LayerSpec(replace(plain.mixer, is_gated=True) if kind == FULL else delta, plain.ffn))
-    return replace(spec, own_layers=tuple(own))
+    plain = spec.layer(0)
+    assert isinstance(plain.mixer, AttentionSpec), "no layer is defined separately yet"
+    full = LayerSpec(replace(plain.mixer, is_gated=True), plain.ffn)
+    own = [full if kind == FULL else LayerSpec(delta, plain.ffn) for kind in kinds]
+    return replace(spec, own_layers=tuple(own), mtp=full if _has_mtp(fields) else None)
+
+
+def _has_mtp(fields: Fields) -> bool:
+    """Return whether there is an MTP layer that can be used: with the model's embedding and lm_head, not its own."""
+    n_layers = fields.integer("mtp_num_hidden_layers", 0, smallest=0)
+    return n_layers > 0 and not fields.flag("mtp_use_dedicated_embeddings", False)
 
 
 def read_moe_spec(fields: Fields, architecture: str) -> ModelSpec:
-    """Read the models with experts, one of which every token uses."""
+    """Read the models with experts, one of which every token uses. Their MTP layers have experts too and stay unused."""
     fields = experts.with_sizes(fields)
     spec, router = read_spec(fields, architecture), experts.read_router(fields, renormalizes=True)
     moe = experts.read_experts(fields, spec, router, fields.integer("moe_intermediate_size", 512))
     shared_size = fields.integer("shared_expert_intermediate_size", 512)
-    return experts.with_experts(spec, replace(moe, shared_size=shared_size, shared_is_gated=True))
+    return experts.with_experts(replace(spec, mtp=None), replace(moe, shared_size=shared_size, shared_is_gated=True))
 
 
 def _read_delta(fields: Fields, spec: ModelSpec) -> GatedDeltaSpec:

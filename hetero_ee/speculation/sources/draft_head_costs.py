@@ -1,6 +1,6 @@
 """Costs of a draft head on the CPU or the GPU: seconds per draft and per prompt token, and bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -11,6 +11,7 @@ from hetero_ee.costs.work import Work
 from hetero_ee.kv.batch import Batch
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.models.draft_head import fc_block, layer_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.statistics import DraftRates, PromptReading
@@ -18,7 +19,7 @@ from hetero_ee.planning.times.memory import WorkingSizes, rounded
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
 from hetero_ee.speculation.sources.draft_head import PIECE_ROWS
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
-from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHeadWorks, fc_block, layer_blocks
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHeadWorks
 from hetero_ee_profiles.hardware import HardwareProfile
 
 TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned
@@ -35,7 +36,7 @@ class HeadCosts:
 
     @property
     def works(self) -> DraftHeadWorks:
-        return DraftHeadWorks(self.facts.spec, self.facts.eagle3)
+        return DraftHeadWorks(self.facts.spec, self.facts.dialect)
 
     def rates(self, source: str) -> DraftRates:
         """Return the planner's rates for the head on the CPU, and on the GPU if there is one."""
@@ -56,20 +57,18 @@ class HeadCosts:
 
     def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
         """Return the seconds that the head's layer needs for m tokens, the last of a prompt of context_tokens."""
-        firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
-        pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
         works = self.works
-        seconds = sum(self._works_s(works.guess(each), on_gpu=on_gpu) for each in pieces)
-        return seconds + (self._works_s(works.fuse(m), on_gpu=on_gpu) if self.facts.eagle3 else 0.0)
+        seconds = sum(self._works_s(works.guess(each), on_gpu=on_gpu) for each in prompt_pieces(m, context_tokens))
+        return seconds + (self._works_s(works.fuse(m), on_gpu=on_gpu) if self.facts.dialect.captured else 0.0)
 
     def verified_s(self, placements: Sequence[Placement], m: int, *, on_gpu: bool) -> float:
         """Return the seconds from m verified tokens to the next draft, excluding the draft itself. For EAGLE-3, the
         states captured on the other device are transferred together, then fc runs."""
-        spec, eagle3 = self.facts.spec, self.facts.eagle3
-        if eagle3 is None:
+        spec, captured = self.facts.spec, self.facts.dialect.captured
+        if not captured:
             return 0.0
         # The state before a layer is on the device of the block before it; parts are the embedding and two per layer.
-        n_far = sum((placements[2 * layer].on_gpu) != on_gpu for layer in eagle3.captured)
+        n_far = sum((placements[2 * layer].on_gpu) != on_gpu for layer in captured)
         seconds, link = self._works_s(self.works.fuse(m), on_gpu=on_gpu), self.profile.link
         if n_far and link is not None:
             more_bytes = (n_far * m - 1) * FLOAT_BYTES * spec.hidden_size
@@ -79,8 +78,8 @@ class HeadCosts:
     def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
         """Return the bytes of weights, keys and values, verified states and, on a GPU, the layer's buffers. The head's
         own embedding stays on the CPU, since only single rows of it are read."""
-        spec, eagle3 = self.facts.spec, self.facts.eagle3
-        blocks = (fc_block(spec, eagle3), *layer_blocks(spec, eagle3))
+        spec, dialect = self.facts.spec, self.facts.dialect
+        blocks = (fc_block(spec, dialect), *layer_blocks(spec, dialect))
         tensors = [tensor for block in blocks for tensor in block.tensors.values()]
         if self.facts.has_embedding and not on_gpu:
             shape = (spec.vocab_size, spec.hidden_size)
@@ -116,6 +115,16 @@ class HeadCosts:
         )
 
     def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
-        times = self.profile.gpu if on_gpu and self.profile.gpu is not None else self.profile.cpu_with(self.threads)
-        disk_bytes_per_s = self.profile.disk_read_bytes_per_s.value
-        return sum(work.seconds(times, disk_bytes_per_s, self.facts.spec) for work in works)
+        return works_s(works, self.facts.spec, self.profile, self.threads, on_gpu=on_gpu)
+
+
+def prompt_pieces(m: int, context_tokens: int) -> Iterator[Batch]:
+    """Yield the passes in which a draft source reads m tokens, the last of a prompt of context_tokens."""
+    for first in range(context_tokens - m, context_tokens, BESIDE_ROWS):
+        yield Batch.of_sequence(0, first, [0] * min(BESIDE_ROWS, context_tokens - first))
+
+
+def works_s(works: Sequence[Work], spec: ModelSpec, profile: HardwareProfile, threads: int, *, on_gpu: bool) -> float:
+    """Return the seconds that the profile's GPU, if on_gpu, or its CPU needs for these works."""
+    times = profile.gpu if on_gpu and profile.gpu is not None else profile.cpu_with(threads)
+    return sum(work.seconds(times, profile.disk_read_bytes_per_s.value, spec) for work in works)

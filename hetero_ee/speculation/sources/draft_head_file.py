@@ -14,10 +14,11 @@ from hetero_ee.hub.config_file import read_config_file, read_spec
 from hetero_ee.hub.model_files import SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.models.draft_head import EAGLE_1, FC, Dialect, layer_blocks
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.statistics import MAX_ACCEPTANCE_POSITIONS
-from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, layer_blocks
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHead
 from hetero_ee.speculation.sources.eagle3 import (
     D2T,
     DRAFT_VOCABULARY,
@@ -25,7 +26,6 @@ from hetero_ee.speculation.sources.eagle3 import (
     IGNORED,
     LAYER,
     LM_HEAD,
-    Eagle3,
     draft_rows,
     draft_vocabulary_size,
     eagle3_of,
@@ -60,14 +60,14 @@ class DraftHeadFacts:
 
     has_embedding and has_rows: whether the head has its own embedding and its own rows of the lm_head. acceptance: for
     each position of a draft sequence, the measured chance that its draft is right given that all before it are; empty
-    if not measured. eagle3: None for a head of EAGLE-1 or 2. token_ids: the trimmed vocabulary of an EAGLE-1 head.
+    if not measured. token_ids: the trimmed vocabulary of an EAGLE-1 head.
     """
 
     spec: ModelSpec  # spec of the head's layer
     n_draft_tokens: int  # size of the vocabulary that the head drafts
     has_embedding: bool
     acceptance: tuple[float, ...]
-    eagle3: Eagle3 | None = None
+    dialect: Dialect = EAGLE_1
     has_rows: bool = False
     token_ids: tuple[int, ...] | None = None
 
@@ -80,7 +80,7 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
         CheckpointError: if its weights can't be read.
     """
     config, where = read_config_file(folder), str(folder)
-    eagle3, token_ids = None, None
+    dialect, token_ids = EAGLE_1, None
     if is_eagle3(config):
         spec = read_spec(layer_config(config, where))
         check_head_shape(spec, model, folder)
@@ -90,7 +90,7 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
                 f"the draft head {folder} is for a hidden size of {seen_size}, the model has {model.hidden_size}; get "
                 "a head made for this model."
             )
-        eagle3 = eagle3_of(config, model.n_layers, where)
+        dialect = eagle3_of(config, model.n_layers, where)
         n_draft_tokens = draft_vocabulary_size(config, model.vocab_size, where)
     else:
         spec = read_spec(config)
@@ -100,7 +100,7 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     names = set() if file is None else {plain_name(name) for name in read_header(file)}
     acceptance, has_embedding = _acceptance(config, where), OWN_EMBEDDING in names
-    return DraftHeadFacts(spec, n_draft_tokens, has_embedding, acceptance, eagle3, LM_HEAD in names, token_ids)
+    return DraftHeadFacts(spec, n_draft_tokens, has_embedding, acceptance, dialect, LM_HEAD in names, token_ids)
 
 
 def _acceptance(config: Mapping[str, Any], where: str) -> tuple[float, ...]:
@@ -118,15 +118,15 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
         CheckpointError: if files are missing, damaged or pickles, or a tensor is missing or unexpected.
     """
     head = draft_head_facts(folder, model)
-    spec, eagle3 = head.spec, head.eagle3
+    spec, dialect = head.spec, head.dialect
     token_ids = None if head.token_ids is None else torch.tensor(head.token_ids)
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     if file is None:
         raise CheckpointError(f"{folder} holds no {SINGLE_FILE}{_instead(folder)}.")
     names, header = _by_plain_name(file)
     shapes = head_shapes(spec, header)
-    if eagle3 is not None:
-        shapes = eagle3_shapes(spec, eagle3, head.n_draft_tokens, shapes, has_head=LM_HEAD in header)
+    if dialect.captured:
+        shapes = eagle3_shapes(spec, dialect, head.n_draft_tokens, shapes, has_head=LM_HEAD in header)
     elif HIDDEN_NORM in header or D2T in header:
         raise CheckpointError(
             f"{file} holds an EAGLE-3 head, and its config.json has no {DRAFT_VOCABULARY} and names no architecture of "
@@ -139,16 +139,16 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
         matrices[EMBEDDING] = tensors[OWN_EMBEDDING]
     if "fc.bias" in tensors:
         vectors[f"{FC}_bias"] = tensors["fc.bias"]
-    if eagle3 is not None:
-        vectors |= eagle3_vectors(eagle3, tensors)
+    if dialect.captured:
+        vectors |= eagle3_vectors(dialect, tensors)
         rows, token_ids = draft_rows(tensors, model.vocab_size, file)
         matrices |= rows
-    for short, tensor in (item for block in layer_blocks(spec, eagle3) for item in block.tensors.items()):
+    for short, tensor in (item for block in layer_blocks(spec, dialect) for item in block.tensors.items()):
         kind = "bias" if short.endswith("_bias") else "weight"
         parts = [tensors[f"{LAYER}{part}.{kind}"] for part in _PARTS[short.removesuffix("_bias")]]
         (matrices if tensor.role is TensorRole.MATRIX else vectors)[tensor.name] = torch.cat(parts)
     dense = ModelWeights({name: DenseWeight(values) for name, values in matrices.items()}, vectors)
-    return DraftHead(spec, dense, token_ids, eagle3)
+    return DraftHead(spec, dense, token_ids, dialect)
 
 
 def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:

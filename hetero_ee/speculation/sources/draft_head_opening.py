@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import host_cache
+from hetero_ee.models.draft_head import EAGLE_1, Dialect, fc_block, layer_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import UNQUANTIZED
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
@@ -18,15 +18,9 @@ from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.sources.beside import BesideOpener, Running
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_file import read_draft_head
-from hetero_ee.speculation.sources.draft_head_layer import (
-    EMBEDDING,
-    DraftHead,
-    DraftHeadLayer,
-    fc_block,
-    layer_blocks,
-)
-from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS, Eagle3
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHead, DraftHeadLayer
+from hetero_ee.speculation.sources.eagle3 import HEAD_ROWS
+from hetero_ee.speculation.sources.head_source import HeadName, read_head
 from hetero_ee.weights.model_weights import ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
@@ -49,28 +43,28 @@ class DraftHeadOpener(BesideOpener[DraftHeadLayer]):
         target: Executor,
         running: Running | None,
         warn: Callable[[str], None] | None = None,
-        eagle3: Eagle3 | None = None,
+        dialect: Dialect = EAGLE_1,
     ) -> None:
         super().__init__(target, running, warn, "draft head")
         # On every device, and while the context grows, its keys turn alike.
         self._spec = replace(spec, rope=spec.rope and spec.rope.for_context(target.most_tokens))
-        self._weights, self._eagle3 = weights, eagle3
+        self._weights, self._dialect = weights, dialect
 
     def _opened(self, machine: Machine, *, on_gpu: bool) -> DraftHeadLayer | None:
         embedding = self._weights.matrices.get(EMBEDDING)
         if not on_gpu or machine.open_beside is None:
             max_tokens = self._target.cache.max_tokens if on_gpu else self._target.most_tokens
             on_cpu = head_on_cpu(self._spec, self._weights, max_tokens, self._target.pool)
-            return DraftHeadLayer(on_cpu, self._spec, embedding, machine, on_gpu=on_gpu, eagle3=self._eagle3)
+            return DraftHeadLayer(on_cpu, self._spec, embedding, machine, on_gpu=on_gpu, dialect=self._dialect)
         if embedding is not None:
             embedded = embedding.rows(torch.tensor([0]))
         else:
             embedded = self._target.run(Batch.of_sequence(0, 0, [0]), None, range(0))
             if self._now() is not self._beside:
                 return None
-        blocks = [fc_block(self._spec, self._eagle3), *layer_blocks(self._spec, self._eagle3)]
+        blocks = [fc_block(self._spec, self._dialect), *layer_blocks(self._spec, self._dialect)]
         executor = machine.open_beside(self._spec, self._weights, blocks, self._target.cache.max_tokens)
-        layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=True, eagle3=self._eagle3)
+        layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=True, dialect=self._dialect)
         try:
             layer.warm_up(embedded)
         except BaseException:
@@ -81,9 +75,9 @@ class DraftHeadOpener(BesideOpener[DraftHeadLayer]):
 
 
 def open_draft_head(
-    folder: Path, target: Executor, running: Running | None = None, warn: Callable[[str], None] | None = None
+    name: HeadName, target: Executor, running: Running | None = None, warn: Callable[[str], None] | None = None
 ) -> DraftHeadSource:
-    """Return a source of drafts for the target's model from the head in `folder`.
+    """Return a source of drafts for the target's model from its draft head.
 
     Args:
         running: Returns the machine that runs the target's plan; None without a plan. Drafting counts as work of that
@@ -95,11 +89,11 @@ def open_draft_head(
         CheckpointError: if its files can't be read.
         DeviceMemoryError: if the memory that the plan reserves for it is not available.
     """
-    head = read_draft_head(folder, target.spec)
+    head = read_head(name, target)
     weights, vocabulary = head_parts(head, target)
-    if head.eagle3 is not None:
-        target.capture(head.eagle3.captured)
-    opener = DraftHeadOpener(head.spec, weights, target, running, warn, head.eagle3)
+    if head.dialect.captured:
+        target.capture(head.dialect.captured)
+    opener = DraftHeadOpener(head.spec, weights, target, running, warn, head.dialect)
     opener.open()
     return DraftHeadSource(opener, target, vocabulary, warn)
 
@@ -112,13 +106,13 @@ def head_parts(head: DraftHead, target: Executor) -> tuple[ModelWeights, DraftVo
 
 
 def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool) -> ModelWeights:
-    """Return the head's weights, all quantized by `quantizer` unless they are compiled.
+    """Return the head's weights, quantized by `quantizer` if the model is compiled and they are not quantized yet.
 
     Compiled weights are tiles for the CPU kernels and the GPU. Their embedding and rows of the lm_head are int8 as in
     the model, and `quantizer` quantizes the rest.
     """
-    if not compiled:
-        return ModelWeights(dict(head.weights.matrices), head.weights.vectors)
+    if not compiled or head.weights.quantizer != UNQUANTIZED:
+        return replace(head.weights, matrices=dict(head.weights.matrices))
     tiles: dict[str, Weight] = {
         name: quantize(weight.dequantize(), "int8" if name in (EMBEDDING, HEAD_ROWS) else quantizer)
         for name, weight in head.weights.matrices.items()

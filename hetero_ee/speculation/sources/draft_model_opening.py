@@ -19,7 +19,7 @@ from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, Machi
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.work import BlockWorks
 from hetero_ee.speculation.sources.beside import BesideOpener, Running
-from hetero_ee.speculation.sources.draft_head_costs import TYPICAL_CONTEXT_TOKENS
+from hetero_ee.speculation.sources.draft_head_costs import TYPICAL_CONTEXT_TOKENS, prompt_pieces, works_s
 from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu
 from hetero_ee.speculation.sources.draft_model import DraftModelRunner
 from hetero_ee.text.tokenizer import Tokenizer
@@ -121,18 +121,14 @@ class _Seconds:
 
     def reading_s(self, m: int, context_tokens: int) -> float:
         """Return the seconds to read m tokens, the last of a prompt of context_tokens."""
-        firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
-        pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
-        return sum(map(self._pass_s, pieces))
+        return sum(map(self._pass_s, prompt_pieces(m, context_tokens)))
 
     def _pass_s(self, batch: Batch) -> float:
         layers = [block for block in decoder_blocks(self.spec) if block.layer is not None]
         return self._works_s(BlockWorks(self.spec, layers, BESIDE_KV_TYPE).through(layers, batch))
 
     def _works_s(self, works: Sequence[Work]) -> float:
-        profile = self.profile
-        times = profile.gpu if self.on_gpu and profile.gpu is not None else profile.cpu_with(self.threads)
-        return sum(work.seconds(times, profile.disk_read_bytes_per_s.value, self.spec) for work in works)
+        return works_s(works, self.spec, self.profile, self.threads, on_gpu=self.on_gpu)
 
 
 class DraftModelOpener(BesideOpener[DraftModelRunner]):

@@ -7,7 +7,6 @@ fc and starts the next draft with the normed state.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, ModelError, shown
+from hetero_ee.models.draft_head import NORM_ALL, NORM_EACH, Dialect
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 DRAFT_VOCABULARY = "draft_vocab_size"
 LAYER_CONFIG = "transformer_layer_config"  # where speculators keep what is the layer's
-NORM_EACH, NORM_ALL = "each", "all"  # captured states normed one by one, or as the one vector that fc sees
 MAX_CAPTURED = 8
 OUTPUT_IDS = ("LlamaForCausalLMEagle3",)  # SpecForge, SGLang: states are counted by the layer that they come out of
 INPUT_IDS = ("Eagle3LlamaForCausalLM",)  # AngelSlim, vLLM: by the layer that they go into
@@ -35,16 +34,6 @@ MODEL_PREFIX = "model."
 IGNORED = ("t2d",)  # tensors that only repeat d2t
 HIDDEN_NORM = f"{LAYER}hidden_norm.weight"  # a tensor that EAGLE-1 heads lack
 NORMS = {"embedding": f"{LAYER}input_layernorm.weight", "hidden": HIDDEN_NORM, "head": "norm.weight"}
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3:
-    """Properties of an EAGLE-3 head. It reads the model's states before the layers in `captured`, which ascend."""
-
-    captured: tuple[int, ...]
-    norm_before_residual: bool = False  # the attention is added to the normed g
-    fc_norm: str | None = None  # NORM_EACH, NORM_ALL
-    norm_output: bool = False  # the next draft begins with the normed state
 
 
 def default_layers(n_layers: int) -> tuple[int, ...]:
@@ -70,7 +59,7 @@ def layer_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return dict(inner) | PLAIN
 
 
-def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Eagle3:
+def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Dialect:
     """Return the properties of a head for a model with n_layers. Raises: ModelError: if config.json is invalid."""
     fields = Fields(config, where)
     inner = fields.section("eagle_config")
@@ -84,7 +73,8 @@ def eagle3_of(config: Mapping[str, Any], n_layers: int, where: str) -> Eagle3:
     if norm_all and norm_each:
         raise ModelError(f"{where}: norm_before_fc and fc_norm are both true, and a head has one of them.")
     fc_norm = NORM_ALL if norm_all else NORM_EACH if norm_each else None
-    return Eagle3(captured, fields.flag("norm_before_residual", False), fc_norm, fields.flag("norm_output", False))
+    norm_output, norm_before = fields.flag("norm_output", False), fields.flag("norm_before_residual", False)
+    return Dialect(captured, True, norm_output, norm_before, fc_norm)
 
 
 def draft_vocabulary_size(config: Mapping[str, Any], vocab_size: int, where: str) -> int:
@@ -116,17 +106,17 @@ def plain_name(name: str) -> str:
 
 
 def eagle3_shapes(
-    spec: ModelSpec, eagle3: Eagle3, n_draft_tokens: int, layer: Mapping[str, tuple[int, ...]], *, has_head: bool
+    spec: ModelSpec, dialect: Dialect, n_draft_tokens: int, layer: Mapping[str, tuple[int, ...]], *, has_head: bool
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all required tensors by name. `layer` has those of the head's layer as a Llama layer."""
-    size, n_seen = spec.hidden_size, len(eagle3.captured)
+    size, n_seen = spec.hidden_size, len(dialect.captured)
     shapes = dict(layer) | {"fc.weight": (size, n_seen * size)} | dict.fromkeys(NORMS.values(), (size,))
     for part in "qkv":
         name = f"{LAYER}self_attn.{part}_proj.weight"
         shapes[name] = (layer[name][0], 2 * size)
-    if eagle3.fc_norm == NORM_ALL:
+    if dialect.fc_norm == NORM_ALL:
         shapes["input_norm.weight"] = (n_seen * size,)
-    if eagle3.fc_norm == NORM_EACH:
+    if dialect.fc_norm == NORM_EACH:
         shapes |= {f"fc_norm.{number}.weight": (size,) for number in range(n_seen)}
     if n_draft_tokens < spec.vocab_size:
         shapes[D2T] = (n_draft_tokens,)
@@ -135,13 +125,13 @@ def eagle3_shapes(
     return shapes
 
 
-def eagle3_vectors(eagle3: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def eagle3_vectors(dialect: Dialect, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the norms by the engine's names. Norms of several states are concatenated like the states."""
     found = {f"{short}_norm": tensors[name] for short, name in NORMS.items()}
-    if eagle3.fc_norm == NORM_ALL:
+    if dialect.fc_norm == NORM_ALL:
         found["fc_norm"] = tensors["input_norm.weight"]
-    if eagle3.fc_norm == NORM_EACH:
-        each = range(len(eagle3.captured))
+    if dialect.fc_norm == NORM_EACH:
+        each = range(len(dialect.captured))
         found |= {f"fc_norm.{number}": tensors[f"fc_norm.{number}.weight"] for number in each}
     return found
 

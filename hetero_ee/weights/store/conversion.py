@@ -14,7 +14,8 @@ from hetero_ee.config import CONVERTING, Progress, warner
 from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
 from hetero_ee.layers.tensors import TensorSpec, is_in_rows
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.blocks import all_tensors
+from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import KeptCodes, RowBlocks
 from hetero_ee.weights.checkpoint import FLOAT_TYPES, Checkpoint
@@ -91,7 +92,7 @@ def _write(
     progress: Progress | None,
     files: FileSystem,
 ) -> None:
-    tensors = all_tensors(decoder_blocks(stored_spec(checkpoint.spec, quantization)))
+    tensors = all_tensors(stored_blocks(stored_spec(checkpoint.spec, quantization)))
     identity = {
         "source_key": source.key(quantization),
         "tensors": [[tensor.name, *tensor.shape] for tensor in tensors],
