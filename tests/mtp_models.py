@@ -74,14 +74,14 @@ def knowing_mtp(folder: Path, tokenizer_from: Path, **changes: Any) -> Path:
     with torch.no_grad():
         for name, values in model.named_parameters():
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-                values.mul_(0.15)
+                values.mul_(0.02)
         layer = MtpReference(model.config)
         layer.fc.weight.copy_(torch.eye(size, 2 * size))
         layer.norm.weight.copy_(model.model.norm.weight)
         layer.pre_fc_norm_embedding.weight.zero_()
         for name, values in layer.layers.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                values.mul_(0.15)
+                values.mul_(0.02)
     save_checkpoint(model, folder, tokenizer_from)
     add_mtp(folder, {f"mtp.{name}": values for name, values in layer.state_dict().items()})
     return folder
