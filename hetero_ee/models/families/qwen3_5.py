@@ -61,7 +61,7 @@ def _has_mtp(fields: Fields) -> bool:
 
 
 def read_moe_spec(fields: Fields, architecture: str) -> ModelSpec:
-    """Read the models with experts, one of which every token uses. Their MTP layers have experts too and stay unused."""
+    """Read the models with experts, one of which every token uses. Their MTP layers, with experts too, stay unused."""
     fields = experts.with_sizes(fields)
     spec, router = read_spec(fields, architecture), experts.read_router(fields, renormalizes=True)
     moe = experts.read_experts(fields, spec, router, fields.integer("moe_intermediate_size", 512))
