@@ -27,6 +27,7 @@ class AttentionCase:
     queries: Any
     scale: float | None = None
     cap: float = 0.0
+    sinks: Any = None  # fp32 (n_heads,): further scores without values
 
     @property
     def width(self) -> int:
@@ -58,12 +59,14 @@ class AttentionCase:
         scores = q @ k.swapaxes(1, 2) * (self.scale or (self.head_dim - (bug == "factor")) ** -0.5)
         if self.cap:
             scores = self.cap * np.tanh(scores / self.cap)
+        if self.sinks is not None and bug != "sinks":
+            scores = np.concatenate([scores, float64(self.sinks).reshape(self.n_kv_heads, self.group, 1)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         if bug == "a block's last":
             weights[..., BLOCK_TOKENS - 1] = 0
         if bug == "a part twice":
             weights[..., :PART_TOKENS] *= 2
-        return weights / weights.sum(-1, keepdims=True) @ (v[:, ::-1] if bug == "order" else v)
+        return (weights / weights.sum(-1, keepdims=True))[..., : k.shape[1]] @ (v[:, ::-1] if bug == "order" else v)
 
 
 def float64(values: Any) -> Any:

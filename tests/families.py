@@ -51,6 +51,16 @@ QWEN_3_5 = LLAMA | {
     "linear_value_head_dim": 18,  # more than 16 lanes, and not a multiple
 }
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+GPT_OSS = SIZES | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,  # unlike the hidden size, so that a matrix read the wrong way round is seen
+    "head_dim": 10,
+    "sliding_window": 7,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.4,  # small enough to matter
+    "rope_parameters": YARN_ROPE | {"rope_theta": 150000.0, "truncate": False},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -79,6 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", QWEN_3_5),
     "qwen3-moe": ("Qwen3Moe", LLAMA | EXPERTS | {"head_dim": 20, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "lfm2": ("Lfm2", LLAMA | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention", "conv"]}),
     "qwen3.5-even": ("Qwen3_5", QWEN_3_5 | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "head_dim": 16}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None}),

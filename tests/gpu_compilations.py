@@ -61,6 +61,7 @@ def _activate() -> list[Compilation]:
             ("relu", False),
             ("fatrelu", True),
             ("softcap", False),
+            ("clamped_silu", True),
         )
     ]
 
@@ -72,31 +73,36 @@ def _attention() -> list[Compilation]:
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
     layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_PER_SLOT": 64, "PAGE": PAGE_TOKENS}
     records = []
-    for kind, code, group, whole, is_capped in (
-        ("fp16", "*fp16", 1, False, False),
-        ("fp16", "*fp16", 2, False, False),
-        ("fp16", "*fp16", 4, False, False),
-        ("fp16", "*fp16", 1, True, False),
-        ("fp16", "*fp16", 2, True, False),
-        ("fp16", "*fp16", 4, True, False),
-        ("fp16", "*fp16", 2, False, True),
-        ("fp16", "*fp16", 2, True, True),
-        ("fp32", "*fp32", 1, False, False),
-        ("fp32", "*fp32", 1, True, False),
-        ("int8", "*i8", 1, False, False),
-        ("int8", "*i8", 1, True, False),
+    for kind, code, group, whole, more in (
+        ("fp16", "*fp16", 1, False, ""),
+        ("fp16", "*fp16", 2, False, ""),
+        ("fp16", "*fp16", 4, False, ""),
+        ("fp16", "*fp16", 1, True, ""),
+        ("fp16", "*fp16", 2, True, ""),
+        ("fp16", "*fp16", 4, True, ""),
+        ("fp16", "*fp16", 2, False, "_capped"),
+        ("fp16", "*fp16", 2, True, "_capped"),
+        ("fp16", "*fp16", 4, True, "_sinks"),
+        ("fp32", "*fp32", 1, False, ""),
+        ("fp32", "*fp32", 1, True, ""),
+        ("int8", "*i8", 1, False, ""),
+        ("int8", "*i8", 1, True, ""),
     ):
         signature, constants = pointers | {"codes_ptr": code}, layout | common | attention._sizes(group, 128)
-        optional: dict[str, Any] = {"scales_ptr": kind == "int8", "states_ptr": not whole}
+        optional: dict[str, Any] = {
+            "scales_ptr": kind == "int8",
+            "states_ptr": not whole,
+            "sinks_ptr": more == "_sinks",
+        }
         signature |= {name: "*fp32" for name, is_there in optional.items() if is_there}
         constants |= {name: None for name, is_there in optional.items() if not is_there}
-        constants |= {"IS_CAPPED": is_capped}
-        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}{'_capped' if is_capped else ''}"
+        constants |= {"IS_CAPPED": more == "_capped"}
+        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}{more}"
         records.append(
             Compilation(name, attention.attention_kernel, signature, constants, attention.N_WARPS, is_memory_bound=True)
         )
     arguments = {"sums_ptr": "*fp32", "states_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*fp32"}
-    shape = common | {"N_HEADS": 32, "HEAD_DIM": 128, "DIM_BLOCK": 128}
+    shape = common | {"N_HEADS": 32, "HEAD_DIM": 128, "DIM_BLOCK": 128, "sinks_ptr": None}
     records.append(
         Compilation(
             "attention_combine",

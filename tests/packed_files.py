@@ -149,6 +149,22 @@ def mxfp4(weight: Tensor, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:
     return saved, values
 
 
+def pack_experts(folder: Path) -> dict[str, Tensor]:
+    """Packs a gpt-oss checkpoint's experts in MXFP4 in place. Returns the values that each of their tensors then has,
+    (experts, in, out) as transformers has them."""
+    tensors, values = load_file(folder / FILE), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        weight = tensors.pop(name).float().transpose(1, 2)
+        n_experts, n_rows, n_columns = weight.shape
+        saved, dense = mxfp4(weight.reshape(-1, n_columns), Packing(method="mxfp4"))
+        values[name] = dense.view(weight.shape).transpose(1, 2).contiguous()
+        tensors[f"{name}_blocks"] = saved[".weight_packed"].reshape(n_experts, n_rows, n_columns // 32, 16)
+        tensors[f"{name}_scales"] = saved[".weight_scale"].view(n_experts, n_rows, n_columns // 32)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE, metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return values
+
+
 def fp8(weight: Tensor, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:
     n_rows, n_columns = weight.shape
     rows, columns = packing.block or (n_rows if packing.group_size == -1 else 1, n_columns)

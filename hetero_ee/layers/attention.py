@@ -35,6 +35,7 @@ class AttentionSpec(MixerSpec):
     query_growth: tuple[float, int] | None = None  # (g, n): a query at position p is multiplied by 1 + g ln(1 + p // n)
     kv_layer: int | None = None  # earlier layer whose keys and values this layer reads; None if it has its own
     is_gated: bool = False  # multiplies the output by sigmoid of gates, which are made like the queries
+    has_sinks: bool = False  # a trained score per head takes part in the softmax and has no value
 
     @property
     def query_size(self) -> int:
@@ -89,14 +90,15 @@ class AttentionSpec(MixerSpec):
             tensors.vector("query_norm", query_size)
             if self.kv_layer is None:
                 tensors.vector("key_norm", key_size)
+        if self.has_sinks:
+            tensors.vector("sinks", self.n_heads)
         tensors.matrix("output", hidden_size, self.query_size, bias=self.output_bias)
 
     def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "Attention":
         scales = (parameters.vector(short) for short in ("query_norm", "key_norm"))
-        norms = (None if scale is None else Norm("rms", scale, None, self.norm_eps) for scale in scales)
-        return Attention(
-            self, parameters.matrix("qkv"), parameters.matrix("output"), ops.heads(self, layer, cache, *norms)
-        )
+        query, key = (None if scale is None else Norm("rms", scale, None, self.norm_eps) for scale in scales)
+        heads = ops.heads(self, layer, cache, query, key, parameters.vector("sinks"))
+        return Attention(self, parameters.matrix("qkv"), parameters.matrix("output"), heads)
 
 
 class Attention(Mixer):

@@ -24,14 +24,15 @@ PRODUCT = "product"  # of a matrix whose result is copied into another buffer
 GATES, MIXED = "gates", "mixed"
 ROUTES, OUTPUTS, SHARED = "routes", "outputs", "shared"  # of a router, its experts, and the expert of all tokens
 MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
+CLAMPED_SILU = "clamped_silu"  # an activation that limits its second factor, too
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
     """The activation function between an FFN's matrices."""
 
-    kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
-    threshold: float  # below it, "fatrelu" is 0
+    kind: str  # "silu", "gelu", "gelu_tanh", "relu", "fatrelu" or "clamped_silu", see activate.py of the kernels
+    threshold: float  # below it, "fatrelu" is 0; limit of the inputs of "clamped_silu"
     gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
 
 
@@ -173,8 +174,22 @@ class Ops(Protocol):
         """Return some rows of a prepared matrix and of its bias."""
         ...
 
-    def heads(self, spec: Any, layer: int, cache: Any, query_norm: Norm | None, key_norm: Norm | None) -> Heads:
-        """Prepare a layer's attention. `spec` is its AttentionSpec, and `cache` holds its keys and values."""
+    def heads(
+        self,
+        spec: Any,
+        layer: int,
+        cache: Any,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        sinks: Array | None = None,
+    ) -> Heads:
+        """Prepare a layer's attention.
+
+        Args:
+            spec: its AttentionSpec.
+            cache: holds its keys and values.
+            sinks: a score per head (n_heads,) that takes part in the softmax and has no value.
+        """
         ...
 
     def embed(self, tokens: Matrix, batch: Any, n_features: int, learned: Array | None, offset: int) -> Array:

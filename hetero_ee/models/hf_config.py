@@ -9,14 +9,14 @@ from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.fields import Fields
-from hetero_ee.models.saved_format import SavedFormat, saved_format_from_hf
+from hetero_ee.models.saved_format import MXFP4, SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
 SUFFIX = "ForCausalLM"
 # Fields that this engine adds to config.json when it translates other formats: matrices by their storage.
 INT8_FIELD, ZEROS_FIELD = "hetero_ee_int8_matrices", "hetero_ee_zero_point_matrices"
 
-DOWN = ".ffn.down"
+DOWN, EXPERTS = ".ffn.down", ".moe."
 
 
 def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -78,11 +78,14 @@ def _supported() -> str:
 def _by_format(spec: ModelSpec, saved: SavedFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of layers' matrices that need 8 bits, and of those that need 4 bits with zero points.
 
-    Interleaved groups fit 4 bits only in down, whose input, the neurons, can be reordered.
+    Interleaved groups fit 4 bits only in down, whose input, the neurons, can be reordered. gpt-oss's few matrices
+    besides the experts are in 16 bits.
     """
     tensors = all_tensors(decoder_blocks(spec))
     names = tuple(sorted(tensor.name for tensor in tensors if tensor.role is TensorRole.MATRIX))
     if saved.is_wide:
         return names, ()
+    if saved.method == MXFP4:
+        return tuple(name for name in names if EXPERTS not in name), ()
     in_8_bits = tuple(name for name in names if saved.reordered and not name.endswith(DOWN))
     return in_8_bits, () if saved.symmetric else tuple(sorted(set(names) - set(in_8_bits)))

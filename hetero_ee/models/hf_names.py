@@ -32,7 +32,8 @@ _TEXT_PARTS = {
     "language_model.lm_head.": "lm_head.",
 }
 # Parameters of checkpoints that are neither a weight nor a bias of a module.
-PARAMETERS = (".A_log", ".dt_bias", ".layer_scalar")
+PARAMETERS = (".A_log", ".dt_bias", ".layer_scalar", ".sinks")
+BLOCKS, BIASES = "_blocks", "_bias"  # ends of the names of all experts' quantized codes, and of their biases
 GATED_NORM = "gated_norm"  # a norm whose scale checkpoints store whole, whatever the family's norm_offset
 _OTHER_PARTS = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector."),
@@ -68,10 +69,15 @@ class Part:
     added: float = 0.0  # constant to add to each value of the checkpoint
     neighbours: tuple[int, int] | None = None  # rows of a head, and how many of them rotate in adjacent pairs
     share: tuple[int, int, int] | None = None  # of this many rows, the first one to read, and how many to read
+    n_experts: int = 0  # experts that the tensor's first dimension counts; 0 for tensors of one expert and others
+    is_transposed: bool = False  # an expert's matrix is stored (in, out)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape as rows: of all experts, and without a convolution's dimension of size 1."""
+        if self.n_experts:
+            n_rows, *columns = reversed(self.shape[1:]) if self.is_transposed else self.shape[1:]
+            return self.n_experts * n_rows, *columns
         return self.shape if len(self.shape) < 3 else (math.prod(self.shape[:-1]), self.shape[-1])
 
     @property
@@ -81,11 +87,11 @@ class Part:
         return n_rows if self.share is None else n_rows // self.share[0] * self.share[2]
 
 
-def checkpoint_parts(spec: ModelSpec, present: Collection[str] = ()) -> dict[str, list[Part]]:
+def checkpoint_parts(spec: ModelSpec, present: Collection[str] | None = None) -> dict[str, list[Part]]:
     """Map every tensor of the model to the checkpoint's tensors that are stacked in it. Source: transformers.
 
     Args:
-        present: names of the checkpoint's tensors. A layer's experts are one tensor if there is none per expert.
+        present: names of the checkpoint's tensors. Experts are one tensor if it is among them, or nothing is known.
     """
     blocks = stored_blocks(spec)
     return {tensor.name: _parts(spec, block, tensor, present) for block in blocks for tensor in block.tensors.values()}
@@ -102,14 +108,15 @@ def unused_tensors(spec: ModelSpec) -> set[str]:
     }
 
 
-def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collection[str]) -> list[Part]:
+def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collection[str] | None) -> list[Part]:
     suffix = ".bias" if tensor.name.endswith("_bias") else ".weight"
     room, _, rest = tensor.name.removesuffix("_bias").partition(".")
     layer, _, short = rest.partition(".")
     pattern = f"layers.{{n}}.{short}" if room == "layers" else f"{room}.{rest}"
     modules, mixer = FAMILIES[spec.architecture].tensor_names[pattern], block.mixer
     if isinstance(mixer, MoeSpec) and short.rpartition(".")[2] in (mixer.first, "down"):
-        return _of_experts(modules, layer, tensor.shape, mixer.router.n_experts, present)
+        names = [name.replace("{n}", layer) for name in modules]
+        return _of_experts(names, tensor, mixer, FAMILIES[spec.architecture].pairs_experts, present)
     sizes = () if mixer is None else mixer.row_sizes(short.rpartition(".")[2])
     if len(modules) == 1 or not sizes:
         sizes = (tensor.shape[0] // len(modules),) * len(modules)
@@ -129,20 +136,25 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collectio
 
 
 def _of_experts(
-    modules: Sequence[str], layer: str, shape: tuple[int, ...], n_experts: int, present: Collection[str]
+    modules: Sequence[str], tensor: TensorSpec, moe: MoeSpec, is_paired: bool, present: Collection[str] | None
 ) -> list[Part]:
     """Describe the rows of experts: one tensor of all experts or several tensors of each.
 
     Args:
         modules: the name of the tensor of all experts, and those of an expert's modules.
+        is_paired: see Family.pairs_experts.
         present: see checkpoint_parts.
     """
-    whole, *single = (name.replace("{n}", layer) for name in modules)
-    n_rows = shape[0] // n_experts
-    if not present or whole in present:
-        return [Part(whole, (n_experts, n_rows, *shape[1:]))]
-    part_shape = n_rows // len(single), *shape[1:]
-    return [Part(f"{name.format(e=e)}.weight", part_shape) for e in range(n_experts) for name in single]
+    (whole, *single), n_experts, is_bias = modules, moe.router.n_experts, len(tensor.shape) == 1
+    n_rows, *columns = tensor.shape[0] // n_experts, *tensor.shape[1:]
+    ending, whole = (".bias", whole + BIASES) if is_bias else (".weight", whole)
+    if present is None or whole in present or whole + BLOCKS in present:
+        shape = (*columns, n_rows) if is_paired else (n_rows, *columns)
+        is_first = tensor.name.removesuffix("_bias").endswith(moe.first)
+        pairs = (n_rows, n_rows) if is_paired and is_first else None
+        return [Part(whole, (n_experts, *shape), neighbours=pairs, n_experts=n_experts, is_transposed=is_paired)]
+    part_shape = n_rows // len(single), *columns
+    return [Part(name.format(e=e) + ending, part_shape) for e in range(n_experts) for name in single]
 
 
 def _of_heads(parts: list[Part], attention: AttentionSpec) -> list[Part]:
@@ -162,11 +174,12 @@ def engine_order(part: Part) -> list[int] | None:
 
     In this engine, features that rotate together are half of a head's rotating features apart.
     """
+    n_rows = part.stored_shape[0]
     if part.share is not None:
         every, start, count = part.share
-        return [first + start + row for first in range(0, part.shape[0], every) for row in range(count)]
+        return [first + start + row for first in range(0, n_rows, every) for row in range(count)]
     if part.neighbours is None:
         return None
     head, turned = part.neighbours
     order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, head)]
-    return [first + row for first in range(0, part.shape[0], head) for row in order]
+    return [first + row for first in range(0, n_rows, head) for row in order]

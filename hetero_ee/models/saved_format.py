@@ -12,8 +12,16 @@ from hetero_ee.errors import ModelError, shown
 from hetero_ee.models.fields import MAX_SIZE, Fields
 
 BITSANDBYTES, GPTQ, AWQ, COMPRESSED_TENSORS, FP8 = "bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8"
+MXFP4 = "mxfp4"  # gpt-oss's experts
 FOUR_BIT_TYPES = ("nf4", "fp4")
-METHODS = {BITSANDBYTES: "bitsandbytes", GPTQ: "GPTQ", AWQ: "AWQ", COMPRESSED_TENSORS: "compressed-tensors", FP8: "FP8"}
+METHODS = {
+    BITSANDBYTES: "bitsandbytes",
+    GPTQ: "GPTQ",
+    AWQ: "AWQ",
+    COMPRESSED_TENSORS: "compressed-tensors",
+    FP8: "FP8",
+    MXFP4: "gpt-oss's",
+}
 ADVICE = "give the original weights, a GGUF file, or a copy in 4 bits by GPTQ, AWQ, compressed-tensors or bitsandbytes"
 GROUP_COLUMNS = 32  # of a tile; a file's groups must be multiples
 MARKED_PATTERN = "re:"  # prefix of a regular expression among the ignored modules
@@ -184,6 +192,7 @@ _READERS: dict[str, Callable[[Fields], SavedFormat]] = {
     AWQ: _awq,
     COMPRESSED_TENSORS: _compressed_tensors,
     FP8: _fp8,
+    MXFP4: lambda section: SavedFormat(MXFP4, "mxfp4", GROUP_COLUMNS),
 }
 
 

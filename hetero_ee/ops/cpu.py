@@ -21,7 +21,7 @@ from hetero_ee.ops.torch_ops import query_factors
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate, gate
-from hetero_ee_cpu_ops.attention.attention import Attention
+from hetero_ee_cpu_ops.attention.attention import NO_SINKS, Attention
 from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
 from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from hetero_ee_cpu_ops.attention.rope import Rope
@@ -69,6 +69,7 @@ class CpuHeads:
     attention: Attention
     rope: Rope | None
     norms: list[tuple[Any, int, int]]  # see AttentionSpec.norms
+    sinks: Any  # fp32 (n_heads,), empty for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +167,18 @@ class CpuOps(Ops):
         return replace(matrix, bias=bias, n_rows=end - first, first_row=first)
 
     def heads(
-        self, spec: AttentionSpec, layer: int, cache: CpuKvCache, query_norm: Norm | None, key_norm: Norm | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        cache: CpuKvCache,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        sinks: Any = None,
     ) -> CpuHeads:
         rope = None if spec.rope is None else self._rope(spec.rope, cache.max_tokens)
         norms = spec.norms(query_norm, key_norm, np.ones(spec.head_dim, np.float32))
-        return CpuHeads(spec, cache, cache.index(layer), *self._attention(spec, cache), rope, norms)
+        kernels, sinks = self._attention(spec, cache), NO_SINKS if sinks is None else sinks
+        return CpuHeads(spec, cache, cache.index(layer), *kernels, rope, norms, sinks)
 
     def rows(self, batch: Batch, counts: NeuronCounts, look_up: LookUp | None = None) -> CpuRows:
         """Convert a batch for the operations. Neurons are counted in `counts`. look_up: returns Rows.inputs."""
@@ -264,7 +272,8 @@ class CpuOps(Ops):
         return qkv
 
     def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:
-        return heads.attention.attend(queries, rows.places(heads.cache), heads.place, heads.spec.window)
+        table, window = rows.places(heads.cache), heads.spec.window
+        return heads.attention.attend(queries, table, heads.place, window, sinks=heads.sinks)
 
     def gate(self, x: Any, gates: Any) -> Any:
         return gate(x, gates)

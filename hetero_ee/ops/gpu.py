@@ -70,6 +70,7 @@ class GpuHeads:
     angles: Any  # the table of rotary angles, or None
     factors: Any  # of queries by position, fp32 (n_positions, 1), or None
     norms: list[tuple[Any, int, int]]  # see AttentionSpec.norms
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +114,17 @@ class GpuOps(Ops):
         return matrix
 
     def heads(
-        self, spec: AttentionSpec, layer: int, cache: GpuKvCache, query_norm: Norm | None, key_norm: Norm | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        cache: GpuKvCache,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        sinks: Tensor | None = None,
     ) -> GpuHeads:
         angles, factors = self.arena.rope_tables[spec.rope], self.arena.query_factors[spec.query_growth]
         norms = spec.norms(query_norm, key_norm, torch.ones(spec.head_dim, device=self.device))
-        return GpuHeads(spec, cache, cache.index(layer), angles, factors, norms)
+        return GpuHeads(spec, cache, cache.index(layer), angles, factors, norms, sinks)
 
     @property
     def arena(self) -> Arena:
@@ -201,7 +208,7 @@ class GpuOps(Ops):
     def attend(self, queries: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:
         spec, out = heads.spec, self.arena.rows(ATTENDED, len(queries), heads.spec.query_size)
         place = heads.cache.pages, rows.slots, rows.positions, heads.place, spec.window
-        scores: dict[str, Any] = {"scale": spec.scale, "cap": spec.cap}
+        scores: dict[str, Any] = {"scale": spec.scale, "cap": spec.cap, "sinks": heads.sinks}
         self.kernels.attention(queries, *place, out, workspace=self.arena.workspace, **scores)
         return out
 

@@ -23,7 +23,7 @@ from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID
-from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router
+from hetero_ee.layers.ops import CLAMPED_SILU, Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv, TorchDelta
@@ -48,6 +48,7 @@ class TorchHeads:
     layer: int
     cache: CpuKvCache
     norms: list[tuple[Any, int, int]]  # see AttentionSpec.norms
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,15 @@ class TorchOps(Ops):
         raise UsageError("an FFN can't be split: its weights are not quantized; plan without hot neurons.")
 
     def heads(
-        self, spec: AttentionSpec, layer: int, cache: CpuKvCache, query_norm: Norm | None, key_norm: Norm | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        cache: CpuKvCache,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        sinks: Tensor | None = None,
     ) -> TorchHeads:
-        return TorchHeads(spec, layer, cache, spec.norms(query_norm, key_norm, torch.ones(spec.head_dim)))
+        return TorchHeads(spec, layer, cache, spec.norms(query_norm, key_norm, torch.ones(spec.head_dim)), sinks)
 
     def rows(self, batch: Batch, counts: NeuronCounts, look_up: LookUp | None = None) -> TorchRows:
         """Convert a batch for the operations. Neurons are counted in `counts`. look_up: returns Rows.inputs."""
@@ -150,6 +157,8 @@ class TorchOps(Ops):
         if not activation.gated:
             return self.activated(x, activation.kind, activation.threshold)
         gate, up = x.chunk(2, dim=-1)
+        if activation.kind == CLAMPED_SILU:
+            up = up.clamp(-activation.threshold, activation.threshold) + 1
         return self.activated(gate, activation.kind, activation.threshold) * up
 
     @torch.inference_mode()
@@ -187,7 +196,7 @@ class TorchOps(Ops):
     def attend(self, queries: Tensor, heads: TorchHeads, rows: TorchRows) -> Tensor:
         spec = heads.spec
         place = heads.cache, heads.layer, rows.batch, spec.window
-        return self.attention(queries, *place, spec.scale, spec.cap).flatten(1)
+        return self.attention(queries, *place, spec.scale, spec.cap, heads.sinks).flatten(1)
 
     @torch.inference_mode()
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -329,6 +338,7 @@ class TorchOps(Ops):
         window: int | None,
         scale: float | None = None,
         cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Let each token attend to its sequence up to itself: (m, heads, head_dim) -> (m, heads, head_dim).
 
@@ -338,6 +348,7 @@ class TorchOps(Ops):
             window: number of positions that a token sees, including its own; None for all.
             scale: factor of the scores, 1 / sqrt(head_dim) if None.
             cap: limit of the scores, cap tanh(score / cap); 0 for none.
+            sinks: a score per head (heads,) that takes part in the softmax and has no value.
         """
         n_heads, head_dim = queries.shape[1:]
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -348,7 +359,8 @@ class TorchOps(Ops):
             grouped = queries[row].view(keys.shape[0], n_heads // keys.shape[0], head_dim)
             scores = torch.bmm(grouped, keys.transpose(1, 2)) * scale
             scores = cap * torch.tanh(scores / cap) if cap else scores
-            outputs.append(torch.bmm(torch.softmax(scores, -1), values).view(n_heads, head_dim))
+            sink = None if sinks is None else sinks.view(*scores.shape[:2], 1)
+            outputs.append(torch.bmm(_softmax(scores, sink), values).view(n_heads, head_dim))
         return torch.stack(outputs)
 
     def activated(self, x: Tensor, kind: str, threshold: float) -> Tensor:
@@ -386,6 +398,7 @@ class BatchedTorchOps(TorchOps):
         window: int | None,
         scale: float | None = None,
         cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         outputs = torch.empty_like(queries)
         positions = torch.tensor(batch.positions)
@@ -394,8 +407,8 @@ class BatchedTorchOps(TorchOps):
             keys, values = cache.read(layer, sequence, 0, int(positions[mine].max()) + 1)
             distance = positions[mine, None] - torch.arange(keys.shape[1])
             seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            if cap:
-                outputs[mine] = _capped_attention(queries[mine], keys, values, seen, scale, cap)
+            if cap or sinks is not None:
+                outputs[mine] = _capped_attention(queries[mine], keys, values, seen, scale, cap, sinks)
                 continue
             attended = F.scaled_dot_product_attention(
                 queries[mine].transpose(0, 1)[None],
@@ -409,15 +422,28 @@ class BatchedTorchOps(TorchOps):
         return outputs
 
 
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of scores (..., n), whose sum is below 1 if there are sinks (..., 1)."""
+    return torch.softmax(scores, -1) if sinks is None else torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+
+
 def _capped_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float | None, cap: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scale: float | None,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend within one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n)."""
     m, n_heads, head_dim = queries.shape
     grouped = queries.transpose(0, 1).reshape(keys.shape[0], -1, head_dim)  # a key head's queries, head by head
     scores = torch.bmm(grouped, keys.transpose(1, 2)) * (1 / math.sqrt(head_dim) if scale is None else scale)
-    capped = (cap * torch.tanh(scores / cap)).view(n_heads, m, -1).masked_fill(~seen, -math.inf)
-    weights = torch.softmax(capped, -1).view(keys.shape[0], -1, keys.shape[1])
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    masked = scores.view(n_heads, m, -1).masked_fill(~seen, -math.inf)
+    sink = None if sinks is None else sinks.view(n_heads, 1, 1).expand(-1, m, -1)
+    weights = _softmax(masked, sink).reshape(keys.shape[0], -1, keys.shape[1])
     return torch.bmm(weights, values).view(n_heads, m, head_dim).transpose(0, 1)
 
 
@@ -440,4 +466,7 @@ def _activate(x: Tensor, kind: str, threshold: float) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "softcap":
             return threshold * torch.tanh(x / threshold)
+        case "clamped_silu":
+            clamped = x.clamp(max=threshold)
+            return clamped * torch.sigmoid(1.702 * clamped)
     raise ValueError(f"no activation called {kind}")

@@ -140,7 +140,8 @@ class Checkpoint:
         else:
             tensor = self._raw(part.hf_name).to(self._kind(part))
             refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
-        tensor, rows = tensor.view(part.stored_shape), engine_order(part)
+            tensor = tensor.transpose(-1, -2) if part.is_transposed and tensor.dim() == 3 else tensor
+        tensor, rows = tensor.reshape(part.stored_shape), engine_order(part)
         tensor = tensor if rows is None else tensor[rows]
         return tensor.float() + part.added if part.added else tensor
 

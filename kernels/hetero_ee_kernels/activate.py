@@ -6,6 +6,8 @@ silu(v) = v / (1 + e^-v)                                        relu(v) = max(v,
 gelu(v) = v (1 + erf(v / sqrt 2)) / 2                           fatrelu(v) = v if v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
 softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold (arXiv 2408.00118); a series near 0
+clamped_silu(v) = w / (1 + e^(-1.702 w)), w = min(v, threshold); its gate multiplies it by clamp(up) + 1, where clamp
+    limits up to +-threshold (gpt-oss)
 NaN stays NaN, except in fatrelu, which returns 0 as torch does. Each output depends only on its own inputs.
 """
 
@@ -17,7 +19,7 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap", "clamped_silu")
 BLOCK, N_WARPS = 512, 4  # 4 outputs per thread are one 16-byte load; 11,008 outputs are 22 programs
 
 
@@ -37,6 +39,9 @@ def activated(v: tl.tensor, threshold: tl.tensor, KIND: tl.constexpr) -> Any:
         series = tl.fma(tl.fma(tl.fma(square, -17 / 315, 2 / 15), square, -1 / 3), square, 1.0)
         far = threshold - 2.0 * threshold / (1.0 + tl.exp(2.0 * u))
         return tl.where(tl.abs(u) < 0.2, v * series, far)
+    elif KIND == "clamped_silu":
+        w = tl.where(v > threshold, threshold, v)
+        return w / (1.0 + tl.exp(-1.702 * w))
     else:
         return tl.where(v >= threshold, v, 0.0)
 
@@ -57,7 +62,10 @@ def activate_kernel(
     at = x_ptr + row * (2 * F if GATED else F) + lane
     y = activated(tl.load(at, mask=inside, other=0.0), threshold, KIND)
     if GATED:
-        y *= tl.load(at + F, mask=inside, other=0.0)
+        up = tl.load(at + F, mask=inside, other=0.0)
+        if KIND == "clamped_silu":
+            up = tl.where(up > threshold, threshold, tl.where(up < -threshold, -threshold, up)) + 1.0
+        y *= up
     tl.store(out_ptr + row * F + lane, y, mask=inside)
 
 
@@ -68,7 +76,7 @@ def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: floa
         x: contiguous fp32, (m, 2F) if gated, else (m, F).
         kind: one of KINDS.
         out: fp32 or fp16 (m, F), allocated if None.
-        threshold: fatrelu's threshold or softcap's cap.
+        threshold: fatrelu's threshold, softcap's cap or clamped_silu's limit.
 
     Raises:
         ValueError: if a shape, dtype or layout does not fit, or the kind is unknown.

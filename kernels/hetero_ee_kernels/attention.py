@@ -2,7 +2,8 @@
 
 out[r, h] = sum over p of softmax_p(score[p]) v[p],  p = max(0, position + 1 - window) .. position,
 score[p] = scale q[r, h] k[p], or for models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
-with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
+with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim. A model may have
+a sink per head (gpt-oss): one more score in the softmax, for no value, with which the sums begin.
 
 A program computes 4 queries (a query is one query head of one row): 4 query heads of a key head, or for smaller groups
 those of 2 or 4 rows of a sequence. They share the loads. The program goes through 256 absolute positions at a time, a
@@ -81,6 +82,7 @@ def attention_kernel(
     positions_ptr: tl.tensor,
     out_ptr: tl.tensor,
     states_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     factor: tl.tensor,
     cap: tl.tensor,
     layer: tl.tensor,
@@ -112,6 +114,7 @@ def attention_kernel(
         codes_ptr, scales_ptr, table_ptr: the fields of Pages. slots_ptr, positions_ptr: int32 (m,).
         out_ptr: attention (m, N_HEADS, HEAD_DIM), or with states_ptr each part's sums (m, N_HEADS, N_PARTS, HEAD_DIM).
         states_ptr: None, or fp32 (m, N_HEADS, N_PARTS, 2) for each part's greatest score and sum of weights.
+        sinks_ptr: fp32 (N_HEADS,), or None.
         factor, cap, WINDOW: scale of the scores; their limit if IS_CAPPED; positions that a row sees, 0 for all.
         GROUP, GROUP_BLOCK, ROWS: query heads per key head; query heads and rows per program.
         DIM_BLOCK, LANES, STEP, PART: HEAD_DIM rounded up to a power of two; lanes; positions per step and per part.
@@ -139,6 +142,8 @@ def attention_kernel(
         query = tl.load(query_at[:, None, None] + features, mask=mask, other=0.0) * factor
         whole = tl.full((GROUP_BLOCK * ROWS,), float("-inf"), tl.float32)
         whole_total = tl.zeros((GROUP_BLOCK * ROWS,), tl.float32)
+        if sinks_ptr is not None:
+            whole, whole_total = tl.load(sinks_ptr + query_head, mask=is_query, other=0.0), whole_total + 1.0
         whole_sums = tl.zeros((GROUP_BLOCK * ROWS, DIM_BLOCK), tl.float32)
         first_part, end_part = lowest // PART, (highest + PART - 1) // PART
         if states_ptr is not None:
@@ -209,6 +214,7 @@ def attention_kernel(
 def combine_kernel(
     sums_ptr: tl.tensor,
     states_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     out_ptr: tl.tensor,
     N_HEADS: tl.constexpr,
@@ -227,6 +233,8 @@ def combine_kernel(
     entry = row.to(tl.int64) * N_HEADS + head + zero
     best = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
+    if sinks_ptr is not None:
+        best, total = tl.load(sinks_ptr + head + zero), total + 1.0
     sums = tl.zeros((1, DIM_BLOCK), tl.float32)
     for part in range(first // PART, position // PART + 1):
         at = entry * N_PARTS + part
@@ -249,6 +257,7 @@ def attention(
     workspace: Any = None,
     scale: float | None = None,
     cap: float = 0.0,
+    sinks: Any = None,
 ) -> Any:
     """Compute attention of m rows whose keys and values are in the cache already; return out.
 
@@ -260,6 +269,7 @@ def attention(
         workspace: attention_workspace(...) for at least m rows, allocated if None. More than FEW_ROWS rows need none.
         scale: factor of the scores, 1 / sqrt(head_dim) if None.
         cap: limit of the scores, 0 for none.
+        sinks: fp32 (n_heads,), None for none.
 
     Raises:
         ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
@@ -267,6 +277,8 @@ def attention(
     check_rows(queries, pages, slots, positions, layer)
     m, head_dim, group = queries.shape[0], pages.head_dim, _query_group(queries, pages, window, out, first)
     n_heads = group * pages.n_kv_heads
+    if sinks is not None:
+        check("sinks", sinks, (n_heads,))
     if m == 0:
         return out
     sizes = _sizes(group, head_dim) | {"N_LAYERS": pages.n_layers, "PAGE": PAGE_TOKENS, "N_KV_HEADS": pages.n_kv_heads}
@@ -277,6 +289,7 @@ def attention(
     def attend(sums: Any, states: Any, n_parts: int) -> None:
         attention_kernel[(*grid, n_parts)](
             queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states,
+            sinks if states is None else None,
             1 / sqrt(head_dim) if scale is None else scale, cap, layer, m, **sizes, **common, IS_CAPPED=cap > 0,
             num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,
         )  # fmt: skip
@@ -294,7 +307,7 @@ def attention(
     attend(sums, states, pages.n_parts)
     shape = {"N_HEADS": n_heads, "HEAD_DIM": head_dim, "DIM_BLOCK": sizes["DIM_BLOCK"]}
     combine_kernel[(m, n_heads)](
-        sums, states, positions, out, **shape, **common, num_warps=COMBINE_WARPS, num_stages=N_STAGES, **UNFUSED
+        sums, states, sinks, positions, out, **shape, **common, num_warps=COMBINE_WARPS, num_stages=N_STAGES, **UNFUSED
     )
     return out
 

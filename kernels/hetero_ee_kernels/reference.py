@@ -146,8 +146,9 @@ def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: floa
     n_outputs = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(len(x), n_outputs) if out is None else out
     for row, target in zip(x, out, strict=True):
-        active = _activated(row[:n_outputs].clone(), kind, threshold)
-        target.copy_(active * row[n_outputs:] if gated else active)
+        active, up = _activated(row[:n_outputs].clone(), kind, threshold), row[n_outputs:]
+        up = up.clamp(-threshold, threshold) + 1 if kind == "clamped_silu" else up
+        target.copy_(active * up if gated else active)
     return out
 
 
@@ -165,6 +166,9 @@ def _activated(x: Any, kind: str, threshold: float) -> Any:
             return F.gelu(x, approximate="tanh")
         case "softcap":
             return threshold * torch.tanh(x / threshold)
+        case "clamped_silu":
+            clamped = x.clamp(max=threshold)
+            return clamped * torch.sigmoid(1.702 * clamped)
     raise ValueError(f"Unknown activation {kind}.")
 
 
@@ -224,6 +228,7 @@ def attention(
     workspace: Any = None,
     scale: float | None = None,
     cap: float = 0.0,
+    sinks: Any = None,
 ) -> Any:
     """Compute attention row by row, each with its whole softmax. The workspace is not used."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
@@ -234,7 +239,9 @@ def attention(
         grouped = queries[row, first : first + out.shape[1]].reshape(n_kv_heads, -1, head_dim)
         scores = torch.bmm(grouped, keys.transpose(1, 2)) * scale
         scores = cap * torch.tanh(scores / cap) if cap else scores
-        out[row] = torch.bmm(torch.softmax(scores, -1), values).flatten()
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(n_kv_heads, -1, 1)], -1)
+        out[row] = torch.bmm(torch.softmax(scores, -1)[..., : keys.shape[1]], values).flatten()
     return out
 
 

@@ -18,6 +18,8 @@ def exact(x, kind):
     with np.errstate(over="ignore"):
         if kind == "silu":
             return x / (1 + np.exp(-x))
+        if kind == "clamped_silu":
+            return np.minimum(x, THRESHOLD) / (1 + np.exp(-1.702 * np.minimum(x, THRESHOLD)))
         if kind == "gelu":
             return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
         if kind == "gelu_tanh":
@@ -28,9 +30,10 @@ def exact(x, kind):
 
 
 def assert_accurate(found, x, kind):
-    """1e-6 relative (gelus: times (|x| + 1)^2 / 2), or 3e-37 (silu below -88.7 is 0)."""
+    """1e-6 relative (gelus: times (|x| + 1)^2 / 2; clamped_silu: times |x| + 1), or 3e-37 (silu below -88.7 is 0)."""
     expected = exact(x, kind)
-    bound = 1e-6 * np.abs(expected) * ((np.abs(x) + 1) ** 2 / 2 if kind.startswith("gelu") else 1)
+    around = np.abs(x) + 1
+    bound = 1e-6 * np.abs(expected) * {"gelu": around**2 / 2, "clam": around}.get(kind[:4], 1)
     assert (np.abs(found - expected) <= np.maximum(bound, 3e-37)).all()
 
 
@@ -48,6 +51,7 @@ def test_close_to_torch(kind):
     expected = {
         "silu": F.silu(x), "relu": F.relu(x), "gelu": F.gelu(x), "gelu_tanh": F.gelu(x, approximate="tanh"),
         "fatrelu": torch.where(x >= THRESHOLD, x, 0.0), "softcap": THRESHOLD * torch.tanh(x / THRESHOLD),
+        "clamped_silu": x.clamp(max=THRESHOLD) * torch.sigmoid(1.702 * x.clamp(max=THRESHOLD)),
     }[kind]  # fmt: skip
     found = activate(x.numpy(), kind, gated=False, threshold=THRESHOLD)
     assert np.abs(found - expected.numpy()).max() <= 2e-6
@@ -60,8 +64,11 @@ def test_special_values(kind):
     if kind == "softcap":
         assert np.array_equal(y, [THRESHOLD, -THRESHOLD, np.nan, 0, 0, THRESHOLD, -THRESHOLD], equal_nan=True)
         return
-    assert y[0] == np.inf and y[5] == np.float32(3e38)
-    assert y[3] == 0 and y[4] == 0 and (kind.startswith(("gelu", "silu")) or y[1] == 0) and y[6] == 0
+    if kind == "clamped_silu":
+        assert y[0] == y[5] and abs(y[0] - exact(np.float32([THRESHOLD]), kind)[0]) < 1e-7
+    else:
+        assert y[0] == np.inf and y[5] == np.float32(3e38)
+    assert y[3] == 0 and y[4] == 0 and (kind.startswith(("gelu", "silu", "clamped")) or y[1] == 0) and y[6] == 0
     assert y[2] == 0 if kind == "fatrelu" else np.isnan(y[2])
 
 
@@ -75,7 +82,8 @@ def test_gated_is_the_product_and_stays_inside():
         out.check()
         act = activate(np.ascontiguousarray(x[:, :n]), kind, gated=False, threshold=THRESHOLD)
         assert_accurate(act, x[:, :n], kind)
-        assert_same_bits(out.array, act * x[:, n:])
+        up = x[:, n:]
+        assert_same_bits(out.array, act * (up.clip(-THRESHOLD, THRESHOLD) + 1 if kind == "clamped_silu" else up))
         for row in range(m):
             alone = activate(x[row : row + 1].copy(), kind, gated=True, threshold=THRESHOLD)
             assert_same_bits(alone[0], out.array[row])

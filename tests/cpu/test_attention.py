@@ -13,7 +13,7 @@ from numba.core.registry import cpu_target
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.ops.torch_ops import TorchOps
+from hetero_ee.ops.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_cpu_ops.attention.kv_table import DTYPES, SequenceCache, kv_table
 from hetero_ee_cpu_ops.attention.kv_write import KvWrite
@@ -66,7 +66,9 @@ class Case(AttentionCase):
         )
         out = Guarded((len(places), n_heads * self.head_dim), np.float32)
         queries = self.queries[list(chosen)]
-        attention.attend(queries, table, LAYER, self.window if window == "own" else window, out.array, first=FIRST)
+        options = {} if self.sinks is None else {"sinks": self.sinks}
+        window = self.window if window == "own" else window
+        attention.attend(queries, table, LAYER, window, out.array, first=FIRST, **options)
         out.check()
         return out.array
 
@@ -123,6 +125,26 @@ def test_scores_with_a_scale_and_a_cap(kind):
             assert_same_bits(case.attend(other, pool=all_teams[seed % 3]), whole)
             for row in range(len(case.rows)):
                 assert_same_bits(case.attend(other, [row])[0], whole[row])
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_sinks_take_part_in_the_softmax(kind):
+    """Sinks far below, among and far above the scores; the row that sees one position has the largest share."""
+    with teams() as all_teams:
+        for seed in range(40):
+            case, rng = random_case(3000 + seed, kind), np.random.default_rng(seed)
+            case.rows[0] = (0, 0)
+            n_heads = case.n_kv_heads * case.group
+            case = replace(case, sinks=(rng.normal(size=n_heads) * 4 + [-3, 0, 9][seed % 3]).astype(np.float32))
+            caches, other = case.caches(spare=0), case.caches(spare=1 + seed % 300)
+            whole = case.attend(caches)
+            assert case.is_accurate(whole, caches), seed
+            assert not case.is_accurate(whole, caches, "sinks"), seed
+            assert_same_bits(case.attend(other, pool=all_teams[seed % 3]), whole)
+            for row in range(len(case.rows)):
+                assert_same_bits(case.attend(other, [row])[0], whole[row])
+            gone = replace(case, sinks=np.full(n_heads, -np.inf, np.float32))
+            assert_same_bits(gone.attend(caches), replace(case, sinks=None).attend(caches))
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -215,7 +237,12 @@ def test_a_window_moves_no_block_s_edge(kind):
 
 def test_matches_the_torch_reference():
     rng = np.random.default_rng(0)
-    for n_heads, n_kv_heads, head_dim, window in ((8, 2, 64, None), (6, 6, 20, 7), (9, 3, 128, None), (8, 1, 12, 1)):
+    for n_heads, n_kv_heads, head_dim, window, has_sinks in (
+        (8, 2, 64, None, True),
+        (6, 6, 20, 7, True),
+        (9, 3, 128, None, False),
+        (8, 1, 12, 1, False),
+    ):
         n = 90
         k, v = rng.normal(size=(2, n, n_kv_heads, head_dim)).astype(np.float32)
         queries = rng.normal(size=(n, n_heads * head_dim)).astype(np.float32)
@@ -224,12 +251,16 @@ def test_matches_the_torch_reference():
         cache.admit(rows)
         cache.write(0, rows, torch.from_numpy(k), torch.from_numpy(v))
         shaped = torch.from_numpy(queries).view(n, n_heads, head_dim)
-        expected = TorchOps().attention(shaped, cache, 0, rows, window).reshape(n, -1)
+        sinks = rng.normal(size=n_heads * has_sinks).astype(np.float32)
+        given = torch.from_numpy(sinks) if has_sinks else None
+        expected = TorchOps().attention(shaped, cache, 0, rows, window, sinks=given).reshape(n, -1)
+        batched = BatchedTorchOps().attention(shaped, cache, 0, rows, window, sinks=given).reshape(n, -1)
+        assert_close(batched.numpy(), expected.double().numpy(), 3e-6)
         held = cache._sequences[0]
         table = kv_table(
             [SequenceCache(*(part.numpy() for part in held.parts))] * n, range(n), (1, n_kv_heads, head_dim), "fp32"
         )
-        found = Attention(1, n_heads, n_kv_heads, head_dim, "fp32").attend(queries, table, 0, window)
+        found = Attention(1, n_heads, n_kv_heads, head_dim, "fp32").attend(queries, table, 0, window, sinks=sinks)
         assert_close(found, expected.double().numpy(), 3e-6)
 
 
@@ -309,6 +340,7 @@ def test_wrong_arguments_are_refused():
         lambda: attention.attend(q, table, 0, None, first=1),
         lambda: attention.attend(q, table, 0, None, np.zeros((1, 16), np.float32)),
         lambda: attention.attend(q.astype(np.float64), table, 0, None),
+        lambda: attention.attend(q, table, 0, None, sinks=np.zeros(3, np.float32)),
         lambda: attention.attend(np.zeros((2, 32), np.float32), table, 0, None),
         lambda: writer.write(q, table, 3, 0, 16),
         lambda: writer.write(q, table, 0, 0, 17),

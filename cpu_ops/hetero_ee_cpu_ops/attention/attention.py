@@ -2,9 +2,11 @@
 
 out[r, h] = sum over p of softmax_p(score[p]) v[p],  p = max(0, position + 1 - window) .. position,
 score[p] = scale q[r, h] k[p], or for models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
-with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
+with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim. A model may have
+a sink per head (gpt-oss): one more score in the softmax, for no value.
 
-Online softmax (arXiv 1805.02867, 2205.14135) over blocks of 64 absolute positions, in order. A row's bits depend on
+Online softmax (arXiv 1805.02867, 2205.14135) over blocks of 64 absolute positions, in order, that starts with the sink
+as maximum and 1 as sum. A row's bits depend on
 its query, its position, the window and the keys and values it sees, never on other rows, the capacity or the threads.
 Within a block, the product with key p is summed in 16 lanes over features and then over lanes in a fixed tree; each
 output feature adds the block's values in order of position.
@@ -70,7 +72,9 @@ QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WIN
     13
 )
 TWO, EIGHT = 13, 14  # addresses of the chunk functions with tiles of 2 and 8 queries; 0 if no item needs them
-N_ARGUMENTS, ARGUMENT_BYTES = 15, 120
+SINKS = 15  # their address, 0 if the model has none
+N_ARGUMENTS, ARGUMENT_BYTES = 16, 128
+NO_SINKS = np.zeros(0, np.float32)
 NEEDS_TWO, NEEDS_EIGHT = 1, 2  # bits of a set of these two functions
 # Addresses of these functions before they are compiled, by _is_wide(). 0 means that an item may need one. Without
 # AVX-512 nothing calls them, so that 1, which is never used, keeps them from being compiled.
@@ -149,14 +153,16 @@ def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: 
     """Copy queries first..end-1 to the frame, padded to tiles of `height`; return the range of positions seen."""
     n_features, group = word(arguments, HEAD_DIM), word(arguments, GROUP)
     padded, window, low, high = -(-n_features // 16) * 16, word(arguments, WINDOW), 1 << 62, 0
+    sinks = word(arguments, SINKS)
     for number in range(-(-(end - first) // height) * height):
         query = min(first + number, end - 1)
         row = query // group
         position = word(word(arguments, TABLE) + 8 * COLUMNS * row, POSITION)
         seen = max(0, position + 1 - window) if window else 0
-        source = word(arguments, QUERY) + row * word(arguments, QUERY_STRIDE)
-        source += 4 * (head * group + query % group) * n_features
-        begin_query(frame, number, source if first + number < end else 0, n_features, padded, seen, position + 1)
+        source, query_head = word(arguments, QUERY) + row * word(arguments, QUERY_STRIDE), head * group + query % group
+        source += 4 * query_head * n_features
+        sink = sinks + 4 * query_head if sinks else 0
+        begin_query(frame, number, source if first + number < end else 0, n_features, padded, seen, position + 1, sink)
         low, high = min(low, seen), max(high, position + 1)
     return low, high
 
@@ -235,12 +241,12 @@ def _is_wide() -> bool:
 @entry(
     types.int64(
         *[types.int64] * 3, array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2),
-        array_out(types.float32, 2), *[types.int64] * 6, types.float32, types.float32,
+        array_out(types.float32, 2), *[types.int64] * 6, types.float32, types.float32, array_in(types.float32, 1),
     )
 )  # fmt: skip
 def _enter(
     function: int, two: int, eight: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int,
-    n_kv_heads: int, head_dim: int, window: int, n_threads: int, scale: float, cap: float,
+    n_kv_heads: int, head_dim: int, window: int, n_threads: int, scale: float, cap: float, sinks: Any,
 ) -> int:  # fmt: skip
     """Check the shapes, then compute everything or prepare the work for several threads.
 
@@ -256,6 +262,8 @@ def _enter(
     if table.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
         return -1
     if group * n_kv_heads * head_dim != n_features or first + n_features > queries.shape[1] or group > MAX_GROUP:
+        return -1
+    if sinks.size != 0 and sinks.size != group * n_kv_heads:
         return -1
     n_positions = 0
     for row in range(m):
@@ -291,6 +299,7 @@ def _enter(
     write_integer(two, address + 8 * TWO)
     write_integer(eight, address + 8 * EIGHT)
     write_integer(size, address + 8 * ITEM_QUERIES)
+    write_integer(sinks.ctypes.data if sinks.size else 0, address + 8 * SINKS)
     if not alone:
         return n_parts * n_kv_heads
     for index in range(n_parts * n_kv_heads):
@@ -335,7 +344,15 @@ class Attention:
         self._functions: tuple[int, int, int] | None = None  # addresses, by tiles of 4, 2 and 8 queries
 
     def attend(
-        self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
+        self,
+        queries: Any,
+        table: Any,
+        layer: int,
+        window: int | None,
+        out: Any = None,
+        *,
+        first: int = 0,
+        sinks: Any = NO_SINKS,
     ) -> Any:
         """Compute attention of m rows whose keys and values are in the cache already.
 
@@ -344,6 +361,7 @@ class Attention:
             table: kv_table(...) of the m rows.
             window: number of positions that a row sees, including its own; None for all.
             out: fp32 (m, n_heads * head_dim), allocated if None.
+            sinks: fp32 (n_heads,), empty for none.
 
         Returns:
             out
@@ -356,7 +374,7 @@ class Attention:
         if not 0 <= layer < self.n_layers or (window is not None and window < 1):
             raise ValueError(f"Layer {layer} of {self.n_layers} or window {window} is out of range.")
         shape = (first, layer, self.n_kv_heads, self.head_dim, window or 0)
-        call = (queries, table, out, *shape, self._n_threads, self._scale, self._cap)
+        call = (queries, table, out, *shape, self._n_threads, self._scale, self._cap, sinks)
         functions = self._functions or self._compiled(0)
         status = _enter(*functions, NO_ARGUMENTS, *call)
         if status < -1:
@@ -364,8 +382,8 @@ class Attention:
             status = _enter(*functions, NO_ARGUMENTS, *call)
         if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
             raise ValueError(
-                f"Queries {queries.shape} from feature {first}, KV table {table.shape} and output {out.shape} do not "
-                f"fit {self.n_heads} heads of {self.head_dim}."
+                f"Queries {queries.shape} from feature {first}, KV table {table.shape}, output {out.shape} and sinks "
+                f"{sinks.shape} do not fit {self.n_heads} heads of {self.head_dim}."
             )
         if status > 0 and self._pool is not None:
             arguments = np.empty(N_ARGUMENTS, np.int64)

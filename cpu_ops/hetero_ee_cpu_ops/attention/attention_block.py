@@ -69,15 +69,20 @@ ONE, FOUR = (0,), (0,) * 4
 
 
 @inner
-def begin_query(frame: int, number: int, query: int, head_dim: int, padded: int, first: int, end: int) -> None:
-    """Write query `number` into the frame. `query` is the address of its features, or 0 for padding with zeros."""
+def begin_query(
+    frame: int, number: int, query: int, head_dim: int, padded: int, first: int, end: int, sink: int
+) -> None:
+    """Write query `number` into the frame.
+
+    `query` is the address of its features, or 0 for padding with zeros; `sink` that of its head's sink, or 0 for none.
+    """
     at, total = frame + QUERIES + 4 * number * padded, frame + SUMS + 4 * number * padded
     for i in range(0, padded, 16):
         features = load_lanes(query + 4 * i, 0, min(16, head_dim - i), F32) if query else spread(F32)
         store16(features, at + 4 * i)
         store16(spread(F32), total + 4 * i)
-    write_float(MINUS_INFINITY, frame + STATES + 8 * number)
-    write_float(F32, frame + STATES + 8 * number + 4)
+    write_float(read_float(sink) if sink else MINUS_INFINITY, frame + STATES + 8 * number)
+    write_float(np.float32(1) if sink else F32, frame + STATES + 8 * number + 4)
     write_integer(first, frame + RANGES + 16 * number)
     write_integer(end, frame + RANGES + 16 * number + 8)
 

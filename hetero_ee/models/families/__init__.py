@@ -1,6 +1,6 @@
 """The supported families of decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
-from hetero_ee.models.families import experts, gemma4, lfm2, llama, opt, qwen3_5, variants
+from hetero_ee.models.families import experts, gemma4, gpt_oss, lfm2, llama, opt, qwen3_5, variants
 from hetero_ee.models.families.family import Family
 from hetero_ee.models.families.llama import GATE_UP, NORMED_HEADS, QKV, TENSOR_NAMES, TWO_MATRICES, post_norms
 
@@ -56,6 +56,7 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": Family(
         "qwen3_5_moe", qwen3_5.read_moe_spec, QWEN_3_5_MOE, ("qwen3_5_moe_text",)
     ),
+    "GptOssForCausalLM": Family("gpt_oss", gpt_oss.read_spec, gpt_oss.TENSOR_NAMES, pairs_experts=True),
     "Lfm2ForCausalLM": Family("lfm2", lfm2.read_spec, lfm2.TENSOR_NAMES),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }

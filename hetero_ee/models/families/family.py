@@ -30,6 +30,7 @@ class Family:
     # Our name of a tensor (`{n}` for the layer, no ".weight" or ".bias") -> the modules whose rows are stacked in it.
     tensor_names: Mapping[str, tuple[str, ...]]
     text_types: tuple[str, ...] = ()  # known model_types of a multimodal model's text_config; only that part is read
+    pairs_experts: bool = False  # tensors of all experts are stored (in, out), with a gate's row before its up's row
     decoder_prefix: str = "model."  # of all tensors except the head's; omitted in checkpoints of a bare decoder
 
     @property

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.models.hf_config import DOWN
-from hetero_ee.models.hf_names import Part
-from hetero_ee.models.saved_format import AWQ, BITSANDBYTES, GPTQ, SavedFormat
+from hetero_ee.models.hf_names import BLOCKS, Part
+from hetero_ee.models.saved_format import AWQ, BITSANDBYTES, GPTQ, MXFP4, SavedFormat
 from hetero_ee.weights.formats import awq, compressed_tensors, fp8, gptq
 from hetero_ee.weights.formats.bitsandbytes_4bit import FourBitMatrix, four_bit_matrix
 from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
@@ -18,6 +18,7 @@ IGNORED_SUFFIXES = (".input_scale", ".input_zero_point", ".activation_scale", ".
 MARKS = {
     gptq.MARK: "was packed by GPTQ or AWQ",
     compressed_tensors.PACKED: "was packed by compressed-tensors",
+    BLOCKS: "was packed in MXFP4",
     **dict.fromkeys(fp8.SCALES, "belongs to weights in 8 bits"),
 }
 OTHER_CONFIG = "get config.json of the same model"
@@ -37,7 +38,10 @@ def saved_matrices(
         CheckpointError: if config.json and the tensors disagree.
     """
     found: dict[str, SavedMatrix] = {}
-    for name, part in ((name, part) for name, parts in parts_of.items() for part in parts if len(part.shape) == 2):
+    parts = ((name, part) for name, its_parts in parts_of.items() for part in its_parts)
+    for name, part in parts:
+        if len(part.stored_shape) != 2:
+            continue
         in_order = said is not None and said.reordered and name.endswith(DOWN)
         if matrix := _bitsandbytes(tensors, part, said) or _other(tensors, part, said, in_order=in_order):
             if said and said.ignores(part.hf_name):
@@ -60,7 +64,7 @@ def column_order(matrix: SavedMatrix) -> Tensor | None:
 
 
 def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> FourBitMatrix | None:
-    matrix = four_bit_matrix(tensors, part.hf_name, (part.shape[0], part.shape[1]))
+    matrix = four_bit_matrix(tensors, part.hf_name, _rows(part))
     if matrix and (said is None or matrix.state.quant_type != said.values):
         raise CheckpointError(
             f"{tensors.folder}: tensor {part.hf_name} was quantized to {matrix.state.quant_type}, config.json says "
@@ -71,7 +75,7 @@ def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> 
 
 def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_order: bool) -> SavedMatrix | None:
     """Return a matrix in the format of config.json; None for floats. Raises CheckpointError for another format."""
-    module, shape = part.hf_name.removesuffix(".weight"), (part.shape[0], part.shape[1])
+    module, shape = part.hf_name.removesuffix(".weight"), _rows(part)
     marks = [mark for mark in MARKS if module + mark in tensors.names]
     stored_type = tensors.header(part.hf_name)[0] if part.hf_name in tensors.names else None
     if said and said.method in (GPTQ, AWQ):
@@ -81,6 +85,9 @@ def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_orde
     elif said and said.values == "e4m3":
         if stored_type in fp8.TYPES:
             return fp8.Fp8Matrix(module, shape, said, tensors)
+    elif said and said.method == MXFP4:
+        if module + BLOCKS in tensors.names:
+            return compressed_tensors.Mxfp4Experts(module, shape, said, tensors, n_experts=part.n_experts)
     elif said and said.method != BITSANDBYTES:
         if said.values == "mxfp4" and compressed_tensors.PACKED in marks:
             return compressed_tensors.Mxfp4Matrix(module, shape, said, tensors)
@@ -93,3 +100,8 @@ def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_orde
             f"{said.title if said else NO_FORMAT}; {OTHER_CONFIG}."
         )
     return None
+
+
+def _rows(part: Part) -> tuple[int, int]:
+    n_rows, n_columns = part.stored_shape
+    return n_rows, n_columns

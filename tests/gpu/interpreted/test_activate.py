@@ -26,8 +26,11 @@ def expected(x: Any, kind: str, gated: bool, bug: str = "") -> torch.Tensor:
         "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
         "relu": lambda v: v.clamp(min=0),
         "softcap": lambda v: limit * torch.tanh(v / limit),
+        "clamped_silu": lambda v: v.clamp(max=limit) * torch.sigmoid(1.702 * v.clamp(max=limit)),
         "fatrelu": lambda v: torch.where(v > limit if bug == "threshold" else v >= limit, v, 0.0),
     }
+    if gated and kind == "clamped_silu":
+        up = up.clamp(-limit, limit) + 1
     return formulas[kind](gate) * up
 
 

@@ -52,7 +52,7 @@ class Case(AttentionCase):
         slots, positions = (int32(*[self.rows[row][part] for row in chosen]) for part in (0, 1))
         out = Guarded((len(chosen), self.group * self.width), dtype)
         queries = self.queries[chosen].contiguous()
-        options = {"first": FIRST, "workspace": workspace, "scale": self.scale, "cap": self.cap}
+        options = {"first": FIRST, "workspace": workspace, "scale": self.scale, "cap": self.cap, "sinks": self.sinks}
         assert attention(queries, pages, slots, positions, LAYER, self.window, out.tensor, **options) is out.tensor
         return out.check()
 
@@ -105,6 +105,24 @@ def test_scores_with_a_scale_and_a_cap(kind: str) -> None:
     reference.attention(
         mixed.queries, pages, slots, positions, LAYER, 7, plain, first=FIRST, scale=mixed.scale, cap=mixed.cap
     )
+    assert mixed.is_accurate(plain, pages)
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("fp32", (2, 3, 20)), ("fp16", (1, 8, 64)), ("int8", (3, 1, 8))])
+def test_sinks_take_part_in_the_softmax(kind: str, heads: tuple[int, int, int]) -> None:
+    """In passes whose parts have programs of their own, and in those with more than FEW_ROWS rows."""
+    n_heads = heads[0] * heads[1]
+    rows = MIXED + [(2, position) for position in range(FEW_ROWS)]
+    mixed = replace(case(7, kind, heads, 40, [70, 1, 33], rows), sinks=random(8, n_heads, scale=3.0))
+    pages = mixed.pages()
+    whole = mixed.attend(pages)
+    assert mixed.is_accurate(whole, pages)
+    assert not mixed.is_accurate(whole, pages, "sinks")
+    for row in range(3):
+        assert_same_bits(mixed.attend(pages, [row])[0], whole[row])
+    slots, positions = (int32(*[row[part] for row in rows]) for part in (0, 1))
+    plain = torch.empty_like(whole)
+    reference.attention(mixed.queries, pages, slots, positions, LAYER, 40, plain, first=FIRST, sinks=mixed.sinks)
     assert mixed.is_accurate(plain, pages)
 
 
@@ -206,6 +224,7 @@ def test_wrong_arguments_are_refused() -> None:
     for bad in (
         lambda: attention(queries, pages, slots, positions, 2, None, out),
         lambda: attention(queries, pages, slots, positions, 0, 0, out),
+        lambda: attention(queries, pages, slots, positions, 0, None, out, sinks=torch.zeros(1, device=DEVICE)),
         lambda: attention(queries, pages, slots, positions, 0, None, out, first=6),
         lambda: attention(queries, pages, slots, positions, 0, None, out[:, :24].contiguous()),
         lambda: attention(queries, pages, slots, positions, 0, None, out.double()),
