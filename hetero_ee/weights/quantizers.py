@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -166,14 +167,22 @@ def _quantize(
     def groups_of(first: int) -> Tensor:
         return _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
 
-    found = torch.cat(list(workers(lambda first: scales_of(groups_of(first)), first_rows)))
+    grid = layout.tile_grid(*weight.shape)
+    found = torch.empty(grid[0] * layout.TILE_ROWS, grid[1])  # filled chunk by chunk, so that no copies fragment memory
+    name, dtype = ("int8", torch.int8) if entries is None else ("int4", torch.uint8)
+    tiles = torch.empty(*grid, layout.TILE_BYTES[name], dtype=dtype)
+
+    def fill_scales(first: int) -> None:
+        found[first : first + n_rows] = scales_of(groups_of(first))
+
+    def fill_tiles(first: int) -> None:
+        rows = slice(first // layout.TILE_ROWS, (first + n_rows) // layout.TILE_ROWS)
+        tiles[rows] = pack(groups_of(first), inverse[first : first + n_rows])
+
+    deque(workers(fill_scales, first_rows), 0)
     scales, exponent = to_fp16_scales(found, magnitude)
     inverse = safe_inverse(scales.float() * 2.0 ** (exponent - magnitude))
-
-    def tiles_of(first: int) -> Tensor:
-        return pack(groups_of(first), inverse[first : first + n_rows])
-
-    tiles = torch.cat(list(workers(tiles_of, first_rows)))
+    deque(workers(fill_tiles, first_rows), 0)
     return TileWeight(tiles, layout.pack_scales(scales), exponent, entries, *weight.shape)
 
 

@@ -14,6 +14,7 @@ from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 RANDOM = "random"  # name in place of a quantizer
 BLOCK_BYTES = 2**22 - 3  # of random bytes, repeated; odd, so that no two tiles of a matrix begin alike
+FLOAT_MATRICES = (".router", ".shared_gate")  # random, since equal rows would choose the same experts for all tokens
 # A codebook like fitted ones, so that the kernels do the usual work.
 CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
 ROOT_MEAN_SQUARES = {"int4": 16.0, ZEROS: 4.6, "int8": 64.0}  # approximate, of entries
@@ -24,7 +25,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
 
     `vocabulary` is the layout of embedding and head, int4 or int8. Filling 3.8 GB needs about two seconds.
     """
-    block = _random_block()
+    block, generator = _random_block(), torch.Generator().manual_seed(0)
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(stored_blocks(spec)):
         if is_quantized(tensor.role):
@@ -32,6 +33,9 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
             layout = MATRIX_LAYOUTS.get(tensor.role, plain)
             random = _random_rows(tensor, block) if is_in_rows(tensor.role) else _random_tiles(tensor, layout, block)
             weights.matrices[tensor.name] = random
+        elif tensor.name.endswith(FLOAT_MATRICES):
+            drawn = torch.randn(tensor.shape, generator=generator)
+            weights.vectors[tensor.name] = drawn / tensor.shape[1] ** 0.5
         else:
             is_scale = tensor.role is TensorRole.VECTOR and not tensor.name.endswith("bias")
             weights.vectors[tensor.name] = torch.full(tensor.shape, 1.0 if is_scale else 0.0)

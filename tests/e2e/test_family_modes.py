@@ -1,4 +1,7 @@
-"""A model with soft caps, norms after its blocks and windows in turns: its store, and exact mode is full mode."""
+"""A model with soft caps, norms after its blocks and windows in turns: its store, and exact mode is full mode.
+
+So are models with experts, with recurrent layers and without.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +30,8 @@ def models(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mod
     vocab_size = read_spec(demo).vocab_size
     changes = {
         "gemma2": {"num_hidden_layers": 4},
+        "qwen3-moe": {"num_hidden_layers": 4},
+        "qwen3.5-moe": {"max_position_embeddings": 512},
         "gemma4-e": {"vocab_size_per_layer_input": vocab_size, "max_position_embeddings": 512},
     }
     made = {name: random_model(name, vocab_size=vocab_size, **each) for name, each in changes.items()}
@@ -45,6 +50,19 @@ def test_exact_mode_gives_the_texts_of_full_mode(name: str, models: Models) -> N
 @pytest.mark.parametrize("name", ["exits", "sources"])
 def test_layers_that_read_tokens_and_others_keys_are_exact_too(name: str, models: Models) -> None:
     counts = check_case(replace(CASES[name], model="gemma4-e"), models, N_TOKENS)
+    assert counts.n_passes and counts.n_tokens
+
+
+EXPERTS = {
+    "exits": replace(CASE, model="qwen3-moe"),
+    "sources": replace(CASES["sources"], model="qwen3-moe", activations="int16"),
+    "recurrent": replace(CASES["sources"], model="qwen3.5-moe"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_models_with_experts_are_exact_too(name: str, models: Models) -> None:
+    counts = check_case(EXPERTS[name], models, N_TOKENS)
     assert counts.n_passes and counts.n_tokens
 
 
