@@ -225,9 +225,9 @@ class TorchOps(Ops):
         for expert in range(experts.n):
             mine, places = (chosen == experts.start + expert).nonzero(as_tuple=True)
             if len(mine):
-                inner = self._of_expert(x[mine], experts.first, expert, experts.n_first_rows)
+                inner = self.of_expert(x[mine], experts.first, expert, experts.n_first_rows)
                 active = self.activate(inner, experts.activation)
-                outputs[mine, places] = self._of_expert(active, experts.down, expert, experts.n_down_rows)
+                outputs[mine, places] = self.of_expert(active, experts.down, expert, experts.n_down_rows)
         return outputs
 
     @torch.inference_mode()
@@ -240,7 +240,7 @@ class TorchOps(Ops):
             sums[mine] = sums[mine] + outputs[mine, place] * weights[mine, place, None]
         return sums
 
-    def _of_expert(self, x: Tensor, matrix: TorchMatrix, expert: int, n_rows: int) -> Tensor:
+    def of_expert(self, x: Tensor, matrix: TorchMatrix, expert: int, n_rows: int) -> Tensor:
         """Multiply x by one expert's rows of a matrix of all experts."""
         rows = slice(expert * n_rows, (expert + 1) * n_rows)
         weight = DenseWeight(matrix.weight.rows(torch.arange(rows.start, rows.stop)))

@@ -97,14 +97,14 @@ class RowBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptCodes:
-    """Tiles that keep a file's codes.
+    """Tiles, of which most keep a file's codes.
 
     Attributes:
         wanted: the parts whose values the tiles approximate; None if the tiles are exact.
     """
 
     weight: TileWeight
-    wanted: Sequence[RowBlocks] | None
+    wanted: Sequence[RowBlocks | Tensor] | None
 
 
 def int4_tiles(parts: Sequence[RowBlocks], *most: float, workers: Workers = map) -> KeptCodes | None:

@@ -24,7 +24,7 @@ class Codebook:
     """
 
     def __init__(self, entries: Tensor) -> None:
-        self.lowest, self.highest = float(entries[0]), float(entries[-1])
+        self.lowest, self.highest, self._entries = float(entries[0]), float(entries[-1]), entries
         cells = (torch.arange(-256, 256) + 0.5) / 2
         self._codes = torch.bucketize(cells, (entries[1:] + entries[:-1]) / 2).to(torch.uint8)
         self._values = entries[self._codes.int()]
@@ -38,18 +38,18 @@ class Codebook:
         """Try scales for each of the groups (n, g, 32), and return the least-squares scales (n, g) of the best codes.
 
         Args:
-            mask: 1 for the matrix's columns, 0 for padding, where groups are 0.
+            mask: 1 for the matrix's columns, 0 for padding, where groups are 0. Other numbers weigh columns' errors.
             n_steps: trials on each side of the two scales that map the largest weight to the lowest or the highest
                 entry.
         """
         plain = self.plain_scales(groups)
         mirrored = plain * (self.lowest / self.highest)
         best_gain = torch.zeros_like(plain)
-        best_scale = plain
+        best_scale, weighted = plain, groups * mask
         for factor in _factors(n_steps):
             for anchor in (plain, mirrored):
                 chosen = self._nearest(groups * safe_inverse(anchor * factor)[:, :, None])
-                product = (groups * chosen).sum(-1)
+                product = (weighted * chosen).sum(-1)
                 norm = (chosen * chosen).mul_(mask).sum(-1).clamp_min_(1e-30)
                 gain = product * product / norm  # reduction of the squared error
                 better = gain > best_gain
@@ -61,7 +61,7 @@ class Codebook:
         """Search scales, and return for each code the sum of weight x scale and the sum of squared scales."""
         scales = self.scales(groups, mask, n_steps)[:, :, None]
         codes = self.codes(groups * safe_inverse(scales)).long().flatten()
-        numerator = torch.zeros(16).scatter_add_(0, codes, (groups * scales).flatten())
+        numerator = torch.zeros(16).scatter_add_(0, codes, (groups * mask * scales).flatten())
         squares = (mask * scales * scales).expand_as(groups).flatten()
         return numerator, torch.zeros(16).scatter_add_(0, codes, squares)
 
@@ -73,6 +73,10 @@ class Codebook:
         """Return the index of the entry nearest to each target, uint8; the upper one wins a tie."""
         return self._codes.index_select(0, self._cells(targets)).view_as(targets)
 
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the entries of codes."""
+        return self._entries.index_select(0, codes.flatten().int()).view_as(codes)
+
     def _nearest(self, targets: Tensor) -> Tensor:
         return self._values.index_select(0, self._cells(targets)).view_as(targets)
 
@@ -81,7 +85,7 @@ class Codebook:
 
 
 class CompiledCodebook(Codebook):
-    """Compiled version of `Codebook` with bit-equal results. Groups must be without padding."""
+    """Compiled version of `Codebook` with bit-equal results. Groups must be without padding, and masks all 1."""
 
     def __init__(self, entries: Tensor) -> None:
         from hetero_ee_cpu_ops import quantize_weights

@@ -13,6 +13,7 @@ from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
 
 GGUF = "gguf"
+CALIBRATED = "-calibrated"  # suffix of the quantizer's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Quantization:
     own: str | None = None
     neuron_major: bool = False  # stores FFNs neuron by neuron, so that inactive ones need not be read
     first_in_rows: bool = False  # stores the gate by neurons, too, for a predictor that skips its rows
+    calibration: str = ""  # hash of the text whose inputs 4-bit matrices are rounded for; empty without a text
 
     @classmethod
     def of_model(
@@ -55,7 +57,7 @@ class Quantization:
     @property
     def name(self) -> str:
         """Name that a store's manifest gives to the quantizer of the matrices."""
-        return self.own or self.matrices
+        return (self.own or self.matrices) + (CALIBRATED if self.calibration else "")
 
     @property
     def version(self) -> int:
@@ -64,9 +66,9 @@ class Quantization:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that identify a store. Flags of layouts are included only if set, because older stores lack them."""
-        laid_out = ("neuron_major", "first_in_rows")
-        return {name: value for name, value in asdict(self).items() if name not in laid_out or value}
+        """Values that identify a store. Newer ones are included only if set, because older stores lack them."""
+        newer = ("neuron_major", "first_in_rows", "calibration")
+        return {name: value for name, value in asdict(self).items() if name not in newer or value}
 
     def quantizer_of(self, role: TensorRole) -> str:
         if role is TensorRole.MATRIX_8:

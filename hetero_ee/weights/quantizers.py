@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.errors import UsageError
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.codebook import codebook_type, safe_inverse
+from hetero_ee.weights.codebook import Codebook, codebook_type, safe_inverse
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 CHUNK_ELEMENTS = 2**16  # weights per chunk of rows, about; a chunk stays in the cache
@@ -50,10 +50,10 @@ def quantize(weight: Tensor, quantizer: str, workers: Workers = map) -> TileWeig
 def _normal_float(weight: Tensor, workers: Workers) -> TileWeight:
     """Quantize to NF4 (arXiv 2305.14314) in blocks of 32 with bitsandbytes, and round its table of values to int8."""
     quantize_4bit = _bitsandbytes_quantize_4bit()
-    n_rows, magnitude = _chunk_rows(weight), _magnitude(weight)
+    n_rows, magnitude = _chunk_rows(weight), magnitude_of(weight)
 
     def quantized(first: int) -> tuple[Tensor, Tensor, Tensor]:
-        groups = _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
+        groups = padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
         packed, state = quantize_4bit(groups, blocksize=layout.TILE_COLUMNS, quant_type="nf4")
         codes = unpacked(packed.flatten()).view(len(groups), -1)
         return layout.pack_int4(codes), state.absmax.view(groups.shape[:2]), state.code
@@ -80,7 +80,7 @@ def _eight_bit(weight: Tensor, workers: Workers) -> TileWeight:
 
 INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
     # A codebook of -32 .. 32 is fitted to each tensor (Lloyd's algorithm with scales), then scales are searched.
-    "codebook": lambda weight, workers: _quantize_int4(weight, _fit_codebook(weight), SEARCH_STEPS, workers),
+    "codebook": lambda weight, workers: _quantize_int4(weight, fit_codebook(weight), SEARCH_STEPS, workers),
     # Each group tries scales around the plain one, and keeps the least squared error.
     "search": lambda weight, workers: _quantize_int4(weight, LINEAR_CODEBOOK, SEARCH_STEPS, workers),
     # The weight of largest magnitude becomes -8, without a search: fast, and the baseline.
@@ -162,10 +162,10 @@ def _quantize(
     """
     n_rows = _chunk_rows(weight)
     first_rows = range(0, len(weight), n_rows)
-    magnitude = _magnitude(weight)
+    magnitude = magnitude_of(weight)
 
     def groups_of(first: int) -> Tensor:
-        return _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
+        return padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
 
     grid = layout.tile_grid(*weight.shape)
     found = torch.empty(grid[0] * layout.TILE_ROWS, grid[1])  # filled chunk by chunk, so that no copies fragment memory
@@ -210,7 +210,7 @@ def _chunk_rows(weight: Tensor) -> int:
     return max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
 
 
-def _magnitude(weight: Tensor) -> int:
+def magnitude_of(weight: Tensor) -> int:
     """Return the exponent of the power of two that weights are divided by during quantization, so that none exceeds 1.
 
     Otherwise squares of weights above 1e19 would overflow in fp32, and those of weights below 1e-19 would vanish.
@@ -219,20 +219,25 @@ def _magnitude(weight: Tensor) -> int:
     return min(max(int(torch.frexp(largest).exponent), MIN_EXPONENT), -MIN_EXPONENT)
 
 
-def _fit_codebook(weight: Tensor) -> tuple[int, ...]:
-    """Fit 16 int8 values, with a free scale per group, to a sample of this tensor's groups."""
-    groups, mask = _sample_groups(weight)
+def fit_codebook(weight: Tensor, importance: Tensor | None = None) -> tuple[int, ...]:
+    """Fit 16 int8 values, with a free scale per group, to a sample of this tensor's groups.
+
+    Args:
+        importance: weight of each column's squared errors (K,); None if all count alike.
+    """
+    groups, mask = _sample_groups(weight, importance)
+    kind = codebook_type(weight) if importance is None else Codebook
     entries = torch.special.ndtri((torch.arange(16) + 0.5) / 16)  # quantiles of a Gaussian
     for _ in range(CODEBOOK_ROUNDS):
         entries = entries * (127 / entries.abs().max())
-        numerator, denominator = codebook_type(weight)(entries).sums(groups, mask, n_steps=2)
+        numerator, denominator = kind(entries).sums(groups, mask, n_steps=2)
         entries = torch.where(denominator > 0, numerator / denominator.clamp_min(1e-30), entries).sort().values
     return _rounded_codebook(entries, denominator)
 
 
-def _sample_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return evenly spread groups, fp32 (n, 1, 32), and the mask of their columns (n, 1, 32)."""
-    mask = _column_mask(weight.shape[1])[0]
+def _sample_groups(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return evenly spread groups, fp32 (n, 1, 32), and the mask or the importance of their columns (n, 1, 32)."""
+    mask = _column_mask(weight.shape[1], importance)[0]
     n_groups = len(mask)
     stride = max(1, len(weight) * n_groups // CODEBOOK_SAMPLE_GROUPS)
     while math.gcd(stride, n_groups) > 1:  # otherwise only some columns would be sampled
@@ -242,7 +247,7 @@ def _sample_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     columns = group_in_row[:, None] * layout.TILE_COLUMNS + torch.arange(layout.TILE_COLUMNS)
     inside = columns < weight.shape[1]
     groups = weight[rows[:, None], columns.clamp_max(weight.shape[1] - 1)].float() * inside
-    return (groups * 2.0 ** -_magnitude(groups))[:, None], mask[group_in_row, None]
+    return (groups * 2.0 ** -magnitude_of(groups))[:, None], mask[group_in_row, None]
 
 
 def _rounded_codebook(entries: Tensor, weights: Tensor) -> tuple[int, ...]:
@@ -263,7 +268,7 @@ def _apart(values: Tensor) -> Tensor:
     return (values - index).cummax(-1).values.clamp_max(FITTED_LIMIT - 15) + index
 
 
-def _padded_groups(weight: Tensor) -> Tensor:
+def padded_groups(weight: Tensor) -> Tensor:
     """Split the matrix (N, K) into groups of 32 columns: fp32 (N padded, K padded / 32, 32)."""
     n_rows, n_columns = layout.padded_shape(*weight.shape)
     if (n_rows, n_columns) == weight.shape:
@@ -273,8 +278,8 @@ def _padded_groups(weight: Tensor) -> Tensor:
     return padded.view(n_rows, -1, layout.TILE_COLUMNS)
 
 
-def _column_mask(n_columns: int) -> Tensor:
-    """Return a mask of the columns, fp32 (1, K padded / 32, 32): 1 for the matrix's columns, 0 for padding."""
+def _column_mask(n_columns: int, importance: Tensor | None = None) -> Tensor:
+    """Return the importance (K,) of the columns, 1 for None, and 0 for padding: fp32 (1, K padded / 32, 32)."""
     mask = torch.zeros(layout.padded_shape(1, n_columns)[1])
-    mask[:n_columns] = 1
+    mask[:n_columns] = 1 if importance is None else importance
     return mask.view(1, -1, layout.TILE_COLUMNS)

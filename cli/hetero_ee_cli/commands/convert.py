@@ -1,7 +1,8 @@
 """`hetero-ee convert` and `hetero-ee pull`: turn a checkpoint into a store before the first generation."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,10 +12,12 @@ from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.terminal.output import print_path, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
+from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.weights.store.import_report import ImportedType
 
+STANDARD_INPUT = "-"
 HEAD = ("in the file", "here", "matrices", "weights", "relative squared error")
 NOT_HERE = dict.fromkeys(("activations", "context_tokens", "profile"), "nothing is run")
 
@@ -26,9 +29,20 @@ def convert(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="New folder for the converted model. [default: the cache]")
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Round each matrix for the inputs that it gets from a text: slower, better."),
+    ] = False,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text for --calibrate, - for standard input; repeatable. [default: the model's own]"),
+    ] = None,
 ) -> None:
     """Convert a model to 4-bit weights, and print where it is kept. If interrupted, run it again: it resumes."""
-    _print_made(_converted(engine, model, output))
+    if text and not calibrate:
+        raise UsageError("--text is for --calibrate; add that, or leave --text out.")
+    texts = [read_text("text", None if str(file) == STANDARD_INPUT else file) for file in text or ()]
+    _print_made(_converted(engine, model, output, calibrate=calibrate, texts=texts or None))
 
 
 @with_options(without=NOT_HERE)
@@ -53,7 +67,15 @@ def _cells(row: "ImportedType") -> tuple[str, ...]:
     return printable(row.types), printable(row.layout), str(row.n_tensors), f"{row.n_weights:,}", loss
 
 
-def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:
+def _converted(
+    engine: ModelOptions,
+    model: str | None,
+    output: Path | None,
+    *,
+    keeps_stores: bool = False,
+    calibrate: bool = False,
+    texts: Sequence[str] | None = None,
+) -> Path:
     """Return the store of the model. If keeps_stores is true, the model may already be a store."""
     options = engine.arguments(model)
     if options["model"] is None:
@@ -78,13 +100,13 @@ def _converted(engine: ModelOptions, model: str | None, output: Path | None, *, 
         if asked is not None:
             check_layout(read_spec(folder))
         use_kernel_cache(cache_folder(), progress)
-        return make_store(
-            folder,
-            cache=cache_folder(),
-            output=output,
-            quantizer=options["quantizer"],
-            neuron_major=asked is not None,
-            first_in_rows=asked is not None and asked.first_in_rows,
-            threads=usable_threads(options["threads"]),
-            progress=progress,
-        )
+        how: dict[str, Any] = {"cache": cache_folder(), "output": output, "quantizer": options["quantizer"]}
+        how |= {"threads": usable_threads(options["threads"]), "progress": progress}
+        if calibrate:
+            from hetero_ee.quality.calibrated import make_calibrated_store
+
+            if asked is not None:
+                raise UsageError("--calibrate has no neuron-major FFNs; leave out --sparsity.")
+            return make_calibrated_store(folder, texts, **how)
+        in_rows = asked is not None and asked.first_in_rows
+        return make_store(folder, neuron_major=asked is not None, first_in_rows=in_rows, **how)

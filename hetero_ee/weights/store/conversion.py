@@ -1,7 +1,7 @@
 """Converts a checkpoint to a store. Memory holds two tensors: one that is written and the next, which is read."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +13,11 @@ from torch import Tensor
 from hetero_ee.config import CONVERTING, Progress, warner
 from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
-from hetero_ee.layers.tensors import TensorSpec, is_in_rows
+from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
 from hetero_ee.models.blocks import all_tensors
 from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import KeptCodes, RowBlocks
+from hetero_ee.weights.blocks import KeptCodes
 from hetero_ee.weights.checkpoint import FLOAT_TYPES, Checkpoint
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, is_quantized
@@ -31,6 +31,7 @@ from hetero_ee.weights.store.names import STORES_FOLDER
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import StoreWriter, partial_folder
+from hetero_ee.weights.weight import TileWeight
 
 SPARE_BYTES = 2**20  # free disk space required for the manifest and folder entries
 SPACE_RESERVE = 1.05  # free disk space required, relative to the known sizes
@@ -39,6 +40,9 @@ FOUR_BITS = (
     "to 0.22 nats); files that are quantized already, such as GGUF, keep their own codes"
 )
 NOTICED_WEIGHTS = 10**8  # smaller models are toys and get no FOUR_BITS notice; the demo loses 0.004 nats
+# Quantizes a matrix for the inputs that it receives from a text. Called for matrices in the order of their blocks.
+Fit = Callable[[TensorSpec, Tensor, Workers], TileWeight]
+FitWith = Callable[[Workers], Fit]  # makes one when a conversion begins
 WAITING = "Another process is converting this model; waiting for it"
 
 
@@ -57,11 +61,15 @@ def convert(
     threads: int = 1,
     progress: Progress | None = None,
     files: FileSystem | None = None,
+    fit_with: FitWith | None = None,
 ) -> Path:
     """Write the store of the checkpoint in `folder` to `target`, completely or not at all.
 
     The bytes are the same for any number of threads. Waits for another process that is converting the same model, and
     uses its result. Resumes a conversion that was interrupted.
+
+    Args:
+        fit_with: if given, quantizes the 4-bit matrices of layers that don't keep the checkpoint's codes.
 
     Raises:
         CheckpointError, StoreError: The checkpoint can't be read, or the store can't be written.
@@ -79,7 +87,8 @@ def convert(
     with store_lock(target, files, waiting):
         if not is_store(target):
             with _resumable(target), _worker_threads(threads) as workers:
-                _write(source, checkpoint, target, quantization, workers, progress, files)
+                fit = fit_with and fit_with(workers)
+                _write(source, checkpoint, target, quantization, workers, progress, files, fit)
     return target
 
 
@@ -91,6 +100,7 @@ def _write(
     workers: Workers,
     progress: Progress | None,
     files: FileSystem,
+    fit: Fit | None,
 ) -> None:
     tensors = all_tensors(stored_blocks(stored_spec(checkpoint.spec, quantization)))
     identity = {
@@ -107,7 +117,8 @@ def _write(
         read = _read_ahead(checkpoint, quantization, tensors[n_there:], workers)
         for index, tensor in enumerate(tensors):
             if index >= n_there:
-                _write_tensor(writer, next(read), checkpoint, tensor, quantization, workers, report)
+                found = _quantized(next(read), tensor, quantization, workers, fit)
+                _write_tensor(writer, found, checkpoint, tensor, quantization, report)
             if progress and index + 1 >= n_there:  # what an earlier run has written took no time in this one
                 progress(CONVERTING, writer.entries[index].regions[-1].end, n_bytes)
         writer.copy_files(source.folder)
@@ -189,26 +200,32 @@ def _read_ahead(
             del found
 
 
+def _quantized(
+    found: KeptCodes | Tensor, tensor: TensorSpec, quantization: Quantization, workers: Workers, fit: Fit | None
+) -> KeptCodes | Tensor:
+    """Return a matrix in tiles, with the codes found, or the tensor as it is if it is stored as floats."""
+    if isinstance(found, KeptCodes) or not is_quantized(tensor.role):
+        return found
+    quantizer = quantization.quantizer_of(tensor.role)
+    is_fitted = fit is not None and tensor.role is TensorRole.MATRIX
+    weight = fit(tensor, found, workers) if fit and is_fitted else quantize(found, quantizer, workers)
+    return KeptCodes(weight, [found])
+
+
 def _write_tensor(
     writer: StoreWriter,
     found: KeptCodes | Tensor,
     checkpoint: Checkpoint | GgufCheckpoint,
     tensor: TensorSpec,
     quantization: Quantization,
-    workers: Workers,
     report: ImportReport,
 ) -> None:
-    wanted: Sequence[RowBlocks | Tensor] | None
-    if isinstance(found, KeptCodes):
-        weight, wanted = found.weight, found.wanted
-    elif is_quantized(tensor.role):
-        weight, wanted = quantize(found, quantization.quantizer_of(tensor.role), workers), [found]
-    else:
+    if not isinstance(found, KeptCodes):
         writer.add_values(tensor.name, found)
         return
     if checkpoint.title is not None and not quantization.neuron_major:
-        report.add(checkpoint.types(tensor.name), tensor, weight, wanted)
-    writer.add_matrix(tensor.name, in_rows(weight) if is_in_rows(tensor.role) else weight)
+        report.add(checkpoint.types(tensor.name), tensor, found.weight, found.wanted)
+    writer.add_matrix(tensor.name, in_rows(found.weight) if is_in_rows(tensor.role) else found.weight)
 
 
 def _values(

@@ -23,7 +23,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
-from hetero_ee.weights.store.conversion import WAITING, cached_store, convert
+from hetero_ee.weights.store.conversion import WAITING, FitWith, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.store.import_report import exact_share, imported_types, mean_error
 from hetero_ee.weights.store.manifest import (
@@ -82,15 +82,18 @@ def open_cached(
     threads: int = 1,
     progress: Progress | None = None,
     files: FileSystem | None = None,
+    fit_with: FitWith | None = None,
 ) -> tuple[Path, ModelWeights]:
     """Open the store of the checkpoint in `folder`. Convert the checkpoint if the store is missing or damaged.
 
     A store counts as damaged if its bytes are wrong. One that can't be read at the moment is kept. Raises: StoreError.
+    fit_with: see convert.
     """
     target = cached_store(folder, quantization, cache)
 
     def opened() -> ModelWeights:
-        made = convert(folder, spec, target, quantization, threads=threads, progress=progress, files=files)
+        how: dict[str, Any] = {"threads": threads, "progress": progress, "files": files, "fit_with": fit_with}
+        made = convert(folder, spec, target, quantization, **how)
         return open_store(made, spec)
 
     try:
@@ -119,25 +122,46 @@ def make_store(
         ModelError, CheckpointError: The model can't be read or is not supported.
         StoreError, DiskFullError: The store can't be written.
     """
-    if is_store(folder):
-        raise UsageError(f"{folder} is already a store; there is nothing to convert.")
     if quantizer not in (None, *INT4_QUANTIZERS):
         raise UsageError(
             MODEL_OPTIONS["quantizer"],
             f" is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.",
         )
-    require_tokenizer(folder)
+    require_checkpoint(folder)
     laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}
-    spec, quantization = read_spec(folder), Quantization.of_model(folder, quantizer, **laid_out)
+    quantization = Quantization.of_model(folder, quantizer, **laid_out)
+    return make_quantized(folder, quantization, cache=cache, output=output, threads=threads, progress=progress)
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Check that the folder can be converted. Raises: UsageError: if it is a store. ModelError: without tokenizer."""
+    if is_store(folder):
+        raise UsageError(f"{folder} is already a store; there is nothing to convert.")
+    require_tokenizer(folder)
+
+
+def make_quantized(
+    folder: Path,
+    quantization: Quantization,
+    *,
+    cache: Path,
+    output: Path | None,
+    threads: int = 1,
+    progress: Progress | None = None,
+    fit_with: FitWith | None = None,
+) -> Path:
+    """Convert the checkpoint in `folder` as make_store does. fit_with: see convert."""
+    spec = read_spec(folder)
+    how: dict[str, Any] = {"threads": threads, "progress": progress, "fit_with": fit_with}
     if output is None:
-        return open_cached(folder, spec, quantization, cache, threads=threads, progress=progress)[0]
+        return open_cached(folder, spec, quantization, cache, **how)[0]
     output = expanded(str(output), "the output folder")
     if os.path.lexists(output):
         if is_store(output) and _is_made_from(output, folder, spec, quantization):
             open_store(output, spec)
             return output
         raise UsageError(f"{output} is there already, and not the store of this model; give a new folder.")
-    return convert(folder, spec, output.resolve(), quantization, threads=threads, progress=progress)
+    return convert(folder, spec, output.resolve(), quantization, **how)
 
 
 def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quantization) -> bool:
