@@ -14,6 +14,7 @@ import torch
 
 from hetero_ee.errors import shown
 from hetero_ee.layers.ffn import FfnSpec
+from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (
@@ -229,12 +230,19 @@ def _exit_map(header: ExitLayerRecord, prefix: str, hidden_size: int, arrays: Re
 
 
 def activation_names(spec: ModelSpec) -> dict[str, int]:
-    """Return the number of features of each activation that a calibration records, by the activation's name."""
+    """Return the number of features of each activation that a calibration records, by the activation's name.
+
+    Of experts it records how many tokens chose each.
+    """
     sizes: dict[str, int] = {}
     for block in watched_blocks(spec):
+        mixer, of_experts = block.mixer, tuple[str, ...]()
+        if isinstance(mixer, MoeSpec):
+            of_experts = mixer.first, "down"
+            sizes[f"{block.name}.{FREQUENCY}"] = mixer.router.n_experts
         for short, tensor in block.tensors.items():
-            if is_quantized(tensor.role):
-                mixer, is_down = block.mixer, short == "down"
+            if is_quantized(tensor.role) and short not in of_experts:
+                is_down = short == "down"
                 n_features = mixer.size if is_down and isinstance(mixer, FfnSpec) else tensor.shape[1]
                 sizes[f"{tensor.name}.{MOMENT}"] = n_features
                 if is_down:

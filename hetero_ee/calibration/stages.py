@@ -17,6 +17,8 @@ from torch import Tensor
 from hetero_ee.calibration.file import FREQUENCY, MOMENT, watched_blocks
 from hetero_ee.calibration.map_fitting import NormalEquations, SelectionTokens, fit_exit_map, head_metric
 from hetero_ee.calibration.traces import FIRST_COUNTED, ChunkDrafts, drafts_of, fields_of, trace
+from hetero_ee.layers.moe import MoeSpec
+from hetero_ee.layers.ops import Router
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.runtime.executors.executor import Executor
@@ -53,7 +55,8 @@ class Activations(BatchedTorchOps):
 
     `sums` has, by name, "<matrix>.second_moment": the sums of squares of each input feature, and
     "layers.*.ffn.active_share": the number of tokens at which a neuron was active (above 0 for ReLU, else above
-    ACTIVE_SHARE of the token's largest activation). Position 0 of a chunk is left out.
+    ACTIVE_SHARE of the token's largest activation), or "layers.*.moe.active_share": that chose an expert.
+    Position 0 of a chunk is left out.
     """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> None:
@@ -63,6 +66,11 @@ class Activations(BatchedTorchOps):
             for block in watched_blocks(spec)
             for tensor in block.tensors.values()
             if tensor.name in weights.matrices
+        }
+        self._routers = {
+            id(weights.vectors[block.tensors["router"].name]): block.name
+            for block in watched_blocks(spec)
+            if isinstance(block.mixer, MoeSpec)
         }
         self._first = next(iter(self._names.values()))  # at which tokens are counted
         self._executor = ReferenceExecutor(spec, weights, max(map(len, chunks)), self)
@@ -91,6 +99,13 @@ class Activations(BatchedTorchOps):
     def summed(self, inner: Tensor, down: Weight) -> Tensor:
         self._count(inner, down)
         return super().summed(inner, down)
+
+    def route(self, x: Tensor, router: Router) -> Tensor:
+        routes, spec = super().route(x, router), router.spec
+        chosen = routes[FIRST_COUNTED:, : spec.n_active].long().flatten()
+        counts = torch.bincount(chosen, minlength=spec.n_experts).double()
+        self._add(f"{self._routers[id(router.weights)]}.{FREQUENCY}", counts)
+        return routes
 
     def _count(self, x: Tensor, weight: Weight) -> None:
         name = self._names.get(id(weight))

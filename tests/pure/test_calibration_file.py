@@ -34,14 +34,16 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "gemma4-e", "llama"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe", "lfm2", "gemma4-e", "llama"])
 def test_a_file_holds_what_is_measured_of_each_family(family: str, tmp_path: Path) -> None:
     spec, weights = model_of(family, "fp32", tmp_path)
     found = Activations(spec, weights, [tuple(range(20))])
     found.add_chunk(0)
     assert {name: len(array) for name, array in found.means.items()} == activation_names(spec)
     assert found.n_tokens > 10
-    assert all(array.max() <= 1 for name, array in found.means.items() if name.endswith(FREQUENCY))
+    shares = {name: array for name, array in found.means.items() if name.endswith(FREQUENCY)}
+    assert all(array.max() <= 1 for array in shares.values())
+    assert all(array.sum() == pytest.approx(3) for name, array in shares.items() if ".moe." in name)  # of 7 experts
 
 
 def edit_tensors(folder: Path, change: Callable[[Arrays], object]) -> None:
