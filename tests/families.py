@@ -90,6 +90,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", LLAMA | EXPERTS | {"head_dim": 20, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        LLAMA | EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
+    "mixtral": (
+        "Mixtral",
+        LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 7},
+    ),
+    "olmoe": ("Olmoe", LLAMA | EXPERTS | {"intermediate_size": 16}),
+    "granite-moe": (
+        "GraniteMoe",
+        LLAMA
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
     "lfm2": ("Lfm2", LLAMA | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention", "conv"]}),
     "qwen3.5-even": ("Qwen3_5", QWEN_3_5 | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "head_dim": 16}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None}),
@@ -209,6 +231,10 @@ _LIKE_ANOTHER = [
     "helium",
     "ernie4.5",
     "exaone4",
+    "qwen2-moe",
+    "mixtral",
+    "olmoe",
+    "granite-moe",
 ]
 DISTINCT = sorted(FAMILIES.keys() - _LIKE_ANOTHER)
 PLACED = sorted(set(DISTINCT) - {"olmo3", "smollm3-window", "granite", "starcoder2", "glm4"})  # here: to save time

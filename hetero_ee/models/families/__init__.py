@@ -9,6 +9,7 @@ OLMO = NORMED_HEADS | AFTER
 GEMMA_NORMS = AFTER | {"layers.{n}.ffn.norm": ("model.layers.{n}.pre_feedforward_layernorm",)}
 GEMMA_3 = NORMED_HEADS | GEMMA_NORMS
 QWEN_3_5_MOE = qwen3_5.TENSOR_NAMES | experts.TENSOR_NAMES
+READ_QWEN_3_5_MOE = experts.reader(qwen3_5.read_spec, renormalizes=True, shared=512)
 GLM, GLM_4_NORMS = TENSOR_NAMES | GATE_UP, post_norms("post_self_attn_layernorm", "post_mlp_layernorm")
 
 # By Hugging Face's class name, as config.json's `architectures` has it.
@@ -20,8 +21,12 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("qwen2", variants.QWEN_2, TENSOR_NAMES),
     "Qwen3ForCausalLM": Family("qwen3", variants.QWEN_3, NORMED_HEADS),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", experts.read_qwen_3, NORMED_HEADS | experts.TENSOR_NAMES),
-    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", qwen3_5.read_moe_spec, QWEN_3_5_MOE),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", experts.QWEN_3, NORMED_HEADS | experts.TENSOR_NAMES),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", READ_QWEN_3_5_MOE, QWEN_3_5_MOE),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", experts.QWEN_2, TENSOR_NAMES | experts.TENSOR_NAMES),
+    "MixtralForCausalLM": Family("mixtral", experts.MIXTRAL, TENSOR_NAMES | experts.MIXTRAL_NAMES),
+    "OlmoeForCausalLM": Family("olmoe", experts.OLMOE, NORMED_HEADS | experts.TENSOR_NAMES),
+    "GraniteMoeForCausalLM": Family("granitemoe", experts.GRANITE, TENSOR_NAMES | experts.GRANITE_NAMES),
     "Phi3ForCausalLM": Family("phi3", variants.PHI_3, TENSOR_NAMES | QKV | GATE_UP),
     "GemmaForCausalLM": Family("gemma", variants.GEMMA, TENSOR_NAMES),
     "Gemma2ForCausalLM": Family("gemma2", variants.GEMMA_2, TENSOR_NAMES | GEMMA_NORMS),
@@ -53,9 +58,7 @@ FAMILIES = {
         "qwen2_5_vl", variants.read_qwen_2_5_vl, TENSOR_NAMES, ("qwen2_5_vl_text",)
     ),
     "Qwen3_5ForConditionalGeneration": Family("qwen3_5", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES, ("qwen3_5_text",)),
-    "Qwen3_5MoeForConditionalGeneration": Family(
-        "qwen3_5_moe", qwen3_5.read_moe_spec, QWEN_3_5_MOE, ("qwen3_5_moe_text",)
-    ),
+    "Qwen3_5MoeForConditionalGeneration": Family("qwen3_5_moe", READ_QWEN_3_5_MOE, QWEN_3_5_MOE, ("qwen3_5_moe_text",)),
     "GptOssForCausalLM": Family("gpt_oss", gpt_oss.read_spec, gpt_oss.TENSOR_NAMES, pairs_experts=True),
     "Lfm2ForCausalLM": Family("lfm2", lfm2.read_spec, lfm2.TENSOR_NAMES),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),

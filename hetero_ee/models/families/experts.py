@@ -1,11 +1,11 @@
 """Read the fields of configurations with mixtures of experts."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.layers.moe import MoeSpec, RouterSpec
+from hetero_ee.layers.moe import OF_CHOSEN, SOFTMAX, MoeSpec, RouterSpec
 from hetero_ee.layers.ops import Activation
 from hetero_ee.models.families import variants
 from hetero_ee.models.fields import Fields
@@ -13,7 +13,8 @@ from hetero_ee.models.spec import ModelSpec
 
 TILE_ROWS = 16  # rows of a tile, which must belong to one expert
 MAX_EXPERTS = 4096
-_MLP = "model.layers.{n}.mlp."
+ReadSpec = Callable[[Fields, str], ModelSpec]
+_MLP, _SPARSE = "model.layers.{n}.mlp.", "model.layers.{n}.block_sparse_moe."
 # Of experts' matrices: the tensor of all experts, and the modules of each.
 TENSOR_NAMES = {
     "layers.{n}.moe.norm": ("model.layers.{n}.post_attention_layernorm",),
@@ -30,14 +31,54 @@ TENSOR_NAMES = {
 }
 
 
-def with_sizes(fields: Fields) -> Fields:
-    """Return the fields with num_experts, which some files call otherwise, and a size for dense FFNs if there are none.
+MIXTRAL_NAMES = TENSOR_NAMES | {  # there is no tensor of all experts
+    "layers.{n}.moe.router": (_SPARSE + "gate",),
+    "layers.{n}.moe.gate_up": ("", _SPARSE + "experts.{e}.w1", _SPARSE + "experts.{e}.w3"),
+    "layers.{n}.moe.down": ("", _SPARSE + "experts.{e}.w2"),
+}
+GRANITE_NAMES = TENSOR_NAMES | {  # there are no tensors of each
+    "layers.{n}.moe.router": (_SPARSE + "router.layer",),
+    "layers.{n}.moe.gate_up": (_SPARSE + "input_linear.weight",),
+    "layers.{n}.moe.down": (_SPARSE + "output_linear.weight",),
+}
 
-    Raises:
-        ModelError: if a size is impossible.
+
+def reader(
+    read_dense: ReadSpec,
+    *,
+    size: str = "moe_intermediate_size",
+    scores: str = SOFTMAX,
+    renormalizes: bool | None = None,
+    shared: int | None = None,
+) -> ReadSpec:
+    """Return a family's reader, which replaces the FFNs of a dense family by experts.
+
+    Args:
+        read_dense: reads the dense family.
+        size: field with an expert's number of neurons.
+        scores: see RouterSpec.
+        renormalizes: see RouterSpec; None if norm_topk_prob says it.
+        shared: default size of a gated expert that every token uses; None if there is none.
     """
+
+    def read(fields: Fields, architecture: str) -> ModelSpec:
+        fields = _with_sizes(fields)
+        spec = read_dense(fields, architecture)
+        is_normed = fields.flag("norm_topk_prob", False) if renormalizes is None else renormalizes
+        router = read_router(fields, scores=scores, renormalizes=is_normed)
+        moe = read_experts(fields, spec, router, fields.integer(size))
+        if shared is not None:
+            shared_size = fields.integer("shared_expert_intermediate_size", shared)
+            moe = replace(moe, shared_size=shared_size, shared_is_gated=True)
+        return with_experts(spec, moe, _dense_layers(fields, spec))
+
+    return read
+
+
+def _with_sizes(fields: Fields) -> Fields:
+    """Return the fields with num_experts, which some files call otherwise, and a size of dense FFNs."""
     n_experts = fields.get("num_experts", fields.get("num_local_experts"))
-    dense = fields.get("intermediate_size", fields.integer("moe_intermediate_size"))
+    dense = fields.get("intermediate_size", fields.get("moe_intermediate_size"))
     return fields.with_values(num_experts=n_experts, intermediate_size=dense)
 
 
@@ -70,13 +111,18 @@ def with_experts(spec: ModelSpec, moe: MoeSpec, dense_layers: Collection[int] = 
     return replace(spec, own_layers=tuple(layers), ffn_size=moe.active_size)
 
 
-def read_qwen_3(fields: Fields, architecture: str) -> ModelSpec:
-    """Read Qwen3-MoE (arXiv 2505.09388), in which some layers may be dense."""
-    fields = with_sizes(fields)
-    spec = variants.QWEN_3(fields, architecture)
-    router = read_router(fields, renormalizes=fields.flag("norm_topk_prob", False))
-    moe = read_experts(fields, spec, router, fields.integer("moe_intermediate_size"))
-    return with_experts(spec, moe, _dense_layers(fields, spec))
+def read_qwen_2_attention(fields: Fields, architecture: str) -> ModelSpec:
+    """Read what Qwen2-MoE (arXiv 2407.10671) has in common with dense models."""
+    fields.refuse_flag("use_sliding_window", "a window of some layers")
+    spec = variants.QWEN_2(fields, architecture)
+    return replace(spec, qkv_bias=fields.flag("qkv_bias", True))
+
+
+def read_olmoe_attention(fields: Fields, architecture: str) -> ModelSpec:
+    """Read what OLMoE (arXiv 2409.02060) has in common with dense models."""
+    if fields.get("clip_qkv") is not None:
+        raise fields.fail(f"clip_qkv is {shown(fields.get('clip_qkv'))}, and clipped queries are not supported.")
+    return variants.OLMOE(fields, architecture)
 
 
 def _dense_layers(fields: Fields, spec: ModelSpec) -> set[int]:
@@ -84,3 +130,11 @@ def _dense_layers(fields: Fields, spec: ModelSpec) -> set[int]:
     if not isinstance(dense, list | tuple):
         raise fields.fail(f"mlp_only_layers is {shown(dense)}, expected a list of layers.")
     return {layer for layer in range(spec.n_layers) if layer in dense or (layer + 1) % step}
+
+
+# Mixtral: arXiv 2401.04088
+QWEN_2 = reader(read_qwen_2_attention, shared=5632)
+QWEN_3 = reader(variants.QWEN_3)
+MIXTRAL = reader(variants.MIXTRAL, size="intermediate_size", renormalizes=True)
+OLMOE = reader(read_olmoe_attention, size="intermediate_size")
+GRANITE = reader(variants.GRANITE, size="intermediate_size", scores=OF_CHOSEN, renormalizes=False)

@@ -6,7 +6,6 @@ from hetero_ee.errors import shown
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.models.families import experts
 from hetero_ee.models.families.family import FULL, LINEAR, layer_count, read_layer_kinds
 from hetero_ee.models.families.llama import NORMED_HEADS
 from hetero_ee.models.families.rope_fields import without_mrope
@@ -58,15 +57,6 @@ def _has_mtp(fields: Fields) -> bool:
     """Return whether there is an MTP layer that can be used: with the model's embedding and lm_head, not its own."""
     n_layers = fields.integer("mtp_num_hidden_layers", 0, smallest=0)
     return n_layers > 0 and not fields.flag("mtp_use_dedicated_embeddings", False)
-
-
-def read_moe_spec(fields: Fields, architecture: str) -> ModelSpec:
-    """Read the models with experts, one of which every token uses. Their MTP layers, with experts too, stay unused."""
-    fields = experts.with_sizes(fields)
-    spec, router = read_spec(fields, architecture), experts.read_router(fields, renormalizes=True)
-    moe = experts.read_experts(fields, spec, router, fields.integer("moe_intermediate_size", 512))
-    shared_size = fields.integer("shared_expert_intermediate_size", 512)
-    return experts.with_experts(replace(spec, mtp=None), replace(moe, shared_size=shared_size, shared_is_gated=True))
 
 
 def _read_delta(fields: Fields, spec: ModelSpec) -> GatedDeltaSpec:

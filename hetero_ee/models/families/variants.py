@@ -192,6 +192,9 @@ MISTRAL = Variant(values(num_key_value_heads=8, max_position_embeddings=131072),
 MINISTRAL_3 = Variant(
     values(num_key_value_heads=8, max_position_embeddings=262144, rms_norm_eps=1e-5), UNBIASED, _ministral_layers
 )
+MIXTRAL = Variant(
+    values(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5), UNBIASED, _optional_window
+)
 QWEN_2 = Variant(
     values(num_key_value_heads=32, max_position_embeddings=32768), {**UNBIASED, "qkv_bias": True}, _qwen_windows
 )
@@ -201,6 +204,7 @@ QWEN_3 = Variant(
     _qwen_windows,
 )
 OLMO_2 = Variant(values(rms_norm_eps=1e-5), {**AFTER, "ffn_bias": False, "qk_norm_whole": True})
+OLMOE = Variant(values(max_position_embeddings=4096, rms_norm_eps=1e-5), values(qk_norm=True, qk_norm_whole=True))
 # Phi-3 (arXiv 2404.14219): checkpoints stack matrices with the same input.
 PHI_3 = Variant(
     values(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
