@@ -88,7 +88,7 @@ class Engine(CalibratingEngine):
                 shipped one, a file with one, or a function from the model's shapes and folder to one. None: the
                 setting `profile`.
             vram_budget, vram_margin: GiB of GPU memory to use, and to leave free. ram_budget: GiB of RAM to use.
-            snapshot_budget: GiB of RAM for copies of recurrent state, from which changed texts continue.
+            snapshot_budget: GiB of RAM for copies of state, from which changed texts continue.
             gpu_layers: Number of first layers to place whole on the GPU, if there is one.
             override: Placements of parts whose names match: REGEX=gpu, REGEX=cpu, REGEX=stream.
             kv_type: Type of the KV cache, "fp32", "fp16" or "int8". None: "fp16", or "fp32" with quantizer "none".

@@ -306,7 +306,7 @@ class DecodingLoop:
         requests, cache = [each.request for each in decoding], self._shared.executor.cache
         for request in requests:
             cache.settle(request.kv_sequence, len(request.token_ids) - 1)
-        held = {each.kv_sequence: cache.length(each.kv_sequence) for each in requests if cache.is_recurrent}
+        held = {each.kv_sequence: cache.length(each.kv_sequence) for each in requests if cache.is_bounded}
         try:
             takes = self._mode.advance(requests)
         except HeteroError as error:

@@ -167,8 +167,8 @@ def prefill(
 ) -> Tensor:
     """Read the part of the prompt that is not cached, in chunks, and return the last token's logits (vocab,).
 
-    Reports the progress before each chunk and at the end. `some` selects the chunks to read in this call. Recurrent
-    state is kept where a later prompt is likely to differ from this one, see marked_lengths().
+    Reports the progress before each chunk and at the end. `some` selects the chunks to read in this call. State
+    is kept where a later prompt is likely to differ from this one, see marked_lengths().
     """
     executor.make_room({request.kv_sequence: request.n_prompt_tokens})
     n_cached = executor.cache.length(request.kv_sequence)
@@ -188,12 +188,12 @@ def prefill(
 
 
 def marked_lengths(executor: Executor, request: Request) -> list[int]:
-    """Return the numbers of tokens after which the recurrent state is kept, ascending; none without such a state.
+    """Return the numbers of tokens after which the state is kept, ascending; none if it can be rolled back anyway.
 
     These are the ends of the prompt's last messages: the next prompt of a chat continues after one of them, though the
     template may render the last reply in another way. A text without messages is kept where its last chunk begins.
     """
-    if not executor.cache.is_recurrent:
+    if not executor.cache.is_bounded:
         return []
     prompt, n_tokens = request.token_ids[: request.n_prompt_tokens], executor.prompt_chunk_tokens
     ends = [at for at in range(1, len(prompt)) if prompt[at - 1] in request.ending.eos_token_ids]

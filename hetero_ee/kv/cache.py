@@ -85,12 +85,12 @@ class KvCache(ABC):
         return length
 
     @property
-    def is_recurrent(self) -> bool:
-        """Whether some layers keep a state that can be rolled back by a few tokens only, unless mark() has kept it."""
+    def is_bounded(self) -> bool:
+        """Whether some layers can be rolled back by a few tokens only, unless mark() has kept their state."""
         return False
 
     def mark(self, sequence: int) -> None:  # noqa: B027
-        """Keep a copy of the recurrent layers' state as it is now, so that cut() can restore this length later."""
+        """Keep a copy of the state of such layers as it is now, so that cut() can restore this length later."""
 
     def settle(self, sequence: int, length: int) -> None:
         """Note that the sequence's first `length` tokens are final, so that caches need not be able to forget some."""
@@ -177,6 +177,19 @@ class LayeredCache(KvCache, Generic[S]):
     def restore(self, sequence: int, length: int, parts: Sequence[Tensor]) -> None:
         """Roll a sequence back to `length` tokens, after which snapshot() returned `parts`."""
         self.cut(sequence, length)
+
+    def first_needed(self, length: int) -> int:
+        """Return the first position whose keys and values are needed after `length` tokens."""
+        return 0
+
+    def first_stored(self, sequence: int, length: int) -> int:
+        """Return the first stored position that is needed after the sequence's first `length` tokens."""
+        return 0
+
+    def adopt(self, sequence: int, first: int, length: int) -> None:
+        """Make an empty sequence one of `length` tokens. The caller stores the state of positions first..length-1."""
+        self._make_room({sequence: length})
+        self.lengths(sequence)[:] = [length] * self.n_layers
 
     @property
     def held_layers(self) -> tuple[int, ...]:

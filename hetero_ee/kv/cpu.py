@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import LayeredCache
+from hetero_ee.kv.windowed import WindowedCache
+from hetero_ee.layers.state import kept_tokens
 
 PAGE_TOKENS = 256  # a sequence's first capacity; it doubles from there, so that copying stays cheap
 KINDS = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
@@ -29,13 +30,15 @@ class _Sequence:
 
     parts: tuple[Tensor, ...]
     lengths: list[int]  # tokens that each layer holds
+    first: int = 0  # position of index 0: earlier ones have been dropped
     view: Any = None  # result of CpuKvCache.view
 
 
-class CpuKvCache(LayeredCache[_Sequence]):
+class CpuKvCache(WindowedCache[_Sequence]):
     """KV cache in the CPU's memory, which grows with the sequences. `kind` is "fp32", "fp16" or "int8".
 
-    See LayeredCache for `max_tokens` and `layers`.
+    See LayeredCache for `max_tokens` and `layers`, WindowedCache for `window`. With a window, a sequence's keys and
+    values move to the front of its storage when they reach the end.
     """
 
     def __init__(
@@ -47,11 +50,12 @@ class CpuKvCache(LayeredCache[_Sequence]):
         layers: Sequence[int] | None = None,
         *,
         kind: str,
+        window: int | None = None,
     ) -> None:
         super().__init__(n_layers, max_tokens, layers)
         if kind not in KINDS:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
-        self.n_kv_heads, self.head_dim, self.kind = n_kv_heads, head_dim, kind
+        self.n_kv_heads, self.head_dim, self.kind, self.window = n_kv_heads, head_dim, kind, window
 
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (m, n_kv_heads, head_dim) of admitted tokens."""
@@ -63,8 +67,9 @@ class CpuKvCache(LayeredCache[_Sequence]):
             elif self.kind == "int8":
                 (key_codes, key_scales), (value_codes, value_scales) = map(_int8, found)
                 found = key_codes, value_codes, key_scales, value_scales
-            for part, x in zip(self._sequences[sequence].parts, found, strict=True):
-                part[index, :, position] = x
+            held = self._sequences[sequence]
+            for part, x in zip(held.parts, found, strict=True):
+                part[index, :, position - held.first] = x
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of positions first..end-1 as fp32 (n_kv_heads, end - first, head_dim).
@@ -79,8 +84,10 @@ class CpuKvCache(LayeredCache[_Sequence]):
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
         """See LayeredCache. Returns writable views instead of copies."""
-        index = self.index(layer)
-        return tuple(part[index, :, first:end] for part in self._sequences[sequence].parts)
+        index, held = self.index(layer), self._sequences[sequence]
+        if first < held.first:
+            raise ValueError(f"position {first} of sequence {sequence} has been dropped, {held.first} has not.")
+        return tuple(part[index, :, first - held.first : end - held.first] for part in held.parts)
 
     def store(self, layer: int, sequence: int, first: int, parts: Sequence[Tensor]) -> None:
         """See LayeredCache."""
@@ -88,13 +95,13 @@ class CpuKvCache(LayeredCache[_Sequence]):
             ours.copy_(theirs)
 
     def view(self, sequence: int, make: Callable[..., Any]) -> Any:
-        """Return make(*parts), called with the sequence's whole storage: keys, values, and for int8 their scales.
+        """Return make(first, *parts), called with the sequence's whole storage, which begins at position `first`.
 
-        The result is reused until the sequence grows or closes.
+        The parts are keys, values, and for int8 their scales. The result is reused until the storage changes.
         """
         held = self._sequences[sequence]
         if held.view is None:
-            held.view = make(*held.parts)
+            held.view = make(held.first, *held.parts)
         return held.view
 
     @property
@@ -115,7 +122,8 @@ class CpuKvCache(LayeredCache[_Sequence]):
         capacity = max((part.shape[2] for part in held.parts if part.dim() > 2), default=0)
         found = [(tuple(part.shape), part.numpy().dtype, part.is_contiguous()) for part in held.parts]
         expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
-        bounded = [self.max_tokens, capacity, *held.lengths, 0]
+        bounded = [self.max_tokens, held.first + capacity, *held.lengths, 0]
+        bounded[1] = min(bounded[:2])
         return found == expected and len(held.lengths) == self.n_layers and bounded == sorted(bounded, reverse=True)
 
     def _empty(self) -> _Sequence:
@@ -124,21 +132,41 @@ class CpuKvCache(LayeredCache[_Sequence]):
     def _make_room(self, lengths: Mapping[int, int]) -> None:
         """See LayeredCache. Raises: MemoryError: if memory runs out."""
         for sequence, length in lengths.items():
-            self._grow(sequence, length)
+            held = self._sequences[sequence]
+            if length > held.first + held.parts[0].shape[2]:
+                self._move(sequence, max(held.first, self.first_needed(min(held.lengths))), length)
 
-    def _grow(self, sequence: int, length: int) -> None:
-        """Grow a sequence's storage to at least `length` tokens.
+    def _begin_at(self, sequence: int, first: int, length: int) -> None:
+        held = self._sequences[sequence]
+        held.first, held.view = first, None
+        self._move(sequence, first, length)
 
-        One assignment replaces all parts, so that Ctrl-C can't leave keys, values and view with different sizes.
+    def _move(self, sequence: int, first: int, length: int) -> None:
+        """Move a sequence's keys and values so that index 0 is position `first` and position length - 1 has a place.
+
+        If the storage must grow, one assignment replaces all parts, so that Ctrl-C can't leave keys, values and view
+        with different sizes. If not, the layers count as empty meanwhile.
         """
         held = self._sequences[sequence]
-        capacity = held.parts[0].shape[2]
-        if length <= capacity:
+        capacity, n_dropped, lengths = held.parts[0].shape[2], first - held.first, [*held.lengths]
+        kept = slice(n_dropped, max(first, *lengths) - held.first)
+        n_kept = kept.stop - kept.start
+        if length - first > capacity:
+            parts = self._room(self._capacity(capacity, length - first))
+            for new, old in zip(parts, held.parts, strict=True):
+                new[:, :, :n_kept] = old[:, :, kept]
+            self._sequences[sequence] = _Sequence(parts, held.lengths, first)
             return
-        parts = self._room(min(self.max_tokens, max(2 * capacity, -(-length // PAGE_TOKENS) * PAGE_TOKENS)))
-        for new, old in zip(parts, held.parts, strict=True):
-            new[:, :, :capacity] = old
-        self._sequences[sequence] = _Sequence(parts, held.lengths)
+        held.lengths[:], held.view = [0] * self.n_layers, None
+        for part in held.parts:
+            for layer in part.numpy():
+                layer[:, :n_kept] = layer[:, kept]
+        held.first, held.lengths[:] = first, lengths
+
+    def _capacity(self, present: int, needed: int) -> int:
+        """Return the capacity of a storage that grows to hold `needed` tokens."""
+        most = max(needed, kept_tokens(self.max_tokens, self.window))
+        return min(most, max(2 * present, -(-needed // PAGE_TOKENS) * PAGE_TOKENS))
 
     def _room(self, capacity: int) -> tuple[Tensor, ...]:
         # NumPy asks the system for huge pages, torch does not: decoding the demo model after 1,024 tokens makes 850

@@ -1,7 +1,7 @@
 """Combine several KV caches into one: each layer's state is on the device that computes the layer."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
@@ -11,7 +11,7 @@ from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.kv.snapshots import Snapshots
-from hetero_ee.layers.state import KvState, RecurrentState
+from hetero_ee.layers.state import KvState, RecurrentState, kept_tokens
 from hetero_ee.models.blocks import layer_states
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import SNAPSHOT_GIB
@@ -23,7 +23,7 @@ class DeviceCaches(KvCache):
 
     Args:
         caches: caches with disjoint layers, of which at least one holds layers.
-        snapshot_bytes: RAM for copies of recurrent state, see mark().
+        snapshot_bytes: RAM for copies of state, see mark().
     """
 
     def __init__(self, caches: Iterable[KvCache], snapshot_bytes: int = 0) -> None:
@@ -89,7 +89,7 @@ class DeviceCaches(KvCache):
 
     def settle(self, sequence: int, length: int) -> None:
         """See KvCache. Tokens that some layers lack don't count, since the other layers may have to forget them."""
-        if self.is_recurrent:
+        if self.is_bounded:
             for cache in self._caches:
                 cache.settle(sequence, min(length, self.length(sequence)))
 
@@ -113,12 +113,12 @@ class DeviceCaches(KvCache):
         return all(part.restorable(sequence, length, layers) == length for part in self.parts)
 
     @property
-    def is_recurrent(self) -> bool:
-        return any(part.is_recurrent for part in self.parts)
+    def is_bounded(self) -> bool:
+        return any(part.is_bounded for part in self.parts)
 
     def mark(self, sequence: int) -> None:
         lengths = set(self.lengths(sequence))
-        if self.is_recurrent and self.snapshots.budget_bytes and len(lengths) == 1 and lengths != {0}:
+        if self.is_bounded and self.snapshots.budget_bytes and len(lengths) == 1 and lengths != {0}:
             copies = [part.snapshot(sequence) for part in self.parts]
             self.snapshots.keep(sequence, lengths.pop(), copies)
 
@@ -163,14 +163,15 @@ def host_cache(
     """
     parts: list[LayeredCache[Any]] = [
         *(
-            CpuKvCache(len(mine), *shape, max_tokens, mine, kind=kind)
+            CpuKvCache(len(mine), shape.n_kv_heads, shape.head_dim, max_tokens, mine, kind=kind, window=shape.window)
             for shape, mine in kv_layers(spec, layers).items()
         ),
         *(RecurrentCache(state, max_tokens, mine) for state, mine in recurrent_layers(spec, layers).items()),
     ]
     if not parts:
         return CpuKvCache(0, 0, 0, max_tokens, kind=kind)
-    return parts[0] if len(parts) == 1 else DeviceCaches(parts, snapshot_bytes)
+    is_plain = len(parts) == 1 and isinstance(parts[0], CpuKvCache) and parts[0].window is None
+    return parts[0] if is_plain else DeviceCaches(parts, snapshot_bytes)
 
 
 class GpuCaches(DeviceCaches):
@@ -199,7 +200,16 @@ def gpu_cache(
 ) -> GpuCache:
     """Return a cache of the given layers, None for all, on a GPU, with a part for each shape of state."""
     parts: list[GpuKvCache | GpuRecurrentCache] = [
-        GpuKvCache((len(mine), *shape), max_tokens, device, n_slots=n_slots, kind=kind, layers=mine)
+        GpuKvCache(
+            (len(mine), shape.n_kv_heads, shape.head_dim),
+            max_tokens,
+            device,
+            pool_tokens=kept_tokens(max_tokens, shape.window),
+            n_slots=n_slots,
+            kind=kind,
+            layers=mine,
+            window=shape.window,
+        )
         for shape, mine in kv_layers(spec, layers).items()
     ]
     parts += [
@@ -210,16 +220,22 @@ def gpu_cache(
     return parts[0] if len(parts) == 1 else GpuCaches(parts)
 
 
-def kv_layers(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[tuple[int, int], list[int]]:
-    """Return the given layers, None for all, by number and size of the key heads that their state holds.
+class KvShape(NamedTuple):
+    """What decides which layers share a KV cache. Layers without keys and values of their own have no heads."""
 
-    Layers without keys and values of their own have no heads. Recurrent layers are left out.
-    """
-    shapes: dict[tuple[int, int], list[int]] = {}
+    n_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+def kv_layers(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[KvShape, list[int]]:
+    """Return the given layers, None for all, by the shape of their keys and values. Recurrent layers are left out."""
+    shapes: dict[KvShape, list[int]] = {}
     for layer, state in enumerate(layer_states(spec)):
         if (layers is None or layer in layers) and not isinstance(state, RecurrentState):
-            own = state if isinstance(state, KvState) and state.source is None else None
-            shape = (0, 0) if own is None else (own.n_kv_heads, own.head_dim)
+            shape = KvShape(0, 0, None)
+            if isinstance(state, KvState) and state.source is None:
+                shape = KvShape(state.n_kv_heads, state.head_dim, state.window)
             shapes.setdefault(shape, []).append(layer)
     return shapes
 

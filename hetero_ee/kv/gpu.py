@@ -11,10 +11,12 @@ from torch import Tensor
 from hetero_ee.device_errors import driver_errors
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.cache import LayeredCache
 from hetero_ee.kv.cpu import CpuKvCache
+from hetero_ee.kv.windowed import WindowedCache
+from hetero_ee.layers.state import kept_tokens
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
 
+DROPPED = -1  # in a sequence's list of pages: one that a sliding window has passed
 VISITOR = 0  # number of the only sequence of a VisitingCache
 
 
@@ -22,10 +24,11 @@ VISITOR = 0  # number of the only sequence of a VisitingCache
 class _Sequence:
     slot: int  # its row in the page table
     lengths: list[int]  # tokens that each layer holds
-    pages: list[int] = field(default_factory=list)  # their numbers, in order
+    pages: list[int] = field(default_factory=list)  # their numbers, in order, or DROPPED
+    first: int = 0  # first position that is stored
 
 
-class GpuKvCache(LayeredCache[_Sequence]):
+class GpuKvCache(WindowedCache[_Sequence]):
     """The KV cache of a GPU: a pool of pages (hetero_ee_kernels.pages), which the kernels read.
 
     Records only the pages and slots that sequences own, never the free ones. So an interrupted change cannot lose a
@@ -35,6 +38,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         shape: (n_layers, n_kv_heads, head_dim).
         max_tokens, layers: see LayeredCache.
         pool_tokens: capacity for all sequences together; None for max_tokens.
+        window: see WindowedCache. Pages before it become free.
         n_slots: sequences that may be open at once; one more raises UsageError.
         kind: "fp16", "fp32" or "int8".
     """
@@ -49,11 +53,12 @@ class GpuKvCache(LayeredCache[_Sequence]):
         n_slots: int = 16,
         kind: str,
         layers: Sequence[int] | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__(shape[0], max_tokens, layers)
         if kind not in KINDS:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
-        self.kind = kind
+        self.kind, self.window = kind, window
         n_pages = _n_pages(max_tokens if pool_tokens is None else pool_tokens)
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
 
@@ -71,6 +76,17 @@ class GpuKvCache(LayeredCache[_Sequence]):
         super().cut(sequence, length, layers)
         held = self._sequences[sequence]
         del held.pages[_n_pages(max(held.lengths, default=0)) :]
+
+    def _begin_at(self, sequence: int, first: int, length: int) -> None:
+        held = self._sequences[sequence]
+        held.first, held.pages = first, [DROPPED] * (first // PAGE_TOKENS)
+        self._make_room({sequence: length})
+
+    def _drop(self, held: _Sequence) -> None:
+        """Free the pages that no token of the next pass needs. They count as dropped before they are free."""
+        for page in range(held.first // PAGE_TOKENS, self.first_needed(min(held.lengths, default=0)) // PAGE_TOKENS):
+            held.first = (page + 1) * PAGE_TOKENS
+            held.pages[page] = DROPPED
 
     def slots(self, batch: Batch) -> list[int]:
         """Return, for each token, its sequence's row in the page table."""
@@ -96,8 +112,10 @@ class GpuKvCache(LayeredCache[_Sequence]):
 
     def _pages_and_lines(self, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return the page of each position from `first` to `end` - 1, and its index within that page."""
-        positions = torch.arange(first, end, device=self.pages.codes.device)
-        table = self.pages.table[self._sequences[sequence].slot]
+        held, positions = self._sequences[sequence], torch.arange(first, end, device=self.pages.codes.device)
+        if first < held.first:
+            raise ValueError(f"position {first} of sequence {sequence} has been dropped, {held.first} has not.")
+        table = self.pages.table[held.slot]
         return table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
 
     def _places(self, batch: Batch) -> Tensor:
@@ -121,15 +139,16 @@ class GpuKvCache(LayeredCache[_Sequence]):
         owners = Counter(page for held in self._sequences.values() for page in held.pages)
         users = Counter(held.slot for held in self._sequences.values())
         for number, held in self._sequences.items():
-            bounded = [self.max_tokens, *held.lengths, 0]
+            bounded, first = [self.max_tokens, *held.lengths, 0], held.first // PAGE_TOKENS
+            stored = held.pages[first:]
             whole = (
                 len(held.lengths) == self.n_layers
                 and bounded == sorted(bounded, reverse=True)
                 and len(held.pages) >= _n_pages(bounded[1])
-                and all(owners[page] == 1 and 0 <= page < self.pages.codes.shape[0] for page in held.pages)
+                and all(owners[page] == 1 and 0 <= page < self.pages.codes.shape[0] for page in stored)
                 and users[held.slot] == 1
                 and 0 <= held.slot < len(table)
-                and table[held.slot][: len(held.pages)] == held.pages
+                and table[held.slot][first : len(held.pages)] == stored
             )
             if not whole:
                 raise HeteroError(
@@ -151,6 +170,8 @@ class GpuKvCache(LayeredCache[_Sequence]):
 
     def _make_room(self, lengths: Mapping[int, int]) -> None:
         """See LayeredCache. Raises: UsageError: if the pool has too few free pages."""
+        for number in lengths:
+            self._drop(self._sequences[number])
         new = {number: max(0, _n_pages(n) - len(self._sequences[number].pages)) for number, n in lengths.items()}
         free = self._free_pages() if any(new.values()) else []
         if sum(new.values()) > len(free):
@@ -190,23 +211,29 @@ class VisitingCache(GpuKvCache):
     Keys and values are uploaded and copied back in the CPU's format. The host waits for every copy.
 
     Args:
-        heads: number and size of the key heads.
+        shape: number and size of the key heads, and the sliding window.
     """
 
-    def __init__(self, heads: tuple[int, int], max_tokens: int, kind: str, device: Any) -> None:
-        super().__init__((1, *heads), max_tokens, device, n_slots=1, kind=kind)
+    def __init__(self, shape: tuple[int, int, int | None], max_tokens: int, kind: str, device: Any) -> None:
+        n_heads, head_dim, window = shape
+        pool_tokens = kept_tokens(max_tokens, window)
+        super().__init__(
+            (1, n_heads, head_dim), max_tokens, device, pool_tokens=pool_tokens, n_slots=1, kind=kind, window=window
+        )
 
     def index(self, layer: int) -> int:
         """Return 0, since the cache has one layer."""
         return 0
 
-    def bring(self, owner: CpuKvCache, layer: int, sequence: int, first: int, n_known: int, n_rows: int) -> Batch:
-        """Upload a layer's positions first..n_known-1 from `owner`. Return a batch of the next n_rows positions."""
+    def bring(self, owner: CpuKvCache, layer: int, sequence: int, n_known: int, n_rows: int) -> Batch:
+        """Upload what the next n_rows tokens see of n_known tokens in `owner`. Return a batch of their positions."""
         self.close(VISITOR)
         self.open(VISITOR)
-        self.admit(Batch.of_sequence(VISITOR, 0, [0] * (n_known + n_rows)))
-        if first < n_known:
-            self.store(layer, VISITOR, first, owner.stored(layer, sequence, first, n_known))
+        first = self.first_needed(n_known)
+        self.adopt(VISITOR, first, n_known + n_rows)
+        seen = 0 if self.window is None else max(0, n_known + 1 - self.window)
+        if seen < n_known:
+            self.store(layer, VISITOR, seen, owner.stored(layer, sequence, seen, n_known))
         return Batch.of_sequence(VISITOR, n_known, [0] * n_rows)
 
     def take_back(self, owner: CpuKvCache, layer: int, sequence: int, first: int, end: int) -> None:

@@ -77,7 +77,7 @@ class GpuRecurrentCache(LayeredCache[_Sequence]):
         held.bases = [base if base <= n else 0 for base, n in zip(held.bases, held.lengths, strict=True)]
 
     @property
-    def is_recurrent(self) -> bool:
+    def is_bounded(self) -> bool:
         return True
 
     def snapshot(self, sequence: int) -> tuple[Tensor, ...]:

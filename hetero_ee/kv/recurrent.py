@@ -97,7 +97,7 @@ class RecurrentCache(LayeredCache[_Sequence]):
                 held.storage.bases[index] = 0
 
     @property
-    def is_recurrent(self) -> bool:
+    def is_bounded(self) -> bool:
         return True
 
     def snapshot(self, sequence: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Copies of sequences' recurrent state in RAM, to which a cache can be rolled back beyond what its logs allow."""
+"""Copies of sequences' state in RAM, to which a cache can be rolled back beyond what it keeps itself."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

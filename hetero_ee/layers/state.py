@@ -10,7 +10,19 @@ KV_SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # bytes of the scale of one 
 FLOAT_BYTES = 4
 MAX_DECODE_TOKENS = 16  # up to this many, attention reads keys and values once and pays a little for each more
 
-LOG_TOKENS = MAX_DECODE_TOKENS + 8  # last tokens that a recurrent state can forget: a verification and its next guess
+LOG_TOKENS = MAX_DECODE_TOKENS + 8  # last tokens that a state can always forget: a verification and its next guess
+MAX_PASS_TOKENS = 512  # most tokens of a sequence in one pass, a prompt's chunk
+BLOCK_TOKENS = (
+    64  # keys and values before a sliding window are dropped in blocks of this many, the size of a GPU's page
+)
+
+
+def kept_tokens(n_tokens: int, window: int | None) -> int:
+    """Return how many of n_tokens tokens a KV cache has room for: with a sliding window, those that a pass may see."""
+    if window is None:
+        return n_tokens
+    n_seen = window + LOG_TOKENS + MAX_DECODE_TOKENS + MAX_PASS_TOKENS  # some layers may be a few tokens ahead
+    return min(n_tokens, (n_seen // BLOCK_TOKENS + 2) * BLOCK_TOKENS)
 
 
 class State(ABC):
@@ -31,6 +43,10 @@ class State(ABC):
         """Number of values per token and part of its context that a GPU stores before it combines the parts."""
         return 0
 
+    def snapshot_bytes(self, n_tokens: int, kv_type: str) -> int:
+        """Return the bytes of a copy that restores the state; 0 if it can be rolled back to any of n_tokens tokens."""
+        return 0
+
     @property
     def runs_on_gpu(self) -> bool:
         """Whether GPUs have kernels for mixers with such a state."""
@@ -48,8 +64,11 @@ class KvState(State):
     source: int | None = None
 
     def n_bytes(self, n_tokens: int, kv_type: str) -> int:
-        """Return the bytes after n_tokens tokens. A sliding window saves nothing, since the cache keeps all tokens."""
-        return 0 if self.source is not None else n_tokens * self.token_bytes(kv_type)
+        return 0 if self.source is not None else kept_tokens(n_tokens, self.window) * self.token_bytes(kv_type)
+
+    def snapshot_bytes(self, n_tokens: int, kv_type: str) -> int:
+        n_needed = 0 if self.window is None or self.source is not None else self.window + LOG_TOKENS + BLOCK_TOKENS
+        return n_needed * self.token_bytes(kv_type) if n_needed < n_tokens else 0
 
     def token_bytes(self, kv_type: str) -> int:
         """Return the bytes of one token's keys and values, whichever layer keeps them."""
@@ -120,6 +139,9 @@ class RecurrentState(State):
     @property
     def matrix_bytes(self) -> int:
         return FLOAT_BYTES * self.n_value_heads * self.key_dim * self.value_dim
+
+    def snapshot_bytes(self, n_tokens: int, kv_type: str) -> int:
+        return self.n_bytes(n_tokens, kv_type)
 
     def n_bytes(self, n_tokens: int, kv_type: str) -> int:
         update = self.n_key_heads * self.key_dim + self.n_value_heads * (self.value_dim + 1)

@@ -390,7 +390,8 @@ def _shape(cache: CpuKvCache) -> tuple[int, int, int]:
     return max(1, cache.n_layers), cache.n_kv_heads, cache.head_dim
 
 
-def sequence_cache(*parts: Tensor) -> SequenceCache:
-    """Convert a sequence's storage to the form that the kernels need."""
+def sequence_cache(first: int, *parts: Tensor) -> SequenceCache:
+    """Convert a sequence's storage, which begins at position `first`, to the form that the kernels need."""
     arrays = (part.numpy() for part in parts)
-    return SequenceCache(*(array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays))
+    stored = (array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays)
+    return SequenceCache(*stored, first=first)

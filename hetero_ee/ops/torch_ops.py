@@ -404,8 +404,9 @@ class BatchedTorchOps(TorchOps):
         positions = torch.tensor(batch.positions)
         for sequence in sorted(set(batch.sequences)):
             mine = torch.tensor([row for row, owner, _ in batch.entries() if owner == sequence])
-            keys, values = cache.read(layer, sequence, 0, int(positions[mine].max()) + 1)
-            distance = positions[mine, None] - torch.arange(keys.shape[1])
+            first = 0 if window is None else max(0, int(positions[mine].min()) + 1 - window)
+            keys, values = cache.read(layer, sequence, first, int(positions[mine].max()) + 1)
+            distance = positions[mine, None] - torch.arange(first, first + keys.shape[1])
             seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
             if cap or sinks is not None:
                 outputs[mine] = _capped_attention(queries[mine], keys, values, seen, scale, cap, sinks)

@@ -117,8 +117,8 @@ class PlanKeywords(TypedDict, total=False):
     snapshot_budget: Annotated[
         float | None,
         Option(
-            "RAM for copies of recurrent state at the ends of messages, in GiB: a chat continues from there when its "
-            "text changes. Only models with recurrent layers use it.",
+            "RAM for copies of state at the ends of messages, in GiB: a chat continues from there when its text "
+            "changes. Only models with recurrent layers or sliding windows use it.",
             ("--snapshot-budget",),
             default_text=f"{SNAPSHOT_GIB:g}",
         ),

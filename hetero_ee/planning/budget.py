@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hetero_ee.costs.product import FLOAT_BYTES, exit_map_products
-from hetero_ee.layers.state import MAX_DECODE_TOKENS, RecurrentState
+from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.planning.chain import Chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
@@ -69,9 +69,10 @@ def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) 
 
 
 def snapshot_terms(problem: Problem) -> list[MemoryTerm]:
-    """Return the RAM for snapshots of recurrent state, if the model has such a state."""
+    """Return the RAM for snapshots of recurrent state, and of keys and values within sliding windows."""
     states = [part.cost.state for part in problem.parts]
-    n_bytes = sum(state.n_bytes(0, "") for state in states if isinstance(state, RecurrentState))
+    sizes = (problem.context_tokens, problem.kv_type)
+    n_bytes = sum(state.snapshot_bytes(*sizes) for state in states if state is not None)
     n_bytes = min(problem.limits.snapshot_budget_bytes, MAX_SNAPSHOTS * n_bytes)
     return [MemoryTerm("cpu", SNAPSHOTS, n_bytes)] if n_bytes else []
 

@@ -36,7 +36,7 @@ class Limits:
     vram_budget_bytes: int | None = None  # None: the free VRAM, less the margin
     vram_margin_bytes: int = int(VRAM_MARGIN_GIB * GIB)
     ram_budget_bytes: int | None = None  # None: the free RAM
-    snapshot_budget_bytes: int = int(SNAPSHOT_GIB * GIB)  # of RAM: for copies of recurrent state
+    snapshot_budget_bytes: int = int(SNAPSHOT_GIB * GIB)  # of RAM: for copies of state, see KvCache.mark
     # Number of first layers wholly on the GPU, at most all; 0: no GPU; None: the planner decides. Unused without a GPU.
     gpu_layers: int | None = None
     # Regular expressions and the placements (see placement.py: gpu, cpu, stream, hot-N) of parts whose whole names they

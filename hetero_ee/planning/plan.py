@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def snapshot_bytes(self) -> int:
-        """RAM for snapshots of recurrent state."""
+        """RAM for snapshots, see KvCache.mark."""
         return sum(term.n_bytes for term in self.memory if term.name == SNAPSHOTS)
 
     @property

@@ -192,7 +192,7 @@ class Metrics:
 
 
 def _snapshot_gauges(scheduler: Scheduler) -> dict[str, tuple[str, Callable[[], float]]]:
-    """Return what is known of recurrent state, since the current plan was opened; nothing for models without it."""
+    """Return what is known of snapshots, since the current plan was opened; nothing for models without them."""
     if scheduler.snapshots is None:
         return {}
 
@@ -200,7 +200,7 @@ def _snapshot_gauges(scheduler: Scheduler) -> dict[str, tuple[str, Callable[[], 
         return scheduler.snapshots or Snapshots()  # a change of plan replaces them
 
     return {
-        "state_snapshots_restored": ("Rollbacks of recurrent state to a snapshot", lambda: kept().n_restored),
+        "state_snapshots_restored": ("Rollbacks of state to a snapshot", lambda: kept().n_restored),
         "state_snapshots_missed": ("Rollbacks that read a text again, for lack of one", lambda: kept().n_missed),
         "state_snapshot_bytes": ("RAM of the snapshots", lambda: kept().n_bytes),
     }

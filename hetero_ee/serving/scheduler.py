@@ -123,9 +123,9 @@ class Scheduler:
 
     @property
     def snapshots(self) -> Snapshots | None:
-        """Snapshots of recurrent state, None if the model has no such state."""
+        """Snapshots of state, None if every layer can be rolled back to any length."""
         cache = self._engine.executor.cache
-        return cache.snapshots if isinstance(cache, DeviceCaches) and cache.is_recurrent else None
+        return cache.snapshots if isinstance(cache, DeviceCaches) and cache.is_bounded else None
 
     def slot_states(self) -> list[SlotState]:
         """Return the state of each slot. The extra slot is among them only while a request runs in it."""

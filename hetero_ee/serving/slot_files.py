@@ -9,14 +9,16 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.engine import Engine
 from hetero_ee.errors import StoreError, shown
-from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import LayeredCache
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.scheduler import BusyError
 from hetero_ee.serving.slots import Slot, Slots
@@ -99,7 +101,11 @@ class SlotFiles:
         if n_tokens == 0:
             raise RequestError(f"slot {number} holds no tokens.")
         for layer in cache.held_layers:
-            found = cache.part(layer).stored(layer, slot.sequence, 0, n_tokens)
+            part = cache.part(layer)
+            first = part.first_needed(n_tokens)
+            if part.first_stored(slot.sequence, n_tokens) > first:
+                raise RequestError(f"slot {number} was cut, and its sliding windows have passed {first}; use it first.")
+            found = part.stored(layer, slot.sequence, first, n_tokens)
             layers[str(layer)] = torch.cat([part.cpu().flatten().view(torch.uint8) for part in found]).numpy()
         return SlotContent(slot.token_ids[:n_tokens], layers)
 
@@ -119,17 +125,9 @@ class SlotFiles:
         def fill(sequence: int) -> None:
             executor.make_room({sequence: n_tokens})
             executor.remember(sequence, content.token_ids)
-            cache = executor.cache  # growing may have replaced the cache
-            cache.admit(Batch.of_sequence(sequence, 0, content.token_ids, is_prompt=True))
-            for layer in cache.held_layers:
-                part = cache.part(layer)
-                like, kept = part.stored(layer, sequence, 0, n_tokens), torch.from_numpy(content.layers[str(layer)])
-                sizes = [each.numel() * each.element_size() for each in like]
-                if kept.numel() != sum(sizes):
-                    raise RequestError(f"the slot file's layer {layer} has {kept.numel()} bytes, not {sum(sizes)}.")
-                if any(sizes):  # layers that read the keys and values of others have none of their own
-                    pairs = zip(kept.split_with_sizes(sizes), like, strict=True)
-                    part.store(layer, sequence, 0, [each.view(own.dtype).view(own.shape) for each, own in pairs])
+            for part in executor.cache.parts:  # growing may have replaced the cache
+                for layer in part.held_layers:
+                    _restore(part, layer, sequence, n_tokens, torch.from_numpy(content.layers[str(layer)]))
 
         slots.replace(idle(slots, number), content.token_ids, fill)
 
@@ -137,7 +135,7 @@ class SlotFiles:
         """Return a hash of everything that decides what the bytes of a slot mean."""
         executor = self._engine.executor
         parts = [executor.cache.part(layer) for layer in executor.cache.held_layers]
-        layout = [(type(part).__name__, part.kind) for part in parts]
+        layout = [(type(part).__name__, part.kind, part.first_needed(MAX_BYTES) > 0) for part in parts]
         ropes = sorted(repr(rope.for_context(executor.most_tokens)) for rope in executor.spec.ropes)
         key = [self._calibrations.key, layout, ropes, executor.spec.activation_terms]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -148,6 +146,20 @@ class SlotFiles:
                 f"filename is {shown(name)}; expected up to 100 letters, digits, dots, - and _.", "filename"
             )
         return self._folder / name
+
+
+def _restore(part: LayeredCache[Any], layer: int, sequence: int, n_tokens: int, kept: Tensor) -> None:
+    """Write a layer's bytes, which begin at its first needed position. Raises: RequestError: if the size is wrong."""
+    first = part.first_needed(n_tokens)
+    if not part.length(sequence):
+        part.adopt(sequence, first, n_tokens)
+    like = part.stored(layer, sequence, first, n_tokens)
+    sizes = [each.numel() * each.element_size() for each in like]
+    if kept.numel() != sum(sizes):
+        raise RequestError(f"the slot file's layer {layer} has {kept.numel()} bytes, not {sum(sizes)}.")
+    if any(sizes):  # layers that read the keys and values of others have none of their own
+        pairs = zip(kept.split_with_sizes(sizes), like, strict=True)
+        part.store(layer, sequence, first, [each.view(own.dtype).view(own.shape) for each, own in pairs])
 
 
 def idle(slots: Slots, number: int) -> Slot:

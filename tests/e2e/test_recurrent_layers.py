@@ -14,7 +14,7 @@ from hetero_ee.runtime.executors.executor import Executor
 from tests.e2e.test_exact_identity import Models, check_case
 from tests.e2e.test_families import TOLERANCE, executor_of
 from tests.exact_cases import drawn_cases
-from tests.executor_support import MAX_TOKENS, executor_for, hidden_alone, model_of
+from tests.executor_support import executor_for, hidden_alone, model_of
 from tests.families import random_model, save_checkpoint
 from tests.mtp_models import DENSE, knowing_mtp
 
@@ -47,6 +47,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 class Walk:
     """A sequence that drafts, forgets and reads on at random. Hidden states of its true tokens are those `expected`."""
 
+    text, other = TEXT, OTHER
+
     def __init__(self, executor: Executor, seed: int, expected: torch.Tensor) -> None:
         self.executor, self.draw, self.expected = executor, random.Random(seed), expected
         self.sequence, self.n_true, self.n_drafted = executor.cache.open_new(), 0, 0
@@ -54,26 +56,26 @@ class Walk:
     def step(self) -> None:
         if self.draw.random() < 0.3:
             self.executor.cache.settle(self.sequence, self.n_true)
-        if self.n_true == len(TEXT) or self.draw.random() < 0.15:
+        if self.n_true == len(self.text) or self.draw.random() < 0.15:
             self.forget()
         elif self.draw.random() < 0.3:
             self.read(self.draw.choice([1, 2, LOG_TOKENS - 1, LOG_TOKENS, LOG_TOKENS + 1, 60]))
         else:
             self.draft(
-                self.draw.randint(1, min(16, MAX_TOKENS - self.n_true)),
+                self.draw.randint(1, min(16, self.executor.cache.max_tokens - self.n_true)),
                 self.draw.randrange(self.executor.spec.n_layers),
             )
 
     def read(self, n_tokens: int) -> None:
-        tokens = TEXT[self.n_true : self.n_true + n_tokens]
+        tokens = self.text[self.n_true : self.n_true + n_tokens]
         hidden = self.executor.hidden(Batch.of_sequence(self.sequence, self.n_true, tokens))
         assert torch.equal(hidden, self.expected[self.n_true : self.n_true + len(tokens)])
         self.n_true += len(tokens)
 
     def draft(self, n_tokens: int, exit_layer: int) -> None:
         """Draft one by one through the first layers, verify together, and forget the wrong drafts."""
-        n_right = min(self.draw.randint(0, n_tokens), len(TEXT) - self.n_true)
-        tokens = [*TEXT[self.n_true : self.n_true + n_right], *OTHER[: n_tokens - n_right]]
+        n_right = min(self.draw.randint(0, n_tokens), len(self.text) - self.n_true)
+        tokens = [*self.text[self.n_true : self.n_true + n_right], *self.other[: n_tokens - n_right]]
         batch, layers = Batch.of_sequence(self.sequence, self.n_true, tokens), range(self.executor.spec.n_layers)
         hidden = None
         if exit_layer:

@@ -150,6 +150,27 @@ def test_layers_with_other_states_are_restored(family: str, demo: Path, tmp_path
     assert all((found.layers[layer] == expected.layers[layer]).all() for layer in expected.layers)
 
 
+def test_of_a_sliding_window_only_what_is_needed_is_saved(demo: Path, tmp_path: Path) -> None:
+    model = random_model("gemma3", vocab_size=VOCABULARY, max_position_embeddings=512)
+    with opened(save_checkpoint(model, tmp_path / "m", tokenizer_from=demo), quantizer="rtn") as engine:
+        files, kept = SlotFiles(engine, tmp_path), [5 + at % 90 for at in range(400)]
+        slots = filled(engine, kept)
+        expected = files.copy(slots, 0)
+        slots.free_idle()
+        files.install(slots, 0, expected)
+        found, cache = files.copy(slots, 0), engine.executor.cache
+        (sequence,) = cache.sequences
+        assert cache.restorable(sequence, 399) == 399 and cache.restorable(sequence, 100) == 0
+        cut = slots.idle(0)
+        assert cut is not None
+        del cut.token_ids[345:]
+        with pytest.raises(RequestError, match="slot 0 was cut"):
+            files.copy(slots, 0)
+    assert all((found.layers[layer] == expected.layers[layer]).all() for layer in expected.layers)
+    sizes = {layer.nbytes for layer in expected.layers.values()}
+    assert max(sizes) > 5 * min(sizes)
+
+
 @pytest.mark.sample(0)
 def test_what_can_not_be_saved_is_said(tiny: Path, tmp_path: Path) -> None:
     with server(tiny, None) as found:

@@ -143,7 +143,7 @@ def test_rows_must_match_and_be_there() -> None:
 def test_a_view_is_made_once_and_again_after_growth() -> None:
     cache, made = new_cache("int8"), []
 
-    def make(*parts: Any) -> Any:
+    def make(first: int, *parts: Any) -> Any:
         made.append(parts)
         return parts
 

@@ -129,7 +129,7 @@ def test_a_view_that_can_t_be_made(kind: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         cache.view(0, fail)
-    assert cache.view(0, lambda *parts: parts)[0].shape[2] == PAGE_TOKENS
+    assert cache.view(0, lambda first, *parts: parts)[0].shape[2] == PAGE_TOKENS
 
 
 @errors

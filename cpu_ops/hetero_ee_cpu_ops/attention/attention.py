@@ -83,10 +83,15 @@ NOT_YET = {True: (0, 0), False: (1, 1)}
 
 @inner
 def _run_end(table: int, row: int, n_rows: int) -> int:
-    """Return the end of the consecutive rows, starting at `row`, that belong to the same sequence."""
+    """Return the end of the consecutive rows, starting at `row`, that belong to the same sequence.
+
+    Positions are compared too: addresses of two sequences whose memory begins at different positions may be equal.
+    """
     line = table + 8 * COLUMNS * row
     end = row + 1
     while end < n_rows and word(table + 8 * COLUMNS * end, KEYS) == word(line, KEYS):
+        if word(table + 8 * COLUMNS * end, POSITION) != word(line, POSITION) + end - row:
+            break
         end += 1
     return end
 

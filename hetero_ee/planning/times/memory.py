@@ -22,7 +22,7 @@ GRAPH_LAYER_BYTES = 2**14  # for one layer's CUDA graph with about ten launches:
 N_STATES = 7  # hidden states outside of buffers: 4 on the link, a segment's result, two of the final norm
 CODE_BYTES = 1.125  # an activation as products read it: int8, and an fp32 scale per 32
 DRAFT_HEAD, DRAFT_MODEL = "draft head", "draft model"  # the terms whose device computes drafts
-SNAPSHOTS = "snapshots of recurrent state"
+SNAPSHOTS = "snapshots of state"
 MAX_SNAPSHOTS = 32  # more are not counted, though the budget allows them
 DRAFT_ROWS = "draft vocabulary"  # of a draft head that the CPU computes, for the model's head on the GPU
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.kv.devices import GpuCache, kv_layers
+from hetero_ee.kv.devices import GpuCache, KvShape, kv_layers
 from hetero_ee.kv.gpu import VisitingCache
 from hetero_ee.layers.ops import LOGITS, Norm
 from hetero_ee.layers.state import KvState
@@ -63,9 +63,9 @@ class GpuExecutor(BlockExecutor):
         self._recorder = recorder_for(self._device, operations)
         self._inputs = _token_inputs(spec, weights, self._model_blocks)
         self._visiting = {
-            heads: VisitingCache(heads, cache.max_tokens, visits, self._device)
-            for heads in kv_layers(spec)
-            if visits and heads[0]
+            shape: VisitingCache(shape, cache.max_tokens, visits, self._device)
+            for shape in kv_layers(spec)
+            if visits and shape.n_kv_heads
         }
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
         self._splits: dict[str, GpuSplit] = {}
@@ -119,14 +119,13 @@ class GpuExecutor(BlockExecutor):
         layer, state = block.layer, block.state
         if not self._visiting or layer is None or not isinstance(state, KvState) or state.source is not None:
             raise ValueError(f"{block.name} has no keys and values that could visit here.")
-        visiting, window = self._visiting[state.n_kv_heads, state.head_dim], state.window
+        visiting = self._visiting[KvShape(state.n_kv_heads, state.head_dim, state.window)]
         segment = self._borrowed_segment(block, weights, visiting)
         held = cast(CpuKvCache, owner.cache.part(layer))
         out = torch.empty(hidden.shape, device=self._device)
         for sequence, mine in batch.by_sequence().items():
             n_known, n_rows = batch.positions[mine[0]], len(mine)
-            first = 0 if window is None else max(0, n_known + 1 - window)
-            here = visiting.bring(held, layer, sequence, first, n_known, n_rows)
+            here = visiting.bring(held, layer, sequence, n_known, n_rows)
             out[mine] = segment.run(hidden[mine], here)
             visiting.take_back(held, layer, sequence, n_known, n_known + n_rows)
         return out

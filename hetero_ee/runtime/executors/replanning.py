@@ -196,7 +196,7 @@ class ReplanningExecutor(Executor):
         Args:
             tensors: hidden states that this executor computed, under this plan or an earlier one.
         """
-        before = self._lengths() if self.cache.is_recurrent else {}
+        before = self._lengths() if self.cache.is_bounded else {}
         try:
             return action(self.inner, *self._within_reach(tensors))
         except DeviceMemoryError as error:
