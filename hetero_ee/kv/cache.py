@@ -139,6 +139,7 @@ class LayeredCache(KvCache, Generic[S]):
     """
 
     kind: str
+    version = 0  # how often the tensors that a GPU's launches were recorded for have been replaced
 
     def __init__(self, n_layers: int, max_tokens: int, layers: Sequence[int] | None = None) -> None:
         self.n_layers, self.max_tokens = n_layers, max_tokens

@@ -221,7 +221,7 @@ def gpu_cache(
 
 
 class KvShape(NamedTuple):
-    """What decides which layers share a KV cache. Layers without keys and values of their own have no heads."""
+    """The shape of a layer's keys and values. Layers without keys and values of their own have no heads."""
 
     n_kv_heads: int
     head_dim: int

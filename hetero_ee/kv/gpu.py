@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class GpuKvCache(WindowedCache[_Sequence]):
         shape: (n_layers, n_kv_heads, head_dim).
         max_tokens, layers: see LayeredCache.
         pool_tokens: capacity for all sequences together; None for max_tokens.
-        window: see WindowedCache. Pages before it become free.
+        window: see WindowedCache. Pages before it become free. If several sequences need more pages, the tensors are
+            replaced by larger ones and `version` changes, as in GpuRecurrentCache.
         n_slots: sequences that may be open at once; one more raises UsageError.
         kind: "fp16", "fp32" or "int8".
     """
@@ -58,7 +59,7 @@ class GpuKvCache(WindowedCache[_Sequence]):
         super().__init__(shape[0], max_tokens, layers)
         if kind not in KINDS:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
-        self.kind, self.window = kind, window
+        self.kind, self.window, self.version = kind, window, 0
         n_pages = _n_pages(max_tokens if pool_tokens is None else pool_tokens)
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
 
@@ -174,6 +175,9 @@ class GpuKvCache(WindowedCache[_Sequence]):
             self._drop(self._sequences[number])
         new = {number: max(0, _n_pages(n) - len(self._sequences[number].pages)) for number, n in lengths.items()}
         free = self._free_pages() if any(new.values()) else []
+        if sum(new.values()) > len(free) and self.window is not None:
+            self._enlarge(sum(new.values()) - len(free))
+            free = self._free_pages()
         if sum(new.values()) > len(free):
             n_tokens = self.pages.codes.shape[0] * PAGE_TOKENS
             raise UsageError(
@@ -182,6 +186,25 @@ class GpuKvCache(WindowedCache[_Sequence]):
             )
         for number, n_new in new.items():
             self._grow(self._sequences[number], [free.pop() for _ in range(n_new)])
+
+    def _enlarge(self, n_missing: int) -> None:
+        """Enlarge a pool for windows, which is allocated for one sequence, if max_tokens tokens would not fit it.
+
+        Raises: DeviceMemoryError: if memory runs out.
+        """
+        n_pages, present = len(self.pages.codes), self.pages
+        larger = min(
+            _n_pages(self.max_tokens), n_pages + max(n_missing, _n_pages(kept_tokens(self.max_tokens, self.window)))
+        )
+        if larger <= n_pages:
+            return
+        shape = self.n_layers, present.n_kv_heads, present.head_dim
+        with driver_errors("the keys and values of more sequences", lambda: 0):
+            found = new_pages(shape, self.kind, larger, (0, 0), self.device)
+            for new, old in ((found.codes, present.codes), (found.scales, present.scales)):
+                if old is not None:
+                    new[:n_pages].copy_(old)
+        self.pages, self.version = replace(found, table=present.table), self.version + 1
 
     def _grow(self, held: _Sequence, pages: list[int]) -> None:
         """Assign free pages to a sequence.

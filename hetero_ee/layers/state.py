@@ -18,7 +18,7 @@ BLOCK_TOKENS = (
 
 
 def kept_tokens(n_tokens: int, window: int | None) -> int:
-    """Return how many of n_tokens tokens a KV cache has room for: with a sliding window, those that a pass may see."""
+    """Return how many of n_tokens tokens a KV cache can hold: with a sliding window, those that a pass may see."""
     if window is None:
         return n_tokens
     n_seen = window + LOG_TOKENS + MAX_DECODE_TOKENS + MAX_PASS_TOKENS  # some layers may be a few tokens ahead

@@ -207,16 +207,27 @@ def test_a_move_that_ctrl_c_ends_leaves_nothing() -> None:
 
 
 def test_old_pages_serve_other_sequences() -> None:
-    pool = kept_tokens(MAX_TOKENS, WINDOW)
+    """More sequences than one pool holds enlarge it, up to what a cache without a window would have."""
+    most = 1000
     cache = GpuKvCache(
-        SHAPE, MAX_TOKENS, torch.device("cpu"), pool_tokens=pool, kind="fp32", layers=LAYERS, window=WINDOW
+        SHAPE,
+        most,
+        torch.device("cpu"),
+        pool_tokens=kept_tokens(most, WINDOW),
+        kind="int8",
+        layers=LAYERS,
+        window=WINDOW,
     )
     texts = [Text(cache, number) for number in range(3)]
     for _ in range(10):
         for text in texts:
             text.read(50, len(LAYERS))
+    assert cache.version == 0
+    texts[0].read(450, len(LAYERS))
+    assert cache.version > 0 and len(cache.pages.codes) <= -(-most // 64)
     for text in texts:
-        text.check("fp32")
+        text.check("int8")
+    cache.check()
     with pytest.raises(UsageError, match="don't fit"):
-        texts[0].read(600, len(LAYERS))
+        texts[1].read(450, len(LAYERS))
     cache.check()

@@ -1,8 +1,9 @@
 """The int64 table that gives kv_write and attention the addresses of each row's keys and values.
 
 Columns of a row: KEYS, VALUES, KEY_SCALES, VALUE_SCALES (addresses of layer 0; scales 0 if there are none), CAPACITY
-(slots) and POSITION (the row's own). Addresses are where position 0 would be: the memory may begin at a later one. Keys and values of one sequence are (n_layers, n_kv_heads, capacity, head_dim),
-contiguous; scales (n_layers, n_kv_heads, capacity). One table serves every layer of a pass.
+(slots) and POSITION (the row's own). Addresses are where position 0 would be: the memory may begin at a later one. Keys
+and values of one sequence are (n_layers, n_kv_heads, capacity, head_dim), contiguous; scales (n_layers, n_kv_heads,
+capacity). One table serves every layer of a pass.
 """
 
 from collections.abc import Sequence

@@ -107,6 +107,9 @@ class GpuSegment:
         self._blocks = [bind(self._ops, spec, block, weights.of(block), cache) for block in blocks]
         self._inputs = inputs if any(block.mixer.reads_tokens for block in self._blocks) else None
         self._has_state = any(block.mixer.has_state for block in self._blocks)
+        self._parts = {
+            cache.part(block.layer) for block in blocks if block.state is not None and block.layer is not None
+        }
         self._recurrent: dict[GpuRecurrentCache, list[int]] = {}  # layers with such a state, by the cache that has it
         for block in blocks:
             if isinstance(block.state, RecurrentState) and block.layer is not None:
@@ -161,8 +164,8 @@ class GpuSegment:
                 yield rows, rows.stop - first
 
     def _current_replays(self) -> Replays:
-        """Return the recorded launches, without those on tensors of recurrent state that have been replaced."""
-        version = sum(state.version for state in self._recurrent)
+        """Return the recorded launches, without those on tensors of the cache that have been replaced."""
+        version = sum(part.version for part in self._parts)
         if version != self._version:
             self._version, self._replays = version, Replays(self._recorder)
         return self._replays
