@@ -122,9 +122,9 @@ class CpuKvCache(WindowedCache[_Sequence]):
         capacity = max((part.shape[2] for part in held.parts if part.dim() > 2), default=0)
         found = [(tuple(part.shape), part.numpy().dtype, part.is_contiguous()) for part in held.parts]
         expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
-        bounded = [self.max_tokens, held.first + capacity, *held.lengths, 0]
-        bounded[1] = min(bounded[:2])
-        return found == expected and len(held.lengths) == self.n_layers and bounded == sorted(bounded, reverse=True)
+        bounded = [min(self.max_tokens, held.first + capacity), *held.lengths, 0]
+        fits = capacity <= self.max_tokens and bounded == sorted(bounded, reverse=True)
+        return found == expected and len(held.lengths) == self.n_layers and fits
 
     def _empty(self) -> _Sequence:
         return _Sequence(self._room(0), [0] * self.n_layers)
