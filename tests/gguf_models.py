@@ -11,6 +11,7 @@ from torch import Tensor
 
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss"}
 ARCHITECTURES |= {"olmo3": "olmo2", "ministral3": "mistral3"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
@@ -28,6 +29,7 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
 
     config, tokenizer = model.config, changes.pop("tokenizer", None)
     config.allow_global_per_layer_attribute_access = True  # transformers' word for fields of Gemma 4's layers
+    is_fused = changes.pop("is_fused", False)  # whether gate and up of all experts are one tensor
     factors, part_tensors = changes.pop("factors", {}), changes.pop("part_tensors", 0)
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=part_tensors)
@@ -43,8 +45,11 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         saved = f"{name}.weight" if name.endswith("layer_scalar") else name
-        saved = saved.replace("dt_bias", "dt_proj.bias")
+        saved = f"{name}.weight" if name.endswith(".sinks") else saved.replace("dt_bias", "dt_proj.bias")
         found = names.get_name(saved, try_suffixes=(".weight", ".bias"))
+        if ".mlp.experts." in name:
+            held[name] = _experts(writer, name, values, arch, types, is_fused)
+            continue
         if ".linear_attn." in name:
             kind = gguf.GGMLQuantizationType[types(found) if values.dim() == 2 else "F32"]
             made, back = _linear_attention(name.rpartition("linear_attn.")[2], values, config)
@@ -55,8 +60,8 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         values = values.flatten(1) if values.dim() == 3 else values
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         turns = arch in INTERLEAVED and heads is not None
-        added = float(arch in (*GEMMA, "qwen35") and name.endswith("norm.weight"))
-        is_matrix = values.dim() > 1 and not name.endswith("conv.conv.weight")
+        added = float(arch in (*GEMMA, "qwen35", "qwen35moe") and name.endswith("norm.weight"))
+        is_matrix = values.dim() > 1 and not name.endswith(("conv.conv.weight", "gate.weight", "router.weight"))
         kind = gguf.GGMLQuantizationType[types(found) if is_matrix else "F32"]
         data = packed((_turned(values, heads) if turns else values + added).numpy(), kind)
         writer.add_tensor(found, data, raw_dtype=kind)
@@ -147,7 +152,7 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         "{arch}.block_count": config.num_hidden_layers,
         "{arch}.context_length": config.max_position_embeddings,
         "{arch}.embedding_length": config.hidden_size,
-        "{arch}.feed_forward_length": config.intermediate_size,
+        "{arch}.feed_forward_length": getattr(config, "intermediate_size", None),
         "{arch}.attention.head_count": config.num_attention_heads,
         "{arch}.attention.head_count_kv": config.num_key_value_heads,
     }
@@ -166,7 +171,7 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         found["{arch}.rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
     elif arch in INTERLEAVED:
         found["{arch}.rope.dimension_count"] = head_dim
-    if arch in ("llama", "qwen2", "qwen3", "glm4", "seed_oss", "ernie4_5", *GEMMA):
+    if arch in ("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss", "glm4", "seed_oss", "ernie4_5", *GEMMA):
         found["{arch}.attention.key_length"] = found["{arch}.attention.value_length"] = head_dim
     if full["rope_type"] == "linear" and arch in GEMMA:
         found |= {"{arch}.rope.scaling.type": "linear", "{arch}.rope.scaling.factor": float(full["factor"])}
@@ -200,8 +205,21 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
             "{arch}.shortconv.l_cache": config.conv_L_cache,
             "{arch}.attention.head_count_kv": [0 if kind == "conv" else n_kv_heads for kind in config.layer_types],
         }
-    if arch == "qwen35":
-        return {
+    if arch == "qwen3moe":
+        return _metadata_of_experts(config, config.moe_intermediate_size)
+    if arch == "gpt-oss":
+        rope = config.rope_parameters
+        return _metadata_of_experts(config, config.intermediate_size) | {
+            "{arch}.attention.sliding_window": config.sliding_window,
+            "{arch}.rope.scaling.type": "yarn",
+            "{arch}.rope.scaling.factor": float(rope["factor"]),
+            "{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
+    if arch in ("qwen35", "qwen35moe"):
+        experts = {} if arch == "qwen35" else _metadata_of_experts(config, config.moe_intermediate_size)
+        if experts:
+            experts["{arch}.expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+        return experts | {
             "{arch}.attention.key_length": config.head_dim,
             "{arch}.attention.value_length": config.head_dim,
             "{arch}.rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
@@ -221,6 +239,39 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
             "{arch}.logit_scale": float(config.logits_scaling),
         }
     return {"{arch}.use_parallel_residual": True} if arch == "stablelm" else {}
+
+
+def _metadata_of_experts(config: Any, size: int) -> dict[str, Any]:
+    return {
+        "{arch}.expert_count": config.num_experts,
+        "{arch}.expert_used_count": config.num_experts_per_tok,
+        "{arch}.expert_feed_forward_length": size,
+    }
+
+
+def _experts(writer: Any, name: str, values: Tensor, arch: str, types: Types, is_fused: bool) -> Tensor:
+    """Writes a tensor of all experts as llama.cpp's converter does; returns the values that it has then."""
+    import gguf
+
+    is_paired, is_bias, layer = arch == "gpt-oss", name.endswith("_bias"), name.split(".")[2]
+    rows = values if is_bias or not is_paired else values.transpose(1, 2)
+    ending = "bias" if is_bias else "weight"
+    if "down" in name:
+        parts = {"ffn_down_exps": rows}
+    elif is_fused:
+        parts = {"ffn_gate_up_exps": rows}
+    else:
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if is_paired else rows.chunk(2, 1)
+        parts = {"ffn_gate_exps": gate, "ffn_up_exps": up}
+    held = []
+    for part, of_part in parts.items():
+        kind = gguf.GGMLQuantizationType["F32" if is_bias else types(f"blk.{layer}.{part}.weight")]
+        flat = of_part.contiguous() if is_bias else of_part.reshape(-1, of_part.shape[-1])
+        data = packed(flat.numpy(), kind)
+        writer.add_tensor(f"blk.{layer}.{part}.{ending}", data.reshape(*of_part.shape[:-1], -1), raw_dtype=kind)
+        held.append(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(of_part.shape))
+    found = torch.stack(held, 2).flatten(1, 2) if len(held) == 2 and is_paired else torch.cat(held, 1)
+    return found if is_bias or not is_paired else found.transpose(1, 2).contiguous()
 
 
 def _metadata_of_gemma_4(config: Any) -> Mapping[str, Any]:

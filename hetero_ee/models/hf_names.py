@@ -71,6 +71,7 @@ class Part:
     share: tuple[int, int, int] | None = None  # of this many rows, the first one to read, and how many to read
     n_experts: int = 0  # experts that the tensor's first dimension counts; 0 for tensors of one expert and others
     is_transposed: bool = False  # an expert's matrix is stored (in, out)
+    expert: int | None = None  # index of the expert, if it is a tensor of one
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -154,7 +155,7 @@ def _of_experts(
         pairs = (n_rows, n_rows) if is_paired and is_first else None
         return [Part(whole, (n_experts, *shape), neighbours=pairs, n_experts=n_experts, is_transposed=is_paired)]
     part_shape = n_rows // len(single), *columns
-    return [Part(name.format(e=e) + ending, part_shape) for e in range(n_experts) for name in single]
+    return [Part(name.format(e=e) + ending, part_shape, expert=e) for e in range(n_experts) for name in single]
 
 
 def _of_heads(parts: list[Part], attention: AttentionSpec) -> list[Part]:

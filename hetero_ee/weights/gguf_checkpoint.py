@@ -1,5 +1,6 @@
 """Read the weights of a GGUF file, one tensor at a time, as if they came from the model's Hugging Face checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from hetero_ee.hub.gguf.architectures import architecture_of, predicting_layers
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.gguf.header import GgufTensor, tensor_bytes
-from hetero_ee.hub.gguf.names import INTERLEAVED, gguf_name
+from hetero_ee.hub.gguf.names import INTERLEAVED, fused_experts, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import all_tensors
@@ -35,7 +36,7 @@ class GgufCheckpoint:
         self.folder, self.spec, self.files = folder, spec, files
         self._header = read_model_header(files)
         self._architecture = architecture_of(self._header)
-        self._parts = checkpoint_parts(spec)
+        self._parts = checkpoint_parts(spec, fused_experts(self._header))
         self._roles = {tensor.name: tensor.role for tensor in self.tensors()}
         self._check_shapes(self._header.file)
 
@@ -75,7 +76,7 @@ class GgufCheckpoint:
     def _read(self, part: Part, workers: Workers) -> Tensor:
         """Read a part as fp32. In GGUF files, norms' scales already include part.added."""
         tensor = self._tensor(part)
-        values = floats(self._raw(tensor), tensor.type.name, workers).view(part.stored_shape)
+        values = floats(self._raw(part), tensor.type.name, workers).view(part.stored_shape)
         if part.hf_name.endswith(self._architecture.logarithms):
             values = torch.log(-values)
         refuse_non_finite(values, tensor.name, tensor.file)
@@ -87,14 +88,18 @@ class GgufCheckpoint:
         tensor = self._tensor(part)
         if tensor.type.name not in KEPT:
             return None
-        raw, order = self._raw(tensor), self._order(part)
+        raw, order = self._raw(part), self._order(part)
         blocks = RowBlocks(len(raw), lambda rows: KEPT[tensor.type.name](raw[rows]))
         return blocks if order is None else blocks.reordered(order)
 
-    def _raw(self, tensor: GgufTensor) -> Tensor:
-        """Read a tensor's bytes, uint8 (N, bytes per row); a vector is one row."""
-        n_rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]
-        return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8).view(n_rows, -1)
+    def _raw(self, part: Part) -> Tensor:
+        """Read a part's bytes, uint8 (N, bytes per row); a vector is one row. All experts' matrices are one tensor."""
+        tensor, shape = self._tensor(part), part.stored_shape
+        if part.expert is not None:
+            n_bytes = tensor.n_bytes // tensor.shape[0]
+            tensor = replace(tensor, start=tensor.start + part.expert * n_bytes, n_bytes=n_bytes)
+        raw = torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)
+        return raw.view(1 if len(shape) == 1 else shape[0], -1)
 
     def _order(self, part: Part) -> Tensor | None:
         """Return the indices that put the file's rows into this engine's order; None if they already are.
@@ -116,11 +121,7 @@ class GgufCheckpoint:
         return gguf_name(part.hf_name, self._architecture)
 
     def _check_shapes(self, file: Path) -> None:
-        expected = {
-            gguf_name(part.hf_name, self._architecture): part.stored_shape
-            for parts in self._parts.values()
-            for part in parts
-        }
+        expected = {self._name(part): _file_shape(part) for parts in self._parts.values() for part in parts}
         present = self._header.tensors
         refuse(file, "lacks tensors", sorted(expected.keys() - present.keys()))
         unused = {gguf_name(name, self._architecture) for name in unused_tensors(self.spec)}
@@ -132,11 +133,18 @@ class GgufCheckpoint:
         wrong = []
         for name, shape in expected.items():
             found = present[name]
-            if found.shape != shape:
+            if found.shape != shape and (1, *found.shape) != shape:
                 wrong.append(f"{name} is {list(found.shape)}, expected {list(shape)}")
             elif len(shape) == 1 and found.type.name not in FLOATS:
                 wrong.append(f"{name} has type {found.type.name}, expected one of {', '.join(FLOATS)}")
         refuse(file, "does not fit its own metadata", wrong)
+
+
+def _file_shape(part: Part) -> tuple[int, ...]:
+    """Return the shape of a part's tensor. That of a layer's last expert tells the number of experts."""
+    if part.expert is not None:
+        return part.expert + 1, *part.stored_shape
+    return part.shape if part.n_experts else part.stored_shape
 
 
 def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoint:

@@ -92,6 +92,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": False}),
     "qwen3.5": ("qwen3.5", {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
+    "qwen3-moe": ("qwen3-moe", {"head_dim": 24, "mlp_only_layers": [], "moe_intermediate_size": 32}),
+    "qwen3.5-moe": (
+        "qwen3.5-moe",
+        {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "gpt-oss": ("gpt-oss", {"head_dim": 16, "swiglu_limit": 7.0}),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "phi3": ("phi3", {}),
     "gemma": ("gemma", {"head_dim": 16, "attention_bias": False}),

@@ -26,7 +26,18 @@ from tests.gguf_models import write_gguf
 
 pytest.importorskip("gguf")
 KINDS = ["gemma2", "gemma3", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "glm4", "smollm3"]
-KINDS += ["qwen3.5", "lfm2", "gemma", "seed_oss", "ernie4_5", "gemma4", "ministral3"]
+KINDS += [
+    "qwen3.5",
+    "qwen3-moe",
+    "qwen3.5-moe",
+    "gpt-oss",
+    "lfm2",
+    "gemma",
+    "seed_oss",
+    "ernie4_5",
+    "gemma4",
+    "ministral3",
+]
 
 
 def written(name: str, file: Path, kind: str = "F16", **changes: Any) -> Any:
@@ -157,6 +168,8 @@ def test_llama_cpp_computes_the_same_of_these_files(tmp_path: Path, name: str) -
     llama_cpp = pytest.importorskip("llama_cpp")
     family, sizes = FAMILIES[name]
     vocab_size = read_spec(demo_model_folder()).vocab_size
+    if name == "gpt-oss":  # llama.cpp always begins and ends YaRN's blend at whole pairs
+        sizes = sizes | {"rope_parameters": YARN_ROPE | {"rope_theta": 150000.0}}
     model = random_model(family, **(SMALL | sizes | {"vocab_size": vocab_size}))
     write_gguf(model, tmp_path / "m.gguf", lambda _: "F32", tokenizer=demo_model_folder())
     options = {"n_ctx": 64, "n_threads": 1, "type_k": 0, "type_v": 0, "swa_full": True}

@@ -228,6 +228,29 @@ def _query_scalar(config: Config, n_layers_of_27b: int) -> Config:
     return {"query_pre_attn_scalar": head_share(config) if is_27b else config["head_dim"]}
 
 
+def _qwen_3_moe(header: GgufHeader, config: Config) -> Config:
+    """Return the fields of Qwen's experts, whose weights are divided by their sum, as no key says."""
+    return {"intermediate_size": header.get("feed_forward_length"), "norm_topk_prob": True}
+
+
+def _qwen_3_5_moe(header: GgufHeader, config: Config) -> Config:
+    """Return the fields of Qwen3.5 with experts, whose layers that predict further tokens stay unused."""
+    return _qwen_3_5(header, config) | _qwen_3_moe(header, config) | {"mtp_num_hidden_layers": 0}
+
+
+def _gpt_oss(header: GgufHeader, config: Config) -> Config:
+    """Return gpt-oss's fields. Its blend of frequencies begins and ends inside pairs, as no key says."""
+    size = header.get("expert_feed_forward_length") or header.get("feed_forward_length")
+    rope = config["rope_scaling"]
+    return {
+        "intermediate_size": size,
+        "rope_scaling": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
+_EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_QWEN_EXPERTS = _EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"}
+_FUSED = {"mlp.experts.gate_up_proj": "ffn_gate_up_exps"}
 _LINEAR = {
     "full_attention_interval": "full_attention_interval",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
@@ -273,6 +296,30 @@ ARCHITECTURES = {
         names=_LINEAR_NAMES,
         rotates_part=True,
         logarithms=(".A_log",),
+    ),
+    "qwen3moe": GgufArchitecture(
+        "Qwen3MoeForCausalLM",
+        fields=_QWEN_EXPERTS,
+        more=_qwen_3_moe,
+        names=_FUSED,
+        has_rope_factors=True,
+        differs=("intermediate_size",),
+    ),
+    "qwen35moe": GgufArchitecture(
+        "Qwen3_5MoeForCausalLM",
+        fields=_LINEAR | _QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        more=_qwen_3_5_moe,
+        names=_LINEAR_NAMES | _FUSED,
+        rotates_part=True,
+        differs=("intermediate_size",),
+        logarithms=(".A_log",),
+    ),
+    "gpt-oss": GgufArchitecture(
+        "GptOssForCausalLM",
+        fields=_EXPERTS,
+        more=_gpt_oss,
+        names=_AFTER_ATTENTION | {"mlp.router": "ffn_gate_inp"},
+        differs=("intermediate_size",),
     ),
     "lfm2": GgufArchitecture(
         "Lfm2ForCausalLM",

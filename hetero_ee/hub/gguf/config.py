@@ -54,7 +54,7 @@ class _Reader:
         header, architecture, tensors = self._header, self._architecture, self._header.tensors
         if EMBEDDING not in tensors:
             raise header.failure(f"tensor {EMBEDDING} is missing, so this file does not hold a whole model")
-        if n_experts := header.get("expert_count"):
+        if (n_experts := header.get("expert_count")) and "num_experts" not in architecture.fields:
             raise header.failure(f"it is a mixture of {shown(n_experts)} experts, which are not supported")
         config = {
             field: (header.needed if field in _NEEDED else header.even)(key)

@@ -38,6 +38,15 @@ _OF_A_LAYER = {
     "shared_head.norm": "nextn.shared_head_norm",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "self_attn.sinks": "attn_sinks",
 }
 _OUTSIDE = {
     "model.embed_tokens": "token_embd",
@@ -48,14 +57,17 @@ _OUTSIDE = {
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
+_OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")  # whose rows are a part of a tensor of all experts
+_FUSED = re.compile(r"blk\.(\d+)\.ffn_gate_up_exps\.weight")
+WITHOUT_ENDING = (".layer_scalar", ".sinks", ".experts.gate_up_proj")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # Modules whose rows are in another order if an architecture is interleaved.
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
-    whole = f"{hf_name}.weight" if hf_name.endswith(".layer_scalar") else hf_name
-    module, _, ending = whole.rpartition(".")
+    whole = f"{hf_name}.weight" if hf_name.endswith(WITHOUT_ENDING) else hf_name
+    module, _, ending = _OF_AN_EXPERT.sub(".experts.", whole).rpartition(".")
     layer = _LAYER.fullmatch(module)
     if layer is None:
         return f"{_OUTSIDE[module]}.{ending}"
@@ -63,6 +75,12 @@ def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
         return f"blk.{layer[1]}.{found}"
     name = architecture.names.get(layer[2]) or _OF_A_LAYER[layer[2]]
     return f"blk.{layer[1]}.{name}.{ending}"
+
+
+def fused_experts(header: GgufHeader) -> set[str]:
+    """Return Hugging Face's names of the matrices that hold gate and up of all of a layer's experts in the file."""
+    found = filter(None, map(_FUSED.fullmatch, header.tensors))
+    return {f"model.layers.{each[1]}.mlp.experts.gate_up_proj" for each in found}
 
 
 def int8_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
@@ -82,7 +100,7 @@ def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
 def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, list[TensorType]]]:
     """Yield this engine's name of each of the layers' matrices with the types of its parts in the file."""
     architecture = architecture_of(header)
-    for name, parts in checkpoint_parts(spec).items():
-        if name.startswith("layers.") and len(parts[0].shape) == 2:
+    for name, parts in checkpoint_parts(spec, fused_experts(header)).items():
+        if name.startswith("layers.") and len(parts[0].stored_shape) == 2:
             found = (header.tensors.get(gguf_name(part.hf_name, architecture)) for part in parts)
             yield name, [tensor.type for tensor in found if tensor]
