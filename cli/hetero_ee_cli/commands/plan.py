@@ -152,21 +152,21 @@ def _own_statistics(
     """
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder, warner
+    from hetero_ee.hub.gguf.folder import gguf_files
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.planning.times.threads import fastest_threads
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.store.reader import is_store
 
     warn = warner(progress)
-    if not is_store(folder) and not any(folder.glob("*.safetensors")):  # a configuration alone, to plan on paper
-        return Statistics()
     try:
-        layout = {"neuron_major": spec.neuron_major, "first_in_rows": spec.first_in_rows}
-        place = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer, **layout)
-        calibration = place.find_or_warn(warn)
-        knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
-        if limits.mode == CERTIFIED and calibration is not None:
-            knowledge = replace(knowledge, certificate=place.certificate(calibration))
+        knowledge = DraftKnowledge.found(None, None, folder, spec, warn)
+        if is_store(folder) or gguf_files(folder) or any(folder.glob("*.safetensors")):  # else a plan on paper
+            layout = {"neuron_major": spec.neuron_major, "first_in_rows": spec.first_in_rows}
+            place = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer, **layout)
+            knowledge = replace(knowledge, calibration=place.find_or_warn(warn))
+            if limits.mode == CERTIFIED and knowledge.calibration is not None:
+                knowledge = replace(knowledge, certificate=place.certificate(knowledge.calibration))
         threads = limits.threads or fastest_threads(spec, profile)
         return knowledge.statistics(spec, profile, threads, limits.risk)
     except HeteroError as error:

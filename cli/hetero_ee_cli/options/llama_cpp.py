@@ -30,11 +30,17 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("-fa", "--flash-attn"), "every device has one kernel for attention, which never stores its scores; leave it out"),
     (
-        ("-ngld", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft"),
+        (
+            *("-ngld", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft"),
+            *("--spec-draft-ngl", "--spec-draft-device", "--spec-draft-ctx-size"),
+        ),
         "the plan decides where a draft model runs, with the model's own context; leave it out",
     ),
     (
-        ("--draft", "--draft-n", "--draft-max", "--draft-min", "--draft-n-min", "--draft-p-min"),
+        (
+            *("--draft", "--draft-n", "--draft-max", "--draft-min", "--draft-n-min", "--draft-p-min"),
+            *("--spec-draft-n-max", "--spec-draft-n-min", "--spec-draft-p-min"),
+        ),
         "the plan decides when drafting pays; --draft-length limits it",
     ),
     (("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev", "--device"), ONE_GPU),
