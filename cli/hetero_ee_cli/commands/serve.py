@@ -9,7 +9,7 @@ from hetero_ee.config import READING, Progress
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_folders import models_in
 from hetero_ee.hub.model_id import local_folder
-from hetero_ee.options.engine import MODEL
+from hetero_ee.options.engine import MODEL, NO_HEAD
 from hetero_ee.options.option import Option
 from hetero_ee.serving.settings import SERVER_OPTIONS, ServerSettings
 from hetero_ee_cli.commands.chat import ChatOptions
@@ -128,8 +128,8 @@ def serve(
         say_loading(options["model"])
     changes, template = sampling.changes(), conversation.template()
     settings, placed = server.settings(names[0], changes.get("temperature")), placement.checked(limits, engine)
-    drafts = placed.options.draft_head or placed.options.draft_model
-    if not is_single and (placed.plan is not None or drafts is not None):
+    drafts = {placed.options.draft_head, placed.options.draft_model} - {None, NO_HEAD}
+    if not is_single and (placed.plan is not None or drafts):
         raise UsageError(f"{placed.asking} belongs to one model, and {len(models)} are served; drop {placed.asking}.")
     with ending_at_once():
         from hetero_ee.serving import server as http
