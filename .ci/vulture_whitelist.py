@@ -30,7 +30,7 @@ _.count_tokens, _.astream, _.measure
 # Loaded by name: strings in hetero_ee/ops/registry.py.
 bitsandbytes_matrix
 tile_matrix
-vram_budget, vram_margin, ram_budget, snapshot_budget, emulate  # keywords of Engine.from_pretrained
+vram_budget, vram_margin, ram_budget, snapshot_budget, cpu_moe, emulate  # keywords of Engine.from_pretrained
 option_names  # scripts/flag_table.py
 exit_predictor  # of the GPU: for exits that are judged there
 

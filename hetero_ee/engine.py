@@ -90,7 +90,9 @@ class Engine(CalibratingEngine):
             vram_budget, vram_margin: GiB of GPU memory to use, and to leave free. ram_budget: GiB of RAM to use.
             snapshot_budget: GiB of RAM for copies of state, from which changed texts continue.
             gpu_layers: Number of first layers to place whole on the GPU, if there is one.
+            n_cpu_moe: Number of first layers whose experts stay in RAM. cpu_moe: Keep those of all layers there.
             override: Placements of parts whose names match: REGEX=gpu, REGEX=cpu, REGEX=stream.
+            chunk_tokens: Tokens of a prompt per pass. None: what should be fastest.
             kv_type: Type of the KV cache, "fp32", "fp16" or "int8". None: "fp16", or "fp32" with quantizer "none".
             mode: "full", "exact", or an early-exit mode, see options.engine.EARLY_EXIT_MODES.
             draft_length: Tokens verified at once in exact mode, or caught up at once in an early-exit mode.

@@ -11,8 +11,9 @@ RTX 4090 tinyllama is published with 762 tokens/s, Llama-3.2-1B, of a third more
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hetero_ee.models.hf_config import spec_from_hf
 from hetero_ee.models.known_shapes import known_spec
@@ -105,12 +106,79 @@ SPLITS: tuple[tuple[DataSheet, str, int | None, float], ...] = (
     (NEW_PC, "qwen3-32b", None, 4.4),
 )
 
+# Mixtures of experts: settings of one machine, whose ratios are compared, as speeds depend on the engine and on RAM
+# that most sources don't name. Speeds are llama.cpp's at Q4_K_M. The CPU of the RTX 3060 is assumed, as is its RAM, and
+# so are the RAM's rates next to the RTX 5070 Ti and the RTX 3090.
+PC_5080 = DataSheet("AMD Ryzen 9 9950X", 16, 4.7, 64, True, 128, 76.8, 7.0, "rtx-5080", "RTX 5080", 16, 960, 56.3, 63.0)
+PC_5070 = DataSheet(
+    "AMD Ryzen 7 9800X3D", 8, 4.9, 64, True, 64, 96.0, 7.0, "rtx-5070-ti", "RTX 5070 Ti", 16, 896, 43.9, 63.0
+)
+PC_3060 = DataSheet("assumed", 6, 4.2, 32, False, 64, 51.2, 3.5, "rtx-3060", "RTX 3060", 12, 360, 12.7, 31.5)
+PC_3090 = DataSheet("assumed", 8, 4.5, 32, True, 128, 89.6, 7.0, "rtx-3090", "RTX 3090", 24, 936, 35.6, 31.5)
+QWEN_35B, GPT_OSS_120B = "qwen3.6-35b-a3b", "gpt-oss-120b"
+RATIO_GOAL = 0.15  # of the ratio of a setting's speed to the first setting's
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Limits of a plan in a user's words, and the tokens per second that they published."""
+
+    words: str
+    limits: Mapping[str, Any]
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one model on one machine."""
+
+    sheet: DataSheet
+    model: str
+    what: str  # "text" or "prompt"
+    settings: tuple[Setting, ...]
+    source: str
+    context_tokens: int = 4096
+    at_tokens: int = CONTEXT_TOKENS  # for which speeds are predicted
+
+
+def on_gpu(n_cpu_moe: int, **more: Any) -> dict[str, Any]:
+    return {"gpu_layers": 1000, "n_cpu_moe": n_cpu_moe} | more
+
+
+EXPERTS = (
+    Settings(
+        PC_5080,
+        QWEN_35B,
+        "text",
+        (Setting("all experts on the CPU", on_gpu(40), 51.0), Setting("-ncmoe 24", on_gpu(24), 69.6)),
+        "r/LocalLLaMA 1rei65v",
+    ),
+    Settings(
+        PC_5070,
+        QWEN_35B,
+        "text",
+        (Setting("all experts on the CPU", on_gpu(40), 51), Setting("-ncmoe 20", on_gpu(20), 79)),
+        "setupai",
+    ),
+    Settings(
+        PC_3060,
+        QWEN_35B,
+        "text",
+        (
+            Setting("all experts on the CPU", on_gpu(40), 42.3),
+            Setting("124 of 256 experts", {"overrides": ((".*moe", "hot-15"), (".*", "gpu"))}, 51.3),
+        ),
+        "thecodacus/llama.cpp pull request 5",
+    ),
+)
+
 
 def main() -> int:
     decode = [(row, predicted(row).generated_tokens_per_s / row.tokens_per_s) for row in DECODE]
     prompts = [(row, predicted(row).prompt_tokens_per_s / row.tokens_per_s) for row in PROMPTS]
-    for line in (*table("decoding", decode), *table("prompt", prompts), "", *splits(), "", *prompts_by_layers()):
-        print(line)
+    tables = (table("decoding", decode), table("prompt", prompts), splits(), experts(), prompts_by_layers())
+    for lines in tables:
+        print("\n".join(lines))
     misses = [*shortfalls(decode)]
     mean = geometric_mean([ratio for row, ratio in decode if row.is_held])
     print(f"\ndecoding, models above 2B: geometric mean {mean:.2f} of published; {'; '.join(misses) or 'goals held'}")
@@ -173,7 +241,7 @@ def table(what: str, rows: Sequence[tuple[Published, float]]) -> Iterator[str]:
 
 def splits() -> Iterator[str]:
     """Yield a table of split models: published and predicted speeds, and their ratio."""
-    yield f"| machine | model | layers on the GPU | published t/s | predicted | ratio |\n{'|---' * 6}|"
+    yield f"\n| machine | model | layers on the GPU | published t/s | predicted | ratio |\n{'|---' * 6}|"
     for sheet, model, gpu_layers, tokens_per_s in SPLITS:
         spec = known_spec(model)
         n_layers = None if gpu_layers is None else min(gpu_layers, spec.n_layers)
@@ -186,10 +254,34 @@ def splits() -> Iterator[str]:
         )
 
 
+def predicted_settings(row: Settings) -> list[float]:
+    """Return the predicted tokens per second of each setting."""
+    found = []
+    for setting in row.settings:
+        every: dict[str, Any] = {"mode": "full", "kv_type": "fp16", "vram_margin_bytes": 0, **setting.limits}
+        limits = Limits(context_tokens=row.context_tokens, **every)
+        made = plan(known_spec(row.model), derived_profile(row.sheet, ""), limits, predict_at_tokens=row.at_tokens)
+        expected = made.prediction
+        found.append(expected.prompt_tokens_per_s if row.what == "prompt" else expected.generated_tokens_per_s)
+    return found
+
+
+def experts() -> Iterator[str]:
+    """Yield a table of settings: speeds, and each ratio to the first setting's, published and predicted."""
+    yield f"\n| machine | model | setting | published t/s | predicted | ratio | predicted |\n{'|---' * 7}|"
+    for row in EXPERTS:
+        speeds, first = predicted_settings(row), row.settings[0].tokens_per_s
+        for setting, found in zip(row.settings, speeds, strict=True):
+            yield (
+                f"| {row.sheet.name} | {row.model}, {row.what} | {setting.words} | {setting.tokens_per_s:g} "
+                f"| {found:.1f} | {setting.tokens_per_s / first:.2f} | {found / speeds[0]:.2f} |"
+            )
+
+
 def prompts_by_layers() -> Iterator[str]:
     """Yield a table of predicted prompt speeds by requested layers on the GPU."""
     row = Published(NGL_HARDWARE, NGL_MODEL, 1.0, "", PROMPT_TOKENS)
-    yield f"| {NGL_MODEL}, {NGL_HARDWARE} | prompt of {PROMPT_TOKENS}, t/s | text, t/s |\n|---|---|---|"
+    yield f"\n| {NGL_MODEL}, {NGL_HARDWARE} | prompt of {PROMPT_TOKENS}, t/s | text, t/s |\n|---|---|---|"
     asked: list[tuple[str, dict[str, object]]] = [(f"-ngl {n}", {"gpu_layers": n}) for n in NGLS]
     asked += [("-ngl 20, the head on the CPU", {"gpu_layers": 20, "overrides": (("head", "cpu"),)})]
     for words, limits in (*asked, ("the planner's choice", {})):

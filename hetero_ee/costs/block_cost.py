@@ -7,10 +7,12 @@ them step by step, as the executor runs.
 
 from dataclasses import dataclass
 
+from hetero_ee.costs.experts import ExpertRows
 from hetero_ee.costs.kv_types import KV_TYPE
-from hetero_ee.costs.neurons import ALL_NEURONS, NeuronRows, NeuronShares
+from hetero_ee.costs.neurons import ALL_NEURONS, NeuronShares
 from hetero_ee.costs.product import Product, is_multiplied, tensor_bytes, tensor_product
-from hetero_ee.costs.work import Overhead, Work
+from hetero_ee.costs.work import Overhead, Units, Work, units_of
+from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.state import State
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
@@ -23,7 +25,7 @@ class BlockCost:
     weight_bytes: int  # bytes of the block's tensors as stored; 0 for a tied head
     products: tuple[Product, ...] = ()
     state: State | None = None  # of its mixer
-    neurons: NeuronRows | None = None  # neurons of a sparse FFN, in addition to the products
+    units: Units | None = None  # neurons or experts of which a token needs some, in addition to the products
     overhead: Overhead = Overhead.NONE
     kv_type: str = KV_TYPE  # of keys and values
     activation_terms: int = 1  # see ModelSpec
@@ -32,14 +34,19 @@ class BlockCost:
     @classmethod
     def of(cls, spec: ModelSpec, block: Block, kv_type: str = KV_TYPE) -> "BlockCost":
         """Derive the costs of a block from its parameters and state."""
-        matrices = [tensor for tensor in block.tensors.values() if is_multiplied(tensor.role)]
+        units = units_of(block)
+        chosen = block.mixer.expert_matrices if isinstance(block.mixer, MoeSpec) else ()
+        matrices = [
+            tensor for short, tensor in block.tensors.items() if is_multiplied(tensor.role) and short not in chosen
+        ]
+        products = tuple(map(tensor_product, matrices))
         is_lookup, is_head = block.kind is BlockKind.EMBEDDING, block.kind is BlockKind.HEAD
         overhead = Overhead.PASS if is_head else Overhead.NONE
         return cls(
             weight_bytes=0 if is_head and spec.tied_head else sum(map(tensor_bytes, block.tensors.values())),
-            products=() if is_lookup else tuple(map(tensor_product, matrices)),
+            products=() if is_lookup else (*([units.router] if isinstance(units, ExpertRows) else []), *products),
             state=block.state,
-            neurons=NeuronRows.of(block),
+            units=units,
             overhead=Overhead.HALF_LAYER if block.layer is not None else overhead,
             kv_type=kv_type,
             activation_terms=spec.activation_terms,
@@ -48,7 +55,7 @@ class BlockCost:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of the matrices that are read whole for every token."""
+        """Bytes of the matrices that are read whole for every token, apart from units."""
         return sum(product.n_bytes for product in self.products)
 
     def state_bytes(self, n_tokens: int) -> int:
@@ -63,7 +70,10 @@ class BlockCost:
         shares: NeuronShares = ALL_NEURONS,
         disk_bytes: int = 0,
     ) -> Work:
-        """Return the work of m tokens, the last ones of a sequence of context_tokens. See Work for the other fields."""
+        """Return the work of m tokens, the last ones of a sequence of context_tokens. See Work for the other fields.
+
+        The shares of experts are those of the block's router, whatever `shares` says.
+        """
         return Work(
             name,
             m,
@@ -71,8 +81,8 @@ class BlockCost:
             self.state,
             self.overhead,
             disk_bytes,
-            neurons=self.neurons,
-            shares=shares,
+            units=self.units,
+            shares=self.units.shares if isinstance(self.units, ExpertRows) else shares,
             context_tokens=context_tokens,
             kv_type=self.kv_type,
             activation_terms=self.activation_terms,

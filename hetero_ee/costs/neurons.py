@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from hetero_ee.costs.product import Product
 from hetero_ee.layers.tensors import TensorRole, is_in_rows
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.rows import row_sizes
+from hetero_ee.weights.sections import section_neurons
 from hetero_ee_profiles.hardware import DeviceTimes, interpolated, needed_share
 
 
@@ -24,9 +26,9 @@ class NeuronShares:
         decode_share, prefill_share = spec.active_shares
         return cls(prefill_share) if is_prompt else cls(decode_share, spec.predicted_share)
 
-    def among(self, n_neurons: int, of: int, activations: float) -> Self:
-        """Return the shares within a group of n_neurons of `of` neurons that has this share of all activations."""
-        return type(self)(*(min(1.0, share * activations * of / n_neurons) for share in (self.active, self.first)))
+    def among(self, n_units: int, of: int, activations: float) -> Self:
+        """Return the shares within a group of n_units of `of` neurons that has this share of all activations."""
+        return type(self)(*(min(1.0, share * activations * of / n_units) for share in (self.active, self.first)))
 
 
 ALL_NEURONS = NeuronShares()
@@ -39,7 +41,7 @@ class NeuronRows:
     n_rows: int  # rows of up and down together
     n_columns: int
     n_first_rows: int = 0
-    n_neurons: int = 0
+    n_units: int = 0  # number of neurons
 
     @classmethod
     def of(cls, block: Block) -> Self | None:
@@ -60,17 +62,36 @@ class NeuronRows:
         n_rows = needed_share(shares.active, m) * self.n_rows + needed_share(shares.first, m) * self.n_first_rows
         return int(n_rows * sum(row_sizes(1, self.n_columns)))
 
-    def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int) -> float:
-        """Return the seconds a device needs to multiply m tokens by the rows that they need."""
+    def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int, n_terms: int) -> float:
+        """Return the seconds a device needs to multiply m tokens by the rows that they need. Rows have one term."""
         seconds = times.rows_s(self.n_rows, self.n_columns, m, shares.active)
         if self.n_first_rows:
             seconds += times.rows_s(self.n_first_rows, self.n_columns, m, shares.first)
         return seconds
 
-    def group(self, n_neurons: int) -> Self:
-        """Return the rows of only n_neurons of the neurons."""
-        n_rows, n_first_rows = (rows // self.n_neurons * n_neurons for rows in (self.n_rows, self.n_first_rows))
-        return type(self)(n_rows, self.n_columns, n_first_rows, n_neurons)
+    def first_units(self, n_sections: int) -> int:
+        """Return how many neurons the first n_sections have."""
+        return n_sections * section_neurons(self.n_units)
+
+    def group(self, n_units: int) -> Self:
+        """Return the rows of only n_units of the neurons."""
+        n_rows, n_first_rows = (rows // self.n_units * n_units for rows in (self.n_rows, self.n_first_rows))
+        return type(self)(n_rows, self.n_columns, n_first_rows, n_units)
+
+    def first_products(self, products: Sequence[Product]) -> tuple[Product, ...]:
+        """Return the block's products that come before its neurons, of a predictor."""
+        return tuple(product for product in products if not self._is_by_neuron(product))
+
+    def group_products(self, products: Sequence[Product], n_units: int, *, is_first: bool) -> tuple[Product, ...]:
+        """Return the products of a group of n_units neurons, the first ones or the others."""
+        return tuple(product._replace(n_rows=n_units) for product in products if self._is_by_neuron(product))
+
+    def sent_values(self, *, is_predicted: bool) -> int:
+        """Return the values per token sent to the CPU for its group: the input and a predictor's scores."""
+        return self.n_columns + (self.n_units if is_predicted else 0)
+
+    def _is_by_neuron(self, product: Product) -> bool:
+        return (product.n_rows, product.n_columns) == (self.n_units, self.n_columns)
 
 
 def hot_activations(curve: Sequence[float], share: float) -> float:

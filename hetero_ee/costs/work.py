@@ -5,12 +5,21 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
+from hetero_ee.costs.experts import ExpertRows
 from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.costs.neurons import ALL_NEURONS, NeuronRows, NeuronShares, hot_activations
 from hetero_ee.costs.product import Product
 from hetero_ee.layers.state import State
+from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee_profiles.hardware import DeviceTimes
+
+Units = NeuronRows | ExpertRows  # neurons of a sparse FFN, or experts of a mixture
+
+
+def units_of(block: Block) -> Units | None:
+    """Return a block's neurons or experts of which a token needs some, None if it has none."""
+    return ExpertRows.of(block) or NeuronRows.of(block)
 
 
 class Overhead(Enum):
@@ -31,22 +40,22 @@ class Work:
     state: State | None = None  # of its mixer
     overhead: Overhead = Overhead.NONE
     disk_bytes: int = 0  # read from the disk meanwhile
-    neurons: NeuronRows | None = None  # of a sparse FFN
-    shares: NeuronShares = ALL_NEURONS  # of those neurons, per token
+    units: Units | None = None  # of which a token needs some, in addition to the products
+    shares: NeuronShares = ALL_NEURONS  # of those units, per token
     context_tokens: int = 0  # of the longest sequence, including its tokens here
     kv_type: str = KV_TYPE  # of keys and values
     activation_terms: int = 1  # each costs a product as much as a token
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of all matrices, including all rows of neurons."""
-        return sum(product.n_bytes for product in self.products) + (self.neurons.n_bytes if self.neurons else 0)
+        """Bytes of all matrices, including those of all units."""
+        return sum(product.n_bytes for product in self.products) + (self.units.n_bytes if self.units else 0)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of matrices and neurons that the m tokens are expected to read."""
+        """Bytes of matrices and units that the m tokens are expected to read."""
         n_bytes = sum(product.n_bytes for product in self.products)
-        return n_bytes + (self.neurons.read_bytes(self.shares, self.m) if self.neurons else 0)
+        return n_bytes + (self.units.read_bytes(self.shares, self.m) if self.units else 0)
 
     def seconds(self, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelSpec) -> float:
         """Return the seconds that a device needs, or those of reading from the disk if they are more.
@@ -60,10 +69,10 @@ class Work:
         return max(seconds, self.disk_bytes / disk_bytes_per_s)
 
     def products_s(self, times: DeviceTimes) -> float:
-        """Return the seconds of all products, including those with rows of neurons."""
+        """Return the seconds of all products, including those of the units that the tokens need."""
         seconds = sum(product.seconds(times, self.m * self.activation_terms) for product in self.products)
-        if self.neurons is not None:
-            seconds += self.neurons.read_s(times, self.shares, self.m)
+        if self.units is not None:
+            seconds += self.units.read_s(times, self.shares, self.m, self.activation_terms)
         return seconds
 
     def overhead_s(self, times: DeviceTimes, spec: ModelSpec) -> float:
@@ -75,32 +84,32 @@ class Work:
         return 0.0
 
     def split(self, n_hot: int, hot_curve: Sequence[float] = ()) -> "SplitWork":
-        """Divide a sparse FFN: the first n_hot neurons and the others. `hot_curve` is ModelSpec's, empty if unknown."""
-        rows = self.neurons
-        assert rows is not None, "not a sparse FFN"
-        size, activations = rows.n_neurons, hot_activations(hot_curve, n_hot / rows.n_neurons)
-        by_neuron = [each for each in self.products if each[1:] == (size, rows.n_columns)]
-        first = tuple(each for each in self.products if each not in by_neuron)
+        """Divide the units: the first n_hot and the others. `hot_curve` is ModelSpec's, empty if unknown."""
+        units = self.units
+        assert units is not None, "has no units that two devices could share"
+        size, activations = units.n_units, hot_activations(hot_curve, n_hot / units.n_units)
 
-        def group(n: int, activations: float, overhead: Overhead) -> Work:
-            products = tuple(each._replace(n_rows=n) for each in by_neuron)
-            shares = self.shares.among(n, size, activations)
-            return replace(self, products=products, neurons=rows.group(n), shares=shares, overhead=overhead)
+        def group(n: int, activations: float, overhead: Overhead, *, is_first: bool) -> Work:
+            products = units.group_products(self.products, n, is_first=is_first)
+            shares = self.shares.among(n, size, activations) if n else self.shares
+            some = units.group(n) if n else None
+            return replace(self, products=products, units=some, shares=shares, overhead=overhead)
 
-        hot, cold = group(n_hot, activations, Overhead.NONE), group(size - n_hot, 1 - activations, self.overhead)
-        return SplitWork(replace(self, products=first, neurons=None), hot, cold)
+        first = replace(self, products=units.first_products(self.products), units=None)
+        hot = group(n_hot, activations, Overhead.NONE, is_first=True)
+        return SplitWork(first, hot, group(size - n_hot, 1 - activations, self.overhead, is_first=False))
 
 
 class SplitWork(NamedTuple):
-    """Work of a sparse FFN that a GPU and the CPU compute at the same time."""
+    """Work of a block whose units a GPU and the CPU compute at the same time."""
 
-    first: Work  # by the GPU, before the neurons
-    hot: Work  # the GPU's neurons
-    cold: Work  # the CPU's neurons
+    first: Work  # by the GPU, before the units
+    hot: Work  # the GPU's units, and all else that needs no result of the CPU
+    cold: Work  # the CPU's units
 
     @property
     def input_values(self) -> int:
-        """Values per token sent to the CPU: the FFN's input and, with a predictor, its neurons' scores."""
-        rows = self.cold.neurons
-        assert rows is not None, "not a sparse FFN"
-        return rows.n_columns + (rows.n_neurons if self.first.products else 0)
+        """Values per token sent to the CPU: the block's input, and what selects units."""
+        units = self.cold.units
+        assert units is not None, "has no units that two devices could share"
+        return units.sent_values(is_predicted=bool(self.first.products))

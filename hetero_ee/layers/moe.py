@@ -7,7 +7,7 @@ lowest one's, and the shared expert's last. So the sum has the same bits whichev
 whatever the other tokens of the batch choose.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hetero_ee.layers.ops import (
@@ -64,8 +64,9 @@ class MoeSpec(MixerSpec):
         return "gate_up" if self.activation.gated else "up"
 
     @property
-    def runs_on_gpu(self) -> bool:
-        return False
+    def expert_matrices(self) -> tuple[str, str]:
+        """Short names of the matrices that hold all experts, one after the other."""
+        return self.first, "down"
 
     @property
     def expert_rows(self) -> int:
@@ -126,6 +127,10 @@ class Moe(Mixer):
         outputs = ops.expert_outputs(x, routes, self.experts)
         return self.end(ops, ops.add_experts(outputs, routes, self.experts, None), self.shared(ops, x))
 
+    @property
+    def has_shared(self) -> bool:
+        return self._shared is not None
+
     def shared(self, ops: Ops, x: Array) -> Array | None:
         """Return the shared expert's output (m, hidden), None if there is no such expert."""
         if self._shared is None:
@@ -133,6 +138,16 @@ class Moe(Mixer):
         first, down = self._shared
         output = ops.linear(ops.activate(ops.linear(x, first, INNER), self.experts.activation), down, SHARED)
         return output if self._shared_gate is None else ops.gate_rows(output, x, self._shared_gate)
+
+    def part(self, ops: Ops, chosen: slice) -> Experts:
+        """Return some consecutive experts, for a device that computes only these."""
+        all_of_them = self.experts
+        first, end, _ = chosen.indices(all_of_them.n)
+        sizes = all_of_them.n_first_rows, all_of_them.n_down_rows
+        rows = (slice(first * size, end * size) for size in sizes)
+        matrices = map(ops.part, (all_of_them.first, all_of_them.down), rows)
+        names = zip(("first", "down"), matrices, strict=True)
+        return replace(all_of_them, n=end - first, start=first, **dict(names))
 
     def end(self, ops: Ops, summed: Array, shared: Array | None) -> Array:
         """Add the shared expert's output to the sum of all others'."""

@@ -164,7 +164,7 @@ class CpuOps(Ops):
         bias, weight = None if matrix.bias is None else matrix.bias[rows], matrix.weight
         if isinstance(weight, RowWeight):
             return self.matrix("rows", replace(weight, codes=weight.codes[rows], scales=weight.scales[rows]), bias)
-        return replace(matrix, bias=bias, n_rows=end - first, first_row=first)
+        return replace(matrix, bias=bias, n_rows=end - first, first_row=matrix.first_row + first)
 
     def heads(
         self,

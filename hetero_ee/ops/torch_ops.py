@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_ee.errors import UsageError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
@@ -87,8 +86,9 @@ class TorchOps(Ops):
     def vector(self, vector: Tensor) -> Tensor:
         return vector
 
-    def part(self, matrix: Any, rows: slice) -> Any:
-        raise UsageError("an FFN can't be split: its weights are not quantized; plan without hot neurons.")
+    def part(self, matrix: TorchMatrix, rows: slice) -> TorchMatrix:
+        some = DenseWeight(matrix.weight.rows(torch.arange(matrix.weight.shape[0])[rows]))
+        return TorchMatrix(some, None if matrix.bias is None else matrix.bias[rows])
 
     def heads(
         self,
@@ -204,7 +204,11 @@ class TorchOps(Ops):
 
     @torch.inference_mode()
     def route(self, x: Tensor, router: Router) -> Tensor:
-        spec, logits = router.spec, self.product(x, DenseWeight(router.weights), router.bias)
+        return self.choose(self.product(x, DenseWeight(router.weights), router.bias), router)
+
+    def choose(self, logits: Tensor, router: Router) -> Tensor:
+        """Choose experts by a router's logits (m, n_experts). See Ops.route."""
+        spec = router.spec
         scores = torch.sigmoid(logits) if spec.scores == SIGMOID else logits
         keys = scores if router.choice_bias is None else scores + router.choice_bias
         chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, : spec.n_active]

@@ -22,7 +22,7 @@ MODES = ("full", "exact", *EARLY_EXIT_MODES)
 NO_HEAD, MTP_HEAD, MTP_WORDS = "none", "mtp", ("mtp", "draft-mtp")  # words for a draft head, one llama.cpp's
 RISK = 0.05  # of mode certified
 MAX_DRAFT_LENGTH = 16
-MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
+MAX_CONTEXT_TOKENS, MAX_THREADS, MAX_LAYERS = 2**24, 1024, 1000
 MAX_GIB = 2**20
 VRAM_MARGIN_GIB = 1.0
 SNAPSHOT_GIB = 1.0
@@ -135,13 +135,27 @@ class PlanKeywords(TypedDict, total=False):
             metavar="<int>|all|auto",
         ),
     ]
+    n_cpu_moe: Annotated[
+        int | None,
+        Option("First layers whose experts stay in RAM.", ("-ncmoe", "--n-cpu-moe"), default_text=AUTO),
+        Range(0, MAX_LAYERS),
+    ]
+    cpu_moe: Annotated[
+        bool | None, Option("Keep the experts of all layers in RAM.", ("-cmoe", "--cpu-moe"), default_text=AUTO)
+    ]
     override: Annotated[
         str | Sequence[str] | None,
         Option(
-            "Pin parts by name: REGEX=gpu, =cpu, =stream, or =hot-N of a sparse FFN; can be given more than once.",
+            "Pin parts by name: REGEX=gpu, =cpu, =stream, or =hot-N of a sparse FFN or of experts; llama.cpp's names "
+            "of tensors, as in exps=CPU, work too. Can be given more than once.",
             ("-ot", "--override", "--override-tensor"),
             typed=list[str],
         ),
+    ]
+    chunk_tokens: Annotated[
+        int | None,
+        Option("Tokens of a prompt per pass.", ("-ub", "--ubatch-size"), default_text="what should be fastest"),
+        Range(1, MAX_CONTEXT_TOKENS),
     ]
     kv_type: Annotated[
         str | None,

@@ -16,6 +16,7 @@ from hetero_ee.planning.times.memory import (
     MAX_SNAPSHOTS,
     SNAPSHOTS,
     MemoryTerm,
+    cold_bytes,
     part_gpu_bytes,
     pinned_buffer_bytes,
     rounded,
@@ -105,9 +106,11 @@ def _placed(problem: Problem, decode: Chain, placement: Placement) -> list[Part]
 
 def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
     weight_bytes = kv_bytes = 0
-    for part, placement in zip(problem.parts, decode, strict=True):
-        if placement == Placement.CPU or placement.needs_buffers:
+    for part, placement, of_prompts in zip(problem.parts, decode, prefill, strict=True):
+        if placement == Placement.CPU or part.needs_buffers(placement) or of_prompts.is_streamed:
             weight_bytes += part.weight_bytes
+        elif placement.is_split:
+            weight_bytes += cold_bytes(part, placement)
         if not placement.on_gpu:
             kv_bytes += part.kv_bytes(problem.context_tokens)
     pinned = max(pinned_buffer_bytes(problem.parts, each) for each in (decode, prefill))

@@ -2,9 +2,11 @@
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 
 from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import MODEL_OPTIONS, PLAN_OPTIONS
@@ -18,12 +20,12 @@ from hetero_ee.planning.budget import (
     reserve_terms,
 )
 from hetero_ee.planning.chain import Chain, PartOptions, chain_bytes, place_chain
-from hetero_ee.planning.parts import layer_starts, parts_by_state
+from hetero_ee.planning.parts import Part, layer_starts, parts_by_state
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import SEQUENCE
-from hetero_ee.planning.prefill import prefill_chains
+from hetero_ee.planning.prefill import least_streamed, prefill_chains
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
+from hetero_ee.planning.schedule import BEST_OF_DRAFTS, WORTH_IT, Schedule, best_schedule, full_schedule
 from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.memory import (
@@ -40,6 +42,8 @@ from hetero_ee_profiles.units import GIB
 
 MOST_DEPTHS = 8  # of an early-exit mode that chains are made for: each costs some 10 ms
 PREFILL_CHUNKS = (512, 128)  # tokens of a prompt per pass: larger ones read weights less often and need more memory
+LARGER_CHUNKS = (1024, 2048, 4096, 8192)  # tried for models that are split: streaming is the same for a larger chunk
+LONG_PROMPT_TOKENS, LONG_TEXT_TOKENS = 8192, 512  # of the long requests that they are for, at most the context
 
 Trial = tuple[Chain, int]  # placements when decoding, and tokens of a prompt's chunk
 
@@ -51,17 +55,33 @@ class Candidate:
     problem: Problem
     context_tokens: int  # context length for which the times hold
     chunk_tokens: int  # of a prompt per pass
-    decode: Chain
-    prefill: Chain
+    placements: Placements
     schedule: Schedule
     memory: list[MemoryTerm]
     read_s: float  # of a typical prompt
     request_s: float  # of a typical request
 
     @property
+    def decode(self) -> Chain:
+        return tuple(self.placements.decode)
+
+    @property
+    def prefill(self) -> Chain:
+        return tuple(self.placements.prefill)
+
+    def long_request_s(self) -> float:
+        """Return the seconds of a request with a long prompt, which may fill the context."""
+        problem, n_tokens = self.problem, min(LONG_PROMPT_TOKENS, self.problem.context_tokens)
+        read_s = prompt_s(problem.costs, problem.parts, self.placements, n_tokens, self.chunk_tokens, self.reading)
+        return read_s + LONG_TEXT_TOKENS * self.schedule.token_s
+
+    @property
     def reading(self) -> PromptReading | None:
         """Cost of a draft source that reads prompts; None if there isn't one."""
         return self.problem.statistics.reading(self.schedule.drafts)
+
+
+TYPICAL_S = attrgetter("request_s")
 
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
@@ -79,7 +99,7 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
         except UsageError as error:
             refusal = refusal or error
     if found:
-        return min(found, key=lambda candidate: candidate.request_s)
+        return min(found, key=TYPICAL_S)
     assert refusal is not None, "what has no candidate was refused"
     if problem.limits.mode == "exact" or not draft_terms(problem, "cpu"):
         raise refusal
@@ -95,8 +115,36 @@ def _by_draft_device(problem: Problem) -> list[Problem]:
 
 
 def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
+    """Return the fastest candidate for a typical request, or one with larger chunks that serve long requests better.
+
+    Both kinds of requests count alike, relative to the times without larger chunks, whose VRAM layers could use.
+    """
+    asked = problem.limits.chunk_tokens
+    if asked and asked <= max(PREFILL_CHUNKS):
+        return _best_with_chunks(problem, context_tokens, (asked,))
+    best = _best_with_chunks(problem, context_tokens, PREFILL_CHUNKS)
+    is_split = len({placement == Placement.GPU for placement in best.decode[1:]}) > 1
+    usual_s, long_s = best.request_s, best.long_request_s()
+
+    def relative_s(candidate: Candidate) -> float:
+        return candidate.request_s / usual_s + candidate.long_request_s() / long_s
+
+    if asked:
+        return _best_with_chunks(problem, context_tokens, (asked,), relative_s)
+    for chunk in LARGER_CHUNKS if is_split else ():
+        if chunk > problem.context_tokens:
+            break
+        with suppress(UsageError):
+            larger = _best_with_chunks(problem, context_tokens, (chunk,), relative_s)
+            best = larger if relative_s(larger) < WORTH_IT * relative_s(best) else best
+    return best
+
+
+def _best_with_chunks(
+    problem: Problem, context_tokens: int, chunks: Sequence[int], key: Callable[[Candidate], float] = TYPICAL_S
+) -> Candidate:
     options = problem.layer_options(context_tokens)
-    trials = _trials(problem, options, context_tokens)
+    trials = _trials(problem, options, context_tokens, chunks)
     if not trials:
         raise _does_not_fit(problem, options)
     fitting = [trial for trial in trials if fits_ram(problem, *trial)]
@@ -107,12 +155,14 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
         raise _does_not_fit(problem, options)
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
     found = [completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
-    return min(found, key=lambda candidate: candidate.request_s)
+    return min(found, key=key)
 
 
-def _trials(problem: Problem, options: Sequence[PartOptions], context_tokens: int) -> list[Trial]:
+def _trials(
+    problem: Problem, options: Sequence[PartOptions], context_tokens: int, chunks: Sequence[int]
+) -> list[Trial]:
     """Combine every chain with every chunk size, so that a plan whose parts are pinned by the user is found again."""
-    chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
+    chunks = sorted({min(chunk, problem.context_tokens) for chunk in chunks})
     every_option = [
         one for each in (options, *_exit_options(problem, context_tokens)) for one in _by_state(problem, each)
     ]
@@ -173,25 +223,31 @@ def completed(problem: Problem, decode: Chain, chunk: int, context_tokens: int, 
         schedules.append(replace(full, other_mode_s=schedule.token_s))
     prefills = prefill_chains(problem, decode, chunk)
     found = [_with_prefill(problem, decode, prefills, chunk, context_tokens, each) for each in schedules]
-    return min(found, key=lambda candidate: candidate.request_s)
+    return min(found, key=TYPICAL_S)
 
 
 def _with_prefill(
     problem: Problem, decode: Chain, prefills: Sequence[Chain], chunk: int, context_tokens: int, schedule: Schedule
 ) -> Candidate:
-    """Return the candidate whose prefill placements, one of `prefills`, read a typical prompt fastest."""
-    n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
+    """Return the candidate whose prefill placements, one of `prefills`, read a typical prompt fastest.
+
+    Chunks that are larger than a typical prompt are for long ones.
+    """
+    n_prompt, costs, parts = min(REQUEST_PROMPT_TOKENS, problem.context_tokens), problem.costs, problem.parts
     reading = problem.statistics.reading(schedule.drafts)
+    n_read = max(n_prompt, chunk)
     prompts_s = {
-        prefill: prompt_s(problem.costs, problem.parts, Placements(prefill, decode), n_prompt, chunk, reading)
-        for prefill in prefills
+        prefill: prompt_s(costs, parts, Placements(prefill, decode), n_read, chunk, reading) for prefill in prefills
     }
     prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
+    placements = Placements(prefill, decode, least_streamed(problem, decode, prefill, chunk))
+    if n_read > n_prompt:
+        read_s = prompt_s(costs, parts, placements, n_prompt, chunk, reading)
     request_s = read_s + REQUEST_TEXT_TOKENS * schedule.token_s
     memory = memory_terms(problem, decode, prefill, chunk)
     if schedule.drafts != SEQUENCE:
         memory = [term for term in memory if term.name not in (DRAFT_HEAD, DRAFT_MODEL, DRAFT_ROWS)]
-    return Candidate(problem, context_tokens, chunk, decode, prefill, schedule, memory, read_s, request_s)
+    return Candidate(problem, context_tokens, chunk, placements, schedule, memory, read_s, request_s)
 
 
 def _chains(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Iterator[Chain]:
@@ -224,13 +280,13 @@ def _rooms(
     and for weights with the KV cache.
     """
     budget = problem.vram_budget_bytes - sum(term.n_bytes for term in reserve_terms(problem, head, chunk))
-    if problem.limits.pinned("embedding") == Placement.GPU:
+    if problem.overrides.pinned("embedding") == Placement.GPU:
         budget -= embedding_bytes(problem, head)
     buffers = [
         stream_buffer_bytes(problem.layers, [placement] * len(options), problem.context_tokens)
         for placement in (Placement.STREAM, Placement.VISIT)
     ]
-    resident = [_resident(part) for part in options]
+    resident = [_resident(*pair) for pair in zip(problem.layers, options, strict=True)]
     if all(resident):  # nothing is pinned to be streamed
         buffers = [0, *buffers]
     for buffer_bytes in buffers:
@@ -238,9 +294,9 @@ def _rooms(
             yield options if buffer_bytes else resident, budget - buffer_bytes
 
 
-def _resident(part: PartOptions) -> PartOptions:
-    """Return a part's options that need no stream buffers. Split FFNs need them, since prompts stream them."""
-    return {placement: option for placement, option in part.items() if not placement.needs_buffers}
+def _resident(part: Part, options: PartOptions) -> PartOptions:
+    """Return a part's options that need no stream buffers."""
+    return {placement: option for placement, option in options.items() if not part.needs_buffers(placement)}
 
 
 def _first_layers(problem: Problem, options: Sequence[PartOptions], budget_bytes: int) -> Chain | None:
@@ -307,7 +363,7 @@ def _with_embedding(problem: Problem, decode: Chain, chunk: int) -> Iterator[Tri
     If the embedding and the first layer are on the GPU, no hidden states have to be copied to it. If all layers are on
     the GPU, only the version with the embedding on the GPU is tried.
     """
-    pinned, on_gpu = problem.limits.pinned("embedding"), (Placement.GPU, *decode[1:])
+    pinned, on_gpu = problem.overrides.pinned("embedding"), (Placement.GPU, *decode[1:])
     may_enter = pinned == Placement.GPU or (pinned is None and decode[1].on_gpu)
     uses_gpu = any(placement.on_gpu for placement in decode)
     enters = may_enter and uses_gpu and fits_gpu(problem, on_gpu, chunk)

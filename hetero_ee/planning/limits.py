@@ -8,6 +8,7 @@ from typing import Any, Self
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.engine import (
     CERTIFIED,
+    MAX_LAYERS,
     MODEL_OPTIONS,
     OVERRIDES,
     PLAN_OPTIONS,
@@ -19,10 +20,13 @@ from hetero_ee.options.option import is_whole
 from hetero_ee.planning.placement import SPLITS
 from hetero_ee_profiles.units import GIB
 
-PLACEMENTS = ("gpu", "cpu", "stream")  # and SPLITS, for sparse FFNs
+PLACEMENTS = ("gpu", "cpu", "stream")  # and SPLITS, for sparse FFNs and experts
 IN_BYTES = ("vram_budget", "vram_margin", "ram_budget", "snapshot_budget")  # options in GiB
 OVERRIDE = PLAN_OPTIONS["override"]
-CHECKED = {name: PLAN_OPTIONS[name] for name in ("gpu_layers", "kv_type", "mode", "draft_length")}
+EACH_OVERRIDE = re.compile(r"(.+?=[^=,]+)(?:,|$)")
+CHECKED = {
+    name: PLAN_OPTIONS[name] for name in ("gpu_layers", "n_cpu_moe", "chunk_tokens", "kv_type", "mode", "draft_length")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Limits:
     snapshot_budget_bytes: int = int(SNAPSHOT_GIB * GIB)  # of RAM: for copies of state, see KvCache.mark
     # Number of first layers wholly on the GPU, at most all; 0: no GPU; None: the planner decides. Unused without a GPU.
     gpu_layers: int | None = None
+    n_cpu_moe: int | None = None  # number of first layers whose experts stay in RAM; None: the planner decides
     # Regular expressions and the placements (see placement.py: gpu, cpu, stream, hot-N) of parts whose whole names they
     # match; the first that matches counts. A part on the CPU may still be read from the disk if RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
@@ -47,6 +52,7 @@ class Limits:
     mode: str | None = None  # None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
+    chunk_tokens: int | None = None  # tokens of a prompt per pass; None: the planner's choice
     threads: int = 0  # 0: the fastest of those that the profile measured
 
     def __post_init__(self) -> None:
@@ -71,10 +77,6 @@ class Limits:
         """
         return cls(**dict(_limit(name, value) for name, value in options.items() if value is not None))
 
-    def pinned(self, name: str) -> str | None:
-        """Return the placement of the first override that matches the part's name, None if none does."""
-        return next((placement for pattern, placement in self.overrides if re.fullmatch(pattern, name)), None)
-
 
 def check_risk(mode: str | None, risk: object) -> None:
     """Check that the risk, if given, is between 0 and 1 and the mode is certified.
@@ -90,6 +92,11 @@ def check_risk(mode: str | None, risk: object) -> None:
         raise UsageError(option, f" is {shown(risk)}; expected a share of tokens above 0 and below 1, like {RISK}.")
     if mode != CERTIFIED:
         raise UsageError(option, f" is of mode {CERTIFIED} and the mode is {mode or 'not given'}; drop ", option, ".")
+
+
+def override_list(text: str) -> list[str]:
+    """Split overrides that are separated by commas, as llama.cpp accepts them."""
+    return EACH_OVERRIDE.findall(text) or [text]
 
 
 def parse_override(text: str) -> tuple[str, str]:
@@ -112,7 +119,9 @@ def _limit(name: str, value: Any) -> tuple[str, Any]:
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             expected = "expected REGEX=gpu, REGEX=cpu or REGEX=stream, or a list."
             raise UsageError(OVERRIDE, f" is {shown(value)}; {expected}")
-        return OVERRIDES.name, tuple(map(parse_override, texts))
+        return OVERRIDES.name, tuple(parse_override(one) for text in texts for one in override_list(text))
+    if name == "cpu_moe":
+        return "n_cpu_moe", MAX_LAYERS if value else None
     if name not in IN_BYTES:
         return name, value
     PLAN_OPTIONS[name].check(value)
@@ -131,7 +140,7 @@ def _check_overrides(overrides: object) -> None:
 
 def _check_override(pattern: str, placement: str) -> None:
     if placement not in (*PLACEMENTS, *SPLITS):
-        names = f"{', '.join(PLACEMENTS)}, or {SPLITS[0]} to {SPLITS[-1]} of a sparse FFN"
+        names = f"{', '.join(PLACEMENTS)}, or {SPLITS[0]} to {SPLITS[-1]} of a sparse FFN or of experts"
         raise UsageError(OVERRIDE, f" {shown(f'{pattern}={placement}')} names no placement; expected one of {names}.")
     try:
         re.compile(pattern)

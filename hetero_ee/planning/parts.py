@@ -6,10 +6,14 @@ from itertools import pairwise
 from typing import Protocol
 
 from hetero_ee.costs.block_cost import BlockCost
+from hetero_ee.costs.experts import ExpertRows
 from hetero_ee.costs.product import tensor_bytes
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.placement import Placement
+from hetero_ee.weights.sections import MAX_SECTIONS
+
+LEVELS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 26)  # sections that the planner tries: more gain little and take longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,35 @@ class Part:
     @property
     def runs_on_gpu(self) -> bool:
         return self.cost.runs_on_gpu
+
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self.cost.units, ExpertRows)
+
+    def splits(self, *, every: bool = False) -> list[Placement]:
+        """Return the "hot-N" placements that leave units for both devices: all if `every`, else those worth trying.
+
+        "hot-0" is one for experts.
+        """
+        units, first = self.cost.units, 0 if self.has_experts else 1
+        if units is None:
+            return []
+        numbers = range(first, MAX_SECTIONS) if every else (*range(first, 1), *LEVELS)
+        found = {units.first_units(n): Placement.hot(n) for n in reversed(numbers)}
+        return [placement for n_units, placement in sorted(found.items()) if n_units < units.n_units]
+
+    def n_hot(self, placement: Placement) -> int:
+        """Return how many neurons or experts are on the GPU with a "hot-N" placement."""
+        assert self.cost.units is not None, "has no units that two devices could share"
+        return self.cost.units.first_units(placement.n_sections)
+
+    def prefill_choices(self, decode: Placement) -> tuple[Placement, ...]:
+        """Return the placements that prefill may use. Sparse FFNs are only split for tokens that skip neurons."""
+        return (Placement.VISIT,) if decode.is_split and not self.has_experts else decode.prefill_choices
+
+    def needs_buffers(self, placement: Placement) -> bool:
+        """Return whether the weights are copied to the GPU at each use, or have to be for prompts."""
+        return placement.is_streamed or (placement.is_split and not self.has_experts)
 
     def kv_bytes(self, context_tokens: int) -> int:
         """Return the bytes that the KV cache or other state of this part needs for a sequence of context_tokens."""

@@ -2,10 +2,9 @@
 
 from typing import ClassVar, Self
 
-from hetero_ee.weights.sections import MAX_SECTIONS, section_neurons
+from hetero_ee.weights.sections import MAX_SECTIONS
 
 HOT = "hot-"
-LEVELS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 26)  # sections that the planner tries: more gain little and take longer
 
 
 class Placement(str):
@@ -16,8 +15,9 @@ class Placement(str):
     - "stream": they stay in RAM and are copied to the GPU at each use.
     - "visit": like "stream", but only for prompts; the KV cache of the part is copied too.
     - "disk": the CPU reads them from a mapped file at each use.
-    - "hot-N": the GPU has the first N sections of a sparse FFN's neurons, which are active often, and the CPU has the
-      others. Both compute at once. Source: PowerInfer (arXiv 2312.12456), with sections in place of single neurons.
+    - "hot-N": the GPU has the first N sections of a sparse FFN's neurons or N/32 of a mixture's experts, those used
+      most often, and the CPU has the others. Both compute at once. "hot-0" leaves the GPU a mixture's router and shared
+      expert. Source: PowerInfer (arXiv 2312.12456), with sections in place of single neurons.
 
     Raises:
         ValueError: for any other text.
@@ -56,34 +56,25 @@ class Placement(str):
         return self in ("stream", "visit")
 
     @property
-    def needs_buffers(self) -> bool:
-        """Whether the weights are copied to the GPU at each use, or at least for prompts."""
-        return self not in ("gpu", "cpu", "disk")
-
-    @property
     def is_split(self) -> bool:
-        """Whether this is a "hot-N" placement, in which both devices compute neurons of an FFN."""
+        """Whether this is a "hot-N" placement, in which both devices compute neurons or experts."""
         return self[0] == "h"
 
     @property
-    def prefill_choices(self) -> "tuple[Placement, ...]":
-        """Placements that prefill may use if decoding uses this one. The KV cache must stay on the same device."""
-        if self.is_split:
-            return (Placement.VISIT,)
-        return (self, Placement.VISIT) if self == "cpu" else (self,)
+    def n_sections(self) -> int:
+        """Number of sections on the GPU; 0 for placements that are not "hot-N"."""
+        return int(self.removeprefix(HOT)) if self.is_split else 0
 
-    def hot_neurons(self, n_neurons: int) -> int:
-        """Return how many of the FFN's n_neurons are on the GPU; 0 for placements that are not "hot-N"."""
-        return int(self.removeprefix(HOT)) * section_neurons(n_neurons) if self.is_split else 0
+    @property
+    def prefill_choices(self) -> "tuple[Placement, ...]":
+        """Placements that prefill may use if decoding uses this one. The KV cache must stay on the same device.
+
+        A sparse FFN that is split always visits, see Part.prefill_choices.
+        """
+        return (self, Placement.VISIT) if self == "cpu" or self.is_split else (self,)
 
 
 WHOLE = ("gpu", "cpu", "stream", "visit", "disk")
-TEXTS = frozenset((*WHOLE, *(f"{HOT}{n}" for n in range(1, MAX_SECTIONS))))
-SPLITS = tuple(Placement.hot(n) for n in range(1, MAX_SECTIONS))
+TEXTS = frozenset((*WHOLE, *(f"{HOT}{n}" for n in range(MAX_SECTIONS))))
+SPLITS = tuple(Placement.hot(n) for n in range(MAX_SECTIONS))
 Placement.GPU, Placement.CPU, Placement.STREAM, Placement.VISIT, Placement.DISK = map(Placement, WHOLE)
-
-
-def splits(n_neurons: int, *, every: bool = False) -> list[Placement]:
-    """Return an FFN's "hot-N" placements that leave neurons for both devices: all if `every`, else N in LEVELS."""
-    found = SPLITS if every else [SPLITS[n - 1] for n in LEVELS]
-    return [placement for placement in found if placement.hot_neurons(n_neurons) < n_neurons]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.layers.state import KV_BYTES
+from hetero_ee.layers.state import KV_BYTES, MAX_DECODE_TOKENS
 from hetero_ee.options.engine import (
     CERTIFIED,
     EARLY_EXIT_MODES,
@@ -127,9 +127,16 @@ class Plan:
     name: str | None = None  # of the model, as the user typed it
     exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, ascending; (): chosen by its policy
     risk: float | None = None  # of mode certified
+    # Chunks of a prompt with fewer tokens use the placements for decoding. None: those of MAX_DECODE_TOKENS or fewer.
+    prefill_least_tokens: int | None = None
     checksum: str | None = field(default=None, compare=False)  # in files: of all other fields; None in older ones
 
-    ADDED_FIELDS: ClassVar = ("exit_layers", "risk", "checksum")  # may be missing in files of this version
+    ADDED_FIELDS: ClassVar = (
+        "exit_layers",
+        "risk",
+        "prefill_least_tokens",
+        "checksum",
+    )  # may be missing in files of this version
     # Fields of older files, with the values that mean what plans mean now.
     REMOVED_FIELDS: ClassVar = {"exit_kv": (None, LAZY)}
 
@@ -167,6 +174,8 @@ class Plan:
             decided.append(DRAFT_HEAD)
         if self.mode in EARLY_EXIT_MODES:
             decided += [self.exit_layers, self.risk, LAZY]
+        if self.prefill_least_tokens is not None:
+            decided.append(self.prefill_least_tokens)
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     @property
@@ -188,6 +197,10 @@ class Plan:
     def draft_device(self) -> str | None:
         """Device that computes draft sequences, None if no memory is planned for them."""
         return next((term.device for term in self.memory if term.name in (DRAFT_HEAD, DRAFT_MODEL)), None)
+
+    def prefills(self, n_tokens: int) -> bool:
+        """Return whether a pass of n_tokens uses the placements for prompts."""
+        return n_tokens >= (self.prefill_least_tokens or MAX_DECODE_TOKENS + 1)
 
     @property
     def decode_placements(self) -> tuple[Placement, ...]:
@@ -226,12 +239,13 @@ def _check_numbers(made: Plan) -> None:
         ("threads", 1, MAX_THREADS),
         ("context_tokens", 1, MAX_CONTEXT_TOKENS),
         ("draft_length", 1, MAX_DRAFT_LENGTH),
+        ("prefill_least_tokens", MAX_DECODE_TOKENS + 1, MAX_CONTEXT_TOKENS),
         ("prefill_chunk_tokens", 1, MAX_CONTEXT_TOKENS),
         ("vram_budget_bytes", 0, None),
         ("ram_budget_bytes", 0, None),
     ):
         value = getattr(made, name)
-        if not is_whole(value, smallest, largest):
+        if not is_whole(value, smallest, largest) and not (value is None and name == "prefill_least_tokens"):
             to = "" if largest is None else f" to {largest}"
             raise UsageError(f"{name} is {shown(value)}, expected a whole number from {smallest}{to}; plan again")
     for name, choices in (("kv_type", tuple(KV_BYTES)), ("mode", MODES)):

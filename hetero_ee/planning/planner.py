@@ -70,6 +70,7 @@ def plan(
         prediction=prediction,
         reasons=(*([choice.reason] if choice.reason else []), *reasons(best, prediction)),
         exit_layers=best.schedule.exit_layers,
+        prefill_least_tokens=best.placements.least_tokens,
         risk=(problem.limits.risk or RISK) if best.schedule.mode == CERTIFIED else None,
     )
 

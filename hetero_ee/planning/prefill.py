@@ -1,11 +1,12 @@
 """Chooses where parts are computed while a prompt is read, given their placements when decoding."""
 
-from hetero_ee.layers.state import KvState
+from hetero_ee.layers.state import MAX_DECODE_TOKENS, KvState
 from hetero_ee.planning.budget import memory_terms, n_bytes
 from hetero_ee.planning.chain import Chain, Option, PartOptions, place_chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.times.prompts import Placements, prompt_s
 
 
 def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[Chain]:
@@ -14,7 +15,7 @@ def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[C
     The first one leaves parts where they are. In the others, parts in RAM also use the placement "visit" if that is
     faster for a chunk: all parts, or only those without a KV cache. Chains that exceed a budget are left out.
     """
-    found = [tuple(Placement.VISIT if placement.is_split else placement for placement in decode)]
+    found = [tuple(part.prefill_choices(placement)[0] for part, placement in zip(problem.parts, decode, strict=True))]
     if not any(placement.on_gpu for placement in decode):
         return found
     for with_state in (True, False):
@@ -24,6 +25,25 @@ def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[C
         if fits_ram and n_bytes(terms, "gpu") <= problem.vram_budget_bytes:
             found.append(tried)
     return found
+
+
+def least_streamed(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> int | None:
+    """Return the least tokens of a prompt for which the prefill placements are faster, see Plan.prefill_least_tokens.
+
+    Parts that need other placements for prompts, as a sparse FFN's neurons do, use them for every prompt.
+    """
+    costs, parts = problem.costs, problem.parts
+    changed = [pair for pair in zip(parts, decode, prefill, strict=True) if pair[1] != pair[2]]
+    if not all(placement in part.prefill_choices(placement) for part, placement, _ in changed):
+        return None
+    n_tokens = MAX_DECODE_TOKENS
+    while changed and n_tokens < chunk_tokens:
+        n_more = min(2 * n_tokens, chunk_tokens)
+        streamed, there = (Placements(placements, decode) for placements in (prefill, decode))
+        if prompt_s(costs, parts, streamed, n_more, n_more) <= prompt_s(costs, parts, there, n_more, n_more):
+            break
+        n_tokens = n_more
+    return n_tokens + 1 if n_tokens > MAX_DECODE_TOKENS else None
 
 
 def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state: bool) -> Chain:
@@ -36,7 +56,7 @@ def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state:
             state = part.cost.state  # a recurrent one does not visit: it would be copied whole, to and fro
             may_visit = state is None or placement.is_split or (with_state and isinstance(state, KvState))
             may_visit = may_visit and part.state_layer == part.layer  # other layers' keys and values are not copied
-            allowed = placement.prefill_choices if may_visit else (placement,)
+            allowed = part.prefill_choices(placement) if may_visit else (placement,)
             known[key] = {each: _option(problem, part, each, chunk_tokens) for each in allowed}
         options.append(known[key])
     chain = place_chain(options, 0, problem.costs.transfer_s(chunk_tokens), ends_on_gpu=decode[-1].on_gpu)

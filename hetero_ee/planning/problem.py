@@ -11,8 +11,9 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import PLAN_OPTIONS, RUN_OPTIONS
 from hetero_ee.planning.chain import Option, PartOptions
 from hetero_ee.planning.limits import OVERRIDE, Limits
+from hetero_ee.planning.llama_overrides import Overrides, translated
 from hetero_ee.planning.parts import Part, model_parts, parts_by_state
-from hetero_ee.planning.placement import SPLITS, Placement, splits
+from hetero_ee.planning.placement import SPLITS, Placement
 from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.early_exits import Passes
@@ -20,6 +21,8 @@ from hetero_ee.planning.times.memory import WorkingSizes, part_gpu_bytes
 from hetero_ee.planning.times.threads import fastest_threads
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.units import GIB
+
+NO_EXPERTS = SPLITS[0]  # a mixture's router and shared expert are on the GPU, its experts on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Problem:
     context_tokens: int  # prompt and text together; the longest possible one if the limits set none
     vram_budget_bytes: int
     ram_budget_bytes: int
+    overrides: Overrides  # those of the limits
 
     @property
     def has_gpu(self) -> bool:
@@ -67,9 +71,10 @@ class Problem:
         found = []
         for part in self.layers:
             assert part.layer is not None, "a part of a layer"
-            key = part.shape, self.pinned(part), (1.0,) if passes is None else passes.behind(part.layer)
+            pinned, batches = self.pinned(part), (1.0,) if passes is None else passes.behind(part.layer)
+            key = part.shape, pinned, batches, part.name in self.overrides.cpu_experts
             if key not in known:
-                known[key] = self._options(part, key[1], key[2], context_tokens)
+                known[key] = self._options(part, pinned, batches, context_tokens)
             found.append(known[key])
         return found
 
@@ -94,23 +99,26 @@ class Problem:
         return found
 
     def _allowed(self, part: Part, pinned: Placement | None) -> list[Placement]:
-        """Return the part's possible placements. Splits need a pin, or statistics of how often neurons are active."""
+        """Return the part's possible placements. Splits of neurons need a pin or statistics of their use."""
         found = [Placement.CPU]
         if self.has_gpu and part.runs_on_gpu:
             found = [Placement.GPU, Placement.STREAM, Placement.CPU]
-            if part.cost.neurons is not None and (self.spec.hot_curve or (pinned is not None and pinned.is_split)):
-                found += splits(part.cost.neurons.n_neurons, every=pinned is not None)
+            if part.has_experts or self.spec.hot_curve or (pinned is not None and pinned.is_split):
+                found += part.splits(every=pinned is not None)
+        if part.name in self.overrides.cpu_experts:
+            found = [placement for placement in found if placement in (Placement.CPU, NO_EXPERTS)]
         return [placement for placement in found if pinned in (None, placement)]
 
     def pinned(self, part: Part) -> Placement | None:
         """Return the placement that the user requires for the part, None if the planner decides."""
-        pinned = self.limits.pinned(part.name)
+        pinned = self.overrides.pinned(part.name)
         if pinned is not None:
             return Placement(pinned)
         if self.limits.gpu_layers is not None and part.layer is not None:
             assert part.state_layer is not None, "a part of a layer"
             is_first = part.state_layer < self.limits.gpu_layers
-            return Placement.GPU if is_first and part.runs_on_gpu else Placement.CPU
+            on_gpu = NO_EXPERTS if part.name in self.overrides.cpu_experts else Placement.GPU
+            return on_gpu if is_first and part.runs_on_gpu else Placement.CPU
         return None
 
 
@@ -135,7 +143,6 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
     check_context(spec, context)
     kv_type = limits.kv_type or KV_TYPE
     parts = tuple(model_parts(spec, kv_type))
-    _check_overrides(limits, parts)
     found = Problem(
         spec=spec,
         costs=Costs(spec, profile, limits.threads or fastest_threads(spec, profile)),
@@ -147,6 +154,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
         context_tokens=context,
         vram_budget_bytes=_vram_budget(profile, limits),
         ram_budget_bytes=_ram_budget(profile, limits),
+        overrides=_checked_overrides(limits, parts),
     )
     _check_shared_state(found)
     return found
@@ -203,9 +211,12 @@ def _readable(n_bytes: int) -> int:
     return min(n_bytes, int(hundredths / 100 * GIB))
 
 
-def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
-    """Check that each override matches a part, and that the part can have that placement."""
-    for pattern, placement in limits.overrides:
+def _checked_overrides(limits: Limits, parts: Sequence[Part]) -> Overrides:
+    """Return the overrides by names of parts. Check that each matches a part that can have that placement."""
+    overrides = translated(limits.overrides, limits.n_cpu_moe, parts)
+    if limits.n_cpu_moe is not None and not any(part.has_experts for part in parts):
+        raise UsageError(PLAN_OPTIONS["n_cpu_moe"], " keeps experts in RAM, and this model has none; leave it out.")
+    for pattern, placement in overrides.pins:
         names = [part.name for part in parts if re.fullmatch(pattern, part.name)]
         if not names:
             raise UsageError(
@@ -217,6 +228,7 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
             _check_split(pattern, placement, [part for part in parts if part.name in names])
         if placement == "stream" and outer is not None:
             raise UsageError(f"the {outer} can't be streamed; pin it to gpu or cpu, or let the override leave it out.")
+    return overrides
 
 
 def _check_shared_state(problem: Problem) -> None:
@@ -236,9 +248,13 @@ def _check_shared_state(problem: Problem) -> None:
 def _check_split(pattern: str, placement: str, parts: Sequence[Part]) -> None:
     asked = f" {shown(f'{pattern}={placement}')} divides"
     for part in parts:
-        if part.cost.neurons is None:
-            raise UsageError(OVERRIDE, f"{asked} {part.name}, which is not a sparse FFN; let it name only sparse FFNs.")
-        known = splits(part.cost.neurons.n_neurons, every=True)
+        units, known = part.cost.units, part.splits(every=True)
+        if units is None:
+            raise UsageError(
+                OVERRIDE,
+                f"{asked} {part.name}, which has no experts and is not a sparse FFN; let it name only parts that do.",
+            )
         if placement not in known:
             most = f"at most {known[-1]} does" if known else "which is too small; leave it out"
-            raise UsageError(OVERRIDE, f"{asked} the {part.cost.neurons.n_neurons:,} neurons of {part.name}, {most}.")
+            kind = "experts" if part.has_experts else "neurons"
+            raise UsageError(OVERRIDE, f"{asked} the {units.n_units:,} {kind} of {part.name}, {most}.")

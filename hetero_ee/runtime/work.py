@@ -6,10 +6,11 @@ from hetero_ee.costs.block_cost import BlockCost
 from hetero_ee.costs.head_cost import HeadCost
 from hetero_ee.costs.neurons import NeuronShares
 from hetero_ee.costs.product import VOCABULARY_LAYOUT, Product
-from hetero_ee.costs.work import Work
+from hetero_ee.costs.work import Work, units_of
 from hetero_ee.kv.batch import Batch
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.placement import Placement
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.weights.weight import Weight
 
@@ -35,7 +36,7 @@ class BlockWorks:
         ]
 
     def split(self, block: Block, batch: Batch, n_hot: int) -> tuple[Work, Work, Work]:
-        """Return three works of a split FFN: the GPU's first step, its n_hot first neurons, and the CPU's neurons."""
+        """Return three works of a split block: the GPU's first step, its n_hot first units, and the CPU's units."""
         (work,) = self.through([block], batch)
         return work.split(n_hot, self._spec.hot_curve)
 
@@ -51,6 +52,13 @@ class BlockWorks:
             None if end.vocabulary is None else _product(end.vocabulary.rows),
             None if end.judge is None else Product(VOCABULARY_LAYOUT, *end.judge.network[0].shape),
         )
+
+
+def n_hot(block: Block, place: Placement) -> int:
+    """Return how many neurons or experts of a split block are on the GPU."""
+    units = units_of(block)
+    assert units is not None, "has no units that two devices could share"
+    return units.first_units(place.n_sections)
 
 
 def _product(weight: Weight) -> Product:

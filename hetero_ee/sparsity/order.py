@@ -19,7 +19,7 @@ from hetero_ee.models.blocks import Block, least_activations, neuron_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.recorder import FfnRecorder
-from hetero_ee.weights.first_neurons import BY_NEURON
+from hetero_ee.weights.first_units import BY_NEURON
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.filesystem import FileSystem

@@ -1,5 +1,6 @@
 """A GPU matrix in tiles (docs/FORMAT.md), checked once and ready for the kernels."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -58,6 +59,14 @@ class TileMatrix:
         self.table = entries.view(torch.int32).to(tiles.device)
         self.isa = instructions(tiles)
         self.n_bytes = tiles.nbytes + scales.nbytes
+
+    def with_tiles(self, tiles: Any, scales: Any) -> "TileMatrix":
+        """Return a matrix of other tiles in the same format, such as some of this one's. Copies nothing to the GPU."""
+        found = copy(self)
+        found.n_blocks, found.n_rows = len(tiles), 16 * len(tiles)
+        found.tiles, found.scales, found.words = tiles, scales, tiles.view(torch.int32)
+        found.n_bytes = tiles.nbytes + scales.nbytes
+        return found
 
 
 def check_rows(x: Any, weight: TileMatrix) -> None:

@@ -120,13 +120,14 @@ class DeviceTimes:
         """Type of keys and values for which attention was measured."""
         return self.attentions[0].kv_type
 
-    def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int, share: float = 1.0) -> float:
+    def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: float, share: float = 1.0) -> float:
         """Estimate the seconds of a matrix product.
 
         The time of the most similar measured shape is scaled by size, except for the constant time of a call, and
         interpolated linearly in m. int4 with zero points needs the same time per byte as int4.
 
         Args:
+            m: tokens; an average for experts.
             share: share of the matrix that is multiplied; 0 needs no time.
 
         Raises:

@@ -157,7 +157,7 @@ def refusal(*words: str) -> str:
             "--cache-type-k is not offered: keys and values have one type; use --kv-type int8",
         ),
         (["serve", "--mlock"], "--mlock is not offered: "),
-        (["simulate", "-ub", "512"], "-ub is not offered: "),
+        (["simulate", "-b", "512"], "-b is not offered: "),
         (["run", "m", "-vp", "Hi"], "there is no option -vp. See hetero-ee run --help."),
         (["run", "-mdemo"], "there is no option -mdemo. See hetero-ee run --help."),
         (["chat", "-ngl7"], "there is no option -ngl7. Did you mean -ngl 7? See hetero-ee chat --help."),

@@ -17,7 +17,18 @@ from hetero_ee.planning.statistics import DraftRates, Statistics, published_stat
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee_profiles.data_sheets import data_sheets
 from hetero_ee_profiles.reference import ATTENTION_INSTRUCTIONS, VRAM_SHARE, reference_profile
-from scripts.compare_published import DECODE, PROMPTS, main, predicted, shortfalls, table
+from scripts.compare_published import (
+    DECODE,
+    EXPERTS,
+    PROMPTS,
+    RATIO_GOAL,
+    Settings,
+    main,
+    predicted,
+    predicted_settings,
+    shortfalls,
+    table,
+)
 from tests.shipped import MACHINES, SHAPES
 
 COUNTED = Path(__file__).parents[2] / "docs" / "gpu_kernels.md"
@@ -35,6 +46,16 @@ def test_decoding_agrees_with_what_is_published(capsys: pytest.CaptureFixture[st
 def test_prompts_are_promised_with_care() -> None:
     for row in PROMPTS:
         assert 0.4 < predicted(row).prompt_tokens_per_s / row.tokens_per_s < 1.1
+
+
+@pytest.mark.parametrize("row", EXPERTS, ids=lambda row: f"{row.model} on {row.sheet.name}")
+def test_settings_of_experts_change_speeds_as_published(row: Settings) -> None:
+    first, *others = predicted_settings(row)
+    for setting, found in zip(row.settings[1:], others, strict=True):
+        published = setting.tokens_per_s / row.settings[0].tokens_per_s
+        assert found / first == pytest.approx(published, rel=RATIO_GOAL), setting.words
+    if row.sheet.ram_gb_s == 76.8:  # RAM's rate is published, so speeds count as well
+        assert first == pytest.approx(row.settings[0].tokens_per_s, rel=0.25)
 
 
 def test_a_missed_goal_is_told() -> None:

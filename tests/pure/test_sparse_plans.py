@@ -89,7 +89,7 @@ def test_hot_neurons_on_the_gpu_beat_whole_ffns_there(spec: ModelSpec, profile: 
     whole, made = (make_plan(replace(spec, hot_curve=curve), profile, limits) for curve in ((), CURVE))
     n_split = sum(each.is_split for each in made.decode_placements)
     assert n_split > 8 and f"{n_split} FFNs are computed on both devices at once" in " ".join(made.reasons)
-    assert "h hot neurons on the GPU" in explained(made)
+    assert "h hot neurons or experts on the GPU" in explained(made)
     simulations = [of_shapes(spec, each, profile, 512, 16)[0] for each in (whole, made)]
     for simulation in simulations:
         assert simulation.prompt_s == pytest.approx(simulation.predicted_prompt_s, rel=0.05)
@@ -110,8 +110,8 @@ def test_neither_device_waits_for_the_other_s_neurons(placement: str) -> None:
 
 def test_only_sparse_ffns_of_enough_sections_are_divided() -> None:
     for spec, pattern, placement, problem in (
-        (SPARSE, r"layers\.0\.attention", "hot-1", "layers.0.attention, which is not a sparse FFN"),
-        (replace(SPARSE, neuron_major=False), r".*\.ffn", "hot-1", "layers.0.ffn, which is not a sparse FFN"),
+        (SPARSE, r"layers\.0\.attention", "hot-1", "layers.0.attention, which has no experts"),
+        (replace(SPARSE, neuron_major=False), r".*\.ffn", "hot-1", "layers.0.ffn, which has no experts"),
         (SPARSE, r".*\.ffn", "hot-29", "neurons of layers.0.ffn, at most hot-28 does"),
     ):
         with pytest.raises(UsageError, match=problem):

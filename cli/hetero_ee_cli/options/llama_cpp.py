@@ -8,8 +8,8 @@ THREADS_ARE_FREE = "threads are not pinned; run hetero-ee under taskset or numac
 # Each row: flags that mean the same, and the end of a sentence that says what to do instead.
 ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        ("-b", "--batch-size", "-ub", "--ubatch-size"),
-        "the plan decides how many tokens of a prompt a pass reads; leave it out",
+        ("-b", "--batch-size"),
+        "a pass reads as many tokens of a prompt as the plan chooses, or as -ub says; leave it out",
     ),
     (("-tb", "--threads-batch"), "prompts and text use the same threads; use -t"),
     (

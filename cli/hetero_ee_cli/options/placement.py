@@ -62,13 +62,13 @@ class LimitOptions(OptionGroup):
     def limits(self, model: ModelOptions) -> "Limits":
         with ending_at_once():
             from hetero_ee.costs.kv_types import default_kv_type
-            from hetero_ee.planning.limits import Limits
+            from hetero_ee.planning.limits import Limits, override_list
 
         opening, given = model.arguments(), dict(self.given)
         if "gpu_layers" in given:
             given["gpu_layers"] = _layers(given["gpu_layers"])
         if "override" in given:
-            given["override"] = [_with_our_device(text) for text in given["override"]]
+            given["override"] = [_with_our_device(one) for text in given["override"] for one in override_list(text)]
         same = {name: opening[name] for name in ("context_tokens", "threads")}
         return Limits.of({"kv_type": default_kv_type(opening["quantizer"])} | given | same)
 

@@ -16,7 +16,7 @@ LEGEND = {  # of placements when decoding, by their first letter; each begins wi
     "c": "C CPU",
     "s": "s streamed to the GPU",
     "d": "d read from the disk",
-    "h": "h hot neurons on the GPU, the others on the CPU",
+    "h": "h hot neurons or experts on the GPU, the others on the CPU",
 }
 
 

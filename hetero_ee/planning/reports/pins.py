@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
 
+from hetero_ee.planning.candidates import PREFILL_CHUNKS
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import PlacedPart, Plan
@@ -17,6 +18,8 @@ def pins(made: Plan, limits: Limits) -> list[Pin]:
     found.append(("--mode", made.mode))
     if limits.draft_length is not None:
         found.append(("--draft-tokens", str(limits.draft_length)))
+    if made.prefill_chunk_tokens > max(PREFILL_CHUNKS):
+        found.append(("-ub", str(made.prefill_chunk_tokens)))
     if made.risk:
         found.append(("--risk", str(made.risk)))
     found.append(("--ram-budget", gib(made.ram_budget_bytes)))

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import mean
 
-from hetero_ee.costs.neurons import hot_activations
+from hetero_ee.costs.neurons import NeuronRows, hot_activations
 from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.candidates import Candidate, best_candidate
@@ -122,7 +122,7 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
     known = {
         "GPU" if placement.on_gpu else "CPU": (part, placement)
         for part, placement in zip(best.problem.parts, best.decode, strict=True)
-        if part.cost.neurons is not None
+        if isinstance(part.cost.units, NeuronRows)
     }
     for device, (part, placement) in known.items():
         times = costs.cpu if device == "CPU" else costs.profile.gpu
@@ -137,16 +137,25 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
 
 
 def _hot_reasons(best: Candidate) -> Iterator[str]:
-    """Yield a sentence on how many neurons of split FFNs are on the GPU."""
-    spec, found = best.problem.spec, [placement for placement in best.decode if placement.is_split]
-    if not found:
+    """Yield a sentence on how many neurons or experts of split FFNs are on the GPU."""
+    spec, pairs = best.problem.spec, zip(best.problem.parts, best.decode, strict=True)
+    shares = [
+        (part, part.n_hot(placement) / part.cost.units.n_units)
+        for part, placement in pairs
+        if placement.is_split and part.cost.units is not None
+    ]
+    if not shares:
         return
-    shares = [placement.hot_neurons(spec.ffn_size) / spec.ffn_size for placement in found]
-    taken = [hot_activations(spec.hot_curve, share) for share in shares]
-    yield (
-        f"{len(found)} FFNs are computed on both devices at once: the GPU has {mean(shares):.0%} of their neurons, the "
-        f"ones most often active, which is {mean(taken):.0%} of what a token needs."
-    )
+    first, share, what = shares[0][0], mean(share for _, share in shares), "neurons"
+    both = f"{len(shares)} FFNs are computed on both devices at once: the GPU has"
+    if first.has_experts:
+        what, both = "experts", f"{both} their routers, shared experts and"
+    if not share:
+        yield f"{both} none of their experts."
+        return
+    taken = mean(hot_activations(spec.hot_curve, share) for _, share in shares)
+    which = ", the ones most often active" if spec.hot_curve else ""
+    yield f"{both} {share:.0%} of their {what}{which}, which is {taken:.0%} of what a token needs."
 
 
 def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:

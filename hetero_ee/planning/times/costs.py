@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_ee.costs.head_cost import HeadCost
-from hetero_ee.costs.neurons import NeuronShares
+from hetero_ee.costs.neurons import NeuronRows, NeuronShares
 from hetero_ee.costs.product import FLOAT_BYTES, VOCABULARY_LAYOUT, Product, exit_map_products
 from hetero_ee.costs.work import SplitWork, Work
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
@@ -33,10 +33,9 @@ def part_work(spec: ModelSpec, part: Part, m: int, context_tokens: int = 0) -> W
 
 
 def split_work(spec: ModelSpec, part: Part, placement: Placement, m: int) -> SplitWork:
-    """Return the work of m tokens in an FFN with a "hot-N" placement."""
-    assert part.cost.neurons is not None, "not a sparse FFN"
-    work = replace(part_work(spec, part, m), shares=NeuronShares.of(spec, is_prompt=False))
-    return work.split(placement.hot_neurons(part.cost.neurons.n_neurons), spec.hot_curve)
+    """Return the work of m tokens in a part with a "hot-N" placement."""
+    work = part.cost.work(part.name, m, shares=NeuronShares.of(spec, is_prompt=False))
+    return work.split(part.n_hot(placement), spec.hot_curve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,10 @@ class Costs:
         return self._work_s(work, self._device(placement))
 
     def split_s(self, part: Part, placement: Placement, m: int) -> tuple[float, float, float]:
-        """Return the seconds of m tokens in an FFN with a "hot-N" placement.
+        """Return the seconds of m tokens in a part with a "hot-N" placement.
 
         Returns:
-            The GPU's first step; its neurons; and the CPU's neurons, computed meanwhile, with the transfers of input
+            The GPU's first step; its neurons or experts; and the CPU's, computed meanwhile, with the transfers of input
             and sum.
         """
         gpu, cpu, work = self._device(placement), self.cpu, split_work(self.spec, part, placement, m)
@@ -93,8 +92,8 @@ class Costs:
             The ratio of their seconds, and the largest share of active neurons (in steps of 0.01) at which the sparse
             FFN is not slower.
         """
-        times, spec, rows = self._device(placement), self.spec, part.cost.neurons
-        assert rows is not None, "not a sparse FFN"
+        times, spec, rows = self._device(placement), self.spec, part.cost.units
+        assert isinstance(rows, NeuronRows), "not a sparse FFN"
         first_rows = spec.ffn_size * (2 if spec.gated else 1)
         dense_s = times.matmul_s("int4", first_rows, spec.hidden_size, spec.activation_terms)
         dense_s += times.matmul_s("int4", spec.hidden_size, spec.ffn_size, spec.activation_terms)
@@ -103,7 +102,7 @@ class Costs:
 
         def sparse_s(active: float) -> float:
             first = min(1.0, active * shares.first / max(shares.active, 1e-9))
-            return whole_s + rows.read_s(times, NeuronShares(active, first), 1)
+            return whole_s + rows.read_s(times, NeuronShares(active, first), 1, 1)
 
         even = max((n for n in range(101) if sparse_s(n / 100) <= dense_s), default=0)
         return sparse_s(shares.active) / dense_s, even / 100

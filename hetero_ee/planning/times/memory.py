@@ -46,10 +46,13 @@ def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int
     if placement == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
     if placement.is_split:
-        assert part.cost.neurons is not None, "not a sparse FFN"
-        cold = part.cost.work(part.name, 1).split(placement.hot_neurons(part.cost.neurons.n_neurons)).cold
-        return rounded(part.weight_bytes - cold.matrix_bytes)
+        return rounded(part.weight_bytes - cold_bytes(part, placement))
     return rounded(part.kv_bytes(context_tokens)) if placement == "stream" else 0
+
+
+def cold_bytes(part: Part, placement: Placement) -> int:
+    """Return the bytes of the matrices that a "hot-N" placement leaves to the CPU."""
+    return part.cost.work(part.name, 1).split(part.n_hot(placement)).cold.matrix_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,13 @@ def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement], 
     streamed = [
         part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         for part, placement in zip(parts, placements, strict=True)
-        if placement.needs_buffers
+        if part.needs_buffers(placement)
     ]
     return N_STREAM_BUFFERS * rounded(max(streamed)) if streamed else 0
 
 
 def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[Placement]) -> int:
     """Return the RAM of the pinned buffers through which weights are streamed."""
-    streamed = [part.weight_bytes for part, placement in zip(parts, placements, strict=True) if placement.needs_buffers]
+    pairs = zip(parts, placements, strict=True)
+    streamed = [part.weight_bytes for part, placement in pairs if part.needs_buffers(placement)]
     return N_PINNED_BUFFERS * max(streamed, default=0)

@@ -27,7 +27,7 @@ def predict(made: Candidate, cpu_s: float | None) -> Prediction:
     """
     context_tokens, costs, parts, step = made.context_tokens, made.problem.costs, made.problem.parts, made.schedule.step
     decode = pass_time(costs, parts, made.decode, 1, context_tokens)
-    reading, placements = made.reading, Placements(made.prefill, made.decode)
+    reading, placements = made.reading, made.placements
     read_s = prompt_s(costs, parts, placements, context_tokens, made.chunk_tokens, reading)
     m = min(made.chunk_tokens, context_tokens)
     chunk = pass_time(costs, parts[:-1], made.prefill[:-1], m, context_tokens)
@@ -86,7 +86,8 @@ def predicted_run_s(
     `reading` is the cost of a draft source that reads the prompt too.
     """
     costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
-    placements = Placements([part.prefill_placement for part in made.parts], made.decode_placements)
+    prefill = [part.prefill_placement for part in made.parts]
+    placements = Placements(prefill, made.decode_placements, made.prefill_least_tokens)
     lanes, first = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode)), n_depth + n_prompt
     if n_prompt:
         read_prompt(lanes, parts, placements, range(n_depth, first, made.prefill_chunk_tokens), first, reading)

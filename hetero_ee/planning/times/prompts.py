@@ -17,10 +17,11 @@ from hetero_ee.planning.times.lanes import Flow, Lanes
 @dataclass(frozen=True, slots=True)
 class Placements:
     prefill: Sequence[Placement]  # for a chunk of a prompt
-    decode: Sequence[Placement]  # when decoding, and for a short last chunk
+    decode: Sequence[Placement]  # when decoding, and for a short prompt or last chunk
+    least_tokens: int | None = None  # see Plan.prefill_least_tokens
 
     def of(self, m: int) -> Sequence[Placement]:
-        return self.decode if m <= MAX_DECODE_TOKENS else self.prefill
+        return self.prefill if m >= (self.least_tokens or MAX_DECODE_TOKENS + 1) else self.decode
 
 
 def prompt_s(

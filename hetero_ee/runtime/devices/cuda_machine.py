@@ -27,7 +27,8 @@ from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, CpuCo
 from hetero_ee.runtime.executors.gpu import GpuExecutor
 from hetero_ee.runtime.streaming.block_source import PinnedBlocks
 from hetero_ee.runtime.trace import SpanRecorder
-from hetero_ee.weights.first_neurons import with_first_neurons
+from hetero_ee.runtime.work import n_hot
+from hetero_ee.weights.first_units import with_first_units
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.host.host import this_host
@@ -118,8 +119,8 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
     """
     places = {part.name: part.decode_placement for part in plan.parts}
     blocks = [(block, places.get(block.name)) for block in decoder_blocks(spec)]  # the final norm has none of its own
-    hot = [(block, place.hot_neurons(spec.ffn_size)) for block, place in blocks if place is not None and place.is_split]
-    weights = with_first_neurons(weights, hot)
+    hot = [(block, n_hot(block, place)) for block, place in blocks if place is not None and place.is_split]
+    weights = with_first_units(weights, hot)
     kept = [block for block, place in blocks if place == Placement.GPU] + [block for block, _ in hot]
     if places["head"] == Placement.GPU and spec.final_norm:
         kept.append(blocks[-2][0])

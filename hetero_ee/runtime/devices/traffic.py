@@ -34,8 +34,8 @@ class Traffic:
                 self._known[work.products] = sum(product.n_bytes for product in work.products)
             if work.name != CHOICE:
                 self.n_bytes[CPU_WEIGHTS] += self._known[work.products]
-            if work.neurons is not None:
-                self.n_bytes[CPU_WEIGHTS] += work.neurons.read_bytes(work.shares, work.m)
+            if work.units is not None:
+                self.n_bytes[CPU_WEIGHTS] += work.units.read_bytes(work.shares, work.m)
 
 
 @dataclass(frozen=True, slots=True)

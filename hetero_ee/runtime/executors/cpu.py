@@ -42,7 +42,6 @@ class CpuExecutor(OpsExecutor):
     ) -> None:
         self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
         super().__init__(spec, weights, max_tokens, CpuOps(self._pool), cache)
-        self._splits: dict[tuple[str, int], CpuSplit] = {}
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING, n_tokens: Iterable[int] = (1,)) -> None:
         """Compile the kernels that the first token needs, or load them from the disk.
@@ -72,15 +71,12 @@ class CpuExecutor(OpsExecutor):
     def pool(self) -> ThreadPool:
         return self._pool
 
-    def split(self, block: Block, n_first: int) -> SplitFfn:
-        key = block.name, n_first
-        if key not in self._splits:
-            self._splits[key] = CpuSplit(self, self._of(block), n_first)
-        return self._splits[key]
+    def _neuron_split(self, block: Block, n_first: int) -> SplitFfn:
+        return CpuSplit(self, self._of(block), n_first)
 
 
 class CpuSplit(SplitFfn):
-    """The steps of a split FFN on the CPU, which may also stand in for the GPU of an emulated machine."""
+    """The steps of a split sparse FFN on the CPU, which may also stand in for the GPU of an emulated machine."""
 
     def __init__(self, executor: CpuExecutor, block: BoundBlock, n_first: int) -> None:
         self._ops, self._rows = executor._ops, executor._rows

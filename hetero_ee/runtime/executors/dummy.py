@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hetero_ee.costs.product import stored_layout
+from hetero_ee.costs.work import units_of
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.tensors import TensorSpec, is_in_rows
@@ -47,7 +48,10 @@ class DummyExecutor(HostExecutor):
         return hidden
 
     def split(self, block: Block, n_first: int) -> SplitFfn:
-        return _DummySplit((self.spec.ffn_size - n_first) * (self.spec.predictor_rank > 0))
+        units = units_of(block)
+        assert units is not None, "has no units that two devices could share"
+        n_sent = units.group(units.n_units - n_first).sent_values(is_predicted=self.spec.predictor_rank > 0)
+        return _DummySplit(n_sent - self.spec.hidden_size)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
         return hidden
@@ -69,18 +73,18 @@ class DummyExecutor(HostExecutor):
 
 @dataclass(frozen=True, slots=True)
 class _DummySplit(SplitFfn):
-    """A split FFN that computes nothing. n_scores of a predictor's scores go to the CPU with each token."""
+    """A split FFN that computes nothing. n_more values, scores or routes, go to the CPU with each token's state."""
 
-    n_scores: int
+    n_more: int
 
     def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
-        return pad(hidden, (0, self.n_scores))
+        return pad(hidden, (0, self.n_more))
 
     def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
         return x
 
     def rest(self, x: Tensor, batch: Batch) -> Tensor:
-        return x[:, : x.shape[1] - self.n_scores]
+        return x[:, : x.shape[1] - self.n_more]
 
     def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
         return hidden

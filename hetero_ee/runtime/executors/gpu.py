@@ -13,6 +13,7 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.devices import GpuCache, KvShape, kv_layers
 from hetero_ee.kv.gpu import VisitingCache
+from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.ops import LOGITS, Norm
 from hetero_ee.layers.state import KvState
 from hetero_ee.models.blocks import Block, decoder_blocks
@@ -29,7 +30,7 @@ from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor, SplitFfn
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
-from hetero_ee.runtime.gpu.split import GpuSplit
+from hetero_ee.runtime.gpu.split import GpuMoeSplit, GpuNeuronSplit, GpuSplit
 from hetero_ee.weights.model_weights import ModelWeights
 
 
@@ -94,7 +95,8 @@ class GpuExecutor(BlockExecutor):
 
     def split(self, block: Block, n_first: int) -> SplitFfn:
         if block.name not in self._splits:
-            self._splits[block.name] = GpuSplit(
+            split = GpuMoeSplit if isinstance(block.mixer, MoeSpec) else GpuNeuronSplit
+            self._splits[block.name] = split(
                 self._spec, self._resident, block, n_first, self.cache, self._operations, self._recorder, self._arena
             )
         return self._splits[block.name]

@@ -9,7 +9,8 @@ from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.layers import decoder
 from hetero_ee.layers.decoder import BoundBlock
-from hetero_ee.layers.ops import LOGITS, Array, LookUp, Matrix, Norm, Ops
+from hetero_ee.layers.moe import Moe
+from hetero_ee.layers.ops import LOGITS, Array, Experts, LookUp, Matrix, Norm, Ops
 from hetero_ee.models.blocks import Block, bind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.device_weights import DeviceWeights
@@ -17,7 +18,7 @@ from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.token_inputs import TokenInputs
 from hetero_ee.runtime.draft_logits import DraftLogits
 from hetero_ee.runtime.drafted import DraftEnd
-from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.weights.model_weights import ModelWeights
 
 
@@ -44,6 +45,7 @@ class OpsExecutor(HostExecutor):
         self._device_weights = DeviceWeights(ops, weights)
         self._bound: dict[int, tuple[Block, BoundBlock]] = {}  # by identity: blocks of one name may differ
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, BoundBlock]] = {}
+        self._splits: dict[tuple[str, int], SplitFfn] = {}
         self._ends: dict[DraftEnd, DraftLogits] = {}
         self._inputs = TokenInputs(spec, ops, self._device_weights)
 
@@ -64,6 +66,20 @@ class OpsExecutor(HostExecutor):
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         return self._through([self._of(block) for block in blocks], hidden, batch)
+
+    def split(self, block: Block, n_first: int) -> SplitFfn:
+        key = block.name, n_first
+        if key not in self._splits:
+            bound = self._of(block)
+            is_moe = isinstance(bound.mixer, Moe)
+            self._splits[key] = (
+                HostMoeSplit(self._ops, bound, n_first) if is_moe else self._neuron_split(block, n_first)
+            )
+        return self._splits[key]
+
+    def _neuron_split(self, block: Block, n_first: int) -> SplitFfn:
+        """Return this device's part of a sparse FFN."""
+        return super().split(block, n_first)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
         key = block.name, id(weights)
@@ -116,3 +132,38 @@ class OpsExecutor(HostExecutor):
 
     def _rows(self, batch: Batch) -> Any:
         return self._ops.rows(batch, self._neurons, self._inputs)
+
+
+class HostMoeSplit(SplitFfn):
+    """The steps of a split mixture of experts on the CPU, which may also stand in for the GPU of an emulated machine.
+
+    A token's routes follow its normed state in x.
+    """
+
+    def __init__(self, ops: HostOps, block: BoundBlock, n_first: int) -> None:
+        assert isinstance(block.mixer, Moe), "not a mixture of experts"
+        self._ops, self._block, self._moe = ops, block, block.mixer
+        self._first, self._rest = (block.mixer.part(ops, each) for each in (slice(0, n_first), slice(n_first, None)))
+
+    def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
+        x = self._ops.add_norm(self._ops.array(hidden), None, self._block.norm)
+        return self._ops.tensor(self._ops.concatenate([x, self._ops.route(x, self._moe.router)]))
+
+    def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
+        return x  # end() computes the first experts, as nothing else could be computed meanwhile
+
+    def rest(self, x: Tensor, batch: Batch) -> Tensor:
+        return self._ops.tensor(self._sums(x, self._rest, None))
+
+    def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
+        summed = self._sums(x, self._first, self._ops.view(rest))
+        delta = self._moe.end(self._ops, summed, self._moe.shared(self._ops, self._normed(x)))
+        return hidden + self._ops.tensor(self._block.finish(self._ops, delta))
+
+    def _sums(self, x: Tensor, experts: Experts, sums: Array | None) -> Array:
+        routes = self._ops.view(x[:, experts.n_down_rows :])
+        outputs = self._ops.expert_outputs(self._normed(x), routes, experts)
+        return self._ops.add_experts(outputs, routes, experts, sums)
+
+    def _normed(self, x: Tensor) -> Array:
+        return self._ops.view(x[:, : self._first.n_down_rows])

@@ -16,7 +16,6 @@ from hetero_ee.costs.work import Work
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import DeviceCaches
-from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.neurons import NeuronCounts
@@ -28,7 +27,7 @@ from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
-from hetero_ee.runtime.work import BlockWorks
+from hetero_ee.runtime.work import BlockWorks, n_hot
 from hetero_ee.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -212,7 +211,8 @@ class PlannedExecutor(Executor):
 
     def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
         """Return the segments that the batch passes, and start copying the weights that they stream."""
-        segments = self._route.segments(PREFILL if len(batch) > MAX_DECODE_TOKENS else DECODE, layers)
+        kind = PREFILL if self.plan.prefills(len(batch)) else DECODE
+        segments = self._route.segments(kind, layers)
         if self._streams is not None:
             self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
         return segments
@@ -263,9 +263,9 @@ class PlannedExecutor(Executor):
         needs no wait for a transfer buffer, since the GPU had read all earlier transfers before it began.
         """
         (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
-        n_hot, to_gpu = segment.place.hot_neurons(self.spec.ffn_size), self.machine.copier.to_gpu
-        first, hot, cold = self._works.split(block, batch, n_hot)
-        here, there = (executor.split(block, n_hot) for executor in self._executors)
+        n_first, to_gpu = n_hot(block, segment.place), self.machine.copier.to_gpu
+        first, hot, cold = self._works.split(block, batch, n_first)
+        here, there = (executor.split(block, n_first) for executor in self._executors)
         x, begun = gpu.run([first], lambda: to_gpu(there.begin(flow.hidden, batch)), flow.ready)
         sums, added = gpu.run([hot], lambda: there.first_sums(x, batch))
         moved = self._moved(_Flow(x, (begun,)), False)

@@ -1,0 +1,71 @@
+"""Mixtures of experts in any placement: the CPU's very tokens, the same steps on emulated and stand-in GPUs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.cache import KvCache
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executors.cpu import CpuExecutor
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.reader import open_store
+from tests.emulation import emulated, planned, prompt_of
+from tests.executor_support import Model, on_kernels
+from tests.families import random_model, save_checkpoint
+from tests.logged_machine import Log
+from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
+
+SIZES = {"num_experts": 32, "num_experts_per_tok": 4}
+PLACES = {
+    "no experts on the GPU": ((".*moe", "hot-0"), (".*", "gpu")),
+    "layers split differently": ((r"layers\.0\.moe", "hot-5"), (r"layers\.2\.moe", "hot-31"), (".*", "gpu")),
+    "all on the GPU": (("layers.*|head", "gpu"),),
+    "experts on the CPU": ((".*moe", "cpu"), (".*", "gpu")),
+    "streamed": ((".*moe", "stream"), (".*", "gpu")),
+}
+TEXT = [1, 17, 30, 3, 99, 42, 7, 12, 9, 31, 5, 61, 8, 2, 77, 4, 23, 50, 6, 88, 19, 11]
+PROMPT = 18  # tokens; more than a step may have
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = save_checkpoint(random_model(request.param, **SIZES), tmp_path_factory.mktemp(request.param))
+    spec = read_spec(folder)
+    return spec, open_store(convert(folder, spec, folder / "store", Quantization(matrices="rtn")), spec)
+
+
+def kernels_cpu(spec: ModelSpec, weights: ModelWeights, cache: KvCache) -> HostExecutor:
+    return CpuExecutor(spec, weights, cache.max_tokens, 1, cache=cache)
+
+
+def read(executor: Executor) -> torch.Tensor:
+    """Logits of a text: its first tokens as a prompt, one by itself, and the others together."""
+    sequence = executor.cache.open_new()
+    rows = [executor.prompt(prompt_of(executor, sequence, TEXT[:PROMPT]))[None]]
+    for first, end in ((PROMPT, PROMPT + 1), (PROMPT + 1, len(TEXT))):
+        rows.append(executor.logits(Batch.of_sequence(sequence, first, TEXT[first:end]), range(end - first)))
+    executor.close()
+    return torch.cat(rows).as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_logits_are_the_cpu_s_bit_by_bit(model: Model, places: str, kernels: Path) -> None:
+    plan = planned(model[0], overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    assert torch.equal(read(emulated(*model, plan)), read(on_kernels(model)))
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_gpu_runs_the_steps_that_are_emulated(model: Model, places: str, kernels: Path) -> None:
+    plan = planned(model[0], overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    log, charged, gpu = Log(), Log(), stand_in_gpu(operations=torch_operations())
+    found = read(on_stand_in(*model, plan, gpu, wrap=log.machine, make_cpu=kernels_cpu))
+    expected = read(on_kernels(model))
+    assert (found - expected).norm() < 0.01 * expected.norm()
+    read(emulated(*model, plan, wrap=charged.machine))
+    assert charged.names == log.names, "an emulated GPU is charged for other steps"
