@@ -17,6 +17,7 @@ from hetero_ee.kv.recurrent import LANES, LOST
 from hetero_ee.layers.state import LOG_TOKENS, RecurrentState
 from hetero_ee_kernels.delta_state import DeltaShape, new_delta_state
 
+SETTLED_TOKENS = 8  # a longer log of settled tokens is applied for good: repeating it would cost more than one store
 TENSORS = ("states", "inputs", "keys", "deltas", "decays")  # of DeltaState, in RecurrentStorage's order
 
 
@@ -25,6 +26,7 @@ class _Sequence:
     slot: int  # its index in the tensors
     lengths: list[int]  # tokens that have passed each layer
     bases: list[int]  # for each layer, the position before which the stored matrices are
+    n_settled: int = 0  # tokens that no rollback is expected to forget
 
 
 class GpuRecurrentCache(LayeredCache[_Sequence]):
@@ -49,22 +51,27 @@ class GpuRecurrentCache(LayeredCache[_Sequence]):
         An error inside leaves the layers without state, so that cut() does not trust matrices that may be stored
         already.
         """
-        indices, ends = [self.index(layer) for layer in layers], dict[int, int]()
+        indices, firsts, ends = [self.index(layer) for layer in layers], dict[int, int](), dict[int, int]()
         for sequence, position in zip(sequences, positions, strict=True):
+            firsts.setdefault(sequence, position)
             ends[sequence] = position + 1
         before, after = torch.zeros(self.pool.bases.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         later: list[tuple[list[int], int, int]] = []
         for sequence, end in ends.items():
             held = self._sequences[sequence]
             for index in indices:
-                base = held.bases[index]
-                later.append((held.bases, index, self.pool.shape.base_after(base, end)))
+                base, settled = held.bases[index], min(firsts[sequence], held.n_settled)
+                settled = settled if settled - base >= SETTLED_TOKENS else base
+                later.append((held.bases, index, max(settled, self.pool.shape.base_after(base, end))))
                 before[held.slot, index], after[held.slot, index] = base, later[-1][2]
                 held.bases[index] = LOST
         self.pool.bases.copy_(torch.stack([before, after]), non_blocking=True)
         yield
         for bases, index, base in later:
             bases[index] = base
+
+    def settle(self, sequence: int, length: int) -> None:
+        self._sequences[sequence].n_settled = length
 
     def restorable(self, sequence: int, length: int, layers: range | None = None) -> int:
         held, part = self._sequences[sequence], self._slice(layers)
@@ -75,6 +82,7 @@ class GpuRecurrentCache(LayeredCache[_Sequence]):
         super().cut(sequence, self.restorable(sequence, length, layers), layers)
         held = self._sequences[sequence]
         held.bases = [base if base <= n else 0 for base, n in zip(held.bases, held.lengths, strict=True)]
+        held.n_settled = min(held.n_settled, *held.lengths)
 
     @property
     def is_bounded(self) -> bool:
@@ -89,7 +97,7 @@ class GpuRecurrentCache(LayeredCache[_Sequence]):
         held.lengths = held.bases = [0] * self.n_layers  # first, as Ctrl-C may end the copying
         for ours, theirs in zip(self._tensors(), copies, strict=True):
             ours[held.slot].copy_(theirs)
-        held.lengths, held.bases = [length] * self.n_layers, bases.tolist()
+        held.lengths, held.bases, held.n_settled = [length] * self.n_layers, bases.tolist(), length
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
         """See LayeredCache. Returns copies of the layer's whole state in RecurrentStorage's format."""

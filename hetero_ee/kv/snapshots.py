@@ -41,6 +41,10 @@ class Snapshots:
             self._kept.popitem(last=False)
         self._kept[sequence, n_tokens] = _Snapshot(parts, n_bytes)
 
+    def lengths(self, sequence: int) -> list[int]:
+        """Return the numbers of tokens after which the sequence's state is kept, ascending."""
+        return sorted(at for number, at in self._kept if number == sequence)
+
     def latest(self, sequence: int, n_tokens: int) -> int:
         """Return the most tokens, up to n_tokens, after which the sequence's state is known; 0 if none is kept."""
         return max((at for number, at in self._kept if number == sequence and at <= n_tokens), default=0)

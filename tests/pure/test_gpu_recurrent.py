@@ -12,7 +12,7 @@ from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import DeviceMemoryError, HeteroError
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
+from hetero_ee.kv.gpu_recurrent import SETTLED_TOKENS, GpuRecurrentCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.state import RecurrentState
 from hetero_ee.ops.torch_ops import BatchedTorchOps
@@ -86,7 +86,37 @@ def test_neighbours_drafts_and_snapshots_change_nothing(model: Model) -> None:
             length = 38 if step == 30 else lengths[number] - step % 3
             lengths[number] = cache.truncate(sequence, length)
             assert lengths[number] == (marked[number] if step == 30 else length)
+            if step % 4 == 0:
+                cache.settle(sequence, lengths[number] - 2)
         cache.check()
+
+
+def test_settled_tokens_leave_the_log() -> None:
+    """Every few tokens, since a store costs as much as repeating some of them."""
+    cache = GpuRecurrentCache(STATE, 100, torch.device("cpu"), [1])
+    cache.open(0)
+    for position in range(40):
+        cache.admit(Batch.of_sequence(0, position, [5]))
+        cache.settle(0, position)
+        with cache.passing([0], [position], [1]):
+            pass
+        (base,) = cache._sequences[0].bases
+        assert base == position // SETTLED_TOKENS * SETTLED_TOKENS
+    cache.cut(0, 33)
+    assert cache.length(0) == 33
+
+
+def test_a_change_of_plan_keeps_snapshots(model: Model) -> None:
+    plan = planned(model[0], overrides=PLACEMENTS["every other layer"], context_tokens=CONTEXT_TOKENS)
+    executor = ReplanningExecutor(plan, None, partial(on_stand_in, *model), lambda _: None)
+    text, sequence = [(7 * i * i + 3) % 131 for i in range(90)], executor.cache.open_new()
+    states(executor, text[:30], sequence)
+    executor.cache.mark(sequence)
+    expected = states(executor, text, sequence)
+    executor._change(plan, executor._lengths())
+    assert executor.cache.length(sequence) == 90 and executor.cache.truncate(sequence, 50) == 30
+    assert torch.equal(states(executor, text, sequence), expected)
+    executor.close()
 
 
 def test_a_pass_that_fails_loses_the_state() -> None:

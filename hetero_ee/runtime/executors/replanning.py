@@ -262,6 +262,8 @@ class ReplanningExecutor(Executor):
             lengths: for each sequence, the tokens that each layer's cache must hold. After an error it holds none.
             otherwise: the plan to open if `plan` can't be opened; None for one without the GPU.
         """
+        snapshots = self.inner.cache.snapshots
+        marks = {sequence: snapshots.lengths(sequence) for sequence in lengths}
         incomplete = {sequence for sequence, counts in lengths.items() if any(counts)}
         self._emptied |= incomplete
         self.inner.close()
@@ -274,25 +276,30 @@ class ReplanningExecutor(Executor):
         self._use(inner, lengths)
         try:
             for sequence, counts in lengths.items():
-                self._read_again(sequence, counts)
+                self._read_again(sequence, counts, marks[sequence])
         except BaseException:
             for sequence in lengths:
                 self.cache.cut(sequence, 0)
             raise
         self._emptied -= incomplete
 
-    def _read_again(self, sequence: int, lengths: list[int]) -> None:
+    def _read_again(self, sequence: int, lengths: list[int], marks: Sequence[int]) -> None:
         """Run a sequence's tokens again until each layer's cache holds the number given in `lengths`.
 
-        Deeper layers never hold more. Tokens that pass the same number of layers run together, in chunks.
+        Deeper layers never hold more. Tokens that pass the same number of layers run together, in chunks, after which
+        state is kept where `marks` says so.
         """
         depths = [sum(position < length for length in lengths) for position in range(max(lengths, default=0))]
         for n_layers, group in groupby(range(len(depths)), key=depths.__getitem__):
             positions = list(group)
-            for first in range(positions[0], positions[-1] + 1, self.prompt_chunk_tokens):
-                end = min(first + self.prompt_chunk_tokens, positions[-1] + 1)
+            first, stop = positions[0], positions[-1] + 1
+            while first < stop:
+                end = min(first + self.prompt_chunk_tokens, *(mark for mark in (*marks, stop) if mark > first))
                 token_ids = self._token_ids[sequence][first:end]
                 self.inner.run(Batch.of_sequence(sequence, first, token_ids), None, range(n_layers))
+                if end in marks:
+                    self.cache.mark(sequence)
+                first = end
 
     def _without_gpu(self, plan: Plan) -> Plan:
         return plan if self._replan is None or not _uses_gpu(plan) else self._replan(0, plan.context_tokens)
