@@ -35,6 +35,8 @@ BUILD_WITHOUT_AMX = f'CMAKE_ARGS="{CMAKE_ARGS}" {" ".join(PIP)}'
 class LlamaCpp:
     """One sequence of one model. room_tokens: of the longest context and what is decoded behind it."""
 
+    n_distinct = 1000  # different tokens of a pass
+
     def __init__(self, file: Path, threads: int, room_tokens: int, *, flash_attention: bool) -> None:
         import llama_cpp
 
@@ -84,7 +86,11 @@ class LlamaCpp:
             batch.n_tokens = min(UNIT_TOKENS, n_tokens - first)
             for row in range(batch.n_tokens):
                 number = first + row
-                batch.token[row], batch.pos[row], batch.n_seq_id[row] = 100 + number % 1000, self._n_held + number, 1
+                batch.token[row], batch.pos[row], batch.n_seq_id[row] = (
+                    100 + number % self.n_distinct,
+                    self._n_held + number,
+                    1,
+                )
                 batch.seq_id[row][0], batch.logits[row] = 0, number >= n_tokens - n_wanted
             if self._api.llama_decode(self._context, batch):
                 raise RuntimeError(f"llama.cpp can't decode {batch.n_tokens} tokens behind {self._n_held + first}.")
