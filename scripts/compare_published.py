@@ -126,6 +126,7 @@ class Setting:
     words: str
     limits: Mapping[str, Any]
     tokens_per_s: float
+    model: str = ""  # if it is not that of all settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,37 @@ EXPERTS = (
         ),
         "thecodacus/llama.cpp pull request 5",
     ),
+    Settings(
+        OLD_PC,
+        "qwen3-14b",
+        "text",
+        (
+            Setting("-ngl 32", {"gpu_layers": 32}, 16.9),
+            Setting("-ncmoe 36", on_gpu(36), 36.7, "qwen3-30b-a3b"),
+            Setting("-ncmoe 12", on_gpu(12), 36.4, "gpt-oss-20b"),
+        ),
+        "AlexsJones/llmfit pull requests 773 to 778",
+    ),
+    Settings(
+        PC_3090,
+        GPT_OSS_120B,
+        "text",
+        (Setting("-ncmoe 28", on_gpu(28), 30), Setting("-ncmoe 25", on_gpu(25), 33)),
+        "r/LocalLLaMA",
+    ),
+)
+# Prompts by their chunk, which no test holds: llama.cpp computes after it has copied, and this engine meanwhile.
+CHUNKS = Settings(
+    PC_3090,
+    GPT_OSS_120B,
+    "prompt",
+    tuple(
+        Setting(f"-ncmoe 30 -ub {n}", on_gpu(30, chunk_tokens=n), tokens_per_s)
+        for n, tokens_per_s in ((256, 240), (512, 380), (2048, 1113), (4096, 1682), (8192, 2091))
+    ),
+    "r/LocalLLaMA, -ncmoe 25 to 28",
+    context_tokens=16384,
+    at_tokens=8192,
 )
 
 
@@ -259,8 +291,8 @@ def predicted_settings(row: Settings) -> list[float]:
     found = []
     for setting in row.settings:
         every: dict[str, Any] = {"mode": "full", "kv_type": "fp16", "vram_margin_bytes": 0, **setting.limits}
-        limits = Limits(context_tokens=row.context_tokens, **every)
-        made = plan(known_spec(row.model), derived_profile(row.sheet, ""), limits, predict_at_tokens=row.at_tokens)
+        limits, spec = Limits(context_tokens=row.context_tokens, **every), known_spec(setting.model or row.model)
+        made = plan(spec, derived_profile(row.sheet, ""), limits, predict_at_tokens=row.at_tokens)
         expected = made.prediction
         found.append(expected.prompt_tokens_per_s if row.what == "prompt" else expected.generated_tokens_per_s)
     return found
@@ -269,11 +301,12 @@ def predicted_settings(row: Settings) -> list[float]:
 def experts() -> Iterator[str]:
     """Yield a table of settings: speeds, and each ratio to the first setting's, published and predicted."""
     yield f"\n| machine | model | setting | published t/s | predicted | ratio | predicted |\n{'|---' * 7}|"
-    for row in EXPERTS:
+    for row in (*EXPERTS, CHUNKS):
         speeds, first = predicted_settings(row), row.settings[0].tokens_per_s
         for setting, found in zip(row.settings, speeds, strict=True):
+            model = setting.model or row.model
             yield (
-                f"| {row.sheet.name} | {row.model}, {row.what} | {setting.words} | {setting.tokens_per_s:g} "
+                f"| {row.sheet.name} | {model}, {row.what} | {setting.words} | {setting.tokens_per_s:g} "
                 f"| {found:.1f} | {setting.tokens_per_s / first:.2f} | {found / speeds[0]:.2f} |"
             )
 
