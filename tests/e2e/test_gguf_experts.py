@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hetero_ee.errors import CheckpointError, HeteroError
-from hetero_ee.hub.gguf.config import hf_config
-from hetero_ee.hub.gguf.header import read_gguf_header
+from hetero_ee.hub.gguf.config import hf_config, hf_generation_config
+from hetero_ee.hub.gguf.header import GgufHeader, read_gguf_header
 from hetero_ee.models.hf_config import spec_from_hf
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.weights.store.import_report import imported_types
@@ -111,3 +111,18 @@ def test_specs_have_the_experts_of_the_original(tmp_path: Path, name: str) -> No
     theirs = spec_from_hf(model.config.to_dict() | {"architectures": model.config.architectures}, "config")
     for layer in range(ours.n_layers):
         assert ours.layer(layer).ffn == theirs.layer(layer).ffn
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["a", "<|end|>", "<|endoftext|>"], [1, 2]),
+        (["a", "<|end|>", "<|call|>"], [1]),
+        (["<|return|>", "<|end|>", "<|endoftext|>", "<|call|>"], [0, 3]),
+    ],
+)
+def test_a_message_of_gpt_oss_ends_between_its_channels(texts: list[str], expected: list[int]) -> None:
+    """It writes <|end|> after its thoughts, and its answer follows, even if the file calls it the end of a turn."""
+    metadata = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.eot_token_id": 1}
+    header = GgufHeader(Path("m.gguf"), metadata, {})
+    assert hf_generation_config(header)["eos_token_id"] == expected

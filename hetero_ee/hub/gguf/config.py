@@ -25,6 +25,8 @@ MAX_FACTORS = 2**16  # per tensor; published ones have up to 64
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Tokens that end a turn; llama.cpp stops at them, too, whatever the file names as its end.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<end_of_turn>")
+# Of gpt-oss, which writes <|end|> between its thoughts and its answer.
+HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
 def hf_config(header: GgufHeader) -> dict[str, Any]:
@@ -40,7 +42,10 @@ def hf_generation_config(header: GgufHeader) -> dict[str, Any]:
     prefix, tokens = "tokenizer.ggml", header.metadata.get("tokenizer.ggml.tokens")
     ends = [header.metadata.get(f"{prefix}.{name}_token_id") for name in ("eos", "eot", "eom")]
     if isinstance(tokens, list):
-        ends += [tokens.index(text) for text in TURN_ENDS if text in tokens]  # type: ignore[arg-type]
+        texts: list[Any] = tokens
+        is_harmony = all(text in texts for text in HARMONY_ENDS)
+        ends += [texts.index(text) for text in (HARMONY_ENDS if is_harmony else TURN_ENDS) if text in texts]
+        ends = [end for end in ends if not is_harmony or type(end) is not int or texts[end : end + 1] != ["<|end|>"]]
     ids = sorted({end for end in ends if type(end) is int})
     begin = header.metadata.get(f"{prefix}.bos_token_id")
     return {"eos_token_id": ids} | ({"bos_token_id": begin} if type(begin) is int else {})
