@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee_kernels import attention
-from tests.gpu.ptx.counts import ARCHITECTURE, CARDS, counted, workloads
+from tests.gpu.counts.counts import ARCHITECTURE, CARDS, counted, workloads
 from tests.gpu.ptx.launcher import Launcher
 from tests.gpu_compilation import CARD_CLASSES, Compiled, compile_for
 from tests.gpu_compilations import every_compilation
@@ -32,18 +32,17 @@ Memory-bound kernels load 16 bytes at a time (tests/gpu/test_ahead_of_time.py).
 READS = """
 Keys and values that attention's programs load, counted: MiB per layer, fp16, {context_tokens} positions, by rows of one
 sequence (m). Programs of a key head run one after another, so that all but the first find its keys in the L2 cache if
-they fit. With 8 query heads or rows instead of 4, a program needs 226 to 255 registers and spills for prompts
-(hetero_ee_kernels/attention.py).
+they fit. Without tensor cores (Turing, AMD, fp32 caches) a program has 4 queries instead of 16.
 
 | model | rows of a sequence per program |"""
 COUNTS = """
 The next table has counts, not measurements, from executing the PTX for sm_{architecture} (tests/gpu/ptx): thread
 instructions per byte of global memory touched, and 32-byte sectors requested per different sector touched. ptxas and
 nvdisasm give the machine instructions (SASS) per PTX instruction in a kernel's longest loop with loads, or in all of a
-kernel without one, and the pipe that they occupy longest. The last columns estimate that time as a share of the time to
-read the bytes from DRAM.
+kernel without one, the pipe that they occupy longest, and its clocks on one multiprocessor per KiB touched. The last
+columns are that time as a share of the time to read the bytes from DRAM.
 
-| launch | kernel | PTX per byte | SASS per byte | tightest pipe | sectors asked per touched |"""
+| launch | kernel | PTX per byte | SASS per byte | tightest pipe | clocks per KiB | sectors asked per touched |"""
 READ_SHAPES = (("Llama-2-7B", 32, 1), ("Llama-3-8B", 8, 4))  # n_kv_heads, query heads of each
 READ_ROWS = (1, 2, 4, 8, 16)
 CONTEXT_TOKENS, HEAD_DIM = 4096, 128
@@ -83,7 +82,7 @@ def reads() -> str:
     lines.append("|---|---|" + "---|" * len(READ_ROWS))
     for model, n_kv_heads, group in READ_SHAPES:
         once_mib = 2 * CONTEXT_TOKENS * n_kv_heads * HEAD_DIM * 2 >> 20
-        taken = attention._sizes(group, HEAD_DIM)["ROWS"]
+        taken = attention._sizes(group, HEAD_DIM, has_products=True)["ROWS"]
         for n_rows in (n for n in READ_ROWS if n <= taken):
             cells = "".join(f" {-(-m // n_rows) * once_mib} |" for m in READ_ROWS)
             lines.append(f"| {model} | {n_rows}{', as used' * (n_rows == taken)} |{cells}")
@@ -93,12 +92,13 @@ def reads() -> str:
 def counts() -> str:
     """Return the table of executed instructions."""
     lines = [COUNTS.format(architecture=ARCHITECTURE) + "".join(f" {card} |" for card in CARDS)]
-    lines.append("|---|---|---|---|---|---|" + "---|" * len(CARDS))
+    lines.append("|---|---|---|---|---|---|---|" + "---|" * len(CARDS))
     launcher = Launcher(ARCHITECTURE)
     for row in (row for name in workloads() for row in counted(name, launcher)):
         shares = "".join(f" {row.share(card):.0%} |".replace("%", " %") for card in CARDS)
         per_byte, sass = row.instructions_per_byte, row.sass
-        counted_here = f"{per_byte:.2f} | {per_byte * sass.per_ptx:.2f} | {sass.pipe} | {row.asked_per_touched:.2f}"
+        counted_here = f"{per_byte:.2f} | {per_byte * sass.per_ptx:.2f} | {sass.pipe} | {row.clocks_per_kib:.1f}"
+        counted_here += f" | {row.asked_per_touched:.2f}"
         lines.append(f"| {row.workload} | `{row.kernel}` | {counted_here} |{shares}")
     return "\n".join(lines) + "\n"
 

@@ -33,6 +33,7 @@ class Compilation:
     n_warps: int
     is_memory_bound: bool = False  # its large operand must be read 16 bytes at a time
     isa: int = PLAIN  # whose instructions it holds, of tile_matrix's PLAIN, GCN, PTX: those of NVIDIA's cards
+    is_modern: bool | None = None  # True: only for NVIDIA's cards from sm_80 on; False: only for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ class CardClass:
     reserved_bytes: int  # what the system takes of shared_bytes for every program
 
     def runs(self, record: Compilation) -> bool:
-        """Whether the kernel holds no instruction of another maker's cards."""
-        return record.isa in (PLAIN, GCN if self.is_hip else PTX)
+        """Whether the product launches the kernel on such cards."""
+        is_modern = not self.is_hip and self.name != "sm_75"
+        return record.isa in (PLAIN, GCN if self.is_hip else PTX) and record.is_modern in (None, is_modern)
 
     def n_resident_warps(self, registers: int, shared_bytes: int, n_warps: int) -> int:
         """Warps of a multiprocessor that can be there at once, for a program of n_warps."""

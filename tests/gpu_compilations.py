@@ -22,7 +22,7 @@ from hetero_ee_kernels import (
 from hetero_ee_kernels.delta_state import DeltaShape
 from hetero_ee_kernels.pages import PAGE_TOKENS, PART_TOKENS
 from hetero_ee_kernels.tile_group import SLOTS
-from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, GCN, LINEAR, PTX, ZEROS
+from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, GCN, LINEAR, PLAIN, PTX, ZEROS
 from tests.gpu_compilation import Compilation
 
 VOCABULARY_KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
@@ -73,22 +73,16 @@ def _attention() -> list[Compilation]:
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
     layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_PER_SLOT": 64, "PAGE": PAGE_TOKENS}
     records = []
-    for kind, code, group, whole, more in (
-        ("fp16", "*fp16", 1, False, ""),
-        ("fp16", "*fp16", 2, False, ""),
-        ("fp16", "*fp16", 4, False, ""),
-        ("fp16", "*fp16", 1, True, ""),
-        ("fp16", "*fp16", 2, True, ""),
-        ("fp16", "*fp16", 4, True, ""),
-        ("fp16", "*fp16", 2, False, "_capped"),
-        ("fp16", "*fp16", 2, True, "_capped"),
-        ("fp16", "*fp16", 4, True, "_sinks"),
-        ("fp32", "*fp32", 1, False, ""),
-        ("fp32", "*fp32", 1, True, ""),
-        ("int8", "*i8", 1, False, ""),
-        ("int8", "*i8", 1, True, ""),
-    ):
-        signature, constants = pointers | {"codes_ptr": code}, layout | common | attention._sizes(group, 128)
+    types = {"fp32": "*fp32", "fp16": "*fp16", "int8": "*i8"}
+    cases = [("fp16", group, whole, "", PTX) for whole in (False, True) for group in (1, 2, 4, 8)]
+    cases += [("fp16", 2, whole, "_capped", PTX) for whole in (False, True)]
+    cases += [("int8", 1, whole, "", PTX) for whole in (False, True)]
+    cases += [("fp16", 8, True, "_sinks", PTX)]
+    cases += [(kind, 1, whole, "", PLAIN) for kind in types for whole in (False, True)]
+    cases += [("fp16", group, False, "", PLAIN) for group in (2, 4)]
+    for kind, group, whole, more, isa in cases:
+        signature = pointers | {"codes_ptr": types[kind]}
+        constants = layout | common | attention._sizes(group, 128, isa == PTX)
         optional: dict[str, Any] = {
             "scales_ptr": kind == "int8",
             "states_ptr": not whole,
@@ -97,9 +91,18 @@ def _attention() -> list[Compilation]:
         signature |= {name: "*fp32" for name, is_there in optional.items() if is_there}
         constants |= {name: None for name, is_there in optional.items() if not is_there}
         constants |= {"IS_CAPPED": more == "_capped"}
-        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}{more}"
+        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}{more}{'' if isa == PTX else '_lanes'}"
         records.append(
-            Compilation(name, attention.attention_kernel, signature, constants, attention.N_WARPS, is_memory_bound=True)
+            Compilation(
+                name,
+                attention.attention_kernel,
+                signature,
+                constants,
+                attention.N_WARPS,
+                True,
+                isa,
+                None if kind == "fp32" else isa == PTX,
+            )
         )
     arguments = {"sums_ptr": "*fp32", "states_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*fp32"}
     shape = common | {"N_HEADS": 32, "HEAD_DIM": 128, "DIM_BLOCK": 128, "sinks_ptr": None}
@@ -162,8 +165,7 @@ def _embed() -> list[Compilation]:
 def _gated_delta() -> list[Compilation]:
     """The three launches for Qwen3.6-27B's heads."""
     shape = DeltaShape(n_key_heads=16, n_value_heads=48, key_dim=128, value_dim=128, n_taps=4)
-    sizes = gated_delta._sizes(shape, 48)
-    taps = {"TAPS": shape.n_taps, "N_INPUTS": shape.n_inputs, "BLOCK": 128}
+    of_conv, of_scan, of_finish = gated_delta._constants(shape, 48, is_tiled=False)
     pointers, rows = ("x_ptr", "mixed_ptr", "factors_ptr"), ("slots_ptr", "positions_ptr")
     conv = (*pointers, "gates_ptr", "taps_ptr", "rates_ptr", "dt_bias_ptr", "inputs_ptr", "eps", "query_scale")
     scan = ("mixed_ptr", "factors_ptr", "states_ptr", "keys_ptr", "deltas_ptr", "decays_ptr", "out_ptr")
@@ -175,14 +177,12 @@ def _gated_delta() -> list[Compilation]:
 
     n_warps = gated_delta.N_WARPS
     return [
-        Compilation(
-            "delta_conv", gated_delta.conv_kernel, signature(conv, "earlier_ptr", "layer"), sizes | taps, n_warps
-        ),
+        Compilation("delta_conv", gated_delta.conv_kernel, signature(conv, "earlier_ptr", "layer"), of_conv, n_warps),
         Compilation(
             "delta_scan",
             gated_delta.scan_kernel,
             signature(scan, "bases_ptr", "earlier_ptr", "layer", "n_bases", "m"),
-            sizes | gated_delta._tile(shape, is_tiled=False),
+            of_scan,
             n_warps,
             is_memory_bound=True,
         ),
@@ -190,7 +190,7 @@ def _gated_delta() -> list[Compilation]:
             "delta_finish",
             gated_delta.finish_kernel,
             signature(finish, "bases_ptr", "layer", "n_bases"),
-            sizes | taps | {"LOG": shape.n_logged},
+            of_finish,
             n_warps,
             is_memory_bound=True,
         ),

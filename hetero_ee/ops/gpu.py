@@ -37,7 +37,7 @@ from hetero_ee.weights.rows import UNIT_COLUMNS, RowWeight
 from hetero_ee.weights.sections import BLOCK, MAX_SECTIONS
 from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_kernels.delta_state import DeltaWeights
+from hetero_ee_kernels.delta_state import DeltaRows, DeltaWeights
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
@@ -278,8 +278,8 @@ class GpuOps(Ops):
         m, state = len(inputs), rule.cache.pool
         out = self.arena.rows(ATTENDED, m, state.shape.n_outputs)
         workspace = self.arena.rows(MIXED, m, state.shape.workspace_size).flatten()
-        place = rows.slots, rows.positions, rows.earlier, rule.place
-        self.kernels.gated_delta(inputs, gates, rule.weights, state, *place, out, workspace)
+        place = DeltaRows(rows.slots, rows.positions, rows.earlier)
+        self.kernels.gated_delta(inputs, gates, rule.weights, state, place, rule.place, out, workspace)
         return out
 
     def conv(self, layer: int, cache: Any, weights: Tensor) -> Any:

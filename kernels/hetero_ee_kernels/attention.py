@@ -5,21 +5,20 @@ score[p] = scale q[r, h] k[p], or for models that cap it (arXiv 2408.00118) cap 
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim. A model may have
 a sink per head (gpt-oss): one more score in the softmax, for no value, with which the sums begin.
 
-A program computes 4 queries (a query is one query head of one row): 4 query heads of a key head, or for smaller groups
-those of 2 or 4 rows of a sequence. They share the loads. The program goes through 256 absolute positions at a time, a
-part. Lane i sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867, 2205.14135)
-of its own, so no lane waits for another. Lanes are combined in a tree at the end of a part, parts in order of position.
-For few rows each part has its own program, and a second launch combines the parts; for many, as in a prompt, one
-program does both and needs no workspace. The order of all sums follows from absolute positions: a row's bits depend
-only on its query, its position, the window and the keys and values it sees, never on other rows, pages, slots, the
-longest context or the number of launches. Pages outside the rows' windows are never loaded.
-A single token pays for the queries that stay empty: 34 instructions per thread and position (PTX for sm_86, fp16, heads
-of 128, counted); 4 of a sequence need those 34 together. Two positions per lane at a time share one correction of the
-sums by the new maximum; four would need 143 registers instead of 120. 8 queries would need 226 to 255 registers, which
-halves the programs that run at once, and spill up to 120 bytes for prompts (compiled, Triton 3.9).
-fp32 multiplies and sums. Tensor cores would need fp16 queries and weights in two halves each, to be accurate, and for a
-single row, too, to have the same bits. Turing and fp32 caches could not use them, and registers would spill (compiled,
-Triton 3.9: 120 bytes on sm_86 for heads of 128).
+A program takes some queries (a query is one query head of one row) that share a key head and the row's sequence, and
+reads keys and values once for all of them. It goes through 256 absolute positions at a time, a part, with an online
+softmax (arXiv 1805.02867, 2205.14135). For few rows each part has its own program, and a second launch combines the
+parts; for many, as in a prompt, one program does both and needs no workspace. The order of all sums follows from
+absolute positions: on one card a row's bits depend only on its query, its position, the window and the keys and values
+it sees, never on other rows, pages, slots, the longest context or the number of launches. Pages outside the rows'
+windows are never loaded.
+
+Tensor cores multiply fp16 and int8 caches from sm_80 on: 16 queries, the rows of a matrix product, which costs the same
+for one. Queries and weights are sums of two fp16 halves, which keeps 22 bits; cached numbers are exact in fp16.
+fp32 caches, Turing and AMD's cards have fp32 products and 4 queries. There, lane i sees every position p = i modulo the
+number of lanes, with an online softmax of its own, so no lane waits for another; lanes are combined in a tree at the
+end of a part. Two positions per lane at a time share one correction of the sums by the new maximum; four would need 143
+registers instead of 120, and 8 queries 226 to 255, which halves the programs that run at once (compiled, Triton 3.9).
 
 Layout: pages.py; queries (m, features) fp32, heads side by side from feature `first`. Any d up to 512; any number of
 heads. Slots and positions are read from device memory. Programs of parts beyond a row's position end at once, as do
@@ -33,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.activate import activated
+from hetero_ee_kernels.attention_part import add_part, part_of_lanes, part_of_products
 from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import (
     FEW_ROWS,
@@ -44,32 +43,17 @@ from hetero_ee_kernels.pages import (
     check_rows,
     workspace_size,
 )
-from hetero_ee_kernels.tile_group import nothing, split4
+from hetero_ee_kernels.tile_matrix import PLAIN, PTX, instructions
 
-QUERIES = 4  # per program: query heads of a key head, times rows; later programs read the same keys from the L2 cache
-TILE = 4096  # queries x lanes x features of a step: 32 sums per thread; twice that needs 255 registers (measured)
+N_QUERIES = {True: 16, False: 4}  # per program: query heads of a key head, times rows; with and without tensor cores
+STEP_NUMBERS = 4096  # keys of a step, times features, with tensor cores
+TILE = (
+    4096  # queries x lanes x features of a step without: 32 sums per thread; twice that needs 255 registers (measured)
+)
 TURNS = 2  # positions of a lane per step
 MAX_HEAD_DIM = 512
 N_WARPS, COMBINE_WARPS, N_STAGES = 4, 1, 1
 LATEST = tl.constexpr(2**31 - 1)  # later than any position
-
-
-@triton.jit
-def dot_fours(x: tl.tensor, y: tl.tensor) -> Any:
-    """Return sums of 4 products each, three of them fused: (A, 1, 4 n) x (1, B, 4 n) -> (A, B, n)."""
-    x0, x1, x2, x3 = split4(tl.reshape(x, (x.shape[0], 1, x.shape[2] // 4, 4)))
-    y0, y1, y2, y3 = split4(tl.reshape(y, (1, y.shape[1], y.shape[2] // 4, 4)))
-    return tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, x0 * y0)))
-
-
-@triton.jit
-def add_part(best: tl.tensor, total: tl.tensor, sums: tl.tensor, part: tl.tensor) -> Any:
-    """Combine one part with the running maximum (queries,), sum of weights (queries,) and sums (queries, features)."""
-    higher = tl.maximum(best, part[0])
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    correction, share = tl.exp(best - base), tl.exp(part[0] - base)
-    total = tl.fma(part[1], share, total * correction)
-    return higher, total, tl.fma(part[2], share[:, None], sums * correction[:, None])
 
 
 @triton.jit(do_not_specialize=["layer", "m"])
@@ -117,7 +101,8 @@ def attention_kernel(
         sinks_ptr: fp32 (N_HEADS,), or None.
         factor, cap, WINDOW: scale of the scores; their limit if IS_CAPPED; positions that a row sees, 0 for all.
         GROUP, GROUP_BLOCK, ROWS: query heads per key head; query heads and rows per program.
-        DIM_BLOCK, LANES, STEP, PART: HEAD_DIM rounded up to a power of two; lanes; positions per step and per part.
+        DIM_BLOCK, STEP, PART: HEAD_DIM rounded up to a power of two; positions per step and per part.
+        LANES: lanes, or 0 for tensor cores.
     """
     first_row = tl.program_id(0)
     slot = tl.load(slots_ptr + first_row)
@@ -135,11 +120,10 @@ def attention_kernel(
         lowest, highest = tl.min(tl.where(inside, first, LATEST), 0), tl.max(position, 0) + 1
         is_query = inside & (head < GROUP)
         query_head = kv_head * GROUP + head
-        lane, feature = tl.arange(0, LANES), tl.arange(0, DIM_BLOCK)
-        features, is_feature = feature[None, None, :], feature < HEAD_DIM
+        feature = tl.arange(0, DIM_BLOCK)
+        mask = is_query[:, None] & (feature[None, :] < HEAD_DIM)
         query_at = queries_ptr + row.to(tl.int64) * FEATURES + FIRST + query_head * HEAD_DIM
-        mask = is_query[:, None, None] & (features < HEAD_DIM)
-        query = tl.load(query_at[:, None, None] + features, mask=mask, other=0.0) * factor
+        query = tl.load(query_at[:, None] + feature[None, :], mask=mask, other=0.0) * factor
         whole = tl.full((GROUP_BLOCK * ROWS,), float("-inf"), tl.float32)
         whole_total = tl.zeros((GROUP_BLOCK * ROWS,), tl.float32)
         if sinks_ptr is not None:
@@ -149,65 +133,37 @@ def attention_kernel(
         if states_ptr is not None:
             first_part = tl.maximum(first_part, tl.program_id(2))
             end_part = tl.minimum(end_part, tl.program_id(2) + 1)
-        VALUES: tl.constexpr = N_KV_HEADS * PAGE  # vectors from a page's keys to its values
-        pages = table_ptr + slot * PAGES_PER_SLOT
+        VALUES: tl.constexpr = N_KV_HEADS * PAGE
+        PAGE_VECTORS: tl.constexpr = 2 * N_LAYERS * VALUES
+        pages, first_vector = table_ptr + slot * PAGES_PER_SLOT, (layer * 2 * N_KV_HEADS + kv_head).to(tl.int64) * PAGE
+        codes_ptr += first_vector * HEAD_DIM
+        if scales_ptr is not None:
+            scales_ptr += first_vector
+        all_from, all_until = tl.max(first, 0), tl.min(tl.where(inside, position, LATEST), 0)
         for part in range(first_part, end_part):
             low, high = tl.maximum(lowest, part * PART), tl.minimum(highest, (part + 1) * PART)
-            best = tl.full((GROUP_BLOCK * ROWS, LANES), float("-inf"), tl.float32)
-            total = tl.zeros((GROUP_BLOCK * ROWS, LANES), tl.float32)
-            sums = tl.zeros((GROUP_BLOCK * ROWS, LANES, DIM_BLOCK), tl.float32)
-            for step in range(low // STEP, (high + STEP - 1) // STEP):
-                page = tl.load(pages + step * STEP // PAGE).to(tl.int64)
-                first_vector = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
-                higher, turns = best, nothing()
-                for turn in tl.static_range(STEP // LANES):
-                    at = step * STEP + turn * LANES + lane
-                    vectors = first_vector + at % PAGE
-                    code = vectors[None, :, None] * HEAD_DIM + features
-                    is_seen = (at >= low) & (at < high)
-                    loaded = is_seen[None, :, None] & (features < HEAD_DIM)
-                    key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
-                    value = tl.load(codes_ptr + VALUES * HEAD_DIM + code, mask=loaded, other=0.0)
-                    seen, value_scale = is_seen[None, :], 0.0
-                    if ROWS > 1:
-                        seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
-                    score = tl.sum(dot_fours(query, key), 2)
-                    if scales_ptr is not None:
-                        score *= tl.load(scales_ptr + vectors, mask=is_seen, other=0.0)[None, :]
-                        value_scale = tl.load(scales_ptr + VALUES + vectors, mask=is_seen, other=0.0)[None, :]
-                    if IS_CAPPED:
-                        score = activated(score, cap, "softcap")
-                    score = tl.where(seen, score, float("-inf"))
-                    higher = tl.maximum(higher, score)
-                    turns += ((score, seen, value, value_scale),)
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                correction, best = tl.exp(best - base), higher
-                total, sums = total * correction, sums * correction[:, :, None]
-                for turn in tl.static_range(STEP // LANES):
-                    score, seen, value, value_scale = turns[turn]
-                    weight, value = tl.exp(score - base), value.to(tl.float32)
-                    total += weight
-                    if scales_ptr is not None:
-                        weight = tl.where(seen, weight * value_scale, 0.0)
-                    elif ROWS > 1:  # a value that only other rows see may be infinite, and 0 x inf is NaN
-                        value = tl.where(seen[:, :, None], value, 0.0)
-                    sums = tl.fma(weight[:, :, None], value, sums)
-            greatest = tl.max(best, 1)
-            base = tl.where(greatest == float("-inf"), 0.0, greatest)
-            share = tl.exp(best - base[:, None])
-            found = greatest, tl.sum(total * share, 1), tl.sum(sums * share[:, :, None], 1)
+            if LANES == 0:
+                found = part_of_products(
+                    query, first, position, low, high, all_from, all_until, codes_ptr, scales_ptr, pages, cap,
+                    PAGE_VECTORS, VALUES, HEAD_DIM, STEP, IS_CAPPED, PAGE,
+                )  # fmt: skip
+            else:
+                found = part_of_lanes(
+                    query, first, position, low, high, codes_ptr, scales_ptr, pages, cap,
+                    PAGE_VECTORS, VALUES, HEAD_DIM, STEP, IS_CAPPED, PAGE, LANES, ROWS,
+                )  # fmt: skip
             if states_ptr is not None:
                 entry = (row.to(tl.int64) * N_HEADS + query_head) * N_PARTS + part
                 tl.store(states_ptr + 2 * entry, found[0], mask=is_query)
                 tl.store(states_ptr + 2 * entry + 1, found[1], mask=is_query)
                 at_out = out_ptr + entry[:, None] * HEAD_DIM + feature[None, :]
-                tl.store(at_out, found[2], mask=is_query[:, None] & is_feature[None, :])
+                tl.store(at_out, found[2], mask=mask)
             else:
                 whole, whole_total, whole_sums = add_part(whole, whole_total, whole_sums, found)
         if states_ptr is None:
             entry = row.to(tl.int64) * N_HEADS + query_head
             at_out = out_ptr + entry[:, None] * HEAD_DIM + feature[None, :]
-            tl.store(at_out, whole_sums / whole_total[:, None], mask=is_query[:, None] & is_feature[None, :])
+            tl.store(at_out, whole_sums / whole_total[:, None], mask=mask)
 
 
 @triton.jit
@@ -281,7 +237,11 @@ def attention(
         check("sinks", sinks, (n_heads,))
     if m == 0:
         return out
-    sizes = _sizes(group, head_dim) | {"N_LAYERS": pages.n_layers, "PAGE": PAGE_TOKENS, "N_KV_HEADS": pages.n_kv_heads}
+    sizes = _sizes(group, head_dim, _has_products(pages.codes)) | {
+        "N_LAYERS": pages.n_layers,
+        "PAGE": PAGE_TOKENS,
+        "N_KV_HEADS": pages.n_kv_heads,
+    }
     sizes |= {"FEATURES": queries.shape[1], "FIRST": first, "PAGES_PER_SLOT": pages.pages_per_slot}
     common = {"WINDOW": window or 0, "N_PARTS": pages.n_parts, "PART": PART_TOKENS}
     grid = (m, pages.n_kv_heads * triton.cdiv(group, sizes["GROUP_BLOCK"]))
@@ -312,6 +272,11 @@ def attention(
     return out
 
 
+def _has_products(codes: Any) -> bool:
+    """Return whether the tensor cores of the card can multiply these codes. They can't be switched off."""
+    return codes.dtype != torch.float32 and instructions(codes) in (PLAIN, PTX)
+
+
 def _query_group(queries: Any, pages: Pages, window: int | None, out: Any, first: int) -> int:
     """Return the number of query heads per key head. Raises: ValueError: if out, first or window does not fit."""
     head_dim = pages.head_dim
@@ -327,15 +292,12 @@ def _query_group(queries: Any, pages: Pages, window: int | None, out: Any, first
     return group
 
 
-def _sizes(group: int, head_dim: int) -> dict[str, int]:
-    """Return the kernel's block sizes. They depend only on the model's shape, so bits don't depend on the batch."""
-    dim_block = max(4, triton.next_power_of_2(head_dim))
-    group_block = min(QUERIES, triton.next_power_of_2(group))
-    lanes = max(1, min(PAGE_TOKENS, TILE // (QUERIES * dim_block)))
-    sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": QUERIES // group_block}
-    return sizes | {
-        "HEAD_DIM": head_dim,
-        "DIM_BLOCK": dim_block,
-        "LANES": lanes,
-        "STEP": min(PAGE_TOKENS, TURNS * lanes),
-    }
+def _sizes(group: int, head_dim: int, has_products: bool) -> dict[str, int]:
+    """Return the kernel's block sizes. They depend only on model, cache and card, so bits don't depend on the batch."""
+    dim_block = max(32 if has_products else 4, triton.next_power_of_2(head_dim))
+    n_queries = N_QUERIES[has_products]
+    group_block = min(n_queries, triton.next_power_of_2(group))
+    lanes = 0 if has_products else max(1, min(PAGE_TOKENS, TILE // (n_queries * dim_block)))
+    step = max(16, min(PAGE_TOKENS, STEP_NUMBERS // dim_block)) if has_products else min(PAGE_TOKENS, TURNS * lanes)
+    sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": n_queries // group_block}
+    return sizes | {"HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes, "STEP": step}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hetero_ee_kernels.delta_state import L2_EPS, DeltaState, DeltaWeights
+from hetero_ee_kernels.delta_state import L2_EPS, DeltaRows, DeltaState, DeltaWeights
 
 
 def gated_delta(
@@ -13,17 +13,15 @@ def gated_delta(
     gates: Any,
     weights: DeltaWeights,
     state: DeltaState,
-    slots: Any,
-    positions: Any,
-    earlier: Any,
+    rows: DeltaRows,
     layer: int,
     out: Any,
     workspace: Any = None,
 ) -> Any:
-    """See hetero_ee_kernels.gated_delta. Nothing is checked, and neither `earlier` nor `workspace` is needed."""
+    """See hetero_ee_kernels.gated_delta. Nothing is checked, and neither `rows.earlier` nor `workspace` is needed."""
     inputs, z = x.split([state.shape.n_channels, state.shape.n_outputs], 1)
     running: dict[int, tuple[Any, Any]] = {}
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+    for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
         matrix, recent = running.get(slot) or _replayed(state, weights, slot, layer, position)
         recent = torch.cat([recent[1:], inputs[row : row + 1]])
         query, short_key, value = _convolved(recent, weights, state)

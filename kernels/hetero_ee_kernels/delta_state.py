@@ -102,14 +102,20 @@ class DeltaWeights:
         check("norm", self.norm, (shape.value_dim,))
 
 
+class DeltaRows(NamedTuple):
+    """Where the rows of a pass belong, int32 (m,) each. A slot's rows are in order of position."""
+
+    slots: Any
+    positions: Any
+    earlier: Any  # the previous row in the same slot, or -1; see earlier_rows()
+
+
 def check_delta_rows(
     x: Any,
     gates: Any,
     weights: DeltaWeights,
     state: DeltaState,
-    slots: Any,
-    positions: Any,
-    earlier: Any,
+    rows: DeltaRows,
     layer: int,
     out: Any,
 ) -> None:
@@ -118,8 +124,8 @@ def check_delta_rows(
     check("x", x, (m, shape.n_channels + shape.n_outputs))
     check("gates", gates, (m, 2 * shape.n_value_heads))
     check("out", out, (m, shape.n_outputs))
-    for name, rows in (("slots", slots), ("positions", positions), ("earlier", earlier)):
-        check(name, rows, (m,), torch.int32)
+    for name, each in rows._asdict().items():
+        check(name, each, (m,), torch.int32)
     weights.check(shape)
     if not 0 <= layer < state.n_layers:
         raise ValueError(f"Layer {layer} is outside the state's {state.n_layers} layers.")

@@ -7,9 +7,9 @@ its change since the previous exit layer, which does not exist here, so that it 
 sigmoid. Without a network it is the token's probability, softmax(logits)[id].
 
 A value becomes an integer key of the same order (sign and magnitude to two's complement, -0 to +0), and the winner of
-any set of (key, index) is the greatest of key * 2^32 - index, however the set is cut. A value that is not finite counts
-as greater than all numbers. Layout: rows contiguous; 1 <= n < 2^31. Two launches: one program per 512 logits, then one
-per row.
+any set of (key, index) is the greatest of key * 2^32 + 2^32 - 1 - index, however the set is cut. A value that is not
+finite counts as greater than all numbers. Layout: rows contiguous; 1 <= n < 2^31. Two launches: one program per 512
+logits, then one per row.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
-from hetero_ee_kernels.noise import N_WORDS, gumbel, row_bits
+from hetero_ee_kernels.noise import LOG2_E, N_WORDS, power_of_two, row_bits, scaled_gumbel
 from hetero_ee_kernels.tile_matrix import instructions
 
 PIECE = 512  # logits per program, 8 per thread, since noise needs many registers; 32,000 are 63 programs per row
@@ -39,18 +39,18 @@ def key_of(value: tl.tensor) -> Any:
 
 @triton.jit
 def packed(key: tl.tensor, index: tl.tensor, inside: tl.tensor) -> Any:
-    """Return key * 2^32 - index (int64), by which logits are compared."""
-    return tl.where(inside, key.to(tl.int64) * 4294967296 - index, LOWEST)
+    """Return key * 2^32 + 2^32 - 1 - index (int64), by which logits are compared."""
+    return tl.where(inside, (key.to(tl.int64) << 32) | (~index).to(tl.uint32).to(tl.int64), LOWEST)
 
 
 @triton.jit
 def index_of(best: tl.tensor) -> Any:
-    return -best & 0xFFFFFFFF
+    return ~best & 0xFFFFFFFF
 
 
 @triton.jit
 def key_in(best: tl.tensor) -> Any:
-    return ((best + index_of(best)) >> 32).to(tl.int32)
+    return (best >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -79,12 +79,12 @@ def pieces_kernel(
     key = key_of(value)
     largest = value_of(tl.max(tl.where(inside, key, -UNSOUND_KEY), 0))
     tl.store(sums_ptr + 2 * at, largest)
-    tl.store(sums_ptr + 2 * at + 1, tl.sum(tl.exp(value - largest), 0))
+    tl.store(sums_ptr + 2 * at + 1, tl.sum(power_of_two((value - largest) * LOG2_E, ISA), 0))
     noise_at = noise_ptr + row * N_WORDS
     inverse = tl.load(noise_at + N_WORDS - 1).to(tl.float32, bitcast=True)
     if inverse > 0.0:
-        noise = gumbel(row_bits(noise_at, ids_ptr, piece * PIECE, n, PIECE), ISA)
-        key = key_of(tl.fma(value, tl.zeros_like(value) + inverse, noise))
+        noise = scaled_gumbel(row_bits(noise_at, ids_ptr, piece * PIECE, n, PIECE), ISA)
+        key = key_of(tl.fma(value, tl.zeros_like(value) + inverse * LOG2_E, noise))
     tl.store(best_ptr + at, tl.max(packed(key, index, inside), 0))
 
 

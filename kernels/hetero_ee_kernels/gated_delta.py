@@ -22,7 +22,7 @@ import triton.language as tl
 
 from hetero_ee_kernels.activate import activated
 from hetero_ee_kernels.checks import UNFUSED
-from hetero_ee_kernels.delta_state import L2_EPS, DeltaShape, DeltaState, DeltaWeights, check_delta_rows
+from hetero_ee_kernels.delta_state import L2_EPS, DeltaRows, DeltaShape, DeltaState, DeltaWeights, check_delta_rows
 from hetero_ee_kernels.norm import norm_row
 
 COLUMNS = 16  # of S per program: 128 x 16 numbers are 64 registers of each thread
@@ -264,9 +264,7 @@ def gated_delta(
     gates: Any,
     weights: DeltaWeights,
     state: DeltaState,
-    slots: Any,
-    positions: Any,
-    earlier: Any,
+    rows: DeltaRows,
     layer: int,
     out: Any,
     workspace: Any = None,
@@ -277,7 +275,6 @@ def gated_delta(
         x: fp32 (m, n_channels + n_outputs): all query heads, key heads, value heads, and gates of the output.
         gates: fp32 (m, 2 * n_value_heads): b of every value head, then a.
         state: states of all slots. Its bases must be those of the pass.
-        slots, positions, earlier: int32 (m,); see earlier_rows(). A slot's rows are in order of position.
         out: fp32 (m, n_outputs).
         workspace: fp32, at least m * workspace_size; None allocates it.
 
@@ -285,86 +282,36 @@ def gated_delta(
         ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
     """
     shape, m = state.shape, x.shape[0]
-    check_delta_rows(x, gates, weights, state, slots, positions, earlier, layer, out)
+    check_delta_rows(x, gates, weights, state, rows, layer, out)
     if not m:
         return out
     n_mixed = -(-m * shape.n_channels // 4) * 4  # aligned, or the factors would have a kernel of their own
     if workspace is None:
         workspace = torch.empty(m * shape.workspace_size, device=x.device)
-    mixed, factors = workspace[:n_mixed], workspace[n_mixed:]
-    place, n_bases = (slots, positions), state.n_slots * state.n_layers
-    gating, scale = (gates, weights.taps, weights.rates, weights.dt_bias), shape.key_dim**-0.5
-    sizes = _sizes(shape, state.n_layers)
-    block = triton.next_power_of_2(max(shape.key_dim, shape.value_dim))
-    taps = {"TAPS": shape.n_taps, "N_INPUTS": shape.n_inputs, "BLOCK": block}
+    mixed, factors, n_bases = workspace[:n_mixed], workspace[n_mixed:], state.n_slots * state.n_layers
+    conv, scan, finish = _constants(shape, state.n_layers, weights.is_tiled)
     conv_kernel[(m, 2 * shape.n_key_heads + shape.n_value_heads)](
-        x,
-        *gating,
-        state.inputs,
-        *place,
-        earlier,
-        mixed,
-        factors,
-        L2_EPS,
-        scale,
-        layer,
-        **sizes,
-        **taps,
-        num_warps=N_WARPS,
-        **UNFUSED,
-    )
-    logs, tile = (state.keys, state.deltas, state.decays, state.bases), _tile(shape, weights.is_tiled)
+        x, gates, weights.taps, weights.rates, weights.dt_bias, state.inputs, *rows, mixed, factors,
+        L2_EPS, shape.key_dim**-0.5, layer, **conv, num_warps=N_WARPS, **UNFUSED,
+    )  # fmt: skip
     scan_kernel[(m, shape.n_value_heads, -(-shape.value_dim // COLUMNS))](
-        mixed,
-        factors,
-        state.states,
-        *logs,
-        *place,
-        earlier,
-        out,
-        layer,
-        n_bases,
-        m,
-        **sizes,
-        **tile,
-        num_warps=N_WARPS,
-        **UNFUSED,
-    )
-    logs, rows = (state.inputs, state.keys, state.decays, state.bases), (x, mixed, factors)
+        mixed, factors, state.states, state.keys, state.deltas, state.decays, state.bases, *rows,
+        out, layer, n_bases, m, **scan, num_warps=N_WARPS, **UNFUSED,
+    )  # fmt: skip
     finish_kernel[(m, shape.n_value_heads)](
-        *rows,
-        weights.norm,
-        *logs,
-        *place,
-        out,
-        weights.eps,
-        layer,
-        n_bases,
-        **sizes,
-        **taps,
-        LOG=shape.n_logged,
-        num_warps=N_WARPS,
-        **UNFUSED,
-    )
+        x, mixed, factors, weights.norm, state.inputs, state.keys, state.decays, state.bases, *rows[:2],
+        out, weights.eps, layer, n_bases, **finish, num_warps=N_WARPS, **UNFUSED,
+    )  # fmt: skip
     return out
 
 
-def _sizes(shape: DeltaShape, n_layers: int) -> dict[str, int]:
-    """Return the constants of all three kernels."""
-    return {
-        "N_LAYERS": n_layers,
-        "N_KEY_HEADS": shape.n_key_heads,
-        "N_VALUE_HEADS": shape.n_value_heads,
-        "KEY_DIM": shape.key_dim,
-        "VALUE_DIM": shape.value_dim,
-    }
-
-
-def _tile(shape: DeltaShape, is_tiled: bool) -> dict[str, int]:
-    """Return the constants of scan_kernel alone."""
-    return {
-        "TILED": is_tiled,
-        "KEY_BLOCK": triton.next_power_of_2(shape.key_dim),
-        "COLUMNS": COLUMNS,
-        "LOG": shape.n_logged,
-    }
+def _constants(
+    shape: DeltaShape, n_layers: int, is_tiled: bool
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Return the constants of conv_kernel, scan_kernel and finish_kernel."""
+    n_heads = {"N_KEY_HEADS": shape.n_key_heads, "N_VALUE_HEADS": shape.n_value_heads}
+    sizes = n_heads | {"N_LAYERS": n_layers, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
+    taps = {"TAPS": shape.n_taps, "N_INPUTS": shape.n_inputs}
+    taps |= sizes | {"BLOCK": triton.next_power_of_2(max(shape.key_dim, shape.value_dim))}
+    scan = {"TILED": is_tiled, "KEY_BLOCK": triton.next_power_of_2(shape.key_dim), "COLUMNS": COLUMNS}
+    return taps, sizes | scan | {"LOG": shape.n_logged}, taps | {"LOG": shape.n_logged}

@@ -13,7 +13,7 @@ import triton.language as tl
 from hetero_ee_kernels.tile_group import join4
 
 N_WORDS = 5  # int32 per row: seed (low, high), sequence, position, bits of the inverse temperature (0 for greedy)
-MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
 SERIES_END = tl.constexpr(1 / 16)  # below it, five terms of the logarithm's series have an error of 2^-22
 
 
@@ -31,31 +31,44 @@ def philox_block(block: tl.tensor, seed: tl.tensor, sequence: tl.tensor, positio
 
 
 @triton.jit
-def minus_log(x: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Return -log(x) of normal numbers, with an absolute error of 2^-22 from 1/2 to 2, a relative one elsewhere.
+def power_of_two(x: tl.tensor, ISA: tl.constexpr) -> Any:
+    """Return 2^x, 0 instead of subnormal numbers, in one instruction on NVIDIA's cards, where tl.exp2 has four."""
+    if ISA >= 2:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def logarithm(x: tl.tensor, ISA: tl.constexpr) -> Any:
+    """Return log2(x) of normal numbers, with an absolute error of 2^-22 from 1/2 to 2, a relative one elsewhere.
 
     In one instruction on NVIDIA's cards, where tl.log2 is a polynomial and a branch.
     """
     if ISA >= 2:
-        binary = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        binary = tl.log2(x)
-    return binary * MINUS_LN_2
+        return tl.log2(x)
 
 
 @triton.jit
-def gumbel(bits: tl.tensor, ISA: tl.constexpr) -> Any:
-    """Return -log(-log(u)), fp32, u = (floor(bits / 2^12) + 1/2) / 2^52; from 1 - u above 1/2, for precision."""
+def scaled_gumbel(bits: tl.tensor, ISA: tl.constexpr) -> Any:
+    """Return -log2(-log2(u)), fp32, u = (floor(bits / 2^12) + 1/2) / 2^52; from 1 - u above 1/2, for precision.
+
+    Gumbel noise, -log(-log(u)), is ln 2 times that, plus a constant.
+    """
     signed = bits.to(tl.int64)
     is_high = signed < 0
     distance = tl.where(is_high, ~signed, signed)  # from 0 or 1; cards convert 64 bits far slower than twice 32
     high, low = (distance >> 32).to(tl.int32).to(tl.float32), (distance & 0xFFFFF000).to(tl.uint32).to(tl.float32)
     end = tl.fma(high, 2.0**-32, (low + 2048.0) * 2.0**-64)
-    series = tl.fma(tl.fma(tl.fma(tl.fma(end, 0.2, 0.25), end, 1 / 3), end, 0.5), end, 1.0) * end
-    exponential = minus_log(tl.where(is_high, 1.0 - end, end), ISA)
-    return minus_log(tl.where(is_high & (end < SERIES_END), series, exponential), ISA)
+    series = tl.fma(tl.fma(tl.fma(tl.fma(end, LOG2_E / 5, LOG2_E / 4), end, LOG2_E / 3), end, LOG2_E / 2), end, LOG2_E)
+    exponential = -logarithm(tl.where(is_high, 1.0 - end, end), ISA)
+    return -logarithm(tl.where(is_high & (end < SERIES_END), series * end, exponential), ISA)
 
 
 @triton.jit
@@ -68,7 +81,7 @@ def row_bits(noise_ptr: tl.tensor, ids_ptr: tl.tensor, first: tl.tensor, n: tl.t
     seed = low | (tl.load(noise_ptr + 1).to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
     sequence, position = tl.load(noise_ptr + 2).to(tl.uint64), tl.load(noise_ptr + 3).to(tl.uint64)
     if ids_ptr is None:
-        block = (first // 4 + tl.arange(0, N // 4)).to(tl.uint64)
+        block = (first // 4 + tl.arange(0, N // 4)).to(tl.uint32).to(tl.uint64)
         return tl.reshape(join4(philox_block(block, seed, sequence, position)), (N,))
     else:
         index = first + tl.arange(0, N)

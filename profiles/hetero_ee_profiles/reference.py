@@ -3,12 +3,11 @@
 Rule: a product needs the time of a call plus the longer of reading its weights and computing. Memory, link and disk
 reach a share of what the data sheet states. A CPU reaches the operations per cycle and 64 bytes of vector width that
 this repository's CPU kernels reach, times its cores, clock and vector width; a GPU reaches a share of its fp32 rate
-that grows with the number of rows. If it needs longer to issue the instructions of attention than to read its cache,
-that time counts. Each constant below names its source; `python scripts/compare_published.py` compares the results with
-published speeds. CPU and copies share the RAM: while the CPU reads weights, copies get the rest of the rated bandwidth.
+that grows with the number of rows. If it needs longer to compute attention than to read its cache, that time counts.
+Each constant below names its source; `python scripts/compare_published.py` compares the results with published speeds.
+CPU and copies share the RAM: while the CPU reads weights, copies get the rest of the rated bandwidth.
 """
 
-import math
 from dataclasses import dataclass
 
 from hetero_ee_profiles.data_sheets import DataSheet, data_sheets
@@ -42,10 +41,11 @@ DISK_SHARE = 0.8  # assumed
 # and 64 tokens, 1937, 3428 and 5420 tokens/s (pull request 7676); its dp4a kernels reach 0.25 to 0.28 of the rate
 # (15802). Above: 0.6 of twice the rate until it is measured here; llama.cpp's kernels reach 0.7 to 1.2 of that.
 FP32_SHARES = {1: 0.8, 16: 0.35, 32: 0.62, 64: 0.98, 512: 1.2}
-# Thread instructions of the GPU's attention per byte of an fp16 cache with four heads per key head, by rows of a
-# decoding sequence (counted, docs/gpu_kernels.md). A GPU issues one per fp32 lane and cycle. Other kernels that count
-# need less time to issue than to read, on every data sheet. tests/pure/test_published_speeds.py checks both.
-ATTENTION_INSTRUCTIONS = {1: 7.2, 4: 27.2}
+# Clocks of a multiprocessor, of 128 fp32 lanes, that the GPU's attention needs per KiB of an fp16 cache with four heads
+# per key head, by rows of a decoding sequence, with and without tensor cores (counted, docs/gpu_kernels.md). Other
+# kernels need less time than reading, on every data sheet. tests/pure/test_published_speeds.py checks both.
+ATTENTION_CLOCKS = {True: {1: 81.0, 4: 82.3, 16: 269.7}, False: {1: 56.6, 4: 214.1}}
+FP32_LANES = 128
 MAX_DECODE_ROWS = 16
 # 596 GOPS at 16 rows on one Zen 5 thread with 64-byte vectors at 4.1 GHz (tests/bench/bench_cpu_ops.py, 2026-11-21).
 OPERATIONS_PER_CYCLE_AND_64_BYTES = 145.0
@@ -134,6 +134,7 @@ def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
 def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
     fp32 = sheet.fp32_tflops * 1e12
     operations_per_s = {m: fp32 * FP32_SHARES[min(most for most in FP32_SHARES if most >= m)] for m in ROWS}
+    clocks_by_rows, clocks_per_s = ATTENTION_CLOCKS["NVIDIA" in sheet.gpu_model], fp32 / (2 * FP32_LANES)
     speed = _Speed(
         share=VRAM_SHARE,
         operations_per_s=operations_per_s,
@@ -141,7 +142,7 @@ def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
         call_s=GPU_CALL_S,
         layer_s=GPU_LAYER_OVERHEAD_S,
         pass_s=GPU_PASS_OVERHEAD_S,
-        instructions_per_s=fp32 / 2,
+        attention_s_per_byte={m: clocks / 1024 / clocks_per_s for m, clocks in clocks_by_rows.items()},
     )
     return _times(origin, 0, int(sheet.vram_gib * GIB * GPU_FREE_SHARE), _rate(sheet.vram_gb_s, origin), speed)
 
@@ -156,7 +157,7 @@ class _Speed:
     call_s: float
     layer_s: float
     pass_s: float
-    instructions_per_s: float = math.inf  # of threads
+    attention_s_per_byte: dict[int, float] | None = None  # of the cache, by number of rows, if that limits
 
 
 def _times(origin: Origin, threads: int, free_bytes: int, rated: Measurement, speed: _Speed) -> DeviceTimes:
@@ -179,8 +180,8 @@ def _times(origin: Origin, threads: int, free_bytes: int, rated: Measurement, sp
     def attention_s(m: int, context: int) -> float:
         read_s, kv_bytes = 2 * side * 4 * context / rate, side * context  # fp32; fp16 with a quarter of the key heads
         products_s = 4 * m * mean_positions(m, context) * side / speed.attention_per_s[m]
-        per_byte = interpolated([*ATTENTION_INSTRUCTIONS.items()], m) if m <= MAX_DECODE_ROWS else 0
-        more_s = kv_bytes * (per_byte / speed.instructions_per_s - 1 / rate)  # needed to issue than to read
+        limits = speed.attention_s_per_byte if m <= MAX_DECODE_ROWS else None
+        more_s = kv_bytes * (interpolated([*limits.items()], m) - 1 / rate) if limits else 0.0  # than to read
         return speed.call_s + max(read_s, products_s, read_s + more_s)
 
     matmuls = tuple(

@@ -23,7 +23,7 @@ from hetero_ee.weights.quantizers import quantize
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.draft import PIECE, draft
-from hetero_ee_kernels.noise import gumbel, row_bits
+from hetero_ee_kernels.noise import row_bits, scaled_gumbel
 from hetero_ee_kernels.tile_matrix import instructions
 from tests.gpu_support import DEVICE, Guarded, random
 
@@ -41,7 +41,8 @@ def bits_kernel(
 @triton.jit
 def gumbel_kernel(bits_ptr: tl.tensor, noise_ptr: tl.tensor, n: tl.constexpr, ISA: tl.constexpr) -> None:  # noqa: N803
     at = tl.arange(0, n)
-    tl.store(noise_ptr + at, gumbel(tl.load(bits_ptr + at).to(tl.uint64), ISA))
+    noise = scaled_gumbel(tl.load(bits_ptr + at).to(tl.uint64), ISA)
+    tl.store(noise_ptr + at, tl.fma(noise, 0.6931471805599453, 0.36651292058166435))  # ln 2, -ln(ln 2)
 
 
 @pytest.mark.parametrize("first", [0, 4096])
@@ -166,6 +167,18 @@ def test_the_network_judges_the_four_largest(n: int, h: int, bug: str) -> None:
     sure = torch.tensor([confidence for _, confidence in drafted(logits, [GREEDY] * 5, parts)])
     wrong = float((sure.double() - expected_chance(logits, parts, bug).cpu()).abs().max())
     assert wrong > 10 * TOLERANCE if bug else wrong <= TOLERANCE
+
+
+@pytest.mark.parametrize("h", [None, 33])
+def test_the_largest_are_found_in_every_thread(h: int | None) -> None:
+    """The four largest are in threads, and then in pieces, whose numbers differ in one bit only."""
+    places = [4 << bit for bit in range(7)] + [PIECE << bit for bit in range(6)]
+    logits = random(5, len(places), 33 * PIECE)
+    for row in range(len(places)):
+        for rank in range(4):
+            logits[row, places[(row + rank) % len(places)]] = 9.0 - rank
+    found = drafted(logits, [GREEDY] * len(places), None if h is None else network(h, h))
+    assert [token for token, _ in found] == places
 
 
 def test_wrong_arguments_are_refused() -> None:

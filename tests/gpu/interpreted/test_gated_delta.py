@@ -8,6 +8,7 @@ import torch
 
 from hetero_ee_kernels import delta_reference
 from hetero_ee_kernels.delta_state import (
+    DeltaRows,
     DeltaShape,
     DeltaState,
     DeltaWeights,
@@ -60,8 +61,8 @@ class Layer:
             self.bases[slot] = after
         at, out = (torch.tensor(slots), torch.tensor(positions)), Guarded((len(rows), self.shape.n_outputs))
         given = (each[at].contiguous() for each in (self.x, self.gates))
-        place = int32(*slots), int32(*positions), int32(*earlier_rows(slots))
-        assert self.compute(*given, self.weights, self.state, *place, LAYER, out.tensor) is out.tensor
+        place = DeltaRows(int32(*slots), int32(*positions), int32(*earlier_rows(slots)))
+        assert self.compute(*given, self.weights, self.state, place, LAYER, out.tensor) is out.tensor
         return out.check()
 
     def prompt(self, slot: int, first: int, end: int) -> torch.Tensor:
@@ -156,13 +157,13 @@ def test_the_log_is_written_by_the_rule() -> None:
 def test_operands_that_do_not_fit_are_named() -> None:
     layer = Layer(SMALL)
     x, gates = layer.x[0, :1], layer.gates[0, :1]
-    place, out = (int32(0), int32(0), int32(-1)), torch.empty(1, SMALL.n_outputs, device=DEVICE)
+    place, out = DeltaRows(int32(0), int32(0), int32(-1)), torch.empty(1, SMALL.n_outputs, device=DEVICE)
     for bad, name in (((x[:, :-1], gates), "x"), ((x, gates[:, :2]), "gates")):
         with pytest.raises(ValueError, match=f"^{name} "):
-            gated_delta(*bad, layer.weights, layer.state, *place, 0, out)
+            gated_delta(*bad, layer.weights, layer.state, place, 0, out)
     with pytest.raises(ValueError, match="Layer 2"):
-        gated_delta(x, gates, layer.weights, layer.state, *place, 2, out)
+        gated_delta(x, gates, layer.weights, layer.state, place, 2, out)
     with pytest.raises(ValueError, match="taps"):
-        gated_delta(x, gates, replace(layer.weights, taps=x), layer.state, *place, 0, out)
+        gated_delta(x, gates, replace(layer.weights, taps=x), layer.state, place, 0, out)
     with pytest.raises(ValueError, match="states"):
         DeltaState(SMALL._replace(key_dim=8), *(getattr(layer.state, each) for each in DeltaState.__slots__[1:]))

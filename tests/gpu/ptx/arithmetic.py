@@ -160,6 +160,12 @@ def rounded(function: Any, value: Any) -> Any:
     return canonical(function(value.astype(np.float64)).astype(np.float32))
 
 
+def truncated(value: Any) -> Any:
+    """Round fp64 numbers to fp32, towards 0."""
+    near = value.astype(np.float32)
+    return canonical((near.view(np.int32) - (np.abs(near) > np.abs(value))).astype(np.int32).view(np.float32))
+
+
 def jittered(value: Any) -> Any:
     """Move each value by -2 to 2 units in the last place, by an amount that depends only on the value."""
     bits = np.ascontiguousarray(value).view(np.int32)

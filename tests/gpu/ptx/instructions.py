@@ -12,6 +12,7 @@ COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": "
 COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 INTEGER = {"add": "{0} + {1}", "sub": "{0} - {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}"}
 INTEGER |= {"not": "~{0}", "neg": "-({0})", "abs": "np.abs({0})"}
+INTEGER |= {"popc": "np.bitwise_count({0}).astype(U32)"}
 INTEGER |= {"min": "np.minimum({0}, {1})", "max": "np.maximum({0}, {1})", "div": "divide({0}, {1})"}
 INTEGER |= {"shl": "shift_left({0}, {1})", "shr": "shift_right({0}, {1})"}
 FP32 = {"abs": "np.abs({0})", "neg": "-({0})", "fma": "canonical(fma({0}, {1}, {2}))"}
@@ -19,7 +20,11 @@ FP32 |= {"add": "canonical({0} + {1})", "sub": "canonical({0} - {1})", "mul": "c
 FP32 |= {"div": "canonical({0} / {1})", "rsqrt": "rounded(lambda v: 1 / np.sqrt(v), {0})"}
 FP32 |= {"ex2": "rounded(np.exp2, {0})", "lg2": "rounded(np.log2, {0})"}
 PAIRS = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "fma": "fma({}, {}, {})"}
-MMA_HALVES = {"m16n8k32": 2, "m8n8k16": 1}  # number of 8-row halves of a matrix fragment
+MMA = {  # number of 8-row halves of a matrix fragment, and type of its numbers
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": "2, np.int8",
+    "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32": "1, np.int8",
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "2, np.float16",
+}
 
 
 def emit(w: BlockWriter, i: Instruction) -> None:
@@ -201,9 +206,8 @@ def _warp(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
         kind = parts[-1].replace("b", "u")
         w.assign(i, o[0], f"m.redux(c, {w.source(o[1], kind)}, {parts[1]!r})", kind)
     else:
-        assert parts[:2] + parts[3:] == ["sync", "aligned", "row", "col", "s32", "s8", "s8", "s32"]
         a, b, start = (w.values(vector(part), "b32") for part in o[1:])
-        w.results(i, vector(o[0]), f"m.mma(c, {a}, {b}, {start}, {MMA_HALVES[parts[2]]})", "b32")
+        w.results(i, vector(o[0]), f"m.mma(c, {a}, {b}, {start}, {MMA[i.opcode]})", "b32")
 
 
 def _bits(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from hetero_ee_kernels import attention
 from hetero_ee_kernels.tile_matrix import PLAIN, PTX, TURING
 from tests.gpu.ptx.machine import Counts, Machine
 from tests.gpu.ptx.memory import GlobalMemory
@@ -72,6 +73,10 @@ class Launcher:
     _programs: dict[str, Program] = field(default_factory=dict)
     _binders: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def isa(self) -> int:
+        return TURING if self.architecture < 80 else PTX
+
     @contextmanager
     def installed(self) -> Iterator["Launcher"]:
         """Emulate every launch inside the block. Meanwhile torch fills new memory with NaN to reveal missing writes."""
@@ -82,6 +87,7 @@ class Launcher:
         was_deterministic = torch.are_deterministic_algorithms_enabled()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(JITFunction, "run", run)
+            patch.setattr(attention, "instructions", lambda tensor: self.isa)
             torch.use_deterministic_algorithms(True, warn_only=True)
             try:
                 yield self
@@ -106,7 +112,7 @@ class Launcher:
         if function not in self._binders:
             self._binders[function] = create_function_from_signature(function.signature, function.params, backend)
         if options.get("ISA") == PLAIN:  # chosen by host code for CPU tensors
-            options["ISA"] = TURING if self.architecture < 80 else PTX
+            options["ISA"] = self.isa
         bound, specialization, extra = self._binders[function](*arguments, **options)
         packed = function._pack_args(backend, options, bound, specialization, extra)
         compile_options, signature, constants, attributes = packed

@@ -73,6 +73,7 @@ INTEGERS: dict[str, Callable[[int, int, int], int]] = {
     "mul.hi.s32 %r9, %r0, %r1": lambda a, b, c: signed(a) * signed(b) >> 32,
     "div.s32 %r9, %r0, 7": lambda a, b, c: math.trunc(Fraction(signed(a), 7)),
     "shl.b32 %r9, %r0, %r1": lambda a, b, c: a << b if b < 32 else 0,
+    "popc.b32 %r9, %r0": lambda a, b, c: a.bit_count(),
     "shr.u32 %r9, %r0, 5": lambda a, b, c: a >> 5,
     "shr.s32 %r9, %r0, 5": lambda a, b, c: signed(a) >> 5,
     "min.s32 %r9, %r0, %r1": lambda a, b, c: min(signed(a), signed(b)),
@@ -81,6 +82,7 @@ INTEGERS: dict[str, Callable[[int, int, int], int]] = {
     "bfe.u32 %r9, %r0, 3, 9": lambda a, b, c: a >> 3 & 511,
     "setp.lt.s32 %p0, %r0, %r1; selp.b32 %r9, 1, 2, %p0": lambda a, b, c: 1 if signed(a) < signed(b) else 2,
     "setp.hi.u32 %p0, %r0, %r1; @!%p0 mov.b32 %r0, 5; mov.b32 %r9, %r0": lambda a, b, c: a if a > b else 5,
+    "st.shared.b32 [%r31], %r0; ld.shared.s8 %h0, [%r31+1]; cvt.s32.s16 %r9, %h0": lambda a, b, c: signed(a >> 8, 8),
     "cvt.s8.s32 %h0, %r0; cvt.s32.s8 %r9, %h0": lambda a, b, c: signed(a, 8),
 }
 """Instructions on words a, b, c, with their exact results modulo 2^32."""
@@ -168,6 +170,24 @@ def test_mma_has_the_manuals_fragments() -> None:
     for place in range(4):
         stored = execute(f"{loads} {text} cvt.u64.u32 %d9, %r{place}; st.global.b64 [%d32], %d9;", padded)
         assert (stored[0, :32].astype(np.uint32) == np.asarray(expected[place]).astype(np.uint32)).all()
+
+
+def test_mma_of_halves_has_the_manuals_fragments() -> None:
+    """Small integers, whose sums are exact: lane 4 r + j has words j and j + 4 of rows r and r + 8."""
+    a, b = RANDOM.integers(-9, 9, (16, 16)).astype(np.float16), RANDOM.integers(-9, 9, (16, 8)).astype(np.float16)
+    pairs, columns = a.view(np.uint32), np.ascontiguousarray(b.T).view(np.uint32)  # (16, 8), (8, 8)
+    lanes = [(lane // 4, lane % 4) for lane in range(32)]
+    words = [[pairs[r + 8 * (p % 2), j + 4 * (p // 2)] for r, j in lanes] for p in range(4)]
+    words += [[columns[r, j + 4 * p] for r, j in lanes] for p in range(2)]
+    padded = np.concatenate([words, words], 1)
+    loads = "".join(f"ld.global.b64 %d0, [%d32+{8 * N * row}]; cvt.u32.u64 %r{row}, %d0;" for row in range(6))
+    product = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    product += " {%r6, %r7, %r8, %r9}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%r10, %r10, %r10, %r10};"
+    for place in range(4):
+        store = f"cvt.u64.u32 %d9, %r{6 + place}; st.global.b64 [%d32], %d9;"
+        found = execute(f"{loads} mov.b32 %r10, 0; {product} {store}", padded)[0, :32].astype(np.uint32)
+        expected = [(a @ b)[r + 8 * (place // 2), 2 * j + place % 2] for r, j in lanes]
+        assert found.view(np.float32).tolist() == expected
 
 
 @pytest.mark.parametrize("lane", [0, 5, 31])

@@ -128,8 +128,9 @@ class BlockWriter:
     def results(self, i: Instruction, registers: list[str], call: str, kind: str) -> None:
         """Append a call, and assign the elements that it returns to registers."""
         self.lines.append(f"t = {call}")
+        view = f".view(I{kind[1:]})" if kind[0] == "s" else ""
         for place, register in enumerate(registers):
-            self.assign(i, register, f"t[{place}]", kind)
+            self.assign(i, register, f"t[{place}]{view}", kind)
 
     def address(self, operand: str, bits: int) -> str:
         found = re.fullmatch(r"([%\w$@]+)\s*(?:\+\s*(-?\d+))?", operand.strip("[] \t\n"))

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.ptx.arithmetic import U16, U32
+from tests.gpu.ptx.arithmetic import U16, U32, truncated
 from tests.gpu.ptx.parsing import PtxError
 
 LANE = np.arange(32)
@@ -69,26 +69,30 @@ class Warps:
         rows = self.full(c, value).reshape(-1, 32)
         return np.repeat(REDUCTIONS[operation].reduce(rows, 1, dtype=rows.dtype), 32)
 
-    def mma(self, c: Any, a: Any, b: Any, start: Any, n_halves: int) -> Any:
-        """Multiply matrices of signed bytes and add `start`.
+    def mma(self, c: Any, a: Any, b: Any, start: Any, n_halves: int, kind: Any) -> Any:
+        """Multiply matrices of signed bytes or fp16 numbers and add `start`.
 
-        In lane 4 r + j, register p of `a` holds row r + 8 (p % n_halves), columns 4 j to 4 j + 3 of the 16 columns in
-        part p // n_halves of k. Sums of at most 32 products are below 2^20, so fp32 computes them exactly.
+        In lane 4 r + j, register p of `a` holds row r + 8 (p % n_halves), and the j-th word of the 4 words of columns
+        in part p // n_halves of k. Sums of at most 32 products of bytes are below 2^20, so fp64 computes them exactly.
+        Sums of fp16 products are truncated to fp32, as hardware does, which may also drop bits of the products.
 
         Args:
-            n_halves: number of 8-row halves of the result: 2 for m16n8k32, 1 for m8n8k16.
+            n_halves: number of 8-row halves of the result: 2 for m16n8k32 and m16n8k16 of fp16, 1 for m8n8k16.
+            kind: np.int8 or np.float16.
         """
         whole(c, "mma.sync")
         n_warps = len(c) // 32
-        a, b = (np.stack([np.ascontiguousarray(word).view(np.int8) for word in part]) for part in (a, b))
-        left = a.reshape(-1, n_halves, n_warps, 8, 16).astype(np.float32).transpose(2, 1, 3, 0, 4)
-        right = b.reshape(-1, n_warps, 8, 16).astype(np.float32).transpose(1, 0, 3, 2)
+        a, b = (np.stack([np.ascontiguousarray(word).view(kind) for word in part]) for part in (a, b))
+        left = a.reshape(-1, n_halves, n_warps, 8, len(a[0]) // n_warps // 8).astype(float).transpose(2, 1, 3, 0, 4)
+        right = b.reshape(-1, n_warps, 8, left.shape[-1]).astype(float).transpose(1, 0, 3, 2)
         product = left.reshape(n_warps, 8 * n_halves, -1) @ right.reshape(n_warps, -1, 8)
-        product = product.astype(np.int32).reshape(n_warps, n_halves, 8, 4, 2)  # warp, half, r, j, token % 2
-        return [
-            product[:, place // 2, :, :, place % 2].reshape(-1).view(U32) + start[place]
-            for place in range(2 * n_halves)
-        ]
+        product = product.reshape(n_warps, n_halves, 8, 4, 2)  # warp, half, r, j, token % 2
+        parts = [product[:, place // 2, :, :, place % 2].reshape(-1) for place in range(2 * n_halves)]
+        if kind == np.float16:
+            return [
+                truncated(part + given.view(np.float32)).view(U32) for part, given in zip(parts, start, strict=True)
+            ]
+        return [part.astype(np.int32).view(U32) + given for part, given in zip(parts, start, strict=True)]
 
 
 def whole(c: Any, name: str) -> None:

@@ -1,7 +1,8 @@
 """The machine code that ptxas makes of a kernel's PTX: instructions of its main loop, and the pipe that limits them.
 
 Throughputs are thread instructions per clock and multiprocessor on sm_86 and sm_89. Source: CUDA C++ Programming Guide,
-throughput of native arithmetic instructions; of tensor cores: NVIDIA Ampere GA102 whitepaper, 1,024 int8 products.
+throughput of native arithmetic instructions; of tensor cores: NVIDIA Ampere GA102 whitepaper, 1,024 products of
+int8, 256 of fp16 with fp32 sums.
 """
 
 import re
@@ -17,6 +18,7 @@ PIPES = {  # opcodes by their beginnings
     "FP32": (128, ("FFMA", "FADD", "FMUL", "HADD2", "HFMA2")),
     "special": (16, ("MUFU", "I2F.", "F2I", "F2F")),
     "tensor": (8, ("IMMA",)),
+    "tensor, fp16": (4, ("HMMA",)),
     "memory": (32, ("LD", "ST", "SHFL", "REDUX", "RED.", "ATOM")),
     "IMAD": (64, ("IMAD", "IDP")),
     "none": (128, ("BAR", "BRA", "U", "MOV", "CS2R", "S2", "EXIT", "BSSY", "BSYNC", "WARPSYNC")),

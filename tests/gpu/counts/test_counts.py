@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.gpu.ptx.counts import ARCHITECTURE, counted, workloads
+from tests.gpu.counts.counts import ARCHITECTURE, counted, workloads
+from tests.gpu.counts.sass import main_loop
 from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
-from tests.gpu.ptx.sass import main_loop
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu_kernels.md"
 GROWTH = 1.1

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from hetero_ee_kernels import activate, attention, draft, matmul, norm, sparse_ffn
 from hetero_ee_kernels.pages import new_pages
 from hetero_ee_kernels.row_matrix import RowMatrix
+from tests.gpu.counts.sass import Sass, assembled
 from tests.gpu.ptx.launcher import Launcher
 from tests.gpu.ptx.memory import SECTOR_BYTES
-from tests.gpu.ptx.sass import Sass, assembled
 from tests.gpu_support import int32, random
 from tests.gpu_tiles import activations, random_matrix
 
@@ -33,10 +34,15 @@ class Row:
     asked_per_touched: float  # sectors requested by warps per different sector touched
     sass: Sass
 
+    @property
+    def clocks_per_kib(self) -> float:
+        """Clocks that the tightest pipe of a multiprocessor needs per KiB touched."""
+        return 1024 * self.instructions_per_byte * self.sass.clocks_per_ptx
+
     def share(self, card: str) -> float:
         """Return the time that the tightest pipe needs, as a share of the time to read the bytes from DRAM."""
         n_units, clock_ghz, gb_per_s = CARDS[card]
-        return self.instructions_per_byte * self.sass.clocks_per_ptx / n_units / clock_ghz * gb_per_s
+        return self.clocks_per_kib / 1024 / n_units / clock_ghz * gb_per_s
 
 
 def workloads() -> dict[str, Callable[[], Any]]:
@@ -46,8 +52,10 @@ def workloads() -> dict[str, Callable[[], Any]]:
         found[f"{kind} weights, m = {m}"] = lambda kind=kind, m=m: matmul.matmul(
             activations(1, m, N_COLUMNS), random_matrix(kind, (N_ROWS, N_COLUMNS))
         )
-    for kind, group, m in (("fp16", 1, 1), ("fp16", 4, 1), ("fp16", 4, 4), ("int8", 4, 1)):
+    for kind, group, m in (("fp16", 1, 1), ("fp16", 4, 1), ("fp16", 4, 4), ("fp16", 4, 16), ("int8", 4, 1)):
         found[f"{kind} cache, {group} heads per key head, m = {m}"] = lambda a=(kind, group, m): _attend(*a)
+    for m in (1, 4):
+        found[f"fp16 cache, 4 heads per key head, m = {m}, no tensor cores"] = lambda m=m: _attend_by_lanes(m)
     found["10 % of the neurons"] = _sparse_ffn
     found["norm"] = lambda: norm.rms_norm(random(1, 4, N_COLUMNS), None, 1e-5, delta=random(3, 4, N_COLUMNS))
     found["silu"] = lambda: activate.activate(random(1, 1, 2 * 11008), "silu", gated=True)
@@ -67,6 +75,12 @@ def _attend(kind: str, group: int, m: int) -> None:
     at = torch.arange(N_TOKENS - m, N_TOKENS, dtype=torch.int32)
     queries = random(1, m, n_kv_heads * group * head_dim)
     attention.attention(queries, pages, torch.zeros_like(at), at, 0, None, torch.empty_like(queries))
+
+
+def _attend_by_lanes(m: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_has_products", lambda codes: False)
+        _attend("fp16", 4, m)
 
 
 def _sparse_ffn() -> None:
