@@ -89,6 +89,12 @@ OLD_PC = DataSheet(
 NEW_PC = DataSheet(
     "Intel Core i9-13900HK", 6, 4.0, 32, True, 31, 83.2, 3.5, "rtx-5070-12gb", "RTX 5070", 12, 672, 30.9, 31.5
 )
+LAPTOP_8GB = DataSheet(
+    "AMD Ryzen 7 260", 8, 4.0, 32, True, 32, 89.6, 3.5, "rtx-5060-laptop-8gb", "RTX 5060 Laptop", 8, 384, 16.6, 15.8
+)
+LAPTOP_12GB = DataSheet(
+    "not named", 8, 4.5, 32, True, 64, 89.6, 3.5, "rtx-pro-3000-laptop-12gb", "RTX PRO 3000 Laptop", 12, 672, 26.0, 31.5
+)
 SPLITS: tuple[tuple[DataSheet, str, int | None, float], ...] = (
     (OLD_PC, "gemma-3-12b", 44, 26.1),
     (OLD_PC, "gemma-2-9b", 36, 23.7),
@@ -104,6 +110,10 @@ SPLITS: tuple[tuple[DataSheet, str, int | None, float], ...] = (
     (NEW_PC, "mistral-small-24b", None, 7.6),
     (NEW_PC, "gemma-3-27b", None, 4.8),
     (NEW_PC, "qwen3-32b", None, 4.4),
+    # Qwen3.8-27B, of these shapes, in IQ4_XS at a context of 64k: 25 and 38 of its layers, of 4.25 bits, are as many
+    # bytes as 23 and 35 of this engine's. Source: qwen38-mtp. The laptops' RAM is not named; that of the first CPU.
+    (LAPTOP_8GB, "qwen3.6-27b", 23, 4.2),
+    (LAPTOP_12GB, "qwen3.6-27b", 35, 5.3),
 )
 
 # Mixtures of experts: settings of one machine, whose ratios are compared, as speeds depend on the engine and on RAM

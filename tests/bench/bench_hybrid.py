@@ -60,6 +60,8 @@ def main() -> None:
                     found.setdefault(name, []).append(seconds)
     for name, times in found.items():
         print(f"{name}: {statistics.median(times) * 1e3:.1f} ms")
+    kappas = [four / one for four, one in zip(found["four tokens, ours"], found["one token, ours"], strict=True)]
+    print(f"kappa(4), a verification of 4 tokens over one token: {statistics.median(kappas):.2f}")
     limit_s = n_bytes / bytes_per_s
     ratio = min(found["one token, ours"]) / limit_s, statistics.median(found["one token, ours"]) / limit_s
     print(f"{n_bytes / 1e9:.2f} GB at {bytes_per_s / 1e9:.1f} GB/s: {limit_s * 1e3:.1f} ms; ours, best and median: "
@@ -84,13 +86,18 @@ def ours(executor: Any) -> Iterator[tuple[str, float]]:
         executor.hidden(Batch.of_sequence(sequence, 0, [7] * n_tokens, is_prompt=True))
         return sequence
 
-    def token(position: int) -> float:
+    def tokens(position: int, n_tokens: int = 1) -> float:
         executor.cache.settle(sequence, position)  # as the decoding loop does
-        return timed(lambda: executor.hidden(Batch.of_sequence(sequence, position, [9])))
+        return timed(lambda: executor.hidden(Batch.of_sequence(sequence, position, [9] * n_tokens)))
 
     yield f"prompt of {PROMPT}, ours", timed(lambda: executor.cache.close(read(PROMPT)))
     sequence = read(CONTEXT)
-    yield "one token, ours", statistics.median(token(CONTEXT + number) for number in range(TEXT))
+    one, four = list[float](), list[float]()
+    for position in range(CONTEXT, CONTEXT + 5 * TEXT, 5):
+        one.append(tokens(position))
+        four.append(tokens(position + 1, 4))
+    yield "one token, ours", statistics.median(one)
+    yield "four tokens, ours", statistics.median(four)
     executor.cache.close(sequence)
 
 
