@@ -112,6 +112,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 4.0,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        LLAMA | EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
     "lfm2": ("Lfm2", LLAMA | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention", "conv"]}),
     "qwen3.5-even": ("Qwen3_5", QWEN_3_5 | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "head_dim": 16}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None}),
@@ -267,6 +271,8 @@ def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.15)
     return model
 
 

@@ -72,7 +72,7 @@ def _text_fields(fields: Fields, architecture: str, text_types: tuple[str, ...])
 
 def _supported() -> str:
     names = sorted(name.removesuffix(SUFFIX) for name in FAMILIES if name.endswith(SUFFIX))
-    return f"{', '.join(names)} (each followed by {SUFFIX})"
+    return f"{', '.join(names)} (each with {SUFFIX})"
 
 
 def _by_format(spec: ModelSpec, saved: SavedFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:

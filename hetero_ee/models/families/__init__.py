@@ -61,5 +61,6 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": Family("qwen3_5_moe", READ_QWEN_3_5_MOE, QWEN_3_5_MOE, ("qwen3_5_moe_text",)),
     "GptOssForCausalLM": Family("gpt_oss", gpt_oss.read_spec, gpt_oss.TENSOR_NAMES, pairs_experts=True),
     "Lfm2ForCausalLM": Family("lfm2", lfm2.read_spec, lfm2.TENSOR_NAMES),
+    "Lfm2MoeForCausalLM": Family("lfm2_moe", lfm2.read_moe_spec, lfm2.MOE_NAMES),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }

@@ -1,11 +1,12 @@
-"""Read LFM2 (dense): most layers are gated short convolutions, the others attentions with norms of queries and keys."""
+"""Read LFM2: most layers are gated short convolutions, the others attentions with norms of queries and keys."""
 
 from dataclasses import replace
 
 from hetero_ee.errors import shown
 from hetero_ee.layers.decoder import LayerSpec
+from hetero_ee.layers.moe import SIGMOID
 from hetero_ee.layers.short_conv import ShortConvSpec
-from hetero_ee.models.families import llama
+from hetero_ee.models.families import experts, llama
 from hetero_ee.models.families.family import FULL, layer_count, read_layer_kinds
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
@@ -27,6 +28,30 @@ TENSOR_NAMES = llama.TENSOR_NAMES | {
     "layers.{n}.ffn.down": (_LAYER + "feed_forward.w2",),
     "final_norm.norm": ("model.embedding_norm",),
 }
+
+
+_EXPERT = _LAYER + "feed_forward.experts.{e}."
+MOE_NAMES = TENSOR_NAMES | {
+    "layers.{n}.moe.norm": (_LAYER + "ffn_norm",),
+    "layers.{n}.moe.router": (_LAYER + "feed_forward.gate",),
+    "layers.{n}.moe.choice": (_LAYER + "feed_forward.expert_bias",),
+    "layers.{n}.moe.gate_up": (_LAYER + "feed_forward.experts.gate_up_proj", _EXPERT + "w1", _EXPERT + "w3"),
+    "layers.{n}.moe.down": (_LAYER + "feed_forward.experts.down_proj", _EXPERT + "w2"),
+}
+
+
+def read_moe_spec(fields: Fields, architecture: str) -> ModelSpec:
+    """Read LFM2 with experts, in all layers but the first ones."""
+    spec = read_spec(fields.with_values(block_auto_adjust_ff_dim=False), architecture)
+    router = experts.read_router(
+        fields,
+        scores=SIGMOID,
+        has_choice_bias=fields.flag("use_expert_bias", True),
+        renormalizes=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    moe = experts.read_experts(fields, spec, router, fields.integer("moe_intermediate_size", 1792))
+    return experts.with_experts(spec, moe, range(fields.integer("num_dense_layers", 2, smallest=0)))
 
 
 def read_spec(fields: Fields, architecture: str) -> ModelSpec:
