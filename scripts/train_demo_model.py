@@ -10,34 +10,28 @@ interrupted run continues. Without ``--data``, the model in the output folder is
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import random
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from muon import make_optimizers
-from stories import SEPARATOR, parse_settings, read_stories, without_held_out
+from muon import make_optimizers, sort_parameters
+from stories import parse_settings, read_stories, without_held_out
 from story_model import StoryModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
+from training_run import RunSettings, TrainingRun, encode_stories, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RunSettings):
     """Everything that defines a run; each field is also a command-line flag."""
 
-    seed: int = field(default=20, metadata={"help": "seed of everything random"})
-    precision: str = field(default="bfloat16", metadata={"help": "of products in training: bfloat16 or float32"})
-    threads: int = field(default=1, metadata={"help": "CPU threads"})
     vocab_size: int = field(default=2048, metadata={"help": "entries of the byte-level BPE vocabulary"})
     num_hidden_layers: int = field(default=12, metadata={"help": "transformer layers"})
     hidden_size: int = field(default=256, metadata={"help": "width of the residual stream"})
@@ -46,25 +40,10 @@ class Settings:
     num_key_value_heads: int = field(default=4, metadata={"help": "key and value heads"})
     hidden_act: str = field(default="silu", metadata={"help": "activation of the gate: silu or relu"})
     activity_weight: float = field(default=0.0, metadata={"help": "weight of the sum of layers' mean activated gates"})
-    context: int = field(default=512, metadata={"help": "tokens in a training window"})
-    batch: int = field(default=8, metadata={"help": "windows in a step"})
-    steps: int = field(default=2100, metadata={"help": "optimiser steps"})
-    warmup: int = field(default=60, metadata={"help": "steps of linear warm-up"})
-    decay_share: float = field(default=0.6, metadata={"help": "last share of the steps, in which the rate falls to 0"})
-    muon_rate: float = field(default=8e-3, metadata={"help": "peak learning rate of the hidden matrices (Muon)"})
-    adam_rate: float = field(default=6e-3, metadata={"help": "peak learning rate of embedding and norms (AdamW)"})
-    weight_decay: float = field(default=0.5, metadata={"help": "decoupled weight decay of the hidden matrices"})
-    embed_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay of the embedding"})
-    dropout: float = field(default=0.15, metadata={"help": "dropout on what each sub-layer adds to the stream"})
     exit_weight: float = field(default=0.3, metadata={"help": "weight of the random earlier layer's loss"})
     first_exit: int = field(default=2, metadata={"help": "earliest layer (from 1) that gets a loss of its own"})
-    holdout_every: int = field(default=80, metadata={"help": "every n-th story is kept for validation"})
-    log_every: int = field(default=100, metadata={"help": "steps between validations"})
     begin: str = field(default="<s>", metadata={"help": "token before every story and every prompt"})
     end: str = field(default="</s>", metadata={"help": "token after every story"})
-    separator: str = field(default=SEPARATOR, metadata={"help": "what separates the stories of a text"})
-    evaluate_characters: int = field(default=600_000, metadata={"help": "length of the text that is evaluated on"})
-    save_seconds: float = field(default=300.0, metadata={"help": "seconds between checkpoints"})
 
     def smoke(self) -> Settings:
         """A run of seconds, to test the path from text to loadable model."""
@@ -88,31 +67,6 @@ def train_tokenizer(stories: list[str], settings: Settings) -> PreTrainedTokeniz
     return wrapped
 
 
-def encode_stories(tokenizer: Any, stories: list[str]) -> list[Tensor]:
-    """Each story encoded as a prompt would be, with the end token after it."""
-    rows = tokenizer(stories, verbose=False)["input_ids"]
-    return [torch.tensor([*row, tokenizer.eos_token_id]) for row in rows]
-
-
-def windows(stream: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Non-overlapping windows of a token stream: inputs, and targets one token ahead."""
-    used = (len(stream) - 1) // length * length
-    return stream[:used].view(-1, length), stream[1 : used + 1].view(-1, length)
-
-
-def training_batches(stories: list[Tensor], settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches; every pass packs the stories in a new order from a new offset."""
-    for epoch in itertools.count():
-        shuffle = random.Random(f"{settings.seed}-{epoch}")
-        order = shuffle.sample(range(len(stories)), len(stories))
-        stream = torch.cat([stories[index] for index in order])[shuffle.randrange(settings.context) :]
-        inputs, targets = windows(stream, settings.context)
-        rows = torch.tensor(shuffle.sample(range(len(inputs)), len(inputs)))
-        for chosen in torch.split(rows, settings.batch):
-            if len(chosen) == settings.batch or len(rows) < settings.batch:
-                yield inputs[chosen], targets[chosen]
-
-
 def model_config(settings: Settings, tokenizer: Any) -> LlamaConfig:
     """The Hugging Face configuration of the model."""
     names = ["vocab_size", "hidden_size", "intermediate_size"]
@@ -123,75 +77,29 @@ def model_config(settings: Settings, tokenizer: Any) -> LlamaConfig:
     return LlamaConfig(**shape, **ends, rope_parameters=rope, rms_norm_eps=1e-5, tie_word_embeddings=True)
 
 
-class Training:
-    """A training run that can be interrupted and continued."""
+class DemoRun(TrainingRun):
+    """The demonstration model's run: every step adds the loss of a random earlier layer, and of active gates."""
 
     def __init__(self, model: StoryModel, settings: Settings, checkpoint: Path) -> None:
-        self.model, self.settings, self.checkpoint = model, settings, checkpoint
-        self.precision = getattr(torch, settings.precision)
+        precision = getattr(torch, settings.precision)
         rates, decays = (settings.muon_rate, settings.adam_rate), (settings.weight_decay, settings.embed_decay)
-        self.optimizers = make_optimizers(model.llama.model, rates, decays, self.precision)
-        self.done, self.seconds = 0, 0.0  # steps done, and the time of the parts of the run before this one
+        optimizers = make_optimizers(sort_parameters(model.llama.model), rates, decays, precision)
+        super().__init__(model.llama, optimizers, settings, checkpoint)
+        self.model, self.shape = model, settings
 
-    def save(self, seconds: float) -> None:
-        """Write the state of the run, whole or not at all."""
-        state = {"settings": asdict(self.settings), "done": self.done, "seconds": self.seconds + seconds}
-        state["model"] = self.model.llama.state_dict()
-        state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
-        torch.save(state, part := self.checkpoint.with_suffix(".part"))
-        part.replace(self.checkpoint)
-
-    def load(self) -> None:
-        """Continue the run that the checkpoint holds."""
-        state = torch.load(self.checkpoint, weights_only=True)
-        if state["settings"] != asdict(self.settings):
-            raise SystemExit(f"{self.checkpoint} belongs to a run with other settings; move it away to start again")
-        self.done, self.seconds = state["done"], state["seconds"]
-        self.model.llama.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> float:
-        """One update; returns the last layer's loss. What is random here depends on the step's number alone."""
-        settings = self.settings
-        fall = (settings.steps - self.done) / max(1, round(settings.steps * settings.decay_share))
-        for optimizer, peak in zip(self.optimizers, (settings.muon_rate, settings.adam_rate), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * min(1.0, (self.done + 1) / settings.warmup, fall)
-        torch.manual_seed(settings.seed * 1_000_003 + self.done)
+    def losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+        settings = self.shape
         choice = random.Random(f"{settings.seed}-exit-{self.done}")
         early = choice.randrange(settings.first_exit, settings.num_hidden_layers)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16):
-            states, activity = self.model.states(batch[0])
-            final = self.model.loss(states[-1], batch[1])
-            exiting = self.model.loss(states[early - 1], batch[1])
-        torch.autograd.backward(final + settings.exit_weight * exiting + settings.activity_weight * activity)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.done += 1
-        return final.item()
+        states, activity = self.model.states(batch[0])
+        final = self.model.loss(states[-1], batch[1])
+        exiting = self.model.loss(states[early - 1], batch[1])
+        return final + settings.exit_weight * exiting + settings.activity_weight * activity, final.item()
 
-    def run(self, stories: list[Tensor], held_out: Tensor) -> float:
-        """Train to the end; returns the seconds it took, over all parts of the run."""
-        if self.checkpoint.exists():
-            self.load()
-        started = saved = time.monotonic()
-        losses: list[float] = []
-        for batch in itertools.islice(training_batches(stories, self.settings), self.done, self.settings.steps):
-            losses.append(self.step(batch))
-            if self.done % self.settings.log_every == 0:
-                found = measure(self.model.llama, held_out, self.settings.context)
-                zeros = sum(found["layer_zeros"]) / self.settings.num_hidden_layers
-                metrics = f"train {sum(losses) / len(losses):.4f} held-out {found['nats_per_token']:.4f}"
-                metrics += f" zero gates {zeros:.3f}"
-                print(f"{self.seconds + time.monotonic() - started:.0f} s step {self.done} {metrics}", file=sys.stderr)
-                losses.clear()
-            if time.monotonic() - saved > self.settings.save_seconds or self.done == self.settings.steps:
-                saved = time.monotonic()
-                self.save(saved - started)
-        return self.seconds + time.monotonic() - started
+    def validate(self, held_out: Tensor) -> str:
+        found = measure(self.model.llama, held_out, self.settings.context)
+        zeros = sum(found["layer_zeros"]) / self.shape.num_hidden_layers
+        return f"held-out {found['nats_per_token']:.4f} zero gates {zeros:.3f}"
 
 
 @torch.no_grad()
@@ -267,7 +175,7 @@ def train_and_export(texts: list[Path], output: Path, settings: Settings, compil
         for layer in model.layers:
             layer.compile()
         model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
-    training = Training(model, settings, output / "checkpoint.pt")
+    training = DemoRun(model, settings, output / "checkpoint.pt")
     seconds = training.run(stories, torch.cat(encode_stories(tokenizer, held_out)))
     export(model, tokenizer, output)
     training.checkpoint.unlink()
