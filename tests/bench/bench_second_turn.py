@@ -1,9 +1,9 @@
 """Times the second turn of a long chat with a model of recurrent layers, with and without snapshots of their state.
 
-python -m tests.bench.bench_second_turn [TOKENS]
+python -m tests.bench.bench_second_turn [TOKENS] [MODEL]
 
-The model is random, and the template shortens earlier replies, as those do that drop thoughts. Times are by the wall
-clock until the second reply's first token, the best of three runs each.
+The model is random unless a folder is given. The template shortens earlier replies, as those do that drop thoughts.
+Times are by the wall clock until the second reply's first token, the best of three runs each.
 """
 
 import sys
@@ -36,7 +36,9 @@ SAMPLING: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eo
 
 def second_turn(folder: Path, n_tokens: int, snapshot_bytes: int) -> tuple[float, int, int]:
     """Return the seconds to the second reply's first token, the tokens read for it, and those of its prompt."""
-    with Engine.from_pretrained(folder, profile="off", threads=2, quantizer="rtn", context_tokens=8192) as engine:
+    with Engine.from_pretrained(
+        folder, profile="off", threads=2, quantizer="rtn", context_tokens=n_tokens + 1024
+    ) as engine:
         engine.executor.cache.snapshots.budget_bytes = snapshot_bytes  # type: ignore[attr-defined]
         with engine.chat(chat_template=SHORT, **SAMPLING) as chat:
             chat.send("a dog " * (n_tokens // 2)).finish()
@@ -46,11 +48,12 @@ def second_turn(folder: Path, n_tokens: int, snapshot_bytes: int) -> tuple[float
             return time.perf_counter() - start_s, reply.n_prefilled_tokens, reply.n_prompt_tokens
 
 
-def main(n_tokens: int) -> None:
+def main(n_tokens: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory() as name:
-        demo = demo_model_folder()
-        model = random_model("qwen3.5", vocab_size=read_spec(demo).vocab_size, **SHAPE)
-        folder = save_checkpoint(model, Path(name), tokenizer_from=demo)
+        if folder is None:
+            demo = demo_model_folder()
+            model = random_model("qwen3.5", vocab_size=read_spec(demo).vocab_size, **SHAPE)
+            folder = save_checkpoint(model, Path(name), tokenizer_from=demo)
         for budget, label in ((GIB, "with snapshots"), (0, "without")):
             found = [second_turn(folder, n_tokens, budget) for _ in range(3)]
             seconds, n_read, n_prompt = min(found)
@@ -58,4 +61,4 @@ def main(n_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3000)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3000, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
