@@ -37,7 +37,8 @@ SPARE_BYTES = 2**20  # free disk space required for the manifest and folder entr
 SPACE_RESERVE = 1.05  # free disk space required, relative to the known sizes
 FOUR_BITS = (
     "Most of the weights are rounded to 4 bits, which changes what the model writes (SmolLM2-135M: KL divergence 0.15 "
-    "to 0.22 nats); files that are quantized already, such as GGUF, keep their own codes"
+    "to 0.22 nats; less than half of that after hetero-ee convert --calibrate); files that are quantized already, such "
+    "as GGUF, keep their own codes"
 )
 NOTICED_WEIGHTS = 10**8  # smaller models are toys and get no FOUR_BITS notice; the demo loses 0.004 nats
 # Quantizes a matrix for the inputs that it receives from a text. Called for matrices in the order of their blocks.
@@ -112,7 +113,7 @@ def _write(
         _require_space(source, n_bytes, writer.allocated_bytes, target, files)
         writer.allocate(n_bytes)
         n_there, report = len(writer.entries), ImportReport(checkpoint.title)
-        if _is_mostly_rounded(checkpoint, tensors, quantization):
+        if fit is None and _is_mostly_rounded(checkpoint, tensors, quantization):
             warner(progress)(FOUR_BITS)
         read = _read_ahead(checkpoint, quantization, tensors[n_there:], workers)
         for index, tensor in enumerate(tensors):
