@@ -1,4 +1,4 @@
-"""Matrix product y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x as int8 (quantize.py).
+"""Matrix product y[m, N] = 2^e x[m, K] W^T, W in tiles of 4 to 8 bits (docs/FORMAT.md), x as int8 (quantize.py).
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations. If activations have two
 terms, each is a row of its own, and the two products of a row of x are added at the end.
@@ -29,6 +29,7 @@ from hetero_ee_cpu_ops.quantize import (
     OFFSETS_8,
     OFFSETS_32,
     OFFSETS_128,
+    OFFSETS_HALVES,
     ROW_BLOCK,
     quantize_row_block,
     whole_groups,
@@ -38,11 +39,11 @@ from hetero_ee_cpu_ops.simd.floats import read_float, scratch
 from hetero_ee_cpu_ops.simd.tuples import load_tile, store_tile
 from hetero_ee_cpu_ops.tile_group import UNPACKED_BYTES, add_group, add_unpacked, unpack_group
 from hetero_ee_cpu_ops.tile_kind import (
-    LINEAR,
-    LINEAR_CODEBOOK,
+    BYTES,
+    CODEBOOK,
     NARROW,
     NARROW_LIMIT,
-    ZEROS,
+    SIX,
     TileKind,
     has_wide_registers,
     offset_bytes,
@@ -69,8 +70,8 @@ MIN_SHARED_INPUTS = 2**15  # activations to quantize: fewer are not shared over 
 # Indices in the argument array of a chunk function; quantize.py's are in between.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
 BLOCKS_PER_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
-ROWS_PER_PASS, N_PARTS, N_TERMS, SOURCES = 19, 20, 21, 22  # SOURCES: see quantize_row_block
-N_ARGUMENTS = 23
+ROWS_PER_PASS, N_PARTS, N_TERMS, SOURCES = 20, 21, 22, 23  # SOURCES: see quantize_row_block
+N_ARGUMENTS = 24
 
 
 @inner
@@ -204,8 +205,9 @@ class TileMatrix:
     """A matrix in tiles, with its addresses prepared for the kernels. Keeps the arrays alive and never changes them.
 
     Args:
-        tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without.
-        scales: fp16 (N/16, G, 16), or (N/16, G, 32) with the codebook -8 .. 7, the last 16 being zero points.
+        tiles: uint8 (N/16, G, 256) with a codebook; without, uint8 (N/16, G, 320 or 384) or int8 (N/16, G, 512).
+        scales: fp16 (N/16, G, 16 or 32). The last 16 are zero points, for codebook -8 .. 7 and 320 bytes, or the scales
+            of columns 16 .. 31, for 384 bytes.
         codebook: 16 integers of -128..127, or None.
         n_terms: int8 terms of each activation, 1 or 2; see quantize.py.
 
@@ -216,19 +218,20 @@ class TileMatrix:
     def __init__(
         self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None, n_terms: int = 1
     ) -> None:
-        expected = (256, np.uint8) if codebook is not None else (512, np.int8)
-        if tiles.ndim != 3 or (tiles.shape[2], tiles.dtype) != (expected[0], np.dtype(expected[1])):
+        sizes = tiles.shape[2:] + scales.shape[2:]
+        try:
+            self.kind = tile_kind(cpu_target.target_context, codebook, *sizes)
+        except (KeyError, TypeError):
+            raise ValueError(f"Tiles {tiles.shape} and scales {scales.shape} with codebook {codebook} fit no layout.")
+        dtypes = np.dtype(np.int8 if self.kind == BYTES else np.uint8), np.dtype(np.float16)
+        if scales.shape[:2] != tiles.shape[:2] or (tiles.dtype, scales.dtype) != dtypes:
             raise ValueError(
-                f"Tiles are {tiles.dtype} {tiles.shape}, expected {expected[1].__name__} (N/16, G, {expected[0]})."
+                f"Tiles are {tiles.dtype} {tiles.shape} and scales {scales.dtype} {scales.shape}, "
+                f"expected {dtypes[0]} and float16 of the same rows and groups."
             )
-        has_zeros = codebook == LINEAR_CODEBOOK and scales.shape[2:] == (32,)
-        shape = (*tiles.shape[:2], 32 if has_zeros else 16)
-        if scales.shape != shape or scales.dtype != np.float16:
-            raise ValueError(f"Scales are {scales.dtype} {scales.shape}, expected float16 {shape}.")
         if not (tiles.flags.c_contiguous and scales.flags.c_contiguous):
             raise ValueError("Tiles and scales must be contiguous.")
         self.n_blocks, self.n_groups = tiles.shape[:2]
-        self.kind = tile_kind(cpu_target.target_context, codebook, has_zeros=has_zeros)
         entries = np.tile(np.array(codebook or (0,) * 16, np.int8), 4).view(np.uint8)
         self._table = np.concatenate([entries + np.uint8(NARROW_LIMIT if self.kind == NARROW else 128), entries])
         self._kept, self.n_terms = (tiles, scales), n_terms
@@ -239,7 +242,8 @@ class TileMatrix:
         self._arguments[[TILES, SCALES, TABLE]] = [a.ctypes.data for a in (tiles, scales, self._table)]
         self._arguments[[N_GROUPS, N_BLOCKS, FACTOR, N_TERMS]] = [self.n_groups, self.n_blocks, factor, n_terms]
         self._arguments[BLOCK_BYTES] = self.n_bytes // self.n_blocks
-        which = {LINEAR: OFFSETS_8, ZEROS: OFFSETS_8, NARROW: OFFSETS_32}.get(self.kind, OFFSETS_128)
+        special = {BYTES: OFFSETS_128, CODEBOOK: OFFSETS_128, NARROW: OFFSETS_32, SIX: OFFSETS_HALVES}
+        which = special.get(self.kind, OFFSETS_8)
         self._arguments[OFFSETS] = which  # index of the offsets' address, which _multiply puts here
 
     def fresh_arguments(self) -> Any:
@@ -266,7 +270,9 @@ def place_rows(arguments: Any, workspace: Any, first: int, n_rows: int, n_all: i
     for name in (CODE_SCALES, OFFSETS_8, OFFSETS_128):
         arguments[name] = at + entry * 4
         at += n_entries * 4
-    arguments[OFFSETS_32] = at + entry * 8
+    for name in (OFFSETS_32, OFFSETS_HALVES):
+        arguments[name] = at + entry * 8
+        at += n_entries * 8
     arguments[OFFSETS] = arguments[arguments[OFFSETS]]
 
 

@@ -6,11 +6,12 @@ a (q + r / 254), 16 bits in two rows of int8 codes with scales a and a / 254.
 A row's codes depend only on that row. A group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf,
 and so every output of the row NaN. Each group also stores -8 sum(q) and -128 sum(q), which matmuls add because their
 instructions need unsigned weights. For AVX2, which adds 8 products in 16 bits, it also stores -32 times the sums of
-these codes: columns 0, 1, 4 and 5; 2, 3, 6 and 7; the same 8 further on; each with the four columns 16 further on.
+these codes: columns 0, 1, 4 and 5; 2, 3, 6 and 7; the same 8 further on; each with the four columns 16 further on. For
+6-bit weights, whose scales belong to 16 columns, it stores -32 times the sums of both halves.
 Source: derived; the groups are those of the weights' scales.
 
 Layout: rows in blocks of 8 (r rows in the last, which may be shorter), within a block group by group, the group's r
-rows side by side: codes (G, r, 32), scales and offsets (G, r), AVX2's four (G, r, 4). So a matmul of 8 rows reads one
+rows side by side: codes (G, r, 32), scales and offsets (G, r), AVX2's four (G, r, 4), halves (G, r, 2). So a matmul of 8 rows reads one
 stream; whole rows, a power of two apart, would compete for one set of the L1 cache.
 """
 
@@ -29,14 +30,22 @@ GROUP = 32
 ROW_BLOCK = 8  # rows of the widest step of the matmul
 TERM_RATIO = 254.0  # of the first term's unit to the second's, whose codes then are within +-127, too
 SMALLEST = 1e-30  # below it 127 / max|x| overflows; such a group counts as zeros
-BYTES_PER_GROUP = 52  # of workspace: 32 codes, a scale, two offsets, AVX2's four
+BYTES_PER_GROUP = 60  # of workspace: 32 codes, a scale, two offsets, AVX2's four, the halves' two
 # Indices in the argument array, after the matmul's own.
-INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128, OFFSETS_32 = range(12, 19)
+INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128, OFFSETS_32, OFFSETS_HALVES = range(12, 20)
 
 
 @intrinsic
 def quantize_group(
-    typing: Any, terms: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any, offsets_32: Any
+    typing: Any,
+    terms: Any,
+    x: Any,
+    codes: Any,
+    scale: Any,
+    offset_8: Any,
+    offset_128: Any,
+    offsets_32: Any,
+    offsets_halves: Any,
 ) -> Any:
     """Quantize 32 fp32 at `x` to 32 int8 at `codes`. Store the fp32 scale and the offsets at their addresses.
 
@@ -63,24 +72,26 @@ def quantize_group(
             unit = builder.fdiv(unit, ir.Constant(F32, TERM_RATIO))
         return context.get_dummy_value()
 
-    return types.void(terms, *([types.intp] * 6)), codegen
+    return types.void(terms, *([types.intp] * 7)), codegen
 
 
 def _store_term(context: Any, builder: Any, rounded: list[Any], scale: Any, targets: Any, term: int) -> None:
     """Store a term's codes, which are whole numbers or NaN, with its scale and offsets."""
-    codes_at, scale_at, offset_8_at, offset_128_at, offsets_32_at = targets
-    total = constant(I32X16, 0)
+    codes_at, scale_at, offset_8_at, offset_128_at, offsets_32_at, offsets_halves_at = targets
+    halves, sums = [], []
     for index, half in enumerate(rounded):
         is_number = builder.fcmp_ordered("ord", half, half)  # if so, it is within +-127
         whole = builder.fptosi(builder.select(is_number, half, constant(F32X16, 0.0)), I32X16)
-        total = builder.add(total, whole)
+        halves.append(whole)
+        sums.append(call(builder, "llvm.vector.reduce.add.v16i32", I32, [whole]))
         _store(builder, builder.trunc(whole, ir.VectorType(I8, 16)), codes_at, GROUP * term + 16 * index)
-    summed = call(builder, "llvm.vector.reduce.add.v16i32", I32, [total])
+        _store(builder, builder.mul(sums[-1], ir.Constant(I32, -32)), offsets_halves_at, 8 * term + 4 * index)
+    summed = builder.add(*sums)
     _store(builder, scale, scale_at, 4 * term)
     _store(builder, builder.mul(summed, ir.Constant(I32, -8)), offset_8_at, 4 * term)
     _store(builder, builder.mul(summed, ir.Constant(I32, -128)), offset_128_at, 4 * term)
     if adds_in_16_bits(context):
-        _store(builder, _offsets_32(builder, total), offsets_32_at, 8 * term)
+        _store(builder, _offsets_32(builder, builder.add(*halves)), offsets_32_at, 8 * term)
 
 
 def _offsets_32(builder: Any, total: Any) -> Any:
@@ -122,6 +133,7 @@ def quantize_row_block(terms: Any, arguments: int, index: int, n_rows: int, n_gr
                 word(arguments, OFFSETS_8) + entry * 4,
                 word(arguments, OFFSETS_128) + entry * 4,
                 word(arguments, OFFSETS_32) + entry * 8,
+                word(arguments, OFFSETS_HALVES) + entry * 8,
             )
             x += GROUP * 4
             entry += r

@@ -3,6 +3,8 @@
 LINEAR    int4, entry = code - 8.             CODEBOOK  int4, entry = table[code].
 BYTES     int8, entry = the byte.             NARROW    CODEBOOK with no entry beyond -32 .. 32; only on AVX2.
 ZEROS     LINEAR with a zero point for each row of the tile.
+FIVE      5 bits, entry = code - 16.          FIVE_ZEROS the same with zero points.
+SIX       6 bits, entry = code - 32, with a scale for each half of a row's 32 columns.
 """
 
 from dataclasses import dataclass
@@ -31,6 +33,9 @@ class TileKind:
 
 LINEAR, CODEBOOK, BYTES = TileKind("linear"), TileKind("codebook"), TileKind("bytes", tile_bytes=512)
 NARROW, ZEROS = TileKind("narrow", offset_bytes=8), TileKind("zeros", scales_bytes=64)
+FIVE, FIVE_ZEROS = TileKind("five", tile_bytes=320), TileKind("five zeros", tile_bytes=320, scales_bytes=64)
+SIX = TileKind("six", tile_bytes=384, scales_bytes=64, offset_bytes=8)
+WITHOUT_CODEBOOK = (BYTES, FIVE, FIVE_ZEROS, SIX)
 
 
 class TileKindType(types.Type):
@@ -70,14 +75,19 @@ def _size(field: str) -> Any:
 tile_bytes, scales_bytes, offset_bytes = _size("tile_bytes"), _size("scales_bytes"), _size("offset_bytes")
 
 
-def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool = False) -> TileKind:
-    """Return the kind of tile for a codebook (None for int8 tiles), with or without zero points, on the JIT target."""
-    if codebook is None:
-        return BYTES
-    if codebook == LINEAR_CODEBOOK:
-        return ZEROS if has_zeros else LINEAR
-    is_narrow = max(map(abs, codebook)) <= NARROW_LIMIT
-    return NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK
+def tile_kind(context: Any, codebook: tuple[int, ...] | None, n_bytes: int, n_scales: int) -> TileKind:
+    """Return the kind of tile on the JIT target. Raises: KeyError: if there is none of these sizes.
+
+    Args:
+        codebook: 16 entries for 4-bit tiles, None for others.
+        n_bytes: bytes of a tile.
+        n_scales: scales and zero points of a tile.
+    """
+    is_narrow = codebook is not None and max(map(abs, codebook)) <= NARROW_LIMIT
+    kinds = (NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK,)
+    if codebook is None or codebook == LINEAR_CODEBOOK:
+        kinds = WITHOUT_CODEBOOK if codebook is None else (LINEAR, ZEROS)
+    return {(each.tile_bytes, each.scales_bytes): each for each in kinds}[n_bytes, 2 * n_scales]
 
 
 def adds_in_16_bits(context: Any) -> bool:

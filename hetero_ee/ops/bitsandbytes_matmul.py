@@ -37,7 +37,7 @@ def bitsandbytes_matrix(weight: TileWeight, device: Any) -> BitsandbytesMatrix:
             f"bitsandbytes multiplies 4-bit weights only, and without zero points, not {weight.layout}; "
             "use the triton or torch matmul."
         )
-    codes = layout.unpack_int4(weight.tiles)[: weight.n_rows]
+    codes = layout.unpack(weight.tiles)[: weight.n_rows]
     packed = codes[:, 0::2] << 4 | codes[:, 1::2]
     factors = layout.unpack_scales(weight.scales)[: weight.n_rows].float() * (2.0**weight.exponent * UNIT)
     return BitsandbytesMatrix(

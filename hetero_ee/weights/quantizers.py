@@ -1,4 +1,4 @@
-"""Quantize a float matrix to tiles, with one of five deterministic quantizers."""
+"""Quantize a float matrix to tiles, with one of several deterministic quantizers."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.errors import UsageError
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.codebook import Codebook, codebook_type, safe_inverse
+from hetero_ee.weights.codebook import SEARCH_SPAN, Codebook, codebook_type, safe_inverse
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 CHUNK_ELEMENTS = 2**16  # weights per chunk of rows, about; a chunk stays in the cache
@@ -75,7 +75,44 @@ def _eight_bit(weight: Tensor, workers: Workers) -> TileWeight:
         targets = (groups * inverse[:, :, None]).round_().clamp_(-127, 127)
         return layout.pack_int8(targets.to(torch.int8).flatten(1))
 
-    return _quantize(weight, scales_of, pack, None, workers)
+    return _quantize(weight, scales_of, pack, "int8", None, workers)
+
+
+def _wide(name: str) -> Callable[[Tensor, Workers], TileWeight]:
+    """Return the quantizer for 5- or 6-bit tiles: for each scale's weights it searches the least squared error."""
+    lowest = -layout.ENTRY_OFFSETS[name]
+    n_together = layout.TILE_COLUMNS * layout.TILE_ROWS // layout.SCALES_A_TILE[name]
+
+    def scales_of(groups: Tensor) -> Tensor:
+        return _linear_scales(groups.reshape(len(groups), -1, n_together), lowest)
+
+    def pack(groups: Tensor, inverse: Tensor) -> Tensor:
+        targets = groups.reshape(len(groups), -1, n_together) * inverse[:, :, None]
+        return layout.pack((_nearest(targets, lowest) - lowest).to(torch.uint8).flatten(1), name)
+
+    return lambda weight, workers: _quantize(weight, scales_of, pack, name, None, workers)
+
+
+def _linear_scales(groups: Tensor, lowest: int) -> Tensor:
+    """Return for groups (n, g, k) the scales (n, g) whose integers from `lowest` to -lowest - 1 fit them best.
+
+    As in Codebook.scales, with a narrower span, since more bits leave less to gain.
+    """
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    best_gain, best_scale = torch.zeros_like(largest), largest / lowest
+    steps = torch.arange(-SEARCH_STEPS, SEARCH_STEPS + 1) / SEARCH_STEPS
+    for factor in (1 - SEARCH_SPAN * 8 / lowest * steps).tolist():
+        for anchor in (lowest, -lowest - 1):
+            chosen = _nearest(groups * safe_inverse(largest * (factor / anchor))[..., None], lowest)
+            product, norm = (groups * chosen).sum(-1), chosen.square().sum(-1).clamp_min_(1e-30)
+            gain = product * product / norm
+            best_scale = torch.where(gain > best_gain, product / norm, best_scale)
+            best_gain = torch.maximum(gain, best_gain)
+    return best_scale
+
+
+def _nearest(targets: Tensor, lowest: int) -> Tensor:
+    return targets.round().clamp_(lowest, -lowest - 1)
 
 
 INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
@@ -88,7 +125,7 @@ INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
     "nf4": _normal_float,
 }
 TABLE_QUANTIZERS = ("nf4",)  # with fixed codebooks, whose entries go up to 127
-QUANTIZERS = INT4_QUANTIZERS | {"int8": _eight_bit}
+QUANTIZERS = INT4_QUANTIZERS | {"int5": _wide("int5"), "int6": _wide("int6"), "int8": _eight_bit}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,19 +183,21 @@ def _quantize_int4(weight: Tensor, entries: tuple[int, ...], n_steps: int, worke
     def scales_of(groups: Tensor) -> Tensor:
         return codebook.scales(groups, mask, n_steps) if n_steps else codebook.plain_scales(groups)
 
-    return _quantize(weight, scales_of, codebook.tiles, entries, workers)
+    return _quantize(weight, scales_of, codebook.tiles, "int4", entries, workers)
 
 
 def _quantize(
     weight: Tensor,
     scales_of: Callable[[Tensor], Tensor],
     pack: Callable[[Tensor, Tensor], Tensor],
+    name: str,
     entries: tuple[int, ...] | None,
     workers: Workers,
 ) -> TileWeight:
-    """Quantize chunk by chunk: memory holds the weight, its tiles and a chunk per worker.
+    """Quantize to the layout `name` chunk by chunk: memory holds the weight, its tiles and a chunk per worker.
 
-    `scales_of` maps groups (n, g, 32) to scales (n, g); `pack` maps groups and inverse stored scales to tiles.
+    `scales_of` maps groups (n, g, 32) to one or two scales of each (n, g or 2 g); `pack` maps groups and inverse stored
+    scales to tiles.
     """
     n_rows = _chunk_rows(weight)
     first_rows = range(0, len(weight), n_rows)
@@ -167,10 +206,10 @@ def _quantize(
     def groups_of(first: int) -> Tensor:
         return padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
 
-    grid = layout.tile_grid(*weight.shape)
-    found = torch.empty(grid[0] * layout.TILE_ROWS, grid[1])  # filled chunk by chunk, so that no copies fragment memory
-    name, dtype = ("int8", torch.int8) if entries is None else ("int4", torch.uint8)
-    tiles = torch.empty(*grid, layout.TILE_BYTES[name], dtype=dtype)
+    grid, n_scales = layout.tile_grid(*weight.shape), layout.SCALES_A_TILE[name] // layout.TILE_ROWS
+    # Filled chunk by chunk, so that no copies fragment memory.
+    found = torch.empty(grid[0] * layout.TILE_ROWS, grid[1] * n_scales)
+    tiles = torch.empty(*grid, layout.TILE_BYTES[name], dtype=torch.int8 if name == "int8" else torch.uint8)
 
     def fill_scales(first: int) -> None:
         found[first : first + n_rows] = scales_of(groups_of(first))
@@ -183,7 +222,8 @@ def _quantize(
     scales, exponent = to_fp16_scales(found, magnitude)
     inverse = safe_inverse(scales.float() * 2.0 ** (exponent - magnitude))
     deque(workers(fill_tiles, first_rows), 0)
-    return TileWeight(tiles, layout.pack_scales(scales), exponent, entries, *weight.shape)
+    packed = layout.pack_numbers(scales.view(len(scales), -1, n_scales))
+    return TileWeight(tiles, packed, exponent, entries, *weight.shape)
 
 
 def _bitsandbytes_quantize_4bit() -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hetero_ee.weights.tiles import TILE_COLUMNS, unpack_int4, unpack_scales
+from hetero_ee.weights.tiles import TILE_COLUMNS, unpack, unpack_scales
 from hetero_ee.weights.weight import TileWeight
 
 UNIT_COLUMNS = 64
@@ -74,7 +74,7 @@ def in_rows(weight: TileWeight) -> RowWeight:
     codebook = weight.codebook
     if codebook is None or max(map(abs, codebook)) > LARGEST_ENTRY:
         raise ValueError(f"Rows need a codebook of -{LARGEST_ENTRY} to {LARGEST_ENTRY}.")
-    codes = unpack_int4(weight.tiles)[: weight.n_rows]
+    codes = unpack(weight.tiles)[: weight.n_rows]
     scales = unpack_scales(weight.scales)[: weight.n_rows]
     n_groups = row_sizes(1, weight.n_columns)[1] // 2
     more = n_groups - scales.shape[1]

@@ -52,13 +52,14 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileWeight:
-    """A matrix in tiles: W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k].
+    """A matrix in tiles: W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k], see docs/FORMAT.md for each layout.
 
     Args:
-        tiles: 4-bit codes, uint8 (N/16, K/32, 256), or int8 entries (N/16, K/32, 512). N and K are padded.
-        scales: fp16 (N/16, K/32, 16), or (N/16, K/32, 32) with zero points, which are subtracted from the entries and
-            need LINEAR_CODEBOOK.
-        codebook: the entries of the 16 codes, int8, ascending; None for int8 tiles.
+        tiles: codes, uint8 (N/16, K/32, 256, 320 or 384), or int8 entries (N/16, K/32, 512). N and K are padded.
+        scales: fp16 (N/16, K/32, 16 or 32). The second 16 are zero points, which are subtracted from the entries, or in
+            6-bit tiles the scales of columns 16 to 31.
+        codebook: the entries of 16 codes, int8, ascending. None for int8 tiles, and for 5- and 6-bit codes, whose
+            entries are -16 .. 15 and -32 .. 31. Zero points need LINEAR_CODEBOOK or 5-bit codes.
         n_rows, n_columns: the matrix's shape without padding.
         n_terms: int8 terms into which kernels split each activation that this matrix multiplies, 1 or 2.
     """
@@ -78,40 +79,37 @@ class TileWeight:
     @property
     def layout(self) -> str:
         """Name of the layout, a key of tiles.TILE_BYTES."""
-        if self.codebook is None:
-            return "int8"
-        return layout.ZEROS if self.scales.shape[-1] > layout.TILE_ROWS else "int4"
+        return layout.layout_of(self.tiles, self.scales)
 
     @property
     def n_bytes(self) -> int:
         return self.tiles.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        codes = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
-        values = self._expand(codes, layout.unpack_scales(self.scales), layout.unpack_zeros(self.scales))
+        values = self._expand(layout.unpack(self.tiles), layout.scales_of_rows(self.scales))
         return values[: self.n_rows, : self.n_columns]
 
     def rows(self, indices: Tensor) -> Tensor:
-        lines = layout.lines_of_rows(self.tiles, indices)
-        codes = lines.flatten(1) if self.codebook is None else layout.unpack_nibbles(lines)
-        return self._expand(codes, *layout.scales_of_rows(self.scales, indices))[:, : self.n_columns]
+        codes = layout.unpack_rows(layout.lines_of_rows(self.tiles, indices))
+        return self._expand(codes, layout.scales_of_rows(self.scales, indices))[:, : self.n_columns]
 
     def gathered(self, indices: Tensor) -> "TileWeight":
         """Return the rows W[indices] as a matrix with the same codes and scales, without rounding them again."""
         n_padded = layout.padded_shape(len(indices), self.n_columns)[0] - len(indices)
-        unpacked = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
-        zeros = layout.unpack_zeros(self.scales)
-        parts = [unpacked, layout.unpack_scales(self.scales), *([] if zeros is None else [zeros])]
-        codes, *scales = (torch.nn.functional.pad(values[indices], (0, 0, 0, n_padded)) for values in parts)
-        tiles = layout.pack_int8(codes) if self.codebook is None else layout.pack_int4(codes)
-        return replace(self, tiles=tiles, scales=layout.pack_scales(*scales), n_rows=len(indices))
+        codes, scales = layout.unpack(self.tiles)[indices], layout.scales_of_rows(self.scales)[indices]
+        tiles = layout.pack(torch.nn.functional.pad(codes, (0, 0, 0, n_padded)), self.layout)
+        packed = layout.pack_numbers(torch.nn.functional.pad(scales, (0, 0, 0, 0, 0, n_padded)))
+        return replace(self, tiles=tiles, scales=packed, n_rows=len(indices))
 
-    def _expand(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        """Dequantize codes (n, K) with fp16 scales and zero points (n, K/32) to fp32, including padding."""
-        entries = codes.float()
+    def _expand(self, codes: Tensor, numbers: Tensor) -> Tensor:
+        """Dequantize codes (n, K) with fp16 scales and zero points (n, K/32, 1 or 2) to fp32, including padding."""
+        entries, scales = codes.float(), numbers.float()
         if self.codebook is not None:
             entries = torch.tensor(self.codebook, dtype=torch.float32)[codes.int()]
-        entries = entries.view(*scales.shape, layout.TILE_COLUMNS)
-        if zeros is not None:
-            entries = entries - zeros.float()[:, :, None]
-        return (entries * (scales.float() * 2.0**self.exponent)[:, :, None]).flatten(1)
+        entries -= layout.ENTRY_OFFSETS.get(self.layout, 0)
+        if self.layout == "int6":
+            entries = entries.view(*scales.shape, layout.TILE_COLUMNS // 2)
+        else:
+            entries = entries.view(*scales.shape[:2], 1, layout.TILE_COLUMNS) - scales[..., 1:, None].sum(2, True)
+            scales = scales[..., :1]
+        return (entries * (scales * 2.0**self.exponent)[..., None]).flatten(1)

@@ -20,11 +20,15 @@ from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.tile_kind import (
+    BYTES,
     CODEBOOK,
+    FIVE,
+    FIVE_ZEROS,
     LINEAR,
     LINEAR_CODEBOOK,
     NARROW,
     NARROW_LIMIT,
+    SIX,
     ZEROS,
     adds_in_16_bits,
     tile_kind,
@@ -100,6 +104,30 @@ def test_sums_at_the_ends_of_the_range_neither_saturate_nor_wrap(matmul: Matmul,
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 13])
+@pytest.mark.parametrize(("kind", "n_bits"), [("int5", 5), (layout.ZEROS_5, 5), ("int6", 6)])
+def test_wider_codes_are_exact_at_the_ends_of_their_range(matmul: Matmul, kind: str, n_bits: int, m: int) -> None:
+    """Codes and activations at both ends, alone and mixed; scales are powers of two, zero points whole numbers."""
+    random = np.random.default_rng(m)
+    codes = torch.from_numpy(random.integers(0, 2**n_bits, (64, 96), np.uint8))
+    codes[16:32], codes[32:40] = 2**n_bits - 1, 0
+    x = random.integers(-127, 128, (m, 96)).astype(np.float32)
+    x[:, 5::32] = 127
+    x[:1] = 127
+    x[1:2] = -127
+    numbers = torch.from_numpy(2.0 ** random.integers(-1, 2, (64, 3, 2 if kind != "int5" else 1))).half()
+    if kind == layout.ZEROS_5:
+        numbers[..., 1] = torch.from_numpy(random.integers(-16, 17, (64, 3)))
+    tiles, scales = layout.pack(codes, kind), layout.pack_numbers(numbers)
+    weight = TileWeight(tiles, scales, 0, None, 64, 96)
+    assert weight.layout == kind and torch.equal(layout.unpack(tiles), codes)
+    dense = weight.dequantize().double()
+    if kind == "int5":
+        assert torch.equal(dense, (codes.double() - 16) * numbers.double().repeat_interleave(32, 1)[..., 0])
+    y = matmul(x, TileMatrix(tiles.numpy(), scales.numpy(), 0, None))
+    assert np.array_equal(y, x.astype(np.float64) @ dense.numpy().T)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 13])
 def test_zero_points_leave_the_bits_of_one_rounding_each(matmul: Matmul, m: int) -> None:
     """A group's sum less z times that of its activations, and its product with both scales: each rounded to fp32 once,
     on every instruction set alike."""
@@ -135,12 +163,17 @@ def test_whole_zero_points_leave_exact_products(matmul: Matmul, m: int) -> None:
 def test_the_kind_follows_from_the_entries_and_the_target() -> None:
     within, beyond = (tuple(range(limit - 15, limit + 1)) for limit in (NARROW_LIMIT, NARROW_LIMIT + 1))
     for features in (AVX2, VNNI, GENERIC):
-        assert tile_kind(target(features), LINEAR_CODEBOOK) == LINEAR
-        assert tile_kind(target(features), LINEAR_CODEBOOK, has_zeros=True) == ZEROS
-        assert tile_kind(target(features), beyond) == CODEBOOK
-        assert tile_kind(target(features), tuple(-entry for entry in reversed(beyond))) == CODEBOOK
-    assert tile_kind(target(AVX2), within) == NARROW
-    assert tile_kind(target(VNNI), within) == tile_kind(target(GENERIC), within) == CODEBOOK
+        context = target(features)
+        assert tile_kind(context, LINEAR_CODEBOOK, 256, 16) == LINEAR
+        assert tile_kind(context, LINEAR_CODEBOOK, 256, 32) == ZEROS
+        assert tile_kind(context, beyond, 256, 16) == CODEBOOK
+        assert tile_kind(context, tuple(-entry for entry in reversed(beyond)), 256, 16) == CODEBOOK
+        sizes = {FIVE: (320, 16), FIVE_ZEROS: (320, 32), SIX: (384, 32), BYTES: (512, 16)}
+        assert all(tile_kind(context, None, *each) == kind for kind, each in sizes.items())
+        with pytest.raises(KeyError):
+            tile_kind(context, beyond, 256, 32)
+    assert tile_kind(target(AVX2), within, 256, 16) == NARROW
+    assert tile_kind(target(VNNI), within, 256, 16) == tile_kind(target(GENERIC), within, 256, 16) == CODEBOOK
 
 
 def test_fitted_codebooks_are_of_the_fastest_kind() -> None:

@@ -18,7 +18,7 @@ from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from tests.cpu_support import GuardedAllocations
 
-KINDS = ("rtn", "codebook", "wide", "int8", "zeros")
+KINDS = ("rtn", "codebook", "wide", "int8", "zeros", "int5", "int5 zeros", "int6")
 WIDE = (-128, -97, -70, -54, -40, -27, -16, -5, 0, 9, 28, 40, 54, 70, 90, 127)  # beyond what is fitted, as NF4's
 QUANTIZED_BOUND, GAUSSIAN_BOUND, OUTLIER_BOUND = 1e-9, 1e-4, 2e-4
 SHAPES = ((16, 32), (17, 33), (250, 500), (48, 1056), (1, 32), (131, 96))
@@ -34,9 +34,10 @@ class Case:
     @classmethod
     def random(cls, kind: str, shape: tuple[int, int], m: int, seed: int = 0, n_terms: int = 1) -> "Case":
         torch.manual_seed(seed)
-        weight = quantize(torch.randn(shape) * 0.02, "rtn" if kind in ("wide", "zeros") else kind)
+        quantizer = {"wide": "rtn", "zeros": "rtn"}.get(kind, kind.removesuffix(" zeros"))
+        weight = quantize(torch.randn(shape) * 0.02, quantizer)
         weight = replace(weight, codebook=WIDE) if kind == "wide" else weight
-        if kind == "zeros":
+        if kind.endswith("zeros"):
             scales = layout.unpack_scales(weight.scales)
             weight = replace(weight, scales=layout.pack_scales(scales, (torch.randn(scales.shape) * 5).half()))
         weight = replace(weight, n_terms=n_terms)

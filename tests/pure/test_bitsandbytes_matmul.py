@@ -39,7 +39,7 @@ def test_bitsandbytes_reads_our_weights(functional: Any, shape: tuple[int, int],
     state = functional.QuantState(matrix.factors, size, matrix.table, BLOCK, "nf4", torch.float32)
     theirs = functional.dequantize_4bit(matrix.packed, state)
     nf4 = functional.get_4bit_type("nf4", device="cpu")
-    codes = layout.unpack_int4(weight.tiles)[: shape[0]].int()
+    codes = layout.unpack(weight.tiles)[: shape[0]].int()
     factors = matrix.factors.view(shape[0], -1).repeat_interleave(BLOCK, 1)
     assert torch.equal(theirs, nf4[codes] * factors)
     ours = (matrix.table[codes] * factors)[:, : shape[1]]

@@ -54,7 +54,7 @@ def test_the_page_shows_an_entry_and_weights_of_that_store(store: Path) -> None:
     shown = re.search(r"```json\n(.*?)```", page(), re.DOTALL)
     assert shown and json.loads(shown[1]) == json.loads((store / "manifest.json").read_text())["entries"][MATRIX]
     entry = read_manifest(store).entries[MATRIX]
-    codes = layout.unpack_int4(region(store, entry.offset, 9 * 256).view(3, 3, 256))
+    codes = layout.unpack(region(store, entry.offset, 9 * 256).view(3, 3, 256))
     scales = layout.unpack_scales(region(store, entry.scales_offset, 9 * 32).view(torch.float16).view(3, 3, 16))
     rows = re.findall(r"^\| W\[(\d+), (\d+)\] \| (\S+) \| (\S+) \| (\S+) \| (.*) = (\S+) \|$", page(), re.MULTILINE)
     assert len(rows) == 3

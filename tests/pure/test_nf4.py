@@ -33,7 +33,7 @@ def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, int]) -> N
     packed, state = quantize_4bit(padded, blocksize=32, quant_type="nf4")
     quantized = quantize(weight, "nf4")
     assert quantized.codebook == NF4_CODEBOOK
-    assert torch.equal(layout.unpack_int4(quantized.tiles).flatten(), unpacked(packed.flatten()))
+    assert torch.equal(layout.unpack(quantized.tiles).flatten(), unpacked(packed.flatten()))
     scales = layout.unpack_scales(quantized.scales).double() * 2.0**quantized.exponent
     assert torch.allclose(scales.flatten() * 112, state.absmax.double(), rtol=2**-11, atol=0)
     assert nmse(dequantize_4bit(packed, state)[: shape[0], : shape[1]], quantized) < 3e-5

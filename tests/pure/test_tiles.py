@@ -75,16 +75,14 @@ def test_zero_points_lie_after_the_scales_of_their_tile() -> None:
         assert data[64 * tile : 64 * tile + 32] == golden("scales.hex")[32 * tile : 32 * tile + 32]
     packed = torch.tensor(list(data), dtype=torch.uint8).view(torch.float16).view(2, 2, 32)
     assert torch.equal(layout.unpack_scales(packed), golden_scales())
-    found = layout.unpack_zeros(packed)
-    assert found is not None and torch.equal(found, zeros)
-    assert layout.unpack_zeros(packed[..., :16]) is None
+    assert torch.equal(layout.scales_of_rows(packed), torch.stack([golden_scales(), zeros], 2))
 
 
 def test_a_weight_with_zero_points_is_scale_times_what_is_left_of_the_code() -> None:
     weight = tile_weight(layout.ZEROS, 40, 100, exponent=-3)
-    dense, codes, scales = weight.dequantize(), layout.unpack_int4(weight.tiles), layout.unpack_scales(weight.scales)
-    zeros = layout.unpack_zeros(weight.scales)
-    assert zeros is not None and weight.layout == layout.ZEROS and weight.n_bytes == 3 * 4 * (256 + 64)
+    dense, codes, scales = weight.dequantize(), layout.unpack(weight.tiles), layout.unpack_scales(weight.scales)
+    zeros = layout.scales_of_rows(weight.scales)[..., 1]
+    assert weight.layout == layout.ZEROS and weight.n_bytes == 3 * 4 * (256 + 64)
     for n, k in ((0, 0), (39, 99), (17, 33)):
         entry = torch.tensor(int(codes[n, k]) - 8.0) - zeros[n, k // 32].float()
         assert dense[n, k] == entry * (scales[n, k // 32].float() / 8)
@@ -104,8 +102,8 @@ def test_unpacking_the_golden_bytes_gives_the_matrices() -> None:
     int4 = torch.tensor(list(golden("int4_tiles.hex")), dtype=torch.uint8).view(2, 2, 256)
     int8 = torch.tensor(list(golden("int8_tiles.hex")), dtype=torch.uint8).view(torch.int8).view(2, 2, 512)
     scales = torch.tensor(list(golden("scales.hex")), dtype=torch.uint8).view(torch.float16).view(2, 2, 16)
-    assert torch.equal(layout.unpack_int4(int4), golden_codes())
-    assert torch.equal(layout.unpack_int8(int8), golden_values())
+    assert torch.equal(layout.unpack(int4), golden_codes())
+    assert torch.equal(layout.unpack(int8), golden_values())
     assert torch.equal(layout.unpack_scales(scales), golden_scales())
 
 
@@ -131,8 +129,8 @@ def test_packing_and_unpacking_cancel(n_blocks: int, n_groups: int, seed: int) -
     scales = codes[:, :n_groups].half()
     tiles = layout.pack_int4(codes)
     assert tiles.shape == (n_blocks, n_groups, 256) and tiles.dtype == torch.uint8
-    assert torch.equal(layout.unpack_int4(tiles), codes)
-    assert torch.equal(layout.unpack_int8(layout.pack_int8(values)), values)
+    assert torch.equal(layout.unpack(tiles), codes)
+    assert torch.equal(layout.unpack(layout.pack_int8(values)), values)
     assert layout.pack_scales(scales).shape == (n_blocks, n_groups, 16)
     assert torch.equal(layout.unpack_scales(layout.pack_scales(scales)), scales)
 
@@ -142,9 +140,9 @@ def test_packing_and_unpacking_cancel(n_blocks: int, n_groups: int, seed: int) -
 def test_every_byte_string_is_a_tile(data: bytes) -> None:
     """No byte has two meanings and none is lost: unpacking and packing give it back."""
     raw = torch.tensor(list(data), dtype=torch.uint8)
-    assert torch.equal(layout.pack_int4(layout.unpack_int4(raw.view(2, 1, 256))).flatten(), raw)
+    assert torch.equal(layout.pack_int4(layout.unpack(raw.view(2, 1, 256))).flatten(), raw)
     int8 = raw.view(torch.int8).view(1, 1, 512)
-    assert torch.equal(layout.pack_int8(layout.unpack_int8(int8)), int8)
+    assert torch.equal(layout.pack_int8(layout.unpack(int8)), int8)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ def test_a_weight_is_exponent_times_scale_times_entry(kind: str, shape: tuple[in
     dense = weight.dequantize()
     assert dense.shape == weight.shape == shape and dense.dtype == torch.float32
     scales = layout.unpack_scales(weight.scales).tolist()
-    entries = layout.unpack_int8(weight.tiles) if kind == "int8" else layout.unpack_int4(weight.tiles)
+    entries = layout.unpack(weight.tiles) if kind == "int8" else layout.unpack(weight.tiles)
     for n, k in {(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 2), (0, shape[1] - 1)}:
         entry = int(entries[n, k]) if kind == "int8" else CODEBOOK[int(entries[n, k])]
         assert dense[n, k].item() == 2.0**-20 * scales[n][k // 32] * entry  # exact: 11 and 8 significant bits

@@ -23,6 +23,7 @@ from hetero_ee_cpu_ops.quantize import (
     OFFSETS_8,
     OFFSETS_32,
     OFFSETS_128,
+    OFFSETS_HALVES,
     ROW_BLOCK,
     quantize_row_block,
 )
@@ -45,8 +46,8 @@ SCALES = SCALE_LINES + 8 * TILE  # fp32 scales: here 16 groups of 16 rows
 # Indices in the argument array: RowMatrix.words of the first and the second matrix; quantize.py's begin at 12.
 FIRST, SECOND = 0, 5
 ROW_CODES, SCALE_BITS, SCALES_END, TABLE, FACTOR = range(5)
-N_NEURONS, N_UNITS, FIRST_TOKEN, N_TOKENS, INPUT_OFFSETS, OFFSET_BYTES, LISTS = 10, 11, *range(19, 24)
-OTHERS = 24  # first index of arguments that only one operation has
+N_NEURONS, N_UNITS, FIRST_TOKEN, N_TOKENS, INPUT_OFFSETS, OFFSET_BYTES, LISTS = 10, 11, *range(20, 25)
+OTHERS = 25  # first index of arguments that only one operation has
 
 
 def workspace_bytes(n_units: int, n_tokens: int) -> int:
@@ -70,6 +71,7 @@ def place_codes(arguments: Any, workspace: int, n_tokens: int) -> None:
     arguments[OFFSETS_8] = arguments[CODE_SCALES] + 4 * n_groups
     arguments[OFFSETS_128] = arguments[OFFSETS_8] + 4 * n_groups
     arguments[OFFSETS_32] = arguments[OFFSETS_128] + 4 * n_groups
+    arguments[OFFSETS_HALVES] = arguments[OFFSETS_32] + 8 * n_groups
     arguments[INPUT_OFFSETS] = arguments[OFFSETS_32 if arguments[OFFSET_BYTES] == 8 else OFFSETS_128]
 
 
