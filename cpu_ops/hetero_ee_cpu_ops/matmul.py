@@ -221,8 +221,9 @@ class TileMatrix:
         sizes = tiles.shape[2:] + scales.shape[2:]
         try:
             self.kind = tile_kind(cpu_target.target_context, codebook, *sizes)
-        except (KeyError, TypeError):
-            raise ValueError(f"Tiles {tiles.shape} and scales {scales.shape} with codebook {codebook} fit no layout.")
+        except (KeyError, TypeError) as error:
+            shapes = f"Tiles {tiles.shape} and scales {scales.shape}"
+            raise ValueError(f"{shapes} with codebook {codebook} fit no layout.") from error
         dtypes = np.dtype(np.int8 if self.kind == BYTES else np.uint8), np.dtype(np.float16)
         if scales.shape[:2] != tiles.shape[:2] or (tiles.dtype, scales.dtype) != dtypes:
             raise ValueError(

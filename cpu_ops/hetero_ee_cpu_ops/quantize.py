@@ -11,8 +11,8 @@ these codes: columns 0, 1, 4 and 5; 2, 3, 6 and 7; the same 8 further on; each w
 Source: derived; the groups are those of the weights' scales.
 
 Layout: rows in blocks of 8 (r rows in the last, which may be shorter), within a block group by group, the group's r
-rows side by side: codes (G, r, 32), scales and offsets (G, r), AVX2's four (G, r, 4), halves (G, r, 2). So a matmul of 8 rows reads one
-stream; whole rows, a power of two apart, would compete for one set of the L1 cache.
+rows side by side: codes (G, r, 32), scales and offsets (G, r), AVX2's four (G, r, 4), halves (G, r, 2). So a matmul of
+8 rows reads one stream; whole rows, a power of two apart, would compete for one set of the L1 cache.
 """
 
 from typing import Any

@@ -6,12 +6,13 @@ same bits. tile_kind.py lists the kinds of tile. For ZEROS, z[n] (sum over k of 
 sum, as fp32, by one fused multiply-add, which is exact for a whole zero point z. For SIX, the two halves of the columns
 are summed separately, and each is added with its own scale, the first half first.
 
-VNNI multiplies unsigned by signed bytes: a bias (8 or 128) is added to the entries, and the sum starts at
+VNNI multiplies unsigned by signed bytes: a bias (8, 16, 32 or 128) is added to the entries, and the sum starts at
 -bias sum(q). Arm's dot product multiplies two signed bytes. AVX2's multiply of unsigned by signed adds two products in
 16 bits, and widening such sums costs as much as making them. Codes below 16 are widened once per group: 8 x 2 x 15 x
-127 = 30,480 fits; codes of 5 bits after four products, of 6 bits after two. Narrow entries, with a bias of 32, are widened after four products: such a sum starts at -32 times
-the sum of its 8 codes, may wrap around on its way, and ends within 4 x 2 x 32 x 127 = 32,512. Full bytes are computed
-as |entry| times q with the sign of entry, and each product is widened.
+127 = 30,480 fits; codes of 5 bits after four products, of 6 bits after two. Narrow entries, with a bias of 32, are
+widened after four products: such a sum starts at -32 times the sum of its 8 codes, may wrap around on its way, and ends
+within 4 x 2 x 32 x 127 = 32,512. Full bytes are computed as |entry| times q with the sign of entry, and each product is
+widened.
 
 If a register holds 8 rows of W, each broadcast of activations is multiplied by both halves of a tile, and each operand
 by four rows of activations: 6 loads for 8 products, where one half or all rows at once need 8 and more.
@@ -115,7 +116,9 @@ class Emitter:
         line, place = divmod(number * n_bits, 8)
         found = []
         for low, high in zip(codes, self._line(tile, 4 + line), strict=True):
-            words = ir.VectorType(I16, high.type.count // 2)  # x86 shifts words, not bytes; other bytes' bits are masked
+            words = ir.VectorType(
+                I16, high.type.count // 2
+            )  # x86 shifts words, not bytes; other bytes' bits are masked
             high = self.builder.bitcast(high, words)
             shift = self.builder.shl if place < 4 else self.builder.lshr
             high = self.builder.bitcast(shift(high, constant(words, abs(4 - place))), low.type)

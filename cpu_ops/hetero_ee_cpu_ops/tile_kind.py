@@ -84,7 +84,7 @@ def tile_kind(context: Any, codebook: tuple[int, ...] | None, n_bytes: int, n_sc
         n_scales: scales and zero points of a tile.
     """
     is_narrow = codebook is not None and max(map(abs, codebook)) <= NARROW_LIMIT
-    kinds = (NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK,)
+    kinds: tuple[TileKind, ...] = (NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK,)
     if codebook is None or codebook == LINEAR_CODEBOOK:
         kinds = WITHOUT_CODEBOOK if codebook is None else (LINEAR, ZEROS)
     return {(each.tile_bytes, each.scales_bytes): each for each in kinds}[n_bytes, 2 * n_scales]

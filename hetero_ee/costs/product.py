@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
-from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, is_quantized
+from hetero_ee.layers.tensors import MATRIX_LAYOUTS, TensorRole, TensorSpec, is_in_rows
+from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.rows import row_sizes
 from hetero_ee.weights.tiles import region_bytes
 from hetero_ee_profiles.hardware import DeviceTimes

@@ -10,13 +10,21 @@ class TensorRole(Enum):
     """The use of a tensor, which decides how it may be stored."""
 
     MATRIX = "matrix"  # multiplies hidden states; quantized
-    MATRIX_8 = "8-bit matrix"  # the same, if the model's file says that 4 bits are too few
-    MATRIX_ZEROS = "4-bit matrix with zero points"  # the same, whose 4-bit codes in the model's file have zero points
+    # The same in a layout that the model's file asks for. The values are the names of the layouts.
+    MATRIX_ZEROS = "int4 zeros"
+    MATRIX_5 = "int5"
+    MATRIX_5_ZEROS = "int5 zeros"
+    MATRIX_6 = "int6"
+    MATRIX_8 = "int8"
     NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
     FIRST_ROWS = "first rows"  # the same, for the matrix that decides which neurons are active
     VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
     POSITIONS = "positions"  # learned position table; kept in full precision
     VECTOR = "vector"  # norms and biases; kept in full precision
+
+
+# Layouts of matrices for any quantizer.
+MATRIX_LAYOUTS = {role: role.value for role in TensorRole if role.name.startswith("MATRIX_")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,9 +116,8 @@ def least_activations(block: Block) -> str:
 
 def matrix_role(spec: ModelSpec, name: str) -> TensorRole:
     """Return the role of the matrix with this name, by which it is quantized."""
-    if name in spec.int8_matrices:
-        return TensorRole.MATRIX_8
-    return TensorRole.MATRIX_ZEROS if name in spec.zero_point_matrices else TensorRole.MATRIX
+    layout = next((layout for each, layout in spec.matrix_layouts if each == name), None)
+    return TensorRole.MATRIX if layout is None else TensorRole(layout)
 
 
 def _embedding_block(spec: ModelSpec) -> Block:

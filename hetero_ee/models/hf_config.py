@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.layers.tensors import MATRIX_LAYOUTS, TensorRole
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.fields import Fields
@@ -13,9 +13,8 @@ from hetero_ee.models.saved_format import MXFP4, SavedFormat, saved_format_from_
 from hetero_ee.models.spec import ModelSpec
 
 SUFFIX = "ForCausalLM"
-# Fields that this engine adds to config.json when it translates other formats: matrices by their storage.
-INT8_FIELD, ZEROS_FIELD = "hetero_ee_int8_matrices", "hetero_ee_zero_point_matrices"
-
+# Field that this engine adds to config.json when it translates other formats: layouts of matrices that are not int4.
+LAYOUTS_FIELD = "hetero_ee_matrix_layouts"
 DOWN, EXPERTS = ".ffn.down", ".moe."
 
 
@@ -43,18 +42,16 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     if text_types := FAMILIES[architecture].text_types:
         fields = _text_fields(fields, architecture, text_types)
     spec = FAMILIES[architecture].read_spec(fields, architecture)
-    in_8_bits, with_zeros = _names(fields, INT8_FIELD), _names(fields, ZEROS_FIELD)
-    if saved:
-        in_8_bits, with_zeros = _by_format(spec, saved)
-    return replace(spec, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
+    layouts = _by_format(spec, saved) if saved else _layouts(fields)
+    return replace(spec, matrix_layouts=tuple(sorted(layouts.items())))
 
 
-def _names(fields: Fields, field: str) -> tuple[str, ...]:
-    """Return a field's list of names, sorted; empty if the field is missing."""
-    names = fields.get(field, [])
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise fields.fail(f"{field} is {shown(names)}, expected a list of names.")
-    return tuple(sorted(set(names)))
+def _layouts(fields: Fields) -> dict[str, str]:
+    """Return the layouts that config.json gives for matrices, by their names; empty if the field is missing."""
+    found = fields.get(LAYOUTS_FIELD, {})
+    if not isinstance(found, dict) or not all(each in MATRIX_LAYOUTS.values() for each in found.values()):
+        raise fields.fail(f"{LAYOUTS_FIELD} is {shown(found)}, expected layouts by the names of matrices.")
+    return found
 
 
 def _text_fields(fields: Fields, architecture: str, text_types: tuple[str, ...]) -> Fields:
@@ -75,17 +72,18 @@ def _supported() -> str:
     return f"{', '.join(names)} (each with {SUFFIX})"
 
 
-def _by_format(spec: ModelSpec, saved: SavedFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of layers' matrices that need 8 bits, and of those that need 4 bits with zero points.
+def _by_format(spec: ModelSpec, saved: SavedFormat) -> dict[str, str]:
+    """Return the layouts of layers' matrices that need 8 bits, or 4 bits with zero points.
 
     Interleaved groups fit 4 bits only in down, whose input, the neurons, can be reordered. gpt-oss's few matrices
     besides the experts are in 16 bits.
     """
     tensors = all_tensors(decoder_blocks(spec))
-    names = tuple(sorted(tensor.name for tensor in tensors if tensor.role is TensorRole.MATRIX))
+    names = [tensor.name for tensor in tensors if tensor.role is TensorRole.MATRIX]
     if saved.is_wide:
-        return names, ()
+        return dict.fromkeys(names, TensorRole.MATRIX_8.value)
     if saved.method == MXFP4:
-        return tuple(name for name in names if EXPERTS not in name), ()
-    in_8_bits = tuple(name for name in names if saved.reordered and not name.endswith(DOWN))
-    return in_8_bits, () if saved.symmetric else tuple(sorted(set(names) - set(in_8_bits)))
+        return dict.fromkeys((name for name in names if EXPERTS not in name), TensorRole.MATRIX_8.value)
+    layouts = {} if saved.symmetric else dict.fromkeys(names, TensorRole.MATRIX_ZEROS.value)
+    in_8_bits = (name for name in names if saved.reordered and not name.endswith(DOWN))
+    return layouts | dict.fromkeys(in_8_bits, TensorRole.MATRIX_8.value)

@@ -61,17 +61,16 @@ class ModelSpec:
     predictor_rank: int = 0  # of the predictor that selects neurons before the gate; 0 for none
     hot_curve: tuple[float, ...] = ()  # share of needed neurons that are among the first 1/n, 2/n, ... of all
     predicted_share: float = 1.0  # expected share of neurons that the predictor selects for decoded tokens
-    int8_matrices: tuple[str, ...] = ()  # names of layers' matrices in 8 instead of 4 bits
+    matrix_layouts: tuple[tuple[str, str], ...] = ()  # names and layouts of layers' matrices that are not plain int4
     layer_table: LayerTableSpec | None = None  # of per-layer embeddings, if layers have them
     own_layers: tuple[LayerSpec | None, ...] = ()  # layers defined separately; None for those the fields above define
     mtp: LayerSpec | None = None  # the layer that drafts further tokens, if the checkpoint has one, see draft_head.py
-    zero_point_matrices: tuple[str, ...] = ()  # names of 4-bit matrices with zero points: 5 bits per weight
     activation_terms: int = 1  # int8 terms into which products split each activation, 1 or 2
 
     @property
     def in_plain_int4(self) -> Self:
         """Copy of the spec with all of the layers' matrices in 4 bits, without zero points."""
-        return replace(self, int8_matrices=(), zero_point_matrices=())
+        return replace(self, matrix_layouts=())
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         return self.rope if self.layer_ropes is None else self.layer_ropes[layer]

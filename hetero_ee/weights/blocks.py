@@ -25,7 +25,7 @@ class Blocks:
 
     Args:
         codes: with a codebook, uint8 (N, K), and the entry is codebook[codes[n, k]]; without, the int8 entries (N, K).
-        scales: fp32 (N, K / 32).
+        scales: fp32 (N, K / 32), or (N, K / 16) for one scale per 16 columns.
         zeros: zero points in units of the entries, fp32 (N, K / 32); None if all are 0.
     """
 
@@ -35,19 +35,21 @@ class Blocks:
     zeros: Tensor | None = None
 
     @classmethod
-    def with_minimums(cls, codes: Tensor, scales: Tensor, minimums: Tensor) -> Self:
-        """Return blocks for W[n, k] = scales[n, k // 32] x codes[n, k] - minimums[n, k // 32], codes uint8 of 0 to 15.
+    def with_minimums(cls, codes: Tensor, scales: Tensor, minimums: Tensor, n_bits: int = 4) -> Self:
+        """Return blocks for W[n, k] = scales[n, k // 32] x codes[n, k] - minimums[n, k // 32], codes uint8 of n_bits.
 
         A group whose zero point would exceed fp16, such as one with a scale of 0, keeps only its minimum. A scale or
         minimum that is not finite yields a scale that is not finite.
         """
-        zeros = minimums / scales - 8
+        middle = 2 ** (n_bits - 1)  # the code of entry 0
+        zeros = minimums / scales - middle
         is_flat = ~(zeros.abs() <= LARGEST_ZERO) & scales.isfinite()
-        if not is_flat.any():
+        if is_flat.any():
+            codes = torch.where(is_flat.repeat_interleave(layout.TILE_COLUMNS, dim=1), middle, codes)
+            scales, zeros = torch.where(is_flat, minimums, scales), torch.where(is_flat, 1.0, zeros)
+        if n_bits == 4:
             return cls(codes, scales, LINEAR_CODEBOOK, zeros)
-        zero_code = LINEAR_CODEBOOK.index(0)
-        codes = torch.where(is_flat.repeat_interleave(layout.TILE_COLUMNS, dim=1), zero_code, codes)
-        return cls(codes, torch.where(is_flat, minimums, scales), LINEAR_CODEBOOK, torch.where(is_flat, 1.0, zeros))
+        return cls(codes.to(torch.int8) - middle, scales, None, zeros)
 
     def entries(self) -> Tensor:
         """Return the int8 entries (N, K), looked up in the codebook if there is one."""
@@ -64,7 +66,7 @@ class Blocks:
         entries = self.entries().float()
         if self.zeros is not None:
             entries -= self.zeros.repeat_interleave(layout.TILE_COLUMNS, dim=1)
-        return entries * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
+        return entries * self.scales.repeat_interleave(entries.shape[1] // self.scales.shape[1], dim=1)
 
     def rows(self, rows: slice | Tensor) -> "Blocks":
         zeros = None if self.zeros is None else self.zeros[rows]
@@ -107,74 +109,70 @@ class KeptCodes:
     wanted: Sequence[RowBlocks | Tensor] | None
 
 
-def int4_tiles(parts: Sequence[RowBlocks], *most: float, workers: Workers = map) -> KeptCodes | None:
-    """Stack parts to int4 tiles.
+def kept_tiles(name: str, parts: Sequence[RowBlocks], *most: float, workers: Workers = map) -> KeptCodes | None:
+    """Stack parts to tiles of layout `name` chunk by chunk, with the parts' codes.
 
     Args:
         most: largest relative errors by which rounding to fp16 may change a scale or zero point. The first one that
             suffices is used.
 
     Returns:
-        None if the codebooks differ, zero points come with another codebook than LINEAR_CODEBOOK, or fp16 can't hold
-        the scales and zero points.
+        None if the layout can't hold the entries, the scales, or the zero points. int4 holds one codebook, and zero
+        points with LINEAR_CODEBOOK; int8 has no entry of -128.
     """
     firsts = [part.rows(slice(0, 1)) for part in parts]
-    codebook = firsts[0].codebook
-    if codebook is None or any(first.codebook != codebook for first in firsts):
+    codebook = firsts[0].codebook if layout.TILE_BYTES[name] == layout.INT4_TILE_BYTES else None
+    if codebook is not None and any(first.codebook != codebook for first in firsts):
         return None
-    if codebook != LINEAR_CODEBOOK and any(first.zeros is not None for first in firsts):
+    has_zeros = any(first.zeros is not None for first in firsts)
+    holds_zeros = name == layout.ZEROS_5 or codebook == LINEAR_CODEBOOK
+    if (name.startswith("int4") and codebook is None) or (has_zeros and not holds_zeros):
         return None
-    zero = min(range(16), key=lambda code: abs(codebook[code]))
-
-    def pack(blocks: Sequence[Blocks]) -> Tensor:
-        return layout.pack_int4(_whole_tiles([each.codes for each in blocks], zero))
-
-    return _kept(parts, pack, codebook, most, workers)
-
-
-def int8_tiles(parts: Sequence[RowBlocks], *most: float, workers: Workers = map) -> KeptCodes | None:
-    """Stack parts to int8 tiles like int4_tiles, with any codebooks; None also for zero points or an entry of -128."""
-    if any(part.rows(slice(0, 1)).zeros is not None for part in parts):
+    n_rows, n_columns = sum(part.n_rows for part in parts), firsts[0].codes.shape[1]
+    n_scales = 2 if name == "int6" else 1
+    if any(first.scales.shape[1] > n_columns // layout.TILE_COLUMNS * n_scales for first in firsts):
         return None
-
-    def pack(blocks: Sequence[Blocks]) -> Tensor | None:
-        entries = _whole_tiles([each.entries() for each in blocks], 0)
-        return layout.pack_int8(entries) if int(entries.min()) >= LEAST_VALUE else None
-
-    return _kept(parts, pack, None, most, workers)
-
-
-def _kept(
-    parts: Sequence[RowBlocks],
-    pack: Callable[[Sequence[Blocks]], Tensor | None],
-    codebook: tuple[int, ...] | None,
-    most: Sequence[float],
-    workers: Workers,
-) -> KeptCodes | None:
-    """Pack tiles chunk by chunk; None if `pack` refuses one, or rounding changes a scale or zero point by too much."""
-    n_rows, n_columns = sum(part.n_rows for part in parts), parts[0].rows(slice(0, 1)).codes.shape[1]
     n_down, n_across = layout.tile_grid(n_rows, n_columns)
     n_together = max(1, CHUNK_WEIGHTS // (n_columns * layout.TILE_ROWS))  # rows of tiles per chunk
-    name, dtype = ("int8", torch.int8) if codebook is None else ("int4", torch.uint8)
+    dtype = torch.int8 if name == "int8" else torch.uint8
     tiles = torch.empty(n_down, n_across, layout.TILE_BYTES[name], dtype=dtype)
 
     def packed(first: int) -> tuple[bool, Tensor, Tensor | None]:
         rows = slice(first * layout.TILE_ROWS, (first + n_together) * layout.TILE_ROWS)
         blocks = _rows_of_all(parts, rows)
-        found = pack(blocks)
-        if found is not None:
-            tiles[first : first + n_together] = found
-        scales = [each.scales for each in blocks]
-        return found is not None, torch.cat(scales), _joined([each.zeros for each in blocks], scales)
+        codes = _codes(blocks, name, codebook)
+        if codes is not None:
+            tiles[first : first + n_together] = layout.pack(codes, name)
+        scales = [_scales(each, n_columns, n_scales) for each in blocks]
+        return codes is not None, torch.cat(scales), _joined([each.zeros for each in blocks], scales)
 
     fits, scales, zeros = zip(*workers(packed, range(0, n_down, n_together)), strict=True)
-    stored = _stored_scales(torch.cat(scales), _joined(zeros, scales), most) if all(fits) else None
+    numbers = torch.cat(scales).view(n_rows, -1, n_scales)
+    stored = _stored_scales(numbers, _joined(zeros, scales), most) if all(fits) else None
     if stored is None:
         return None
     packed_scales, exponent, is_near = stored
     weight = TileWeight(tiles, packed_scales, exponent, codebook, n_rows, n_columns)
     is_exact = is_near == 0 and all(part.values is None for part in parts)
     return KeptCodes(weight, None if is_exact else parts)
+
+
+def _codes(blocks: Sequence[Blocks], name: str, codebook: tuple[int, ...] | None) -> Tensor | None:
+    """Return the stacked codes of a layout's tiles, padded to whole tiles; None if an entry is out of its range."""
+    if codebook is not None:
+        return _whole_tiles([each.codes for each in blocks], min(range(16), key=lambda code: abs(codebook[code])))
+    entries = _whole_tiles([each.entries() for each in blocks], 0)
+    middle = layout.ENTRY_OFFSETS.get(name, 0)
+    lowest, highest = (-middle, middle - 1) if middle else (LEAST_VALUE, -LEAST_VALUE)
+    if int(entries.min()) < lowest or int(entries.max()) > highest:
+        return None
+    return (entries + middle).view(torch.uint8) if middle else entries
+
+
+def _scales(blocks: Blocks, n_columns: int, n_scales: int) -> Tensor:
+    """Return the blocks' scales with n_scales per 32 columns (n, g * n_scales)."""
+    n_wanted = n_columns // layout.TILE_COLUMNS * n_scales
+    return blocks.scales.repeat_interleave(n_wanted // blocks.scales.shape[1], dim=1)
 
 
 def _rows_of_all(parts: Sequence[RowBlocks], rows: slice) -> list[Blocks]:
@@ -206,13 +204,15 @@ def _joined(zeros: Sequence[Tensor | None], scales: Sequence[Tensor]) -> Tensor 
 def _stored_scales(
     scales: Tensor, zeros: Tensor | None, tolerances: Sequence[float]
 ) -> tuple[Tensor, int, float] | None:
-    """Return packed fp16 scales and zero points, the exponent and the first sufficient tolerance; None if none is."""
-    missing = 0, 0, 0, -len(scales) % layout.TILE_ROWS
-    halves = None if zeros is None else pad(zeros.half(), missing)
+    """Return packed fp16 scales (N, K/32, 1 or 2) and zero points, their exponent and the first sufficient tolerance.
+
+    Returns None if no tolerance suffices.
+    """
     for most in tolerances:
-        found = _fp16_scales(pad(scales, missing), most)
+        found = _fp16_scales(scales, most)
         if found and (zeros is None or _is_near(zeros.half(), zeros, most, SMALL_ZERO)):
-            return layout.pack_scales(found[0], halves), found[1], most
+            numbers = found[0] if zeros is None else torch.cat([found[0], zeros.half()[..., None]], 2)
+            return layout.pack_numbers(pad(numbers, (0, 0, 0, 0, 0, -len(scales) % layout.TILE_ROWS))), found[1], most
     return None
 
 

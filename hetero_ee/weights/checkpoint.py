@@ -12,7 +12,7 @@ from hetero_ee.hub.config_file import read_config_file, read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
-from hetero_ee.layers.tensors import TensorRole, TensorSpec
+from hetero_ee.layers.tensors import MATRIX_LAYOUTS, TensorRole, TensorSpec
 from hetero_ee.models.blocks import all_tensors
 from hetero_ee.models.draft_head import mtp_names, stored_blocks
 from hetero_ee.models.families import FAMILIES
@@ -27,7 +27,7 @@ from hetero_ee.models.hf_names import (
     unused_tensors,
 )
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
+from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, kept_tiles
 from hetero_ee.weights.formats.opening import IGNORED_SUFFIXES as OF_ACTIVATIONS
 from hetero_ee.weights.formats.opening import column_order, saved_matrices
 from hetero_ee.weights.formats.saved_matrix import RawTensors
@@ -37,7 +37,6 @@ from hetero_ee.weights.safetensors_file import MAX_TENSORS, StoredTensor, read_h
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 SHORT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 BIAS = ".bias"
-IN_8_BITS = (TensorRole.MATRIX_8, TensorRole.VOCABULARY)
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
 CHECK_ELEMENTS = 2**20  # values checked for NaN at a time, to bound the copy
@@ -50,6 +49,11 @@ class _Located:
     file: Path
     name: str
     stored: StoredTensor
+
+
+def kept_layout(role: TensorRole) -> str:
+    """Return the layout of a tensor that keeps a file's codes: 8 bits for embeddings and heads."""
+    return "int8" if role is TensorRole.VOCABULARY else MATRIX_LAYOUTS.get(role, "int4")
 
 
 class Checkpoint:
@@ -100,19 +104,18 @@ class Checkpoint:
         Codes that 8-bit tiles cannot hold exactly become the nearest values. The head, the embedding and the model's
         8-bit matrices become 8-bit tiles, other matrices 4-bit ones.
         """
-        in_8_bits = self._roles[name] in IN_8_BITS
         if name in mtp_names(self.spec).values():  # it may be in another format than the model's layers
             return None
+        kind = kept_layout(self._roles[name])
         parts, order = list[RowBlocks](), self._neuron_order(name)
         for part in self._parts[name]:
             saved = self._saved.get(part.hf_name)
-            found = saved.blocks(in_8_bits=in_8_bits) if saved else None
+            found = saved.blocks(in_8_bits=kind == "int8") if saved else None
             if found is None:
                 return None
             rows = engine_order(part) if order is None else _in_each(order, part.shape[0])
             parts.append(found if rows is None else found.reordered(torch.as_tensor(rows)))
-        make = int8_tiles if in_8_bits else int4_tiles
-        return make(parts, 0.0, HALF_ROUNDING, workers=workers)
+        return kept_tiles(kind, parts, 0.0, HALF_ROUNDING, workers=workers)
 
     def types(self, name: str) -> list[str]:
         """Return the types in which the checkpoint stores the parts of the tensor that this engine calls `name`."""

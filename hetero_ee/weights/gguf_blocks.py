@@ -2,11 +2,17 @@
 
 Blocks of 32 weights. The low nibbles of the 16 bytes of codes are elements 0 to 15, the high ones 16 to 31:
     Q4_0, IQ4_NL: fp16 d; 16 bytes. Q4_1: fp16 d; fp16 m; 16 bytes. A weight is d q + m.
-    Q5_0: fp16 d; the 32 fifth bits; 16 bytes. Q8_0: fp16 d; 32 int8. MXFP4: a byte e for 2^(e - 127); 16 bytes.
+    Q5_0: fp16 d; the 32 fifth bits; 16 bytes. Q5_1: as Q4_1, with the fifth bits before the bytes.
+    Q8_0: fp16 d; 32 int8. MXFP4: a byte e for 2^(e - 127); 16 bytes.
 Eight blocks together:
     IQ4_XS: fp16 d; 8 x 2 high bits of s; 8 x 4 low bits of s; 8 x 16 bytes. A block's scale is d (s - 32).
     Q4_K: fp16 d; fp16 e; 12 bytes with 6-bit s and m of each block; 4 x 32 bytes, whose low nibbles are one block and
         whose high ones the next. A weight is d s q - e m.
+    Q5_K: as Q4_K, with 32 bytes of fifth bits before the codes: bit b of byte i is that of element i of block b.
+    Q6_K: 128 bytes of low nibbles; 64 bytes of the two high bits; 16 int8 scales s of 16 weights each; fp16 d. Half of
+        the low bytes and 32 high ones belong to four blocks: byte i of the high ones has, from bit 0 on, the bits of
+        element i of each block; low byte i those of block 0 and, in its high nibble, 2; byte 32 + i those of 1 and 3.
+        A weight is d s (q - 32).
 Source: ggml-common.h.
 """
 
@@ -90,11 +96,32 @@ def _q4_1(raw: Tensor) -> Blocks:
 
 def _q4_k(raw: Tensor) -> Blocks:
     blocks = _blocks(raw, 144)
+    codes = _nibbles(blocks[..., 16:].reshape(len(raw), -1, 32))
+    return Blocks.with_minimums(codes, *_k_scales(blocks))
+
+
+def _q5_k(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 176)
+    fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    codes = _nibbles(blocks[..., 48:].reshape(len(raw), -1, 32)) | fifth.reshape(len(raw), -1) << 4
+    return Blocks.with_minimums(codes, *_k_scales(blocks), n_bits=5)
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and minimums of Q4_K's or Q5_K's blocks, fp32 (N, K / 32)."""
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1).float() * _halves(blocks)[..., None]
     minimums = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1).float() * _halves(blocks[..., 2:])[..., None]
-    codes = _nibbles(blocks[..., 16:].reshape(len(raw), -1, 32))
-    return Blocks.with_minimums(codes, scales.flatten(1), minimums.flatten(1))
+    return scales.flatten(1), minimums.flatten(1)
+
+
+def _q6_k(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 210)
+    low, high = blocks[..., :128].reshape(len(raw), -1, 64), blocks[..., 128:192].reshape(len(raw), -1, 1, 32)
+    nibbles = torch.cat([low & 15, low >> 4], -1).view(len(raw), -1, 4, 32)
+    codes = nibbles | (high >> 2 * torch.arange(4, dtype=torch.uint8)[:, None] & 3) << 4
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float() * _halves(blocks[..., 208:])[..., None]
+    return Blocks(codes.view(len(raw), -1).to(torch.int8) - 32, scales.flatten(1), None)
 
 
 def _mxfp4(raw: Tensor) -> Blocks:
@@ -104,9 +131,18 @@ def _mxfp4(raw: Tensor) -> Blocks:
 
 def _q5_0(raw: Tensor) -> Blocks:
     blocks = _blocks(raw, 22)
-    fifth = (blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # of element 8 i + j
-    codes = _nibbles(blocks[..., 6:]) | (fifth.reshape(len(raw), -1) << 4)
-    return Blocks(codes.to(torch.int8) - 16, _halves(blocks), None)
+    return Blocks(_five_bits(blocks[..., 2:]).to(torch.int8) - 16, _halves(blocks), None)
+
+
+def _q5_1(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 24)
+    return Blocks.with_minimums(_five_bits(blocks[..., 4:]), _halves(blocks), -_halves(blocks[..., 2:]), n_bits=5)
+
+
+def _five_bits(packed: Tensor) -> Tensor:
+    """Unpack 4 bytes of fifth bits, of which bit j of byte i is element 8 i + j's, and 16 bytes of nibbles: (N, K)."""
+    fifth = (packed[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return _nibbles(packed[..., 4:]) | (fifth.reshape(len(packed), -1) << 4)
 
 
 def _q8_0(raw: Tensor) -> Blocks:
@@ -122,9 +158,14 @@ KEPT: dict[str, Callable[[Tensor], Blocks]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
     "Q8_0": _q8_0,
 }
-ROUNDED = frozenset({"Q4_1", "Q4_K", "IQ4_XS"})  # types whose scales or zero points are rounded to fp16
+ROUNDED = frozenset(
+    {"Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q6_K", "IQ4_XS"}
+)  # types whose scales or zero points are rounded to fp16
 
 
 def _blocks(raw: Tensor, n_bytes: int) -> Tensor:

@@ -17,8 +17,8 @@ from hetero_ee.models.blocks import all_tensors
 from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order, unused_tensors
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, int4_tiles, int8_tiles
-from hetero_ee.weights.checkpoint import IN_8_BITS, Checkpoint, refuse, refuse_non_finite
+from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, kept_tiles
+from hetero_ee.weights.checkpoint import Checkpoint, kept_layout, refuse, refuse_non_finite
 from hetero_ee.weights.gguf_blocks import FLOATS, KEPT, ROUNDED, floats
 from hetero_ee.weights.quantizers import Workers
 
@@ -61,17 +61,14 @@ class GgufCheckpoint:
     def tiles(self, name: str, workers: Workers = map) -> KeptCodes | None:
         """Return a tensor as tiles with the file's codes; None if tiles cannot hold it.
 
-        Scales of some types are rounded to fp16. The head, the embedding and the model's 8-bit matrices become 8-bit
-        tiles, other matrices 4-bit ones.
+        Scales of some types are rounded to fp16. The head and the embedding become 8-bit tiles.
         """
         parts = [self._blocks(part) for part in self._parts[name]]
         found = [part for part in parts if part is not None]
         if len(found) < len(parts):
             return None
-        in_8_bits = self._roles[name] in IN_8_BITS
-        is_rounded = not ROUNDED.isdisjoint(self.types(name))
-        make = int8_tiles if in_8_bits else int4_tiles
-        return make(found, HALF_ROUNDING if is_rounded else 0.0, workers=workers)
+        most = 0.0 if ROUNDED.isdisjoint(self.types(name)) else HALF_ROUNDING
+        return kept_tiles(kept_layout(self._roles[name]), found, most, workers=workers)
 
     def _read(self, part: Part, workers: Workers) -> Tensor:
         """Read a part as fp32. In GGUF files, norms' scales already include part.added."""

@@ -16,10 +16,9 @@ from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.source_file import SourceFile
-from hetero_ee.weights.tiles import ZEROS
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
-MATRIX_LAYOUTS = {TensorRole.MATRIX_8: "int8", TensorRole.MATRIX_ZEROS: ZEROS}  # for any quantizer
+VOCABULARY_LAYOUTS = ("int4", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,12 @@ def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
     """Return the model's spec with its FFN layouts and the width of each matrix taken from the weights."""
     in_layers = {name: weight for name, weight in weights.matrices.items() if name.startswith("layers.")}
     tiles = {name: weight.layout for name, weight in in_layers.items() if isinstance(weight, TileWeight)}
-    in_8_bits, with_zeros = (tuple(sorted(n for n, kind in tiles.items() if kind == its)) for its in ("int8", ZEROS))
+    layouts = tuple(sorted((name, kind) for name, kind in tiles.items() if kind != "int4"))
     rows = {name.rpartition(".")[2] for name, weight in in_layers.items() if isinstance(weight, RowWeight)}
     if not any(name.startswith(f"layers.{spec.n_layers}.") for name in in_layers):
         spec = replace(spec, mtp=None)
     spec = replace(spec, neuron_major=bool(rows), first_in_rows=first_matrix(spec) in rows)
-    return replace(spec, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
+    return replace(spec, matrix_layouts=layouts)
 
 
 def with_terms(weights: ModelWeights, n_terms: int) -> ModelWeights:
@@ -98,8 +97,11 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
         if found is None:
             kind = "quantized" if is_quantized(tensor.role) else "fp32"
             raise damaged(folder, f" lacks the {kind} tensor {tensor.name}")
-        if tensor.role is TensorRole.VOCABULARY and isinstance(found, TileWeight) and found.layout == ZEROS:
-            raise damaged(folder, f": tensor {tensor.name} has zero points, which embeddings and heads never have")
+        is_wrong = isinstance(found, TileWeight) and found.layout not in VOCABULARY_LAYOUTS
+        if tensor.role is TensorRole.VOCABULARY and is_wrong:
+            raise damaged(
+                folder, f": tensor {tensor.name} has zero points or 5 to 6 bits, which embeddings and heads never have"
+            )
         if tuple(found.shape) != tensor.shape:
             shapes = f"{tuple(found.shape)}, expected {tensor.shape}"
             raise damaged(folder, f": tensor {tensor.name} has shape {shapes}")

@@ -10,7 +10,7 @@ from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.saved_format import BITSANDBYTES, FOUR_BIT_TYPES
 from hetero_ee.options.engine import MODEL_OPTIONS
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, QUANTIZERS, TABLE_QUANTIZERS
 
 GGUF = "gguf"
 CALIBRATED = "-calibrated"  # suffix of the quantizer's name
@@ -62,7 +62,7 @@ class Quantization:
     @property
     def version(self) -> int:
         """A number that changes whenever one of the quantizers makes other bytes from the same weights."""
-        return 1 + sum(QUANTIZER_CHANGES.get(name, 0) for name in (self.matrices, self.vocabulary))
+        return 1 + sum(QUANTIZER_CHANGES.get(name, 0) for name in (self.matrices, self.vocabulary, self.own))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -71,8 +71,8 @@ class Quantization:
         return {name: value for name, value in asdict(self).items() if name not in newer or value}
 
     def quantizer_of(self, role: TensorRole) -> str:
-        if role is TensorRole.MATRIX_8:
-            return "int8"
+        if role.value in QUANTIZERS:
+            return role.value
         return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices
 
     def keeps_codes(self, role: TensorRole) -> bool:

@@ -28,7 +28,7 @@ FITTED_LIMIT = 32
 FITTED_TRIALS = 100  # number of evenly spaced sizes tried for the largest entry before rounding
 LEAST_FITTED = 0.6  # smallest tried size, as a share of the limit
 # Number of times a quantizer changed its bytes for the same weights; stores in the cache are then converted again.
-QUANTIZER_CHANGES = {"codebook": 1}
+QUANTIZER_CHANGES: dict[str | None, int] = {"codebook": 1, "gguf": 1}
 DEFAULT_QUANTIZER = "codebook"  # least KL divergence at its size: docs/quality.md
 LARGEST_ENTRIES = range(64, 128)  # candidates for the entry of a table's value of largest magnitude
 

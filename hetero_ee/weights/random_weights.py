@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
+from hetero_ee.layers.tensors import MATRIX_LAYOUTS, TensorRole, TensorSpec, is_in_rows
 from hetero_ee.models.blocks import all_tensors
 from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, ModelWeights, is_quantized, with_terms
+from hetero_ee.weights.model_weights import ModelWeights, is_quantized, with_terms
 from hetero_ee.weights.rows import RowWeight, row_sizes
-from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, TILE_ROWS, ZEROS, tile_grid
+from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, TILE_ROWS, ZEROS, ZEROS_5, tile_grid
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 RANDOM = "random"  # name in place of a quantizer
@@ -17,7 +17,8 @@ BLOCK_BYTES = 2**22 - 3  # of random bytes, repeated; odd, so that no two tiles 
 FLOAT_MATRICES = (".router", ".shared_gate")  # random, since equal rows would choose the same experts for all tokens
 # A codebook like fitted ones, so that the kernels do the usual work.
 CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
-ROOT_MEAN_SQUARES = {"int4": 16.0, ZEROS: 4.6, "int8": 64.0}  # approximate, of entries
+# Approximate, of entries.
+ROOT_MEAN_SQUARES = {"int4": 16.0, ZEROS: 4.6, "int5": 9.2, ZEROS_5: 9.2, "int6": 18.5, "int8": 64.0}
 
 
 def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
@@ -52,18 +53,19 @@ def _random_block() -> Tensor:
 
 
 def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
-    is_int4, has_zeros = layout != "int8", layout == ZEROS
+    codebook = {"int4": CODEBOOK, ZEROS: LINEAR_CODEBOOK}.get(layout)
     n_rows, n_columns = tensor.shape
     grid = tile_grid(n_rows, n_columns)
     tiles = _filled(torch.empty(*grid, TILE_BYTES[layout], dtype=torch.uint8), block)
     scale = 1 / (ROOT_MEAN_SQUARES[layout] * n_columns**0.5)
     scales = torch.full((*grid, SCALES_A_TILE[layout]), scale * 2**14, dtype=torch.float16)
-    scales[..., TILE_ROWS:] = -0.5  # zero points: the mean of the codes
+    if layout in (ZEROS, ZEROS_5):
+        scales[..., TILE_ROWS:] = -0.5  # zero points: the mean of the codes
     return TileWeight(
-        tiles=tiles if is_int4 else tiles.view(torch.int8),
+        tiles=tiles.view(torch.int8) if layout == "int8" else tiles,
         scales=scales,
         exponent=-14,
-        codebook=LINEAR_CODEBOOK if has_zeros else CODEBOOK if is_int4 else None,
+        codebook=codebook,
         n_rows=n_rows,
         n_columns=n_columns,
     )

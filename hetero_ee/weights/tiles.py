@@ -8,8 +8,8 @@ W[16b+r, 32g+4j+c] as bit j (j < 8).
 int6 tile, 384 bytes: the same with two lines of high bits, of columns 0 to 15 and 16 to 31, whose byte 4r + c has those
 of column 4j + c of its half as bits 2j and 2j + 1 (j < 4).
 int8 tile, 512 bytes: byte 4r + c of line j is W[16b+r, 32g+4j+c] (j < 8).
-Scales are stored separately, a tile's 16 side by side. In the layouts with zeros its 16 zero points follow them, so that
-one pointer leads to both. An int6 tile has 16 scales for columns 0 to 15, then 16 for the others.
+Scales are stored separately, a tile's 16 side by side. In the layouts with zeros its 16 zero points follow them, so
+that one pointer leads to both. An int6 tile has 16 scales for columns 0 to 15, then 16 for the others.
 """
 
 import torch
@@ -78,7 +78,7 @@ def unpack_rows(lines: Tensor) -> Tensor:
         return codes
     n_bits = high.shape[-1] // 4
     places = (n_bits * torch.arange(8 // n_bits, dtype=torch.uint8))[:, None]
-    bits = high.view(*high.shape[:2], n_bits, 1, 4) >> places & (2**n_bits - 1)
+    bits: Tensor = high.view(*high.shape[:2], n_bits, 1, 4) >> places & (2**n_bits - 1)
     return codes | bits.flatten(1) << 4
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 from hetero_ee_profiles.measurement import Measurement
 
 PROFILE_VERSION = 4
-ZEROS, ZEROS_BYTES = "int4 zeros", 5.0 / 4.5  # int4 with zero points, and its bytes relative to int4
+# Layouts that need the same time per byte as int4, and their bytes relative to int4.
+BYTES_OF_INT4 = {"int4 zeros": 5.0 / 4.5, "int5": 5.5 / 4.5, "int5 zeros": 6.0 / 4.5, "int6": 7.0 / 4.5}
 KV_TYPES = ("fp32", "fp16", "int8")
 MEASURED, DERIVED = "measured", "derived"
 
@@ -124,7 +125,7 @@ class DeviceTimes:
         """Estimate the seconds of a matrix product.
 
         The time of the most similar measured shape is scaled by size, except for the constant time of a call, and
-        interpolated linearly in m. int4 with zero points needs the same time per byte as int4.
+        interpolated linearly in m. Layouts of BYTES_OF_INT4 need the same time per byte as int4.
 
         Args:
             m: tokens; an average for experts.
@@ -133,8 +134,8 @@ class DeviceTimes:
         Raises:
             KeyError: if the layout was not measured.
         """
-        if layout == ZEROS:
-            return self.matmul_s("int4", n_rows, n_columns, m, share * ZEROS_BYTES)
+        if layout in BYTES_OF_INT4:
+            return self.matmul_s("int4", n_rows, n_columns, m, share * BYTES_OF_INT4[layout])
         size = n_rows * n_columns
         rows = [row for row in self.matmuls if row.layout == layout]
         if not rows:

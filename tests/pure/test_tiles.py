@@ -159,7 +159,7 @@ def test_a_weight_is_exponent_times_scale_times_entry(kind: str, shape: tuple[in
     dense = weight.dequantize()
     assert dense.shape == weight.shape == shape and dense.dtype == torch.float32
     scales = layout.unpack_scales(weight.scales).tolist()
-    entries = layout.unpack(weight.tiles) if kind == "int8" else layout.unpack(weight.tiles)
+    entries = layout.unpack(weight.tiles)
     for n, k in {(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 2), (0, shape[1] - 1)}:
         entry = int(entries[n, k]) if kind == "int8" else CODEBOOK[int(entries[n, k])]
         assert dense[n, k].item() == 2.0**-20 * scales[n][k // 32] * entry  # exact: 11 and 8 significant bits

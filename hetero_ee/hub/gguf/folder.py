@@ -17,12 +17,12 @@ from hetero_ee.config import cache_folder
 from hetero_ee.errors import CheckpointError, ModelError, StoreError
 from hetero_ee.hub.gguf.config import hf_config, hf_generation_config
 from hetero_ee.hub.gguf.header import GgufHeader
-from hetero_ee.hub.gguf.names import int8_matrices, zero_point_matrices
+from hetero_ee.hub.gguf.names import matrix_layouts
 from hetero_ee.hub.gguf.parts import base_name, part_files, read_model_header
 from hetero_ee.hub.gguf.tokenizer import check_vocabulary, tokenizer_files
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of
-from hetero_ee.models.hf_config import INT8_FIELD, ZEROS_FIELD, spec_from_hf
+from hetero_ee.models.hf_config import LAYOUTS_FIELD, spec_from_hf
 from hetero_ee_profiles.opened_file import open_regular
 from hetero_ee_profiles.records import from_json
 
@@ -147,7 +147,7 @@ def _configuration(header: GgufHeader) -> dict[str, Any]:
     """Translate a header to the fields of config.json, including how matrices are stored. Raises ModelError."""
     config = hf_config(header)
     spec = spec_from_hf(config, str(header.file))
-    return config | {INT8_FIELD: int8_matrices(header, spec), ZEROS_FIELD: zero_point_matrices(header, spec)}
+    return config | {LAYOUTS_FIELD: matrix_layouts(header, spec)}
 
 
 def _is_current(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hetero_ee.hub.gguf.architectures import GgufArchitecture, architecture_of
 from hetero_ee.hub.gguf.header import GgufHeader
-from hetero_ee.hub.gguf.tensor_types import TensorType
+from hetero_ee.hub.gguf.tensor_types import TensorType, stacked_layout
 from hetero_ee.models.hf_names import checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
 
@@ -83,18 +83,9 @@ def fused_experts(header: GgufHeader) -> set[str]:
     return {f"model.layers.{each[1]}.mlp.experts.gate_up_proj" for each in found}
 
 
-def int8_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
-    """Return this engine's names of the layers' matrices with parts that are too precise for 4 bits."""
-    return [name for name, types in _matrix_types(header, spec) if any(kind.is_wide for kind in types)]
-
-
-def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
-    """Return this engine's names of the layers' matrices whose 4-bit codes can be kept, with zero points."""
-    return [
-        name
-        for name, types in _matrix_types(header, spec)
-        if all(kind.is_linear for kind in types) and any(kind.has_minimum for kind in types)
-    ]
+def matrix_layouts(header: GgufHeader, spec: ModelSpec) -> dict[str, str]:
+    """Return the layouts of the layers' matrices that are not stored as plain int4, by this engine's names."""
+    return {name: kind for name, types in _matrix_types(header, spec) if (kind := stacked_layout(types)) != "int4"}
 
 
 def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, list[TensorType]]]:

@@ -1,5 +1,6 @@
 """The tensor types of GGUF files, with their weights and bytes per block. Source: ggml-common.h."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_NARROW_BITS = 5.0  # Q4_1, the widest of the 4-bit types; Q5_0 and Q5_K have 5.5
@@ -27,15 +28,27 @@ class TensorType:
         """Whether the type is quantized with clearly more bits than 4-bit tiles have."""
         return not self.is_float and self.bits > MAX_NARROW_BITS
 
-    @property
-    def has_minimum(self) -> bool:
-        """Whether the type has 4-bit codes with a minimum per block in addition to the scale."""
-        return self.name in ("Q4_1", "Q4_K")
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether the type's values are 4-bit integers times a scale, with or without a minimum."""
-        return self.has_minimum or self.name == "Q4_0"
+# Layouts that keep a type's codes, and the types' layouts that each of them can hold, the narrowest first.
+_LAYOUTS = {"Q4_0": "int4", "Q5_0": "int5", "Q6_K": "int6", "Q8_0": "int8"}
+_LAYOUTS |= dict.fromkeys(("Q4_1", "Q4_K"), "int4 zeros") | dict.fromkeys(("Q5_1", "Q5_K"), "int5 zeros")
+_HELD = {
+    "int4": {"int4"},
+    "int4 zeros": {"int4", "int4 zeros"},
+    "int5": {"int4", "int5"},
+    "int5 zeros": {"int4", "int4 zeros", "int5", "int5 zeros"},
+    "int6": {"int4", "int5", "int6"},
+}
+
+
+def stacked_layout(types: Sequence[TensorType]) -> str:
+    """Return the narrowest layout that keeps the codes of tensors of these types, which are stacked in one matrix.
+
+    Without such a layout, it is int8 if one of the types clearly has more than 4 bits, and int4 otherwise.
+    """
+    layouts = {_LAYOUTS.get(each.name, "") for each in types}
+    held = next((name for name, found in _HELD.items() if layouts <= found), None)
+    return held or ("int8" if any(each.is_wide for each in types) else "int4")
 
 
 _SUPER = 256  # weights per block of the K and IQ types

@@ -19,7 +19,7 @@ from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes
 from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, tile_grid
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 DUMMY = "dummy"  # what stands for the quantizer
 
@@ -112,15 +112,14 @@ def _dummy_rows(tensor: TensorSpec) -> RowWeight:
 
 def _dummy_tiles(tensor: TensorSpec) -> TileWeight:
     layout = stored_layout(tensor)
-    is_int4 = layout != "int8"
     n_rows, n_columns = tensor.shape
     grid = tile_grid(n_rows, n_columns)
-    tiles = torch.zeros(1, dtype=torch.uint8 if is_int4 else torch.int8)
+    tiles = torch.zeros(1, dtype=torch.int8 if layout == "int8" else torch.uint8)
     return TileWeight(
         tiles=tiles.expand(*grid, TILE_BYTES[layout]),
         scales=torch.zeros(1, dtype=torch.float16).expand(*grid, SCALES_A_TILE[layout]),
         exponent=0,
-        codebook=tuple(range(-8, 8)) if is_int4 else None,
+        codebook=LINEAR_CODEBOOK if layout.startswith("int4") else None,
         n_rows=n_rows,
         n_columns=n_columns,
     )

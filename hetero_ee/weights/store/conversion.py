@@ -13,14 +13,14 @@ from torch import Tensor
 from hetero_ee.config import CONVERTING, Progress, warner
 from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
-from hetero_ee.layers.tensors import TensorRole, TensorSpec, is_in_rows
+from hetero_ee.layers.tensors import MATRIX_LAYOUTS, TensorRole, TensorSpec, is_in_rows
 from hetero_ee.models.blocks import all_tensors
 from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import KeptCodes
 from hetero_ee.weights.checkpoint import FLOAT_TYPES, Checkpoint
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
-from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, is_quantized
+from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import Workers, quantize
 from hetero_ee.weights.rows import in_rows
@@ -31,6 +31,7 @@ from hetero_ee.weights.store.names import STORES_FOLDER
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import StoreWriter, partial_folder
+from hetero_ee.weights.tiles import TILE_BYTES
 from hetero_ee.weights.weight import TileWeight
 
 SPARE_BYTES = 2**20  # free disk space required for the manifest and folder entries
@@ -135,7 +136,7 @@ def _is_mostly_rounded(
     """Return whether a conversion rounds most weights to new 4-bit codes. False for toy models."""
 
     def is_rounded(tensor: TensorSpec) -> bool:
-        if not is_quantized(tensor.role) or _layout(tensor, quantization) == "int8":
+        if not is_quantized(tensor.role) or not _layout(tensor, quantization).startswith("int4"):
             return False
         return quantization.own is None or FLOAT_TYPES.issuperset(checkpoint.types(tensor.name))
 
@@ -256,7 +257,8 @@ def _layout(tensor: TensorSpec, quantization: Quantization) -> str:
         return "fp32"
     if is_in_rows(tensor.role):
         return ROWS
-    return MATRIX_LAYOUTS.get(tensor.role, "int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4")
+    quantizer = quantization.quantizer_of(tensor.role)
+    return MATRIX_LAYOUTS.get(tensor.role, quantizer if quantizer in TILE_BYTES else "int4")
 
 
 def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path, files: FileSystem) -> None:

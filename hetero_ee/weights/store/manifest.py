@@ -29,7 +29,8 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_VALUES = 2 * 10**6
 ROWS = "int4 rows"
 FIRST_ROWS_VERSION = 4  # of stores whose FFNs are entirely in rows, for the same reason
-VERSIONS = (FORMAT_VERSION, ZEROS_VERSION, FIRST_ROWS_VERSION)
+WIDE_VERSION = 5  # of stores with 5- or 6-bit tiles
+VERSIONS = (FORMAT_VERSION, ZEROS_VERSION, FIRST_ROWS_VERSION, WIDE_VERSION)
 LAYOUTS = (*layout.TILE_BYTES, ROWS, "fp32")
 END = "\n}"
 CHECKSUM_NAME = "sha256"
@@ -180,6 +181,8 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def version_of(entries: Iterable[Entry]) -> int:
     """Return the format version that a store with these tensors needs."""
     entries = list(entries)
+    if any(entry.layout in layout.ENTRY_OFFSETS for entry in entries):
+        return WIDE_VERSION
     if _first_in_rows(entries):
         return FIRST_ROWS_VERSION
     return ZEROS_VERSION if any(entry.layout == layout.ZEROS for entry in entries) else FORMAT_VERSION
