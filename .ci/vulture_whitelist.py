@@ -7,7 +7,13 @@ __dir__
 __call__  # of a Protocol, whose callers call the object
 _.align  # llvmlite's, of a load or store
 _Model, _type_of, _constant  # numba's, registered by their decorators
-arguments_address, offset_8, offset_128, offsets_32  # numba's, operands of an intrinsic: its code takes a list
+(
+    arguments_address,
+    offset_8,
+    offset_128,
+    offsets_32,
+    offsets_halves,
+)  # numba's, operands, which code takes as a list
 _.CACHE_DIR, _._cache, load_overload, save_overload  # numba's: its setting, and what it asks of a cache
 _._finalized, _._compiler, add_overload, _compile_core, _finalize_final_module, _optimize_final_module  # compiler
 _.no_compile, _.no_cpython_wrapper, _.no_cfunc_wrapper  # of its flags
@@ -20,6 +26,8 @@ _.chat_template, _.apply_chat_template, _._loglikelihood_tokens, _.loglikelihood
 
 _.format_options  # typer's, of a command's help
 _.__signature__, _.__annotations__  # typer's, of a command whose options come from dataclasses
+
+MATRIX_5, MATRIX_5_ZEROS, MATRIX_6  # roles, found by their values
 
 # Of an annotation in quotes, imported for type checkers alone.
 BaseFileLock

@@ -12,9 +12,12 @@ CODEBOOKS: dict[str, tuple[int, ...] | None] = {
     "codebook": (-128, -97, -70, -54, -40, -27, -16, -5, 0, 9, 28, 40, 54, 70, 90, 127),
     "int8": None,
     "zeros": tuple(range(-8, 8)),
+    "int5": None,
+    "int5 zeros": None,
+    "int6": None,
 }
 KINDS = tuple(CODEBOOKS)
-VOCABULARY_KINDS = tuple(kind for kind in KINDS if kind != "zeros")  # embeddings and heads have no zero points
+VOCABULARY_KINDS = KINDS[:3]  # of embeddings and heads
 EXPONENT = -9
 
 
@@ -23,13 +26,13 @@ def random_matrix(kind: str, shape: tuple[int, int], seed: int = 0, *, n_terms: 
     n_blocks, n_groups = -(-shape[0] // 16), -(-shape[1] // 32)
     generator = torch.Generator().manual_seed(seed)
     codebook = CODEBOOKS[kind]
-    size = (n_blocks, n_groups, 512 if codebook is None else 256)
+    size = (n_blocks, n_groups, {"int5": 320, "int5 zeros": 320, "int6": 384, "int8": 512}.get(kind, 256))
     tiles = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
     scales = torch.randn((n_blocks, n_groups, 16), generator=generator).half()
     scales[torch.rand(scales.shape, generator=generator) < 0.02] = 0
-    if kind == "zeros":
+    if kind.endswith("zeros") or kind == "int6":
         scales = torch.cat([scales, (torch.randn(scales.shape, generator=generator) * 5).half()], 2)
-    tiles = tiles.view(torch.int8) if codebook is None else tiles
+    tiles = tiles.view(torch.int8) if kind == "int8" else tiles
     return TileMatrix(tiles.to(DEVICE), scales.to(DEVICE), EXPONENT, codebook, shape[0], n_terms)
 
 

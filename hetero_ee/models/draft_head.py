@@ -71,11 +71,9 @@ def _fc_norms(dialect: Dialect, size: int) -> dict[str, int]:
 def mtp_spec(spec: ModelSpec) -> ModelSpec:
     """Return the spec of the MTP layer of a model that has one, as a model with one layer."""
     assert spec.mtp is not None, "the model has an MTP layer"
-    in_8_bits, with_zeros = (
-        tuple(_head_name(spec, name) for name in names) for names in (spec.int8_matrices, spec.zero_point_matrices)
-    )
+    layouts = tuple((_head_name(spec, name), layout) for name, layout in spec.matrix_layouts)
     alone = replace(spec, n_layers=1, own_layers=(spec.mtp,), sliding_windows=(None,), layer_ropes=None, mtp=None)
-    return replace(alone, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
+    return replace(alone, matrix_layouts=layouts)
 
 
 def stored_blocks(spec: ModelSpec) -> list[Block]:

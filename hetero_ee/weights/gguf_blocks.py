@@ -163,9 +163,8 @@ KEPT: dict[str, Callable[[Tensor], Blocks]] = {
     "Q6_K": _q6_k,
     "Q8_0": _q8_0,
 }
-ROUNDED = frozenset(
-    {"Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q6_K", "IQ4_XS"}
-)  # types whose scales or zero points are rounded to fp16
+# Types whose scales or zero points are rounded to fp16.
+ROUNDED = frozenset({"Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q6_K", "IQ4_XS"})
 
 
 def _blocks(raw: Tensor, n_bytes: int) -> Tensor:

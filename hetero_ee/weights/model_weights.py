@@ -99,9 +99,7 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
             raise damaged(folder, f" lacks the {kind} tensor {tensor.name}")
         is_wrong = isinstance(found, TileWeight) and found.layout not in VOCABULARY_LAYOUTS
         if tensor.role is TensorRole.VOCABULARY and is_wrong:
-            raise damaged(
-                folder, f": tensor {tensor.name} has zero points or 5 to 6 bits, which embeddings and heads never have"
-            )
+            raise damaged(folder, f": tensor {tensor.name} has zero points or 5 or 6 bits, as no embedding or head has")
         if tuple(found.shape) != tensor.shape:
             shapes = f"{tuple(found.shape)}, expected {tensor.shape}"
             raise damaged(folder, f": tensor {tensor.name} has shape {shapes}")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
-from hetero_ee_kernels.tile_matrix import BYTES, GROUP, TileMatrix, check_no_zeros, output
+from hetero_ee_kernels.tile_matrix import BYTES, GROUP, TileMatrix, check_vocabulary, output
 
 BLOCK, N_WARPS = 512, 4
 
@@ -77,7 +77,7 @@ def embed(
     m = len(ids)
     check("ids", ids, (m,), torch.int32)
     check("positions", positions, (m,), torch.int32)
-    check_no_zeros(weight)
+    check_vocabulary(weight)
     if -(-n_columns // GROUP) != weight.n_groups:
         raise ValueError(f"{n_columns} columns do not fill the {weight.n_groups} groups of 32 in the tiles.")
     if learned is not None:

@@ -1,4 +1,4 @@
-"""Matrix product y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x as int8 (quantize.py).
+"""Matrix product y[m, N] = 2^e x[m, K] W^T, W in tiles of 4 to 8 bits (docs/FORMAT.md), x as int8 (quantize.py).
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32 and Q quads of 4 groups, m rows of activations, here
 called tokens. Arithmetic and order: tile_group.py, whose integer sums are those of the CPU's matmul. Source: derived.
@@ -67,8 +67,8 @@ def added(
 
 @triton.jit
 def number_of(total: tl.tensor, zero: tl.tensor, x_sum: tl.tensor, KIND: tl.constexpr) -> Any:
-    """Convert a group's integer sum to fp32 and add zero * x_sum, where x_sum is -16 times the activations' sum."""
-    return tl.fma(zero, x_sum, to_float(total)) if KIND == 3 else to_float(total)
+    """Convert a group's integer sum to fp32 and add zero * x_sum, x_sum being -16 or -8 times the activations' sum."""
+    return tl.fma(zero, x_sum, to_float(total)) if KIND == 3 or KIND == 5 else to_float(total)
 
 
 @triton.jit
@@ -78,17 +78,22 @@ def load_scales(at: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> Any:
 
 @triton.jit
 def load_zeros(at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr) -> Any:
-    return load_scales(at, mask, MASKED) if KIND == 3 else 0
+    """Load the numbers that follow the scales: zero points, or the scales of the second half of the columns."""
+    return load_scales(at, mask, MASKED) if KIND == 3 or KIND >= 5 else 0
 
 
 @triton.jit
 def zero_points(zeros: tl.tensor, b: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """Return 4 rows' zero points, and -16 times the activations' sums of tokens 2 j and 2 j + 1. b: see mma."""
-    if KIND == 3:
+    """Return 4 rows' zero points, and -16 (5 bits: -8) times the activations' sums of tokens 2 j and 2 j + 1.
+
+    b: see mma.
+    """
+    SIZE: tl.constexpr = -8.0 if KIND == 5 else -16.0
+    if KIND == 3 or KIND == 5:
         ones = tl.full((1, 1, b[0].shape[2]), 0x01010101, tl.int32)
         zeros = split4(zeros.to(tl.float32))
         sums = mma((ones, ones, ones, ones), b, ISA)
-        return zeros, to_float(sums[0]) * -16.0, to_float(sums[1]) * -16.0
+        return zeros, to_float(sums[0]) * SIZE, to_float(sums[1]) * SIZE
     else:
         return (0, 0, 0, 0), 0, 0
 
@@ -98,6 +103,7 @@ def add_quads(
     totals: tl.tensor,
     at: tl.tensor,
     n_inside: tl.tensor,
+    j: tl.tensor,
     table: tl.tensor,
     IS_ONE: tl.constexpr,
     KIND: tl.constexpr,
@@ -110,10 +116,11 @@ def add_quads(
         at: addresses of words and scales of weights, (PAIRS, 1, T, 4), and of words of token r and scales of token 2 j,
             (1, EIGHTS, T, 4).
         n_inside: (T,), the group from which on a thread's groups add 0, if MASKED.
+        j: (1, 1, T, 1), each thread's j.
         IS_ONE: only the first token counts.
     """
-    TILE: tl.constexpr = 128 if KIND == 2 else 64
-    SCALES: tl.constexpr = 32 if KIND == 3 else 16
+    TILE: tl.constexpr = 128 if KIND == 2 else 96 if KIND == 6 else 80 if KIND >= 4 else 64
+    SCALES: tl.constexpr = 32 if KIND == 3 or KIND >= 5 else 16
     STEP: tl.constexpr = 4 * SLOTS
     words_at, scales_at, codes_at, code_scales_at = at
     even, odd = totals
@@ -122,21 +129,32 @@ def add_quads(
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
         scales = load_scales(scales_at + SCALES * i, mask, MASKED)
         zeros = load_zeros(scales_at + SCALES * i + 16, mask, KIND, MASKED)
-        groups += ((load_words(words_at + TILE * i, mask, KIND), scales, zeros),)
+        groups += ((load_words(words_at + TILE * i, j, mask, KIND), scales, zeros),)
     even_scales = split4(tl.load(code_scales_at))
     odd_scales = even_scales if IS_ONE else split4(tl.load(code_scales_at + 4))
     if IS_ONE:
         loads_end(n_inside, ISA)
     for i in tl.static_range(4):
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
-        words = groups[i][0] if IS_ONE else load_words(words_at + TILE * i, mask, KIND)
-        low, high = entries(words, table, KIND, ISA)
+        words = groups[i][0] if IS_ONE else load_words(words_at + TILE * i, j, mask, KIND)
+        low, high = entries(words, j, table, KIND, ISA)
         low, high = split4(low), split4(high)
         scales = groups[i][1] if IS_ONE else load_scales(scales_at + SCALES * i, mask, MASKED)
         scales = split4(scales.to(tl.float32))
         if i % 2 == 0:  # not both at once, since a prompt's program has too few registers
             x = split4(tl.load(codes_at + 8 * i))
         b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
+        if KIND == 6:
+            second = split4(
+                (groups[i][2] if IS_ONE else load_zeros(scales_at + SCALES * i + 16, mask, KIND, MASKED)).to(tl.float32)
+            )
+            none = low[0] * 0
+            c = mma((low[0], low[1], none, none), b, ISA)
+            d = mma((low[2], low[3], none, none), b, ISA)
+            even = added(even, (c[0], c[2], d[0], d[2]), (0, 0, 0, 0), 0, scales, even_scales[i], KIND)
+            if not IS_ONE:
+                odd = added(odd, (c[1], c[3], d[1], d[3]), (0, 0, 0, 0), 0, scales, odd_scales[i], KIND)
+            scales, low = second, (none, none, none, none)
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
         # For prompts between the products, else after them; the other way round needs too many registers on sm_75/80.
         if words_at.shape[0] > 1:
@@ -189,8 +207,8 @@ def matmul_kernel(
     EIGHT: tl.constexpr = 1 if IS_ONE else 8
     N_TOKENS: tl.constexpr = EIGHTS * EIGHT
     STEP: tl.constexpr = 4 * SLOTS
-    TILE: tl.constexpr = 128 if KIND == 2 else 64
-    SCALES: tl.constexpr = 32 if KIND == 3 else 16
+    TILE: tl.constexpr = 128 if KIND == 2 else 96 if KIND == 6 else 80 if KIND >= 4 else 64
+    SCALES: tl.constexpr = 32 if KIND == 3 or KIND >= 5 else 16
     n_parts = (m + N_TOKENS - 1) // N_TOKENS
     n_quads = (n_groups + STEP - 1) // STEP * SLOTS
     first_row = tl.program_id(0) // n_parts * (32 * PAIRS)
@@ -211,16 +229,16 @@ def matmul_kernel(
     table = load_table(table_ptr, ((thread * (one - 1))[:, None] + 0 * tl.arange(0, 4)[None, :])[None, None], KIND)
     zeros = tl.zeros((PAIRS, EIGHTS, 32 * SLOTS), tl.float32)
     totals = ((zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros))
-    at = (words_at, scales_at, codes_at, code_scales_at)
+    at, lane = (words_at, scales_at, codes_at, code_scales_at), j[None, None, :, None]
     n_whole = n_groups // STEP * STEP
     if PAIRS > 1:  # a second loop body, without masks, would need too many registers in a prompt's program
         for group in range(0, n_groups, STEP):
-            totals, at = add_quads(totals, at, n_groups - group - 4 * slot, table, IS_ONE, KIND, True, ISA)
+            totals, at = add_quads(totals, at, n_groups - group - 4 * slot, lane, table, IS_ONE, KIND, True, ISA)
     else:
         for _ in range(0, n_whole, STEP):
-            totals, at = add_quads(totals, at, slot, table, IS_ONE, KIND, False, ISA)
+            totals, at = add_quads(totals, at, slot, lane, table, IS_ONE, KIND, False, ISA)
         if n_whole < n_groups:
-            totals, at = add_quads(totals, at, n_groups - n_whole - 4 * slot, table, IS_ONE, KIND, True, ISA)
+            totals, at = add_quads(totals, at, n_groups - n_whole - 4 * slot, lane, table, IS_ONE, KIND, True, ISA)
     y = join4(totals[0]) if IS_ONE else tl.join(join4(totals[0]), join4(totals[1]))
     y = tl.reshape(y, (PAIRS, EIGHTS, SLOTS, 8, 4, 4, EACH))  # ., ., slot, row, j, rows of a lane, even or odd token
     # A single token is in all four lanes, of which the first is stored.

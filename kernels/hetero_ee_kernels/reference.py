@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages
 from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
-from hetero_ee_kernels.tile_matrix import TileMatrix
+from hetero_ee_kernels.tile_matrix import BYTES, SIX, TileMatrix
 
 FP16_LARGEST = 65504.0
 NEURON_BLOCK = 128  # neurons that share the scales of their weights
@@ -27,19 +27,26 @@ def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
     """
     tiles, scales = weight.tiles[blocks], weight.scales[blocks]
     n_blocks, n_groups = len(tiles), weight.n_groups
-    if weight.codebook is None:
-        lines = tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
-        entries = lines.permute(0, 3, 1, 2, 4)
+    lines = tiles.view(n_blocks, n_groups, -1, 16, 4).permute(0, 3, 1, 2, 4)  # b r g line c
+    if weight.kind == BYTES:
+        entries = lines.flatten(3)
     else:
-        lines = tiles.view(n_blocks, n_groups, 4, 16, 4)
-        codes = torch.stack([lines & 15, lines >> 4], dim=2).permute(0, 4, 1, 2, 3, 5)  # b r g half j c
-        entries = torch.tensor(weight.codebook, device=codes.device)[codes.int()]
-    factors, *zeros = scales.permute(0, 2, 1).reshape(n_blocks, -1, 16, n_groups).unbind(1)
-    entries = entries.reshape(n_blocks * 16, n_groups, 32).float()
-    for zero in zeros:
-        entries = entries - zero.reshape(n_blocks * 16, n_groups, 1).float()
-    factors = factors.reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
-    return (entries * factors).view(n_blocks * 16, n_groups * 32)
+        low, high = lines[:, :, :, :4], lines[:, :, :, 4:]
+        codes = torch.stack([low & 15, low >> 4], dim=3).flatten(3).int()
+        if high.shape[3]:
+            n_bits = high.shape[3]  # one line of single bits, or two of pairs
+            places = n_bits * torch.arange(8 // n_bits, device=high.device)[:, None]
+            bits = high[:, :, :, :, None].int() >> places & (2**n_bits - 1)
+            entries = (codes | bits.flatten(3) << 4) - 16 * n_bits
+        else:
+            entries = torch.tensor(weight.codebook, device=codes.device)[codes]
+    numbers = scales.view(n_blocks, n_groups, -1, 16).permute(0, 3, 1, 2).flatten(0, 1).float()  # row group number
+    entries, factors = entries.flatten(0, 1).float(), numbers[..., :1]
+    if weight.kind == SIX:
+        factors = numbers.repeat_interleave(16, 2)
+    elif numbers.shape[2] > 1:
+        entries = entries - numbers[..., 1:]
+    return (entries * (factors * weight.factor)).flatten(1)
 
 
 def embed(

@@ -25,7 +25,7 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
-from hetero_ee_kernels.tile_matrix import TileMatrix, check_no_zeros, check_rows, output
+from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, check_vocabulary, output
 
 N_WARPS = 4  # one thread per slot, candidate and group of a quad
 
@@ -48,7 +48,7 @@ def add_quad(
     """
     sums = tl.full(inside.shape, MAGIC_BITS, tl.int32)
     for j in tl.static_range(4):
-        low, high = entries(load_words(w_at + 16 * j, inside, KIND), table, KIND, ISA)
+        low, high = entries(load_words(w_at + 16 * j, j, inside, KIND), j, table, KIND, ISA)
         sums = dot4(low, tl.load(codes_at + 4 * j), dot4(high, tl.load(codes_at + 4 * j + 1), sums, ISA), ISA)
     scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
     numbers, scales = split4(to_float(sums)), split4(scale * tl.load(code_scales_at))
@@ -127,7 +127,7 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
         ValueError: if an operand does not fit.
     """
     check_rows(x, weight)
-    check_no_zeros(weight)
+    check_vocabulary(weight)
     m = len(x)
     fits = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == m)
     if not fits or ids.dtype != torch.int64 or not ids.is_contiguous() or ids.device != x.device:

@@ -1,14 +1,16 @@
 """Steps over a tile's groups that matmul and the sliced head share: the same integers, added in the same order.
 
-A 32-bit word of a tile is 4 columns of one row: 4 signed bytes of an int8 tile; of an int4 tile 4 codes in the low
-nibbles and 4 codes, 16 columns further on, in the high nibbles (docs/FORMAT.md). For a group of 32 columns: the integer
-sum of entry x int8 activation, exact in any order, then one fma with the two scales.
+A 32-bit word of a tile is 4 columns of one row: 4 signed bytes of an int8 tile; of other tiles the low 4 bits of 4
+codes in the low nibbles and of 4 codes, 16 columns further on, in the high nibbles (docs/FORMAT.md). In tiles of 5 or 6
+bits, one or two more words of the row have the high bits of all its codes. For a group of 32 columns: the integer sum
+of entry x int8 activation, exact in any order, then one fma with the two scales; for 6 bits, this is done for each half
+of the columns.
 
 Four groups are a quad. Quad q is added to slot q mod 8, groups in order; then the slots are added pair by pair. That
 order is written out here, in additions of two numbers, so no layout that the compiler picks can change a bit. Linear
-entries are unpacked 16 times too large, which saves an offset; the scale divides by 16, exactly. With zero points z, z
-times the sum of the group's activations, computed by a product with ones, is subtracted from the integer first, by an
-fma that rounds nothing if z is whole.
+entries are unpacked 16 times too large, those of 5 bits 8 times and of 6 bits 4 times, which saves an offset; the scale
+divides by that, exactly. With zero points z, z times the sum of the group's activations, computed by a product with
+ones, is subtracted from the integer first, by an fma that rounds nothing if z is whole.
 Integers become fp32 by their bits: magic + i, minus magic, is exact for |i| < 2^22, and the conversion instruction is
 slow.
 """
@@ -213,10 +215,33 @@ def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> An
 
 
 @triton.jit
-def load_words(at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr) -> Any:
-    """Load the word of line j, which an int8 tile has a second of, 16 columns further on."""
+def load_words(at: tl.tensor, j: tl.tensor, mask: tl.tensor, KIND: tl.constexpr) -> Any:
+    """Load the word of line j and what belongs to it, two words or the first one again.
+
+    These are an int8 tile's second word, 16 columns further on, or the words with the row's high bits.
+    """
     words = tl.load(at, mask=mask)
-    return words, tl.load(at + 64, mask=mask) if KIND == 2 else words
+    if KIND == 2:
+        return words, tl.load(at + 64, mask=mask), words
+    elif KIND >= 4:
+        high = tl.load(at + (64 - 16 * j), mask=mask)
+        return words, high, tl.load(at + (80 - 16 * j), mask=mask) if KIND == 6 else high
+    else:
+        return words, words, words
+
+
+@triton.jit
+def wide_entries(words: tl.tensor, j: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
+    """Unpack 8 codes of 5 or 6 bits to signed bytes 8 (code - 16) or 4 (code - 32). words: see load_words."""
+    SHIFT: tl.constexpr = 2 if KIND == 6 else 3
+    LOW: tl.constexpr = 0x3C3C3C3C if KIND == 6 else 0x78787878
+    HIGH: tl.constexpr = -0x3F3F3F40 if KIND == 6 else -0x7F7F7F80  # 0xC0C0C0C0 or 0x80808080
+    SIGNS: tl.constexpr = -0x7F7F7F80
+    first = words[1] << ((6 - 2 * j) if KIND == 6 else (7 - j))
+    second = words[2] << ((6 - 2 * j) if KIND == 6 else (3 - j))
+    low = (words[0] << SHIFT) & LOW
+    high = (words[0] >> (4 - SHIFT)) & LOW
+    return low | and_xor(first, HIGH, SIGNS, ISA), high | and_xor(second, HIGH, SIGNS, ISA)
 
 
 @triton.jit
@@ -230,14 +255,16 @@ def loads_end(thread: tl.tensor, ISA: tl.constexpr) -> None:
 
 
 @triton.jit
-def entries(words: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
+def entries(words: tl.tensor, j: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
     """Unpack what load_words returned: 4 columns from 4 j and 4 that are 16 further on, as bytes."""
     if KIND == 0 or KIND == 3:
         return linear_entries(words[0], ISA)
     elif KIND == 1:
         return codebook_entries(words[0], table, ISA)
+    elif KIND == 2:
+        return words[0], words[1]
     else:
-        return words
+        return wide_entries(words, j, KIND, ISA)
 
 
 @triton.jit

@@ -5,8 +5,13 @@ from typing import Any
 
 import torch
 
-# The kernels' KIND of tile: int4 of -8 .. 7, int4 with a codebook, int8, int4 of -8 .. 7 with zero points.
-LINEAR, CODEBOOK, BYTES, ZEROS = 0, 1, 2, 3
+# The kernels' KIND of tile: int4 of -8 .. 7, int4 with a codebook, int8, int4 of -8 .. 7 with zero points, 5 bits, the
+# same with zero points, 6 bits with a scale for each half of the columns.
+LINEAR, CODEBOOK, BYTES, ZEROS, FIVE, FIVE_ZEROS, SIX = range(7)
+# By a tile's bytes and its scales and zero points; CODEBOOK is as LINEAR.
+KINDS = {(256, 16): LINEAR, (256, 32): ZEROS, (320, 16): FIVE, (320, 32): FIVE_ZEROS, (384, 32): SIX, (512, 16): BYTES}
+# Factor by which the kernels' entries are too large, since they are unpacked to the top bits of a byte.
+ENTRY_FACTORS = {LINEAR: 16, ZEROS: 16, FIVE: 8, FIVE_ZEROS: 8, SIX: 4}
 # The kernels' ISA, the instructions that a kernel may use: only portable ones, AMD's, NVIDIA's (Turing: smaller mma).
 PLAIN, GCN, TURING, PTX = 0, 1, 2, 3
 GROUP = 32
@@ -17,8 +22,9 @@ class TileMatrix:
     """A matrix in tiles. It neither copies nor changes the tensors.
 
     Args:
-        tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without.
-        scales: fp16 (N/16, G, 16), or (N/16, G, 32) with the codebook -8 .. 7, the last 16 being zero points.
+        tiles: uint8 (N/16, G, 256) with a codebook; without, uint8 (N/16, G, 320 or 384) or int8 (N/16, G, 512).
+        scales: fp16 (N/16, G, 16 or 32). The last 16 are zero points, for codebook -8 .. 7 and 320 bytes, or the scales
+            of columns 16 .. 31, for 384 bytes.
         codebook: 16 integers of -128..127, or None.
         n_rows: number of rows without padding; None if all count.
         n_terms: int8 terms of each activation, 1 or 2; see quantize.py.
@@ -36,25 +42,30 @@ class TileMatrix:
         n_rows: int | None = None,
         n_terms: int = 1,
     ) -> None:
-        n_bytes, dtype = (512, torch.int8) if codebook is None else (256, torch.uint8)
-        if tiles.dim() != 3 or tiles.shape[2] != n_bytes or tiles.dtype != dtype:
-            raise ValueError(f"Tiles are {tiles.dtype} {tuple(tiles.shape)}, expected {dtype} (N/16, G, {n_bytes}).")
         is_linear = codebook is not None and tuple(codebook) == LINEAR_CODEBOOK
-        has_zeros = is_linear and scales.shape[2:] == (32,)
-        expected = (*tiles.shape[:2], 32 if has_zeros else 16)
-        if tuple(scales.shape) != expected or scales.dtype != torch.float16 or scales.device != tiles.device:
-            raise ValueError(f"Scales are {scales.dtype} {tuple(scales.shape)}, expected torch.float16 {expected}.")
+        kind = KINDS.get((*tiles.shape[2:], *scales.shape[2:]))
+        if kind == LINEAR and not is_linear:
+            kind = CODEBOOK
+        dtypes = torch.int8 if kind == BYTES else torch.uint8, torch.float16
+        fits = (tiles.dtype, scales.dtype) == dtypes and scales.device == tiles.device
+        if kind is None or (codebook is None) != (kind not in (LINEAR, CODEBOOK, ZEROS)) or not fits:
+            raise ValueError(
+                f"Tiles {tiles.dtype} {tuple(tiles.shape)} and scales {scales.dtype} {tuple(scales.shape)} "
+                f"with codebook {codebook} fit no layout."
+            )
+        if (kind == ZEROS and not is_linear) or scales.shape[:2] != tiles.shape[:2]:
+            raise ValueError(f"Scales {tuple(scales.shape)} do not fit tiles {tuple(tiles.shape)} with {codebook}.")
         if any(not part.is_contiguous() or part.data_ptr() % 16 for part in (tiles, scales)):
             raise ValueError("Tiles and scales must be contiguous and aligned to 16 bytes.")
         self.n_blocks, self.n_groups = tiles.shape[:2]
         self.n_rows = 16 * self.n_blocks if n_rows is None else n_rows
         if not 16 * (self.n_blocks - 1) < self.n_rows <= 16 * self.n_blocks or not self.n_groups:
             raise ValueError(f"{n_rows} rows do not fit tiles of {tuple(tiles.shape)}.")
-        self.kind = ZEROS if has_zeros else LINEAR if is_linear else BYTES if codebook is None else CODEBOOK
+        self.kind = kind
         self.tiles, self.scales, self.codebook = tiles, scales, codebook
         self.words, self.n_terms = tiles.view(torch.int32), n_terms
         self.factor = 2.0**exponent
-        self.quantized_factor = self.factor / 16 if is_linear else self.factor  # see tile_group.py
+        self.quantized_factor = self.factor / ENTRY_FACTORS.get(kind, 1)  # see tile_group.py
         entries = torch.tensor(codebook or (0,) * 16, dtype=torch.int8)
         self.table = entries.view(torch.int32).to(tiles.device)
         self.isa = instructions(tiles)
@@ -80,10 +91,10 @@ def check_rows(x: Any, weight: TileMatrix) -> None:
         )
 
 
-def check_no_zeros(weight: TileMatrix) -> None:
-    """Raise ValueError if the weight has zero points, which embeddings and heads never have."""
-    if weight.kind == ZEROS:
-        raise ValueError("Tiles with zero points are only supported by the whole matrix product.")
+def check_vocabulary(weight: TileMatrix) -> None:
+    """Raise ValueError for kinds of tile that embeddings and heads never have: with zero points, or of 5 or 6 bits."""
+    if weight.kind > BYTES:
+        raise ValueError("Tiles with zero points or of 5 or 6 bits are only supported by the whole matrix product.")
 
 
 def output(out: Any, shape: tuple[int, ...], device: Any) -> Any:

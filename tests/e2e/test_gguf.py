@@ -135,7 +135,7 @@ EXACT = {
     "IQ4_NL": {"layers.0.ffn.gate_up": "int4"},
     "MXFP4": {"layers.0.attention.output": "int4"},
     "Q8_0": {"layers.0.attention.qkv": "int8", "layers.0.ffn.down": "int8"},
-    "Q5_0": {"layers.0.ffn.gate_up": "int8"},
+    "Q5_0": {"layers.0.ffn.gate_up": "int5"},
 }
 
 
@@ -152,19 +152,19 @@ def test_kept_types_are_exact(tmp_path: Path, kind: str) -> None:
     assert torch.equal(weights.matrices["layers.2.attention.qkv"].dequantize(), torch.cat(parts))
     assert torch.equal(weights.matrices["embedding.tokens"].dequantize(), held["model.embed_tokens.weight"])
     for name, layout in EXACT[kind].items():
-        assert (name in spec.int8_matrices) == (layout == "int8")
-        assert (weights.matrices[name].codebook is None) == (layout == "int8")
+        assert dict(spec.matrix_layouts).get(name, "int4") == layout
+        assert weights.matrices[name].layout == layout
     assert_same(logits(spec, weights), expected_logits(model))
 
 
 # Relative squared error of a matrix, at most: of 8 bits, and of 4 on random weights of each type.
 INEXACT = {
     "Q4_1": ("int4 zeros", 1e-8),  # codes are kept, zero points rounded to fp16
-    "Q5_1": ("int8", 3e-5),
+    "Q5_1": ("int5 zeros", 1e-8),
     "Q3_K": ("int4", 0.03),
     "Q4_K": ("int4 zeros", 1e-7),  # likewise, and scales of 17 bits
-    "Q5_K": ("int8", 1e-4),
-    "Q6_K": ("int8", 1e-4),
+    "Q5_K": ("int5 zeros", 1e-7),
+    "Q6_K": ("int6", 1e-6),
     "IQ4_XS": ("int4", 1e-7),  # its codes are kept, and its scales of 17 bits become fp16
     "F16": ("int4", 0.01),
     "BF16": ("int4", 0.01),
@@ -178,8 +178,7 @@ def test_other_types_come_near(tmp_path: Path, kind: str) -> None:
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
     down, expected = weights.matrices["layers.0.ffn.down"], held["model.layers.0.mlp.down_proj.weight"]
     assert isinstance(down, TileWeight) and down.layout == layout
-    assert (layout == "int8") == ("layers.0.ffn.down" in spec.int8_matrices)
-    assert (layout == "int4 zeros") == ("layers.0.ffn.down" in spec.zero_point_matrices)
+    assert dict(spec.matrix_layouts).get("layers.0.ffn.down", "int4") == layout
     error = float((down.dequantize() - expected).square().sum() / expected.square().sum())
     assert 0 < error < most
     store = json.loads((tmp_path / "store-None" / "manifest.json").read_text())
@@ -187,14 +186,15 @@ def test_other_types_come_near(tmp_path: Path, kind: str) -> None:
     assert [row["types"] for row in rows] == [kind] and 0 < rows[0]["relative_squared_error"] < most
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q5_1", "Q5_K"])
 def test_codes_with_minimums_are_kept(tmp_path: Path, kind: str) -> None:
     """Queries in Q4_0 have none; the rest is where the file has it, and plans count its bytes."""
     model = random_model("llama", num_hidden_layers=2, **WIDE)
     held = write_gguf(model, tmp_path / "m.gguf", lambda name: "Q4_0" if "attn_q." in name else kind)
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
     shorts = ("attention.output", "attention.qkv", "ffn.down", "ffn.gate_up")
-    assert spec.zero_point_matrices == tuple(sorted(f"layers.{layer}.{short}" for layer in (0, 1) for short in shorts))
+    layout = f"int{kind[1]} zeros"
+    assert spec.matrix_layouts == tuple((f"layers.{layer}.{short}", layout) for layer in (0, 1) for short in shorts)
     assert read_spec(gguf_folder(tmp_path / "m.gguf", configuration_only=True)) == spec
     assert sum(part.weight_bytes for part in model_parts(spec, "fp16")) == weights.n_bytes
     assert dummy_weights(spec).n_bytes == weights.n_bytes
@@ -210,9 +210,10 @@ def test_codes_with_minimums_are_kept(tmp_path: Path, kind: str) -> None:
     assert (logits(spec, weights) - expected_logits(model)).abs().max() < 1e-3 * expected_logits(model).abs().max()
 
 
-def test_cpu_kernels_multiply_what_is_left_of_codes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_cpu_kernels_multiply_what_is_left_of_codes(tmp_path: Path, kind: str) -> None:
     """Near the reference on the same weights, and with the same bits for each token alone and all together."""
-    write_gguf(random_model("llama", num_hidden_layers=1, **WIDE), tmp_path / "m.gguf", lambda _: "Q4_K")
+    write_gguf(random_model("llama", num_hidden_layers=1, **WIDE), tmp_path / "m.gguf", lambda _: kind)
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
     expected, executor = logits(spec, weights), CpuExecutor(spec, weights, 160, 1)
     alone, together = executor.cache.open_new(), executor.cache.open_new()
@@ -236,19 +237,16 @@ def test_mixed_matrices_take_8_bits_whole(tmp_path: Path) -> None:
     model = random_model("llama", num_hidden_layers=2, **WIDE)
     write_gguf(model, tmp_path / "m.gguf", lambda name: kinds.get(name, "Q4_K"))
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
-    assert spec.int8_matrices == ("layers.0.attention.qkv",)
+    assert ("layers.0.attention.qkv", "int8") in spec.matrix_layouts
     assert sum(part.weight_bytes for part in model_parts(spec, "fp16")) == weights.n_bytes  # as plans count them
     assert dummy_weights(spec).n_bytes == weights.n_bytes
     assert product_shapes(spec) == product_shapes(spec.in_plain_int4)  # one profile serves both
-    assert shapes_sha256(spec) != shapes_sha256(replace(spec, int8_matrices=()))
+    assert shapes_sha256(spec) != shapes_sha256(replace(spec, matrix_layouts=()))
     assert read_spec(gguf_folder(tmp_path / "m.gguf", configuration_only=True)) == spec
     error = (logits(spec, weights) - expected_logits(model)).square().mean() / expected_logits(model).square().mean()
     assert error < 0.05
     spec, weights = opened(tmp_path / "m.gguf", tmp_path, "search")  # asked for, so that all is in 4 bits
-    assert (
-        spec.int8_matrices == spec.zero_point_matrices == ()
-        and weights.matrices["layers.0.attention.qkv"].codebook is not None
-    )
+    assert spec.matrix_layouts == () and weights.matrices["layers.0.attention.qkv"].layout == "int4"
 
 
 def test_kept_parts_of_two_types_are_exact_in_8_bits(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_8_bits_are_exact_and_counted_by_plans_from_the_header(tmp_path: Path, n
     model = written(name, tmp_path / "m.gguf", kind="Q8_0")
     planned = sum(part.weight_bytes for part in model_parts(opened_spec(tmp_path / "m.gguf"), "fp16"))
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
-    assert planned == weights.n_bytes and spec.int8_matrices
+    assert planned == weights.n_bytes and spec.matrix_layouts
     assert_same(logits(spec, weights), expected_logits(model))
 
 

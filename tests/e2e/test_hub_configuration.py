@@ -137,7 +137,7 @@ def test_the_command_that_plans_downloads_no_weights(cli: Cli, hub: Hub, tiny: P
 def test_what_old_gptq_says_in_a_file_beside_is_downloaded_too(hub: Hub, tiny: Path) -> None:
     said = {QUANTIZE_FILE: b'{"bits": 4, "group_size": 128, "sym": false}'}
     hub.publish(ID, files_of(tiny) | said)
-    assert read_spec(configured()).zero_point_matrices and hub.fetched() == {CONFIG, QUANTIZE_FILE}
+    assert read_spec(configured()).matrix_layouts and hub.fetched() == {CONFIG, QUANTIZE_FILE}
     hub.publish("org/three", files_of(tiny) | {QUANTIZE_FILE: b'{"bits": 3}'})
     with pytest.raises(ModelError, match=r"org/three cannot be used: .*GPTQ in 3 bits is not supported"):
         configured("org/three")

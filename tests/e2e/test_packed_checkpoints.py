@@ -260,7 +260,7 @@ def test_static_groups_lie_in_order(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     for static in ({"static_groups": True}, {"meta": {"static_groups": True}}):
         edit_config(tmp_path, quantization_config=config | {"desc_act": True} | static)
-        assert read_spec(tmp_path).int8_matrices == ()
+        assert read_spec(tmp_path).matrix_layouts == ()
     assert layouts(converted(tmp_path)) == {"int4"}
 
 

@@ -286,8 +286,8 @@ def test_regions_that_overlap_or_go_backwards_are_refused(shared_store: Path) ->
 
 
 def test_another_version_is_said_so(shared_store: Path) -> None:
-    for version in (1, 5):
-        word = f"has store format version {version}, this engine reads 2, 3, 4"
+    for version in (1, 6):
+        word = f"has store format version {version}, this engine reads 2, 3, 4, 5"
         refuse_each(shared_store, [changed("version", version)], word=word)
 
 

@@ -178,5 +178,8 @@ def test_the_layer_is_a_model_of_one_layer(tmp_path: Path) -> None:
     head = mtp_spec(spec)
     assert head.n_layers == 1 and head.mtp is None and head.layer(0) == spec.mtp == spec.layer(1)
     assert shapes_sha256(spec) == shapes_sha256(replace(spec, mtp=None))  # so that plans are of either
-    [plain, with_zeros] = mtp_spec(replace(spec, int8_matrices=("layers.3.mtp.fc", "layers.3.ffn.down"))), head
-    assert plain.int8_matrices == ("fc", "layers.0.ffn.down") and not with_zeros.zero_point_matrices
+    layouts = ("layers.3.mtp.fc", "int8"), ("layers.3.ffn.down", "int6")
+    assert mtp_spec(replace(spec, matrix_layouts=layouts)).matrix_layouts == (
+        ("fc", "int8"),
+        ("layers.0.ffn.down", "int6"),
+    )

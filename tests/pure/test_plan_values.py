@@ -177,7 +177,12 @@ def test_plans_of_before_a_field_came_are_of_the_same_model() -> None:
     # By the first engine of version 7.
     old = {"LlamaForCausalLM": "eaaebf06560d4120", "Qwen3ForCausalLM": "0778bddf0849f739"}
     assert {name: shapes_sha256(read_spec(config | {"architectures": [name]})) for name in old} == old
-    later = {"logit_cap": 30.0, "norm_offset": 1.0, "int8_matrices": ("x",), "layer_ropes": (None,) * SPEC.n_layers}
+    later = {
+        "logit_cap": 30.0,
+        "norm_offset": 1.0,
+        "matrix_layouts": (("x", "int8"),),
+        "layer_ropes": (None,) * SPEC.n_layers,
+    }
     models = [SPEC, *(replace(SPEC, **{name: value}) for name, value in later.items())]
     assert SPEC.rope is not None
     models.append(replace(SPEC, rope=replace(SPEC.rope, interleaved=True)))

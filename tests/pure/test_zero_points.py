@@ -16,7 +16,7 @@ from hetero_ee.errors import DamagedStoreError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
-from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
+from hetero_ee.models.hf_config import LAYOUTS_FIELD, spec_from_hf
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu import GpuOps
 from hetero_ee.planning.parts import model_parts
@@ -50,7 +50,7 @@ def file_blocks(n_rows: int, *, with_zeros: bool = True, seed: int = 0) -> tuple
 
 
 def int4_tiles(parts: list[Blocks], *most: float) -> TileWeight | None:
-    kept = block_tiles.int4_tiles([RowBlocks(len(part.codes), part.rows) for part in parts], *most)
+    kept = block_tiles.kept_tiles("int4", [RowBlocks(len(part.codes), part.rows) for part in parts], *most)
     return kept and kept.weight
 
 
@@ -77,7 +77,7 @@ def test_codes_are_unpacked_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
     with ThreadPoolExecutor(2) as pool:
         lazy = [RowBlocks(len(part.codes), partial(counted, part)) for part in parts]
-        kept = block_tiles.int4_tiles(lazy, 0.0, workers=pool.map)
+        kept = block_tiles.kept_tiles("int4", lazy, 0.0, workers=pool.map)
     assert whole is not None and kept is not None and max(n_together) <= 32 and len(n_together) > len(parts)
     assert torch.equal(kept.weight.tiles, whole.tiles) and torch.equal(kept.weight.scales, whole.scales)
 
@@ -95,7 +95,8 @@ def test_zero_points_that_tiles_do_not_hold_are_refused() -> None:
     assert int4_tiles([third], 0.0) is None and int4_tiles([third], 2.0**-11) is not None
     assert int4_tiles([replace(blocks, zeros=blocks.zeros * 1e6)], 2.0**-11) is None  # beyond fp16
     assert int4_tiles([replace(blocks, codebook=tuple(range(-9, 7)))], 0.0) is None
-    assert block_tiles.int8_tiles([RowBlocks(16, blocks.rows)], 0.0) is None
+    for name in ("int5", "int6", "int8"):
+        assert block_tiles.kept_tiles(name, [RowBlocks(16, blocks.rows)], 0.0) is None
 
 
 def test_minimums_become_zero_points() -> None:
@@ -133,7 +134,7 @@ def test_a_zero_point_next_to_0_is_no_reason_to_round_the_codes() -> None:
 def model(tmp_path: Path) -> tuple[Path, ModelSpec, ModelWeights]:
     """A tiny model whose first qkv has zero points, its weights at random."""
     config_of("llama-tied").save_pretrained(tmp_path)
-    spec = replace(read_spec(tmp_path), zero_point_matrices=(QKV,))
+    spec = replace(read_spec(tmp_path), matrix_layouts=((QKV, ZEROS),))
     return tmp_path, spec, random_weights(spec)
 
 
@@ -154,7 +155,7 @@ def written(model: tuple[Path, ModelSpec, ModelWeights], **changed: TileWeight) 
 def test_a_store_gives_back_the_bits(model: tuple[Path, ModelSpec, ModelWeights]) -> None:
     _, spec, weights = model
     store = written(model)
-    found = open_store(store, replace(spec, zero_point_matrices=()))
+    found = open_store(store, replace(spec, matrix_layouts=()))
     assert as_stored(read_spec(store), found) == spec and not verify(store)
     for name, matrix in weights.matrices.items():
         assert torch.equal(found.matrices[name].dequantize(), matrix.dequantize())
@@ -204,5 +205,5 @@ def test_a_profile_times_them_by_their_bytes() -> None:
 
 def test_a_configuration_names_the_matrices_with_zero_points() -> None:
     config = config_of("llama-tied").to_dict()
-    assert spec_from_hf(config | {ZEROS_FIELD: [QKV, QKV]}, "x").zero_point_matrices == (QKV,)
-    assert spec_from_hf(config, "x").zero_point_matrices == ()
+    assert spec_from_hf(config | {LAYOUTS_FIELD: {QKV: ZEROS}}, "x").matrix_layouts == ((QKV, ZEROS),)
+    assert spec_from_hf(config, "x").matrix_layouts == ()
