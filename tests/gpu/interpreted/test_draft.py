@@ -169,11 +169,11 @@ def test_the_network_judges_the_four_largest(n: int, h: int, bug: str) -> None:
     assert wrong > 10 * TOLERANCE if bug else wrong <= TOLERANCE
 
 
-@pytest.mark.parametrize("h", [None, 33])
-def test_the_largest_are_found_in_every_thread(h: int | None) -> None:
+@pytest.mark.parametrize(("n_pieces", "h"), [(33, None), (3, 33)])
+def test_the_largest_are_found_in_every_thread(n_pieces: int, h: int | None) -> None:
     """The four largest are in threads, and then in pieces, whose numbers differ in one bit only."""
-    places = [4 << bit for bit in range(7)] + [PIECE << bit for bit in range(6)]
-    logits = random(5, len(places), 33 * PIECE)
+    places = [4 << bit for bit in range(7)] + [PIECE << bit for bit in range(7) if 1 << bit < n_pieces]
+    logits = random(5, len(places), n_pieces * PIECE)
     for row in range(len(places)):
         for rank in range(4):
             logits[row, places[(row + rank) % len(places)]] = 9.0 - rank
