@@ -16,7 +16,7 @@ from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.simd.bytes import word
 from hetero_ee_cpu_ops.simd.floats import add, load16, multiply, read_float, spread, store16
 
-F32 = np.float32(0)  # type of a loaded value
+F32, NO_SUMS = np.float32(0), np.zeros((0, 0), np.float32)  # type of a loaded value; stands for None
 SHARED_TOKENS = 4  # tokens whose outputs a thread adds at a time
 MIN_SHARED_VALUES = 2**17  # outputs to add; the caller adds fewer itself, in about 10 us
 WIDTH, N_TOKENS, N_CHOSEN, PER_CHUNK, ROUTES, PLACES, OUTPUTS, SUMS, OUT = range(9)  # indices in the argument array
@@ -32,35 +32,37 @@ class Pairs:
     places: Any  # int64 (m, n_active): pair of each choice, -1 if another device has the expert
 
 
-@entry(types.int64(array_in(types.float32, 2), types.int64, array_out(types.int64, 1), array_out(types.int64, 2)))
-def _count(routes: Any, start: int, counts: Any, places: Any) -> int:
-    """Write how many tokens have chosen each expert, and each choice's expert or -1 to `places`. Return the sum."""
+@entry(
+    types.int64(
+        array_in(types.float32, 2), types.int64, array_out(types.int64, 1), array_out(types.int64, 1),
+        array_out(types.int64, 1), array_out(types.int64, 1), array_out(types.int64, 2),
+    )
+)  # fmt: skip
+def _group(routes: Any, start: int, nexts: Any, experts: Any, starts: Any, rows: Any, places: Any) -> int:
+    """Write the parts of Pairs, and return the number of chosen experts. nexts: room for a number per expert."""
     m, n_active = places.shape
-    n = 0
+    nexts[:] = 0
+    for token in range(m):
+        for choice in range(n_active):
+            expert = int(routes[token, choice]) - start
+            if 0 <= expert < len(nexts):
+                nexts[expert] += 1
+    n, n_pairs = 0, 0
+    for expert in range(len(nexts)):
+        count = nexts[expert]
+        nexts[expert] = n_pairs
+        if count:
+            experts[n], starts[n] = expert, n_pairs
+            n, n_pairs = n + 1, n_pairs + count
+    starts[n] = n_pairs
     for token in range(m):
         for choice in range(n_active):
             expert = int(routes[token, choice]) - start
             places[token, choice] = -1
-            if 0 <= expert < len(counts):
-                counts[expert] += 1
-                places[token, choice] = expert
-                n += 1
-    return n
-
-
-@entry(types.int64(array_out(types.int64, 1), array_out(types.int64, 2), array_out(types.int64, 1)))
-def _place(nexts: Any, places: Any, rows: Any) -> int:
-    """Replace each choice's expert by its pair, and write each pair's token. nexts: each expert's first pair."""
-    m, n_active = places.shape
-    for token in range(m):
-        for choice in range(n_active):
-            expert = places[token, choice]
-            if expert >= 0:
+            if 0 <= expert < len(nexts):
                 pair = nexts[expert]
-                places[token, choice] = pair
-                rows[pair] = token
-                nexts[expert] = pair + 1
-    return 0
+                places[token, choice], rows[pair], nexts[expert] = pair, token, pair + 1
+    return n
 
 
 def pairs_of(routes: Any, start: int, n_experts: int) -> Pairs:
@@ -69,14 +71,12 @@ def pairs_of(routes: Any, start: int, n_experts: int) -> Pairs:
     Args:
         routes: contiguous fp32 (m, 2 n_active), indices of experts and then their weights.
     """
-    counts, places = np.zeros(n_experts, np.int64), np.empty((len(routes), routes.shape[1] // 2), np.int64)
-    rows = np.empty(_count(routes, start, counts, places), np.int64)
-    ends = counts.cumsum()
-    nexts = ends - counts
-    experts = np.flatnonzero(counts)
-    starts = np.append(nexts[experts], len(rows))
-    _place(nexts, places, rows)
-    return Pairs(experts, starts, rows, places)
+    m, n_active = len(routes), routes.shape[1] // 2
+    most = min(m * n_active, n_experts)
+    nexts, experts, starts = np.empty(n_experts, np.int64), np.empty(most, np.int64), np.empty(most + 1, np.int64)
+    rows, places = np.empty(m * n_active, np.int64), np.empty((m, n_active), np.int64)
+    n = _group(routes, start, nexts, experts, starts, rows, places)
+    return Pairs(experts[:n], starts[: n + 1], rows[: starts[n]], places)
 
 
 def _add_chunk(arguments: int, index: int) -> None:
@@ -99,6 +99,26 @@ def _add_chunk(arguments: int, index: int) -> None:
 ADD_CHUNK = Chunk(_add_chunk)
 
 
+@entry(
+    types.int64(
+        array_in(types.float32, 2), array_in(types.float32, 2), array_in(types.int64, 2), array_in(types.float32, 2),
+        array_out(types.float32, 2), array_out(types.int64, 1),
+    )
+)  # fmt: skip
+def _describe(outputs: Any, routes: Any, places: Any, sums: Any, out: Any, arguments: Any) -> int:
+    """Write the arguments of ADD_CHUNK, and return the number of chunks; -1 if a shape does not fit."""
+    m, width = out.shape
+    n_chosen = places.shape[1]
+    if width % 16 or routes.shape != (m, 2 * n_chosen) or (sums.size and sums.shape != out.shape):
+        return -1
+    per_chunk = SHARED_TOKENS if outputs.size >= MIN_SHARED_VALUES else max(1, m)
+    arguments[WIDTH], arguments[N_TOKENS], arguments[N_CHOSEN], arguments[PER_CHUNK] = width, m, n_chosen, per_chunk
+    arguments[ROUTES], arguments[PLACES] = routes.ctypes.data, places.ctypes.data
+    arguments[OUTPUTS], arguments[OUT] = outputs.ctypes.data, out.ctypes.data
+    arguments[SUMS] = sums.ctypes.data if sums.size else 0
+    return -(-m // per_chunk)
+
+
 def add_outputs(outputs: Any, routes: Any, pairs: Pairs, sums: Any, pool: ThreadPool) -> Any:
     """Return each token's weighted sum of outputs, added to `sums` unless None, fp32 (m, width).
 
@@ -110,14 +130,11 @@ def add_outputs(outputs: Any, routes: Any, pairs: Pairs, sums: Any, pool: Thread
     Raises:
         ValueError: if shapes do not fit.
     """
-    (m, n_chosen), (n_pairs, width) = pairs.places.shape, outputs.shape
-    if n_pairs != len(pairs.rows) or width % 16 or routes.shape != (m, 2 * n_chosen):
-        raise ValueError(f"Outputs {outputs.shape} and routes {routes.shape} do not fit {len(pairs.rows)} pairs.")
-    if sums is not None and (sums.shape != (m, width) or not sums.flags.c_contiguous):
-        raise ValueError(f"Sums {sums.shape} do not fit {m} tokens of {width} features.")
-    out = np.empty((m, width), np.float32)
-    addresses = [0 if each is None else each.ctypes.data for each in (routes, pairs.places, outputs, sums, out)]
-    per_chunk = SHARED_TOKENS if outputs.size >= MIN_SHARED_VALUES else m
-    arguments = np.array([width, m, n_chosen, per_chunk, *addresses], np.int64)
-    pool.run(ADD_CHUNK.address, arguments, -(-m // per_chunk))
+    out, arguments = np.empty((len(pairs.places), outputs.shape[1]), np.float32), np.empty(9, np.int64)
+    before = NO_SUMS if sums is None else sums
+    n_chunks = _describe(outputs, routes, pairs.places, before, out, arguments)
+    if n_chunks < 0 or len(outputs) != len(pairs.rows):
+        shapes = f"Outputs {outputs.shape}, routes {routes.shape} and sums {before.shape}"
+        raise ValueError(f"{shapes} do not fit {len(pairs.rows)} pairs.")
+    pool.run(ADD_CHUNK.address, arguments, n_chunks)
     return out

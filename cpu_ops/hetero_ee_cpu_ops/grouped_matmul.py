@@ -33,8 +33,6 @@ from hetero_ee_cpu_ops.matmul import (
 from hetero_ee_cpu_ops.quantize import BYTES_PER_GROUP, INPUT, N_COLUMNS, ROW_BLOCK, whole_groups
 from hetero_ee_cpu_ops.simd.bytes import word
 
-EXPERT_TILES, EXPERT_SCALES = N_ARGUMENTS, N_ARGUMENTS + 1  # bytes of an expert, after a product's arguments
-MEMBER_WORDS = N_ARGUMENTS + 2
 FUNCTION, MEMBERS, FIRSTS, N_MEMBERS = range(4)  # indices in the argument array of a group of products
 IN_ORDER = np.zeros(0, np.int64)
 
@@ -48,7 +46,7 @@ def _member_chunk(arguments: int, index: int) -> None:
             low = middle
         else:
             high = middle
-    member = word(arguments, MEMBERS) + 8 * MEMBER_WORDS * low
+    member = word(arguments, MEMBERS) + 8 * N_ARGUMENTS * low
     call_chunk(word(arguments, FUNCTION), member, index - word(firsts, low))
 
 
@@ -56,21 +54,26 @@ MEMBER_CHUNK = Chunk(_member_chunk)
 
 
 @compiled(nogil=True)
-def _describe(x: Any, pairs: Any, workspace: Any, out: Any, template: Any, members: Any) -> None:
-    """Write the argument array of each chosen expert's product, in rows and blocks of its own."""
+def _describe(x: Any, pairs: Any, workspace: Any, out: Any, template: Any, place: Any, members: Any) -> None:
+    """Write the argument array of each chosen expert's product, in rows and blocks of its own.
+
+    place: the first expert's first block, blocks per expert, and the bytes of a block's tiles and scales.
+    """
     experts, starts, rows = pairs
+    first_block, n_blocks, tile_bytes, scale_bytes = place
     n_terms = template[N_TERMS]
     for i in range(len(experts)):
-        member, first = members[i], starts[i]
+        member, first, block = members[i], starts[i], first_block + experts[i] * n_blocks
         member[:] = template
-        member[TILES] += experts[i] * template[EXPERT_TILES]
-        member[SCALES] += experts[i] * template[EXPERT_SCALES]
+        member[TILES] += block * tile_bytes
+        member[SCALES] += block * scale_bytes
+        member[N_BLOCKS] = n_blocks
         member[INPUT], member[N_COLUMNS] = x.ctypes.data, x.shape[1]
         if rows.size:
             member[SOURCES] = rows.ctypes.data + 8 * first
         else:
             member[INPUT] += 4 * first * x.shape[1]
-        member[OUTPUT] = out.ctypes.data + 64 * first * template[N_BLOCKS]
+        member[OUTPUT] = out.ctypes.data + 64 * first * n_blocks
         place_rows(member, workspace, first * n_terms, (starts[i + 1] - first) * n_terms, starts[-1] * n_terms)
 
 
@@ -110,23 +113,21 @@ class GroupedMatmul:
             ValueError: if x does not fit, or the matrix lacks rows of chosen experts.
         """
         x, (first_row, n_rows) = whole_groups(x, weight.n_groups), place
-        last_row = first_row + (1 + int(pairs.experts.max(initial=-1))) * n_rows
+        n_pairs, n = len(pairs.rows), len(pairs.experts)
+        last_row = first_row + (1 + int(pairs.experts[-1])) * n_rows if n else 0
         if first_row % 16 or n_rows % 16 or last_row > 16 * weight.n_blocks:
             raise ValueError(f"{n_rows} rows per expert from {first_row} on do not fit {weight.n_blocks} blocks of 16.")
         if len(x) != (len(pairs.places) if gather else len(pairs.rows)):
             raise ValueError(f"{len(x)} rows of activations do not fit {len(pairs.rows)} pairs.")
-        n_pairs, n = len(pairs.rows), len(pairs.experts)
         out = np.empty((n_pairs, n_rows), np.float32)
         if n == 0:
             return out
-        template = np.concatenate([weight.fresh_arguments(), np.array(weight.block_bytes) * (n_rows // 16)])
-        template[[TILES, SCALES]] += first_row // 16 * np.array(weight.block_bytes)
-        template[N_BLOCKS] = n_rows // 16
         workspace = np.empty(n_pairs * weight.n_terms * weight.n_groups * BYTES_PER_GROUP, np.uint8)
-        members, firsts, group = np.empty((n, MEMBER_WORDS), np.int64), np.empty(n + 1, np.int64), np.empty(4, np.int64)
+        members, firsts, group = np.empty((n, N_ARGUMENTS), np.int64), np.empty(n + 1, np.int64), np.empty(4, np.int64)
         which = pairs.experts, pairs.starts, pairs.rows if gather else IN_ORDER
         functions = MEMBER_CHUNK.address, *self._matmul.functions(weight.kind)
-        _describe(x, which, workspace, out, template, members)
+        blocks = first_row // 16, n_rows // 16, *weight.block_bytes
+        _describe(x, which, workspace, out, weight.arguments, blocks, members)
         shared = self._pool.enter()
         try:
             _multiply(members, group, firsts, n_pairs * x.shape[1], functions, shared, self._pool.n_threads)

@@ -247,6 +247,11 @@ class TileMatrix:
         which = special.get(self.kind, OFFSETS_8)
         self._arguments[OFFSETS] = which  # index of the offsets' address, which _multiply puts here
 
+    @property
+    def arguments(self) -> Any:
+        """The argument array of which fresh_arguments() returns a copy. Callers must not change it."""
+        return self._arguments
+
     def fresh_arguments(self) -> Any:
         """Return an argument array for the chunk function that describes this matrix; the caller adds the rest."""
         return self._arguments.copy()

@@ -6,7 +6,6 @@ in the order of experts, lane by lane. So a token's choice and weights depend on
 Valid for widths that are multiples of 16 and up to 64 experts per token. Source: derived.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -182,24 +181,34 @@ def _choice_chunk(arguments: int, index: int) -> None:
 LOGIT_CHUNK, CHOICE_CHUNK = Chunk(_logit_chunk), Chunk(_choice_chunk)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RouterRule:
-    """A router's parameters.
+    """A router's parameters, with its addresses prepared for the kernels.
 
     Args:
         weights: fp32 (n_experts, width), width a multiple of 16.
-        bias: fp32 (n_experts,) added to the logits, or None.
-        choice_bias: the same, added to the scores for the choice only.
+        biases: fp32 (n_experts,) added to the logits, and the same added to the scores for the choice only; or None.
+        n_active: experts per token.
         kind: a key of KINDS.
+        renormalizes: whether a token's weights are divided by their sum.
+        scale: of the weights.
+
+    Raises:
+        ValueError: if a number is impossible.
     """
 
-    weights: Any
-    bias: Any
-    choice_bias: Any
-    n_active: int
-    kind: str
-    renormalizes: bool
-    scale: float
+    def __init__(
+        self, weights: Any, biases: tuple[Any, Any], n_active: int, kind: str, *, renormalizes: bool, scale: float
+    ) -> None:
+        self.n_experts, self.width = weights.shape
+        if self.width % 16 or not 0 < n_active <= min(self.n_experts, MAX_ACTIVE):
+            raise ValueError(f"{n_active} of {weights.shape} experts do not fit.")
+        self.n_active, self._kept = n_active, (weights, biases)
+        self.arguments = np.zeros(N_ARGUMENTS, np.int64)
+        addresses = (0 if each is None else each.ctypes.data for each in (weights, *biases))
+        self.arguments[WEIGHTS], self.arguments[BIAS], self.arguments[CHOICE_BIAS] = addresses
+        self.arguments[[WIDTH, N_EXPERTS, N_ACTIVE]] = self.width, self.n_experts, n_active
+        self.arguments[[KIND, RENORMALIZES]] = KINDS[kind], renormalizes
+        self.arguments[SCALE:].view(np.float32)[0] = scale
 
 
 def route(x: Any, rule: RouterRule, pool: ThreadPool) -> Any:
@@ -209,18 +218,16 @@ def route(x: Any, rule: RouterRule, pool: ThreadPool) -> Any:
         fp32 (m, 2 n_active): the indices of the chosen experts, from the highest to the lowest, then their weights.
 
     Raises:
-        ValueError: if a shape does not fit.
+        ValueError: if x does not fit.
     """
-    (n_experts, width), m, n_active = rule.weights.shape, len(x), rule.n_active
-    if x.shape != (m, width) or width % 16 or not 0 < n_active <= min(n_experts, MAX_ACTIVE):
-        raise ValueError(f"x {x.shape} and {n_active} of {rule.weights.shape} experts do not fit.")
-    logits, out = np.empty((m, n_experts), np.float32), np.empty((m, 2 * n_active), np.float32)
-    arrays = x, rule.weights, rule.bias, rule.choice_bias, logits, out
-    arguments = np.empty(N_ARGUMENTS, np.int64)
-    arguments[:WIDTH] = [0 if each is None else each.ctypes.data for each in arrays]
-    arguments[WIDTH:SCALE] = width, m, n_experts, n_active, KINDS[rule.kind], rule.renormalizes
-    arguments[SCALE:].view(np.float32)[0] = rule.scale
-    pool.run(LOGIT_CHUNK.address, arguments, -(-m // TILE) * -(-n_experts // TILE))
+    m = len(x)
+    if x.shape != (m, rule.width):
+        raise ValueError(f"x {x.shape} and a router of {rule.width} features do not fit.")
+    logits, out = np.empty((m, rule.n_experts), np.float32), np.empty((m, 2 * rule.n_active), np.float32)
+    arguments = rule.arguments.copy()
+    arguments[X], arguments[N_TOKENS] = x.ctypes.data, m
+    arguments[LOGITS], arguments[OUT] = logits.ctypes.data, out.ctypes.data
+    pool.run(LOGIT_CHUNK.address, arguments, -(-m // TILE) * -(-rule.n_experts // TILE))
     pool.run(CHOICE_CHUNK.address, arguments, -(-m // CHOSEN_TOKENS))
     return out
 

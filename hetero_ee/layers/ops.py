@@ -60,7 +60,7 @@ class Neurons:
     section: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Router:
     """A layer's router with its parameters on a device."""
 

@@ -136,6 +136,7 @@ class CpuOps(Ops):
         self._matmul = Matmul(pool)
         self._grouped_matmul = GroupedMatmul(pool, self._matmul)
         self._sparse_ffn, self._masked_linear = SparseFfn(pool), MaskedLinear(pool)
+        self._rules: dict[Router, RouterRule] = {}
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
         self._attentions: dict[tuple[Any, ...], tuple[KvWrite, Attention]] = {}
 
@@ -279,9 +280,12 @@ class CpuOps(Ops):
         return gate(x, gates)
 
     def route(self, x: Any, router: Router) -> Any:
-        spec = router.spec
-        choice = spec.n_active, spec.scores, spec.renormalizes, spec.scale
-        return route(x, RouterRule(router.weights, router.bias, router.choice_bias, *choice), self.pool)
+        rule = self._rules.get(router)
+        if rule is None:
+            spec, biases = router.spec, (router.bias, router.choice_bias)
+            more = {"renormalizes": spec.renormalizes, "scale": spec.scale}
+            self._rules[router] = rule = RouterRule(router.weights, biases, spec.n_active, spec.scores, **more)
+        return route(x, rule, self.pool)
 
     def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> ExpertOutputs:
         pairs = pairs_of(routes, experts.start, experts.n)

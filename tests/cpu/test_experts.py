@@ -108,8 +108,10 @@ def test_shapes_that_do_not_fit_are_refused(matmul: Matmul) -> None:
         multiply(case.x, case.matrix(), (0, ROWS), fitting, gather=False)
     with pytest.raises(ValueError, match="do not fit 8 pairs"):
         add_outputs(np.zeros((7, 32), np.float32), drawn_routes(4, 2), fitting, None, ThreadPool(1))
-    with pytest.raises(ValueError, match="Sums"):
-        add_outputs(np.zeros((8, 32), np.float32), drawn_routes(4, 2), fitting, np.zeros((4, 16)), ThreadPool(1))
+    with pytest.raises(ValueError, match="sums"):
+        add_outputs(
+            np.zeros((8, 32), np.float32), drawn_routes(4, 2), fitting, np.zeros((4, 16), np.float32), ThreadPool(1)
+        )
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -141,11 +143,11 @@ def test_pairs_are_in_order_of_experts_and_tokens() -> None:
     assert pairs.places.tolist() == [[4, 2], [3, 0], [5, 1]]
 
 
-def rule_of(weights: Any, n_active: int, kind: str, **more: Any) -> RouterRule:
-    values = {"bias": None, "choice_bias": None, "renormalizes": False, "scale": 1.0} | more
-    return RouterRule(
-        weights, values["bias"], values["choice_bias"], n_active, kind, values["renormalizes"], values["scale"]
-    )
+def rule_of(
+    weights: Any, n_active: int, kind: str, *biases: Any, renormalizes: bool = False, scale: float = 1.0
+) -> Any:
+    bias, choice_bias = biases or (None, None)
+    return RouterRule(weights, (bias, choice_bias), n_active, kind, renormalizes=renormalizes, scale=scale)
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 2 * TILE + 5])
@@ -156,9 +158,7 @@ def test_routes_are_those_of_torch(kind: str, n_experts: int, m: int) -> None:
     weights, x = (draw.standard_normal((n, 64), np.float32) * 0.3 for n in (n_experts, m))
     bias, choice_bias = draw.standard_normal((2, n_experts), np.float32)
     for n_active, renormalizes, scale, biases in ((1, False, 1.0, (None, None)), (4, True, 2.5, (bias, choice_bias))):
-        rule = rule_of(
-            weights, n_active, kind, bias=biases[0], choice_bias=biases[1], renormalizes=renormalizes, scale=scale
-        )
+        rule = rule_of(weights, n_active, kind, *biases, renormalizes=renormalizes, scale=scale)
         found = route(x, rule, ThreadPool(2))
         spec = RouterSpec(n_experts=n_experts, n_active=n_active, scores=kind, renormalizes=renormalizes, scale=scale)
         vectors = [None if each is None else torch.from_numpy(each) for each in (weights, *biases)]
