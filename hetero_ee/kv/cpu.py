@@ -138,7 +138,7 @@ class CpuKvCache(WindowedCache[_Sequence]):
 
     def _begin_at(self, sequence: int, first: int, length: int) -> None:
         held = self._sequences[sequence]
-        held.first, held.view = first, None
+        held.view, held.first = None, first  # in this order, as Ctrl-C may come between them
         self._move(sequence, first, length)
 
     def _move(self, sequence: int, first: int, length: int) -> None:

@@ -58,8 +58,9 @@ class WindowedCache(LayeredCache[S]):
             super().cut(sequence, length, layers)
         else:
             super().cut(sequence, 0)
-        if not any(self.lengths(sequence)):
-            self._sequences[sequence].first = 0
+        held = self._sequences[sequence]
+        if held.first and not any(held.lengths):
+            self._begin_at(sequence, 0, 0)
 
     def admit(self, batch: Batch, layers: range | None = None) -> None:
         for sequence in self._sequences.keys() & set(batch.sequences):

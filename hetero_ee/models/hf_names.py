@@ -149,7 +149,7 @@ def _of_experts(
     (whole, *single), n_experts, is_bias = modules, moe.router.n_experts, len(tensor.shape) == 1
     n_rows, *columns = tensor.shape[0] // n_experts, *tensor.shape[1:]
     ending, whole = (".bias", whole + BIASES) if is_bias else (".weight", whole)
-    if present is None or whole in present or whole + BLOCKS in present:
+    if not single or present is None or whole in present or whole + BLOCKS in present:
         shape = (*columns, n_rows) if is_paired else (n_rows, *columns)
         is_first = tensor.name.removesuffix("_bias").endswith(moe.first)
         pairs = (n_rows, n_rows) if is_paired and is_first else None

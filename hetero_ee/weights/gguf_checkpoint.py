@@ -93,7 +93,8 @@ class GgufCheckpoint:
         """Read a part's bytes, uint8 (N, bytes per row); a vector is one row. All experts' matrices are one tensor."""
         tensor, shape = self._tensor(part), part.stored_shape
         if part.expert is not None:
-            n_bytes = tensor.n_bytes // tensor.shape[0]
+            n_experts = tensor.shape[0] if len(tensor.shape) > len(shape) else 1  # llama.cpp drops dimensions of size 1
+            n_bytes = tensor.n_bytes // n_experts
             tensor = replace(tensor, start=tensor.start + part.expert * n_bytes, n_bytes=n_bytes)
         raw = torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)
         return raw.view(1 if len(shape) == 1 else shape[0], -1)

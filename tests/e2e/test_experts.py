@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hetero_ee.errors import ModelError
+from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID, SOFTMAX, RouterSpec
 from hetero_ee.layers.ops import Router
@@ -80,6 +80,29 @@ def test_the_text_part_of_a_model_that_reads_images_is_read(form: str, tmp_path:
     assert torch.equal(Checkpoint(tmp_path, spec).tensor("layers.2.moe.gate_up").view_as(expected), expected)
 
 
+def test_a_checkpoint_without_its_experts_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(random_model("granite-moe"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if "input_linear" not in name}, file)
+    with pytest.raises(CheckpointError, match=r"lacks tensors: .*0.block_sparse_moe.input_linear"):
+        Checkpoint(tmp_path, read_spec(tmp_path))
+
+
+def test_an_mtp_layer_with_experts_stays_unused(tmp_path: Path) -> None:
+    save_checkpoint(random_model("qwen3.5-moe"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    layer = {name: each for name, each in tensors.items() if name.startswith("model.layers.2.")}
+    assert any(".experts." in name for name in layer)
+    mtp = {name.replace("model.layers.2.", "mtp.layers.0."): each.clone() for name, each in layer.items()}
+    save_file(tensors | mtp, file)
+    edit_config(tmp_path, mtp_num_hidden_layers=1)
+    spec = read_spec(tmp_path)
+    assert spec.mtp is None
+    names = {each.name for each in Checkpoint(tmp_path, spec).tensors()}
+    assert names and not any(name.startswith(f"layers.{spec.n_layers}.") for name in names)
+
+
 def route(logits: list[float], n_active: int, **more: object) -> tuple[list[int], list[float]]:
     """The choice of a router with these logits."""
     bias = more.pop("bias", None)
@@ -112,6 +135,10 @@ def test_routers_weight_experts_as_their_families_do() -> None:
     [
         ({"moe_intermediate_size": 24}, "an expert's size is 24, expected a multiple of 16"),
         ({"num_experts_per_tok": 8}, "num_experts_per_tok is 8, expected a whole number from 1 to 7"),
+        (
+            {"num_experts_per_tok": 65, "num_experts": 128},
+            "num_experts_per_tok is 65, expected a whole number from 1 to 64",
+        ),
         ({"num_experts": 0, "num_local_experts": None}, "num_experts is 0"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),

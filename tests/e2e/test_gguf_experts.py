@@ -1,5 +1,6 @@
 """GGUF files with mixtures of experts: codes that are kept, gate and up in one tensor, and files that are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from hetero_ee.errors import CheckpointError, HeteroError
+from hetero_ee.hub.gguf import header as gguf_header
 from hetero_ee.hub.gguf.config import hf_config, hf_generation_config
 from hetero_ee.hub.gguf.header import GgufHeader, read_gguf_header
 from hetero_ee.models.hf_config import spec_from_hf
@@ -72,6 +74,22 @@ def test_gate_and_up_of_all_experts_may_be_one_tensor(tmp_path: Path, name: str,
     assert_same(logits(*opened(file, tmp_path, "none")), expected_logits(model))
     if kind == "Q8_0":
         assert_same(logits(*opened(file, tmp_path)), expected_logits(model))
+
+
+def test_a_single_expert_may_be_stored_without_its_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp's tools write it."""
+    family, sizes = FAMILIES["qwen3-moe"]
+    model = random_model(family, **(SMALL | sizes | {"num_experts": 1, "num_experts_per_tok": 1}))
+    plain = gguf_header.GgufTensor
+
+    def without(*arguments: Any, **named: Any) -> Any:
+        made = plain(*arguments, **named)
+        return replace(made, shape=made.shape[1:]) if made.shape[0] == 1 and len(made.shape) == 3 else made
+
+    monkeypatch.setattr(gguf_header, "GgufTensor", without)
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "F16")
+    assert len(read_gguf_header(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"].shape) == 2
+    assert_same(logits(*opened(tmp_path / "m.gguf", tmp_path, "none")), expected_logits(model))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ class Text:
             self.snapshots = {at: kept for at, kept in self.snapshots.items() if at <= length}
 
     def check(self, kind: str) -> None:
-        """What the next token sees is what was written last."""
+        """What the next token sees is what was written last, also by the view that CPU kernels have."""
+        if isinstance(self.cache, CpuKvCache):
+            assert self.cache.view(self.sequence, begin_of) == self.cache._sequences[self.sequence].first
         for layer, stamps in zip(LAYERS, self.stamps, strict=True):
             assert self.cache.length_at(self.sequence, layer) == len(stamps)
             first = max(0, len(stamps) + 1 - WINDOW)
@@ -88,6 +90,10 @@ class Text:
             found = read_back(self.cache, layer, self.sequence, first, len(stamps))
             for each, expected in zip(found, (written, -3 * written), strict=True):
                 assert np.array_equal(each.numpy(), rounded(kind, expected).swapaxes(0, 1))
+
+
+def begin_of(first: int, *_: Any) -> int:
+    return first
 
 
 def write(cache: Any, layer: int, batch: Batch, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -149,6 +155,20 @@ def test_memory_is_that_of_the_window(make: Callable[[str], Any], monkeypatch: p
     assert cache.n_bytes <= 2 * most * token_bytes + 16 * 4 * MAX_TOKENS // 64 + 64
     with pytest.raises((ValueError, UsageError)):
         cache.stored(LAYERS[0], 0, 0, 10)
+
+
+@pytest.mark.parametrize("make", [on_cpu, on_gpu])
+def test_a_sequence_whose_beginning_was_dropped_can_begin_again(make: Callable[[str], Any]) -> None:
+    cache = make("fp32")
+    text = Text(cache, 0)
+    for _ in range(6):
+        text.read(MAX_PASS, len(LAYERS))
+        text.check("fp32")
+    assert cache._sequences[0].first
+    text.cut(0)
+    text.read(MAX_PASS, len(LAYERS))
+    text.check("fp32")
+    cache.check()
 
 
 def test_a_sequence_can_always_forget_a_verification() -> None:

@@ -12,7 +12,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 TILE_ROWS = 16  # rows of a tile, which must belong to one expert
-MAX_EXPERTS = 4096
+MAX_EXPERTS, MAX_ACTIVE = 4096, 64  # of a layer, and of one token
 ReadSpec = Callable[[Fields, str], ModelSpec]
 _MLP, _SPARSE = "model.layers.{n}.mlp.", "model.layers.{n}.block_sparse_moe."
 # Of experts' matrices: the tensor of all experts, and the modules of each.
@@ -98,17 +98,20 @@ def read_experts(fields: Fields, spec: ModelSpec, router: RouterSpec, size: int)
 def read_router(fields: Fields, **more: Any) -> RouterSpec:
     """Read how many experts there are and how many a token uses. `more` has further fields of RouterSpec."""
     n_experts = fields.integer("num_experts", largest=MAX_EXPERTS)
-    n_active = fields.integer("num_experts_per_tok", largest=n_experts)
+    n_active = fields.integer("num_experts_per_tok", largest=min(n_experts, MAX_ACTIVE))
     return RouterSpec(n_experts=n_experts, n_active=n_active, **more)
 
 
 def with_experts(spec: ModelSpec, moe: MoeSpec, dense_layers: Collection[int] = ()) -> ModelSpec:
-    """Return the model with experts instead of FFNs, except in `dense_layers`."""
+    """Return the model with experts instead of FFNs, except in `dense_layers`.
+
+    Its MTP layer stays unused, because that one has experts, too.
+    """
     layers = (
         own if layer in dense_layers else replace(own, ffn=moe)
         for layer, own in enumerate(map(spec.layer, range(spec.n_layers)))
     )
-    return replace(spec, own_layers=tuple(layers), ffn_size=moe.active_size)
+    return replace(spec, own_layers=tuple(layers), ffn_size=moe.active_size, mtp=None)
 
 
 def read_qwen_2_attention(fields: Fields, architecture: str) -> ModelSpec:
