@@ -22,7 +22,7 @@ from tests.gguf_models import write_gguf
 
 pytest.importorskip("gguf")
 NAMES = ("qwen3-moe", "qwen3.5-moe", "gpt-oss")
-KEPT = {"Q4_0": "int4", "Q4_1": "int4 zeros", "MXFP4": "int4", "IQ4_NL": "int4", "Q8_0": "int8", "Q5_0": "int8"}
+KEPT = {"Q4_0": "int4", "Q4_1": "int4 zeros", "MXFP4": "int4", "IQ4_NL": "int4", "Q8_0": "int8", "Q5_0": "int5"}
 
 
 def model_of(name: str) -> Any:
