@@ -6,7 +6,6 @@ wherever memory or a thread's share ends. Hence matrix products and activations 
 their own.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,10 @@ from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID
 from hetero_ee.layers.ops import CLAMPED_SILU, Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
+from hetero_ee.ops.torch_attention import attend_by_row, attend_by_sequence
 from hetero_ee.ops.torch_delta import TorchConv, TorchDelta
 from hetero_ee.weights.weight import DenseWeight, Weight
+from hetero_ee_kernels.activation_reference import activated
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
 
@@ -333,39 +334,7 @@ class TorchOps(Ops):
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
 
-    def attention(
-        self,
-        queries: Tensor,
-        cache: CpuKvCache,
-        layer: int,
-        batch: Batch,
-        window: int | None,
-        scale: float | None = None,
-        cap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Let each token attend to its sequence up to itself: (m, heads, head_dim) -> (m, heads, head_dim).
-
-        Query heads share key heads in equal groups.
-
-        Args:
-            window: number of positions that a token sees, including its own; None for all.
-            scale: factor of the scores, 1 / sqrt(head_dim) if None.
-            cap: limit of the scores, cap tanh(score / cap); 0 for none.
-            sinks: a score per head (heads,) that takes part in the softmax and has no value.
-        """
-        n_heads, head_dim = queries.shape[1:]
-        scale = 1 / math.sqrt(head_dim) if scale is None else scale
-        outputs = []
-        for row, sequence, position in batch.entries():
-            first = 0 if window is None else max(0, position + 1 - window)
-            keys, values = cache.read(layer, sequence, first, position + 1)
-            grouped = queries[row].view(keys.shape[0], n_heads // keys.shape[0], head_dim)
-            scores = torch.bmm(grouped, keys.transpose(1, 2)) * scale
-            scores = cap * torch.tanh(scores / cap) if cap else scores
-            sink = None if sinks is None else sinks.view(*scores.shape[:2], 1)
-            outputs.append(torch.bmm(_softmax(scores, sink), values).view(n_heads, head_dim))
-        return torch.stack(outputs)
+    attention = staticmethod(attend_by_row)
 
     def activated(self, x: Tensor, kind: str, threshold: float) -> Tensor:
         """Apply the activation function to each element: (m, F) -> (m, F)."""
@@ -393,85 +362,9 @@ class BatchedTorchOps(TorchOps):
     def summed(self, inner: Tensor, down: Weight) -> Tensor:
         return inner @ down.dequantize()
 
-    def attention(
-        self,
-        queries: Tensor,
-        cache: CpuKvCache,
-        layer: int,
-        batch: Batch,
-        window: int | None,
-        scale: float | None = None,
-        cap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        outputs = torch.empty_like(queries)
-        positions = torch.tensor(batch.positions)
-        for sequence in sorted(set(batch.sequences)):
-            mine = torch.tensor([row for row, owner, _ in batch.entries() if owner == sequence])
-            first = 0 if window is None else max(0, int(positions[mine].min()) + 1 - window)
-            keys, values = cache.read(layer, sequence, first, int(positions[mine].max()) + 1)
-            distance = positions[mine, None] - torch.arange(first, first + keys.shape[1])
-            seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            if cap or sinks is not None:
-                outputs[mine] = _capped_attention(queries[mine], keys, values, seen, scale, cap, sinks)
-                continue
-            attended = F.scaled_dot_product_attention(
-                queries[mine].transpose(0, 1)[None],
-                keys[None],
-                values[None],
-                attn_mask=seen,
-                enable_gqa=True,
-                scale=scale,
-            )
-            outputs[mine] = attended[0].transpose(0, 1)
-        return outputs
-
-
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the weights of scores (..., n), whose sum is below 1 if there are sinks (..., 1)."""
-    return torch.softmax(scores, -1) if sinks is None else torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-
-
-def _capped_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    scale: float | None,
-    cap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend within one sequence: (m, heads, head_dim), keys and values (kv_heads, n, head_dim), seen (m, n)."""
-    m, n_heads, head_dim = queries.shape
-    grouped = queries.transpose(0, 1).reshape(keys.shape[0], -1, head_dim)  # a key head's queries, head by head
-    scores = torch.bmm(grouped, keys.transpose(1, 2)) * (1 / math.sqrt(head_dim) if scale is None else scale)
-    scores = cap * torch.tanh(scores / cap) if cap else scores
-    masked = scores.view(n_heads, m, -1).masked_fill(~seen, -math.inf)
-    sink = None if sinks is None else sinks.view(n_heads, 1, 1).expand(-1, m, -1)
-    weights = _softmax(masked, sink).reshape(keys.shape[0], -1, keys.shape[1])
-    return torch.bmm(weights, values).view(n_heads, m, head_dim).transpose(0, 1)
+    attention = staticmethod(attend_by_sequence)
 
 
 def _activation(row: Tensor, kind: str, threshold: float) -> Tensor:
     """Apply the activation to a row (F,), in pieces too small for torch to share among threads."""
-    return torch.cat([_activate(piece.clone(), kind, threshold) for piece in torch.split(row, UNSHARED_ELEMENTS)])
-
-
-def _activate(x: Tensor, kind: str, threshold: float) -> Tensor:
-    match kind:
-        case "silu":
-            return F.silu(x)
-        case "relu":
-            return F.relu(x)
-        case "fatrelu":
-            return torch.where(x >= threshold, x, 0.0)
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "softcap":
-            return threshold * torch.tanh(x / threshold)
-        case "clamped_silu":
-            clamped = x.clamp(max=threshold)
-            return clamped * torch.sigmoid(1.702 * clamped)
-    raise ValueError(f"no activation called {kind}")
+    return torch.cat([activated(piece.clone(), kind, threshold) for piece in torch.split(row, UNSHARED_ELEMENTS)])

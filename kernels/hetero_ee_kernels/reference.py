@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hetero_ee_kernels.activation_reference import activated
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages
 from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
 from hetero_ee_kernels.tile_matrix import BYTES, SIX, TileMatrix
@@ -153,30 +154,10 @@ def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: floa
     n_outputs = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(len(x), n_outputs) if out is None else out
     for row, target in zip(x, out, strict=True):
-        active, up = _activated(row[:n_outputs].clone(), kind, threshold), row[n_outputs:]
+        active, up = activated(row[:n_outputs].clone(), kind, threshold), row[n_outputs:]
         up = up.clamp(-threshold, threshold) + 1 if kind == "clamped_silu" else up
         target.copy_(active * up if gated else active)
     return out
-
-
-def _activated(x: Any, kind: str, threshold: float) -> Any:
-    match kind:
-        case "silu":
-            return F.silu(x)
-        case "relu":
-            return F.relu(x)
-        case "fatrelu":
-            return torch.where(x >= threshold, x, 0.0)
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "softcap":
-            return threshold * torch.tanh(x / threshold)
-        case "clamped_silu":
-            clamped = x.clamp(max=threshold)
-            return clamped * torch.sigmoid(1.702 * clamped)
-    raise ValueError(f"Unknown activation {kind}.")
 
 
 def rotated(heads: Any, positions: Any, table: Any) -> Any:
