@@ -44,9 +44,9 @@ from hetero_ee_cpu_ops.attention.attention_block import (
     begin_query,
     block_scores,
     block_values,
-    block_weights,
     finish_query,
 )
+from hetero_ee_cpu_ops.attention.block_weights import block_weights
 from hetero_ee_cpu_ops.attention.kv_table import (
     CAPACITY,
     COLUMNS,
@@ -57,6 +57,15 @@ from hetero_ee_cpu_ops.attention.kv_table import (
     VALUE_SCALES,
     VALUES,
 )
+from hetero_ee_cpu_ops.attention.work_items import (
+    NEEDS_EIGHT,
+    NEEDS_TWO,
+    TILE_QUERIES,
+    count_parts,
+    needed_tiles,
+    part_queries,
+    tile_bit,
+)
 from hetero_ee_cpu_ops.jit.atomics import call_chunk
 from hetero_ee_cpu_ops.jit.kernel_files import inner
 from hetero_ee_cpu_ops.jit.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
@@ -66,7 +75,6 @@ from hetero_ee_cpu_ops.simd.floats import element_bytes, read_float, scratch, wr
 
 ELEMENTS = {"fp32": np.float32(0), "fp16": np.uint16(0), "int8": np.int8(0)}  # type of a stored value
 MAX_GROUP = 128  # query heads per key head
-TILE_QUERIES = 4  # items hold whole tiles of this many queries, except the last item of a sequence
 SHARED_FROM = 32_000  # positions x query features: 5 us of one thread with a warm cache, 20 us otherwise
 QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WINDOW, FACTOR, ITEM_QUERIES, CAP = range(
     13
@@ -75,82 +83,16 @@ TWO, EIGHT = 13, 14  # addresses of the chunk functions with tiles of 2 and 8 qu
 SINKS = 15  # their address, 0 if the model has none
 N_ARGUMENTS, ARGUMENT_BYTES = 16, 128
 NO_SINKS = np.zeros(0, np.float32)
-NEEDS_TWO, NEEDS_EIGHT = 1, 2  # bits of a set of these two functions
 # Addresses of these functions before they are compiled, by _is_wide(). 0 means that an item may need one. Without
 # AVX-512 nothing calls them, so that 1, which is never used, keeps them from being compiled.
 NOT_YET = {True: (0, 0), False: (1, 1)}
 
 
 @inner
-def _run_end(table: int, row: int, n_rows: int) -> int:
-    """Return the end of the consecutive rows, starting at `row`, that belong to the same sequence.
-
-    Positions are compared too: addresses of two sequences whose memory begins at different positions may be equal.
-    """
-    line = table + 8 * COLUMNS * row
-    end = row + 1
-    while end < n_rows and word(table + 8 * COLUMNS * end, KEYS) == word(line, KEYS):
-        if word(table + 8 * COLUMNS * end, POSITION) != word(line, POSITION) + end - row:
-            break
-        end += 1
-    return end
-
-
-@inner
-def _even(n_queries: int, most: int) -> int:
-    """Return the queries per item of a sequence: whole tiles, at most `most`, that make items about equal."""
-    n_parts = -(-n_queries // most)
-    return -(-n_queries // (TILE_QUERIES * n_parts)) * TILE_QUERIES
-
-
-@inner
-def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
-    """Return the number of work items per key head, over all sequences."""
-    n_parts, row = 0, 0
-    while row < n_rows:
-        end = _run_end(table, row, n_rows)
-        n_queries = (end - row) * group
-        n_parts += -(-n_queries // _even(n_queries, most))
-        row = end
-    return n_parts
-
-
-@inner
-def _tile_bit(n_queries: int) -> int:
-    """Return NEEDS_TWO or NEEDS_EIGHT if an item of n_queries uses these tiles, 0 if it uses tiles of 4."""
-    return NEEDS_TWO if n_queries == 2 else NEEDS_EIGHT if 6 <= n_queries <= 8 else 0
-
-
-@inner
-def _needed(table: int, n_rows: int, group: int, most: int) -> int:
-    """Return the tile bits that the work items of all sequences need, NEEDS_TWO | NEEDS_EIGHT at most.
-
-    The items of a sequence have equal sizes except the last, so two sizes per sequence are checked.
-    """
-    needed, row = 0, 0
-    while row < n_rows:
-        end = _run_end(table, row, n_rows)
-        n_queries = (end - row) * group
-        size = min(n_queries, _even(n_queries, most))
-        needed |= _tile_bit(size) | _tile_bit(n_queries - (n_queries - 1) // size * size)
-        row = end
-    return needed
-
-
-@inner
 def _part(arguments: int, number: int) -> Any:
-    """Return the range of queries (first, end) of a key head's work item `number`, counted row by row."""
-    table, n_rows, group = word(arguments, TABLE), word(arguments, N_ROWS), word(arguments, GROUP)
-    row = 0
-    while True:
-        end = _run_end(table, row, n_rows)
-        size = _even((end - row) * group, word(arguments, ITEM_QUERIES))
-        n_parts = -(-(end - row) * group // size)
-        if number < n_parts:
-            first = row * group + number * size
-            return first, min(first + size, end * group)
-        number -= n_parts
-        row = end
+    """Return the range of queries (first, end) of a key head's work item `number`."""
+    n_rows, group = word(arguments, N_ROWS), word(arguments, GROUP)
+    return part_queries(word(arguments, TABLE), n_rows, group, word(arguments, ITEM_QUERIES), number)
 
 
 @inner
@@ -211,7 +153,7 @@ def _function(arguments: int, number: int) -> int:
     Items of 2 queries use tiles of 2, items of 6 to 8 use a tile of 8. 5 queries use 4 + 1.
     """
     first, end = _part(arguments, number)
-    size = _tile_bit(end - first)
+    size = tile_bit(end - first)
     return word(arguments, TWO) if size == NEEDS_TWO else word(arguments, EIGHT) if size == NEEDS_EIGHT else 0
 
 
@@ -276,13 +218,13 @@ def _enter(
         n_positions += min(position + 1, window) if window else position + 1
     n_threads = 1 if n_positions * n_features < SHARED_FROM else n_threads
     size = min(MAX_QUERIES, MAX_FEATURES // (-(-head_dim // 16) * 16)) // TILE_QUERIES * TILE_QUERIES
-    n_parts = _n_parts(table.ctypes.data, m, group, size)
+    n_parts = count_parts(table.ctypes.data, m, group, size)
     while n_parts * n_kv_heads < n_threads and size > TILE_QUERIES:  # idle threads cost more than reading keys twice
         size = size // (2 * TILE_QUERIES) * TILE_QUERIES
-        n_parts = _n_parts(table.ctypes.data, m, group, size)
+        n_parts = count_parts(table.ctypes.data, m, group, size)
     lacking = (0 if two else NEEDS_TWO) | (0 if eight else NEEDS_EIGHT)
     if lacking:
-        lacking &= _needed(table.ctypes.data, m, group, size)
+        lacking &= needed_tiles(table.ctypes.data, m, group, size)
         if lacking:
             return -1 - lacking
     alone = n_threads == 1
