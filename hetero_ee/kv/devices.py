@@ -196,15 +196,26 @@ GpuCache = GpuKvCache | GpuRecurrentCache | GpuCaches
 
 
 def gpu_cache(
-    spec: ModelSpec, max_tokens: int, kind: str, device: Any, layers: Sequence[int] | None = None, *, n_slots: int
+    spec: ModelSpec,
+    max_tokens: int,
+    kind: str,
+    device: Any,
+    layers: Sequence[int] | None = None,
+    *,
+    n_slots: int,
+    pass_tokens: int = 0,
 ) -> GpuCache:
-    """Return a cache of the given layers, None for all, on a GPU, with a part for each shape of state."""
+    """Return a cache of the given layers, None for all, on a GPU, with a part for each shape of state.
+
+    Args:
+        pass_tokens: see kept_tokens().
+    """
     parts: list[GpuKvCache | GpuRecurrentCache] = [
         GpuKvCache(
             (len(mine), shape.n_kv_heads, shape.head_dim),
             max_tokens,
             device,
-            pool_tokens=kept_tokens(max_tokens, shape.window),
+            pool_tokens=kept_tokens(max_tokens, shape.window, pass_tokens),
             n_slots=n_slots,
             kind=kind,
             layers=mine,

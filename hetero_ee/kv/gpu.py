@@ -235,11 +235,14 @@ class VisitingCache(GpuKvCache):
 
     Args:
         shape: number and size of the key heads, and the sliding window.
+        pass_tokens: see kept_tokens().
     """
 
-    def __init__(self, shape: tuple[int, int, int | None], max_tokens: int, kind: str, device: Any) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int | None], max_tokens: int, kind: str, device: Any, pass_tokens: int = 0
+    ) -> None:
         n_heads, head_dim, window = shape
-        pool_tokens = kept_tokens(max_tokens, window)
+        pool_tokens = kept_tokens(max_tokens, window, pass_tokens)
         super().__init__(
             (1, n_heads, head_dim), max_tokens, device, pool_tokens=pool_tokens, n_slots=1, kind=kind, window=window
         )

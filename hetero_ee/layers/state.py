@@ -11,17 +11,22 @@ FLOAT_BYTES = 4
 MAX_DECODE_TOKENS = 16  # up to this many, attention reads keys and values once and pays a little for each more
 
 LOG_TOKENS = MAX_DECODE_TOKENS + 8  # last tokens that a state can always forget: a verification and its next guess
-MAX_PASS_TOKENS = 512  # most tokens of a sequence in one pass, a prompt's chunk
+MAX_PASS_TOKENS = 512  # tokens of a sequence in one pass, a prompt's chunk, unless a plan has larger ones
 BLOCK_TOKENS = (
     64  # keys and values before a sliding window are dropped in blocks of this many, the size of a GPU's page
 )
 
 
-def kept_tokens(n_tokens: int, window: int | None) -> int:
-    """Return how many of n_tokens tokens a KV cache can hold: with a sliding window, those that a pass may see."""
+def kept_tokens(n_tokens: int, window: int | None, pass_tokens: int = 0) -> int:
+    """Return how many of n_tokens tokens a KV cache can hold: with a sliding window, those that a pass may see.
+
+    Args:
+        pass_tokens: most tokens in one pass, if they are more than MAX_PASS_TOKENS.
+    """
     if window is None:
         return n_tokens
-    n_seen = window + LOG_TOKENS + MAX_DECODE_TOKENS + MAX_PASS_TOKENS  # some layers may be a few tokens ahead
+    # Some layers may be a few tokens ahead.
+    n_seen = window + LOG_TOKENS + MAX_DECODE_TOKENS + max(pass_tokens, MAX_PASS_TOKENS)
     return min(n_tokens, (n_seen // BLOCK_TOKENS + 2) * BLOCK_TOKENS)
 
 
@@ -47,6 +52,10 @@ class State(ABC):
         """Return the bytes of a copy that restores the state; 0 if it can be rolled back to any of n_tokens tokens."""
         return 0
 
+    def pass_bytes(self, n_tokens: int, kv_type: str, pass_tokens: int) -> int:
+        """Return the bytes that passes of up to pass_tokens tokens add to n_bytes()."""
+        return 0
+
     @property
     def runs_on_gpu(self) -> bool:
         """Whether GPUs have kernels for mixers with such a state."""
@@ -65,6 +74,10 @@ class KvState(State):
 
     def n_bytes(self, n_tokens: int, kv_type: str) -> int:
         return 0 if self.source is not None else kept_tokens(n_tokens, self.window) * self.token_bytes(kv_type)
+
+    def pass_bytes(self, n_tokens: int, kv_type: str, pass_tokens: int) -> int:
+        n_more = kept_tokens(n_tokens, self.window, pass_tokens) - kept_tokens(n_tokens, self.window)
+        return 0 if self.source is not None else n_more * self.token_bytes(kv_type)
 
     def snapshot_bytes(self, n_tokens: int, kv_type: str) -> int:
         n_needed = 0 if self.window is None or self.source is not None else self.window + LOG_TOKENS + BLOCK_TOKENS

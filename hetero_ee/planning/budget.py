@@ -48,12 +48,20 @@ def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[
         if products := exit_map_products(spec.hidden_size, map_rank):
             terms.append(MemoryTerm("gpu", "exit map", sum(rounded(product.n_bytes) for product in products)))
     graph_bytes = GRAPH_BYTES + rounded(MAX_DECODE_TOKENS * spec.n_layers * GRAPH_LAYER_BYTES)
+    if pass_bytes := sum(_pass_bytes(problem, part, chunk_tokens) for part in problem.layers):  # wherever they are
+        terms.append(MemoryTerm("gpu", "keys and values of large chunks", rounded(pass_bytes)))
     return [
         *terms,
         *problem.sizes.gpu_terms(problem.context_tokens, chunk_tokens),
         MemoryTerm("gpu", "graphs and workspaces", graph_bytes),
         *draft_terms(problem, "gpu", head),
     ]
+
+
+def _pass_bytes(problem: Problem, part: Part, chunk_tokens: int) -> int:
+    """Return the bytes that large chunks of prompts add to the part's keys and values, if it has a sliding window."""
+    state = part.cost.state
+    return 0 if state is None else state.pass_bytes(problem.context_tokens, problem.kv_type, chunk_tokens)
 
 
 def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) -> list[MemoryTerm]:
@@ -112,7 +120,7 @@ def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: in
         elif placement.is_split:
             weight_bytes += cold_bytes(part, placement)
         if not placement.on_gpu:
-            kv_bytes += part.kv_bytes(problem.context_tokens)
+            kv_bytes += part.kv_bytes(problem.context_tokens) + _pass_bytes(problem, part, chunk_tokens)
     pinned = max(pinned_buffer_bytes(problem.parts, each) for each in (decode, prefill))
     return [
         MemoryTerm("cpu", "weights", weight_bytes),

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hetero_ee.costs.experts import ExpertRows
 from hetero_ee.decoding.simulation import of_shapes
 from hetero_ee.errors import UsageError
+from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.devices import gpu_cache
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
@@ -188,3 +191,23 @@ def test_a_verification_grows_by_the_union() -> None:
     cold = [costs.split_s(MOE, Placement.hot(0), m)[2] for m in (1, 4)]
     assert times.verify_s(0, 4) - times.verify_s(0, 1) > 0.9 * 40 * (cold[1] - cold[0])
     assert 2.5 < cold[1] / cold[0] < 3.82  # the constant part are transfers
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 4096])
+def test_plans_count_what_a_large_chunk_adds_to_the_keys_of_sliding_windows(chunk_tokens: int) -> None:
+    spec = known_spec("gpt-oss-20b")
+    limits = {"context_tokens": 8192, "gpu_layers": 24, "n_cpu_moe": 24, "chunk_tokens": chunk_tokens, "mode": "full"}
+    made = make_plan(spec, PROFILE, Limits(**limits))  # type: ignore[arg-type]
+    counted = sum(term.n_bytes for term in made.memory if term.device == "gpu" and "large chunks" in term.name)
+    windowed = [layer for layer, window in enumerate(spec.sliding_windows) if window is not None]
+    caches = [
+        gpu_cache(spec, 8192, "fp16", torch.device("cpu"), windowed[:1], n_slots=1, pass_tokens=pass_tokens)
+        for pass_tokens in (0, chunk_tokens)
+    ]
+    small, large = (cache.n_bytes for cache in caches)
+    assert 0 <= counted - len(windowed) * (large - small) < 2**21
+    assert (counted > 0) == (chunk_tokens > 512)
+    caches[1].open(0)
+    for first in (0, chunk_tokens):
+        caches[1].admit(Batch.of_sequence(0, first, [0] * chunk_tokens))
+    assert caches[1].n_bytes == large

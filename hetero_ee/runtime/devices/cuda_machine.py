@@ -126,8 +126,9 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
         kept.append(blocks[-2][0])
     visits = any(part.prefill_placement == Placement.VISIT and part.kv_bytes for part in plan.parts)
     with driver_errors("the model", gpu.driver.free_bytes):
-        cache = gpu_cache(spec, plan.context_tokens, plan.kv_type, gpu.device, layers, n_slots=N_SLOTS)
-        return GpuExecutor(spec, weights, kept, cache, gpu.operations, _n_rows(plan), plan.kv_type if visits else None)
+        n_rows, sizes = _n_rows(plan), (plan.context_tokens, plan.kv_type)
+        cache = gpu_cache(spec, *sizes, gpu.device, layers, n_slots=N_SLOTS, pass_tokens=n_rows)
+        return GpuExecutor(spec, weights, kept, cache, gpu.operations, n_rows, plan.kv_type if visits else None)
 
 
 def _n_rows(plan: Plan) -> int:

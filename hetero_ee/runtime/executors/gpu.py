@@ -64,7 +64,7 @@ class GpuExecutor(BlockExecutor):
         self._recorder = recorder_for(self._device, operations)
         self._inputs = _token_inputs(spec, weights, self._model_blocks)
         self._visiting = {
-            shape: VisitingCache(shape, cache.max_tokens, visits, self._device)
+            shape: VisitingCache(shape, cache.max_tokens, visits, self._device, n_rows)
             for shape in kv_layers(spec)
             if visits and shape.n_kv_heads
         }
