@@ -44,8 +44,8 @@ CHOSEN_TOKENS = 8  # tokens for which a thread chooses experts at a time
 FOUR, EIGHT, SIXTEEN = (0,) * 4, (0,) * 8, (0,) * 16
 (
     X, WEIGHTS, BIAS, CHOICE_BIAS, LOGITS, OUT, WIDTH, N_TOKENS, N_EXPERTS, N_ACTIVE, KIND, RENORMALIZES, SCALE,
-    N_ARGUMENTS,
-) = range(14)  # fmt: skip
+    ADDED, N_ARGUMENTS,
+) = range(15)  # fmt: skip
 
 divide = operation(2, lambda a, b: a / b, "divide", "a / b.")
 
@@ -167,7 +167,9 @@ def _route(arguments: int, token: int, chosen: int) -> None:
         _normalize(weights, n_active, _sum(scores, n), one)
     elif kind == 2:
         _normalize(weights, n_active, _sum(weights, n_active), one)
-    total = _sum(weights, n_active) if word(arguments, RENORMALIZES) else one
+    total = one
+    if word(arguments, RENORMALIZES):
+        total = _sum(weights, n_active) + read_float(arguments + 8 * ADDED)
     _normalize(weights, n_active, total, scale)
 
 
@@ -189,7 +191,7 @@ class RouterRule:
         biases: fp32 (n_experts,) added to the logits, and the same added to the scores for the choice only; or None.
         n_active: experts per token.
         kind: a key of KINDS.
-        renormalizes: whether a token's weights are divided by their sum.
+        renormalizes: whether a token's weights are divided by their sum plus `added`.
         scale: of the weights.
 
     Raises:
@@ -197,7 +199,15 @@ class RouterRule:
     """
 
     def __init__(
-        self, weights: Any, biases: tuple[Any, Any], n_active: int, kind: str, *, renormalizes: bool, scale: float
+        self,
+        weights: Any,
+        biases: tuple[Any, Any],
+        n_active: int,
+        kind: str,
+        *,
+        renormalizes: bool,
+        scale: float,
+        added: float,
     ) -> None:
         self.n_experts, self.width = weights.shape
         if self.width % 16 or not 0 < n_active <= min(self.n_experts, MAX_ACTIVE):
@@ -208,7 +218,7 @@ class RouterRule:
         self.arguments[WEIGHTS], self.arguments[BIAS], self.arguments[CHOICE_BIAS] = addresses
         self.arguments[[WIDTH, N_EXPERTS, N_ACTIVE]] = self.width, self.n_experts, n_active
         self.arguments[[KIND, RENORMALIZES]] = KINDS[kind], renormalizes
-        self.arguments[SCALE:].view(np.float32)[0] = scale
+        self.arguments[SCALE:].view(np.float32)[::2] = scale, added
 
 
 def route(x: Any, rule: RouterRule, pool: ThreadPool) -> Any:

@@ -50,11 +50,11 @@ class ExpertRows:
         return self.n_units * sum(product.n_bytes for product in self.products)
 
     def read_bytes(self, shares: NeuronShares, m: int) -> int:
-        """Return the bytes of the experts that m tokens should need."""
+        """Return the expected bytes of the experts that m tokens use."""
         return int(needed_share(shares.active, m) * self.n_bytes)
 
     def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int, n_terms: int) -> float:
-        """Return the seconds a device needs to multiply m tokens by their experts: a product of all that are needed.
+        """Return the seconds that a device needs to multiply m tokens by their experts, as one product of all of them.
 
         Each needed expert multiplies the same number of tokens, on average.
         """
@@ -77,7 +77,7 @@ class ExpertRows:
         return (self.router,)
 
     def group_products(self, products: Sequence[Product], n_units: int, *, is_first: bool) -> tuple[Product, ...]:
-        """Return the other products, of a shared expert, which the device with the first experts computes."""
+        """Return the products of a shared expert, which the device with the first experts computes."""
         return tuple(product for product in products if product != self.router) if is_first else ()
 
     def sent_values(self, *, is_predicted: bool) -> int:

@@ -33,14 +33,15 @@ SOFTMAX, SIGMOID, OF_CHOSEN = "softmax", "sigmoid", "softmax_of_chosen"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """How a layer's router chooses experts and weights their outputs: everything in which families differ."""
+    """Parameters of a layer's router, which chooses experts and weights their outputs. Families differ only in these."""
 
     n_experts: int
     n_active: int  # experts per token
     scores: str = SOFTMAX  # SOFTMAX or SIGMOID: of all logits, before the choice; OF_CHOSEN: softmax of those chosen
     has_bias: bool = False  # added to the logits
     has_choice_bias: bool = False  # added to the scores for the choice only
-    renormalizes: bool = False  # divides a token's weights by their sum
+    renormalizes: bool = False  # divides a token's weights by their sum plus `added`
+    added: float = 0.0
     scale: float = 1.0  # of the weights
 
 

@@ -283,7 +283,7 @@ class CpuOps(Ops):
         rule = self._rules.get(router)
         if rule is None:
             spec, biases = router.spec, (router.bias, router.choice_bias)
-            more = {"renormalizes": spec.renormalizes, "scale": spec.scale}
+            more = {"renormalizes": spec.renormalizes, "scale": spec.scale, "added": spec.added}
             self._rules[router] = rule = RouterRule(router.weights, biases, spec.n_active, spec.scores, **more)
         return route(x, rule, self.pool)
 

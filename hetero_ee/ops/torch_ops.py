@@ -219,7 +219,7 @@ class TorchOps(Ops):
         else:
             weights = (scores if spec.scores == SIGMOID else torch.softmax(logits, -1)).gather(1, chosen)
         if spec.renormalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + spec.added)
         return torch.cat([chosen.float(), weights * spec.scale], 1)
 
     @torch.inference_mode()

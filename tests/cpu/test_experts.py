@@ -144,10 +144,16 @@ def test_pairs_are_in_order_of_experts_and_tokens() -> None:
 
 
 def rule_of(
-    weights: Any, n_active: int, kind: str, *biases: Any, renormalizes: bool = False, scale: float = 1.0
+    weights: Any,
+    n_active: int,
+    kind: str,
+    *biases: Any,
+    renormalizes: bool = False,
+    scale: float = 1.0,
+    added: float = 0.0,
 ) -> Any:
     bias, choice_bias = biases or (None, None)
-    return RouterRule(weights, (bias, choice_bias), n_active, kind, renormalizes=renormalizes, scale=scale)
+    return RouterRule(weights, (bias, choice_bias), n_active, kind, renormalizes=renormalizes, scale=scale, added=added)
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 2 * TILE + 5])
@@ -236,3 +242,16 @@ def test_torch_computes_an_expert_as_a_dense_ffn() -> None:
             rows = slice(expert * hidden, (expert + 1) * hidden)
             expected += weight * (down[rows] @ (torch.nn.functional.silu(gate) * up) + biases[1][rows])
         assert_close(found[token].numpy(), expected.numpy(), 1e-5)
+
+
+def test_weights_whose_sum_is_zero_stay_finite() -> None:
+    weights = np.full((9, 16), -20.0, np.float32)
+    how = {"renormalizes": True, "scale": 2.0, "added": 1e-6}
+    rule = rule_of(weights, 4, SIGMOID, **how)
+    spec = RouterSpec(n_experts=9, n_active=4, scores=SIGMOID, **how)
+    for value in (1.0, 0.05, 0.0):
+        x = np.full((1, 16), value, np.float32)
+        found = route(x, rule, ThreadPool(1))
+        expected = TorchOps().route(torch.from_numpy(x), Router(spec, torch.from_numpy(weights), None, None)).numpy()
+        assert found[0, :4].tolist() == [3, 2, 1, 0]
+        assert found[0, 4:] == pytest.approx(expected[0, 4:], rel=1e-5, abs=1e-30)

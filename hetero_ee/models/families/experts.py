@@ -57,7 +57,7 @@ def reader(
         read_dense: reads the dense family.
         size: field with an expert's number of neurons.
         scores: see RouterSpec.
-        renormalizes: see RouterSpec; None if norm_topk_prob says it.
+        renormalizes: see RouterSpec; None to read it from norm_topk_prob.
         shared: default size of a gated expert that every token uses; None if there is none.
     """
 
@@ -76,7 +76,7 @@ def reader(
 
 
 def _with_sizes(fields: Fields) -> Fields:
-    """Return the fields with num_experts, which some files call otherwise, and a size of dense FFNs."""
+    """Add num_experts, which some files call num_local_experts, and the size of dense FFNs, if they are missing."""
     n_experts = fields.get("num_experts", fields.get("num_local_experts"))
     dense = fields.get("intermediate_size", fields.get("moe_intermediate_size"))
     return fields.with_values(num_experts=n_experts, intermediate_size=dense)
@@ -86,17 +86,17 @@ def read_experts(fields: Fields, spec: ModelSpec, router: RouterSpec, size: int)
     """Return a layer's experts of `size` neurons, with the activation of the model's FFNs.
 
     Raises:
-        ModelError: for sizes that are not whole tiles.
+        ModelError: if a size is not a multiple of TILE_ROWS.
     """
     for name, found in (("hidden_size", spec.hidden_size), ("an expert's size", size)):
         if found % TILE_ROWS:
-            raise fields.fail(f"{name} is {found}, expected a multiple of {TILE_ROWS}, which experts need.")
+            raise fields.fail(f"{name} is {found}, expected a multiple of {TILE_ROWS} in a model with experts.")
     activation = Activation(spec.activation, spec.activation_threshold, spec.gated)
     return MoeSpec(router=router, hidden_size=spec.hidden_size, size=size, activation=activation)
 
 
 def read_router(fields: Fields, **more: Any) -> RouterSpec:
-    """Read how many experts there are and how many a token uses. `more` has further fields of RouterSpec."""
+    """Read the number of experts and of experts per token. `more` has further fields of RouterSpec."""
     n_experts = fields.integer("num_experts", largest=MAX_EXPERTS)
     n_active = fields.integer("num_experts_per_tok", largest=min(n_experts, MAX_ACTIVE))
     return RouterSpec(n_experts=n_experts, n_active=n_active, **more)
@@ -115,14 +115,14 @@ def with_experts(spec: ModelSpec, moe: MoeSpec, dense_layers: Collection[int] = 
 
 
 def read_qwen_2_attention(fields: Fields, architecture: str) -> ModelSpec:
-    """Read what Qwen2-MoE (arXiv 2407.10671) has in common with dense models."""
+    """Read the fields of Qwen2-MoE (arXiv 2407.10671) that dense models have, too."""
     fields.refuse_flag("use_sliding_window", "a window of some layers")
     spec = variants.QWEN_2(fields, architecture)
     return replace(spec, qkv_bias=fields.flag("qkv_bias", True))
 
 
 def read_olmoe_attention(fields: Fields, architecture: str) -> ModelSpec:
-    """Read what OLMoE (arXiv 2409.02060) has in common with dense models."""
+    """Read the fields of OLMoE (arXiv 2409.02060) that dense models have, too."""
     if fields.get("clip_qkv") is not None:
         raise fields.fail(f"clip_qkv is {shown(fields.get('clip_qkv'))}, and clipped queries are not supported.")
     return variants.OLMOE(fields, architecture)

@@ -13,6 +13,7 @@ from hetero_ee.models.spec import ModelSpec
 
 CONV = "conv"
 MAX_KERNEL = 16
+ADDED = 1e-6  # to the sum of a token's weights; source: transformers' Lfm2MoeTopKRouter
 _LAYER = "model.layers.{n}."
 TENSOR_NAMES = llama.TENSOR_NAMES | {
     "layers.{n}.attention.norm": (_LAYER + "operator_norm",),
@@ -48,6 +49,7 @@ def read_moe_spec(fields: Fields, architecture: str) -> ModelSpec:
         scores=SIGMOID,
         has_choice_bias=fields.flag("use_expert_bias", True),
         renormalizes=fields.flag("norm_topk_prob", True),
+        added=ADDED,
         scale=fields.number("routed_scaling_factor", 1.0),
     )
     moe = experts.read_experts(fields, spec, router, fields.integer("moe_intermediate_size", 1792))

@@ -55,9 +55,14 @@ class DraftHead:
 
 
 class DraftHeadLayer:
-    """Computes a head on the CPU or GPU of a machine, next to the head's KV cache. `executor` runs fc_block and
-    layer_blocks on that processor. `embedding` is the head's own; it is None to use the model's. A token's bits depend
-    only on that token and its sequence."""
+    """Computes a draft head on the device that has the head's KV cache.
+
+    A token's bits depend only on that token and its sequence.
+
+    Args:
+        executor: runs fc_block and layer_blocks on that device.
+        embedding: the head's own embedding, None to use the model's.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a model's draft head comes from: a folder, or the MTP layer among the model's own weights."""
+"""Find a model's draft head: in a folder, or as the MTP layer among the model's own weights."""
 
 from pathlib import Path
 
