@@ -1,7 +1,7 @@
 """Base of caches of keys and values, which drop the positions that a sliding window has passed.
 
 When a pass begins, the cache drops whole blocks of positions. It keeps those that the tokens of the pass see, and those
-that tokens see after a rollback by LOG_TOKENS. A longer rollback continues from a snapshot, or reads the sequence again.
+that tokens see after a rollback by LOG_TOKENS. A longer rollback restores a snapshot or reads the sequence again.
 """
 
 from abc import abstractmethod

@@ -33,7 +33,7 @@ SOFTMAX, SIGMOID, OF_CHOSEN = "softmax", "sigmoid", "softmax_of_chosen"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Parameters of a layer's router, which chooses experts and weights their outputs. Families differ only in these."""
+    """Parameters of a router, which chooses experts and weights their outputs. Families differ only in these."""
 
     n_experts: int
     n_active: int  # experts per token
