@@ -115,7 +115,8 @@ class _Contexts:
         whole = self.at(self._problem.context_tokens)
         cost = "does not fit"
         if whole is not None:
-            cost = f"would run at {self._rate(whole):.3g} instead of {self._rate(chosen):.3g} tokens/s"
+            rates = f"{self._rate(whole):.3g} instead of {self._rate(chosen):.3g} tokens/s"
+            cost = f"would run at {rates} after {self._at_tokens:,} tokens"
         return (
             f"Context {chosen.candidate.problem.context_tokens:,} tokens, chosen because -c "
             f"{self._problem.context_tokens}, the model's own, {cost}; without -c it grows when a text needs it."

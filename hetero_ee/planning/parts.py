@@ -49,6 +49,11 @@ class Part:
     def has_experts(self) -> bool:
         return isinstance(self.cost.units, ExpertRows)
 
+    @property
+    def has_shared_expert(self) -> bool:
+        units = self.cost.units
+        return isinstance(units, ExpertRows) and bool(units.group_products(self.cost.products, 0, is_first=True))
+
     def splits(self, *, every: bool = False) -> list[Placement]:
         """Return the "hot-N" placements that leave units for both devices: all if `every`, else those worth trying.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.config import Progress
+from hetero_ee.config import Progress, warner
 from hetero_ee.errors import ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.layers.tensors import TensorSpec
@@ -27,6 +27,7 @@ from hetero_ee.weights.store.library import make_quantized, open_cached, require
 from hetero_ee.weights.weight import TileWeight, Weight
 
 CALIBRATED_TOKENS = 8192
+FEW = 0.25  # of the tokens asked for: with fewer, matrices follow the text's own words more than the language
 METHOD_VERSION = 1  # increases when the bytes of calibrated stores change
 MOMENT_COLUMNS = 1024  # columns of second moments per task of a thread
 
@@ -68,6 +69,10 @@ def make_calibrated_store(
         )
     if texts is not None:
         windows = text_windows(Tokenizer.load(folder, spec.vocab_size), texts, n_tokens)
+        if (n_found := sum(map(len, windows))) < FEW * n_tokens:
+            warner(progress)(
+                f"The text has only {n_found:,} tokens, so other texts may get worse; {n_tokens:,} or more are better."
+            )
     else:
         store, _ = open_cached(folder, spec, plain, cache, threads=threads, progress=progress)
         windows = own_windows(store, n_tokens, threads, progress)

@@ -30,7 +30,7 @@ def text_windows(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, size
 
     Raises: UsageError: if the texts have fewer than two windows.
     """
-    begin, windows = begin_tokens(tokenizer), list[Chunk]()
+    begin, windows, n_found = begin_tokens(tokenizer), list[Chunk](), 0
     size = min(size, max(2 * LEAST_WINDOW_TOKENS, n_tokens // LEAST_WINDOWS))
     share, step = -(-n_tokens // max(1, len(texts))), size - len(begin)
     for text in texts:
@@ -38,10 +38,11 @@ def text_windows(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, size
         for document in text[: CHARACTERS_PER_TOKEN * share].split(SEPARATOR):
             ids = tokenizer.encode(document.strip(), with_special_tokens=False)[:n_left] if n_left > 0 else []
             n_left -= len(ids)
+            n_found += len(ids)
             windows += [(*begin, *ids[first : first + step]) for first in range(0, len(ids), step)]
     windows = [window for window in windows if len(window) >= LEAST_WINDOW_TOKENS]
     if len(windows) < 2:
-        raise UsageError(f"the text makes {len(windows)} windows of {size} tokens; give at least two.")
+        raise UsageError(f"the text has too few tokens ({n_found}); give one of at least {2 * size}.")
     return windows
 
 

@@ -68,7 +68,8 @@ class DraftKnowledge:
         if draft_head == NO_HEAD:
             return cls(calibration)
         if draft_head == MTP_HEAD and spec.mtp is None:
-            raise UsageError(RUN_OPTIONS["draft_head"], f" is {MTP_HEAD}, and this model's files hold no MTP layer.")
+            why = f" is {MTP_HEAD}, and this model's files hold no MTP layer; leave it out, or name a draft head."
+            raise UsageError(RUN_OPTIONS["draft_head"], why)
         if draft_head is not None:
             head_facts(draft_head, spec)
             return cls(calibration, draft_head, is_asked=True)

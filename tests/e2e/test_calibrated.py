@@ -119,5 +119,13 @@ def test_matrices_that_no_text_passes_are_rounded_as_without_one(tmp_path: Path)
 
 
 def test_text_must_be_long_enough(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="windows"):
+    with pytest.raises(UsageError, match=r"has too few tokens \(1\); give one of at least 512"):
         make_calibrated_store(tiny, ["Hello"], cache=tmp_path)
+
+
+def test_a_short_text_is_warned_of(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    for n_repeats, is_short in ((20, True), (120, False)):
+        text.write_text(STORY * n_repeats)
+        ended = cli("convert", tiny, "--calibrate", "--text", text, "-o", tmp_path / f"store{n_repeats}", "-t", 1)
+        assert ended.code == 0 and ("tokens, so other texts may get worse" in ended.err) == is_short, ended.err

@@ -95,7 +95,7 @@ def test_the_reason_says_what_more_would_cost() -> None:
     whole, chosen = rate(QWEN_14B, LAPTOP, 32768), rate(QWEN_14B, LAPTOP, made.context_tokens)
     assert made.reasons[0] == (
         f"Context {made.context_tokens:,} tokens, chosen because -c 32768, the model's own, would run at {whole:.3g} "
-        f"instead of {chosen:.3g} tokens/s; without -c it grows when a text needs it."
+        f"instead of {chosen:.3g} tokens/s after {DEPTH_TOKENS:,} tokens; without -c it grows when a text needs it."
     )
     asked = plan(QWEN_14B, reference_profile(LAPTOP), Limits(context_tokens=made.context_tokens))
     assert not any(reason.startswith("Context ") for reason in asked.reasons)

@@ -1,5 +1,6 @@
 """Plans of mixtures of experts: costs by the experts that tokens should need, placements by expert, prompts, drafts."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -159,6 +160,15 @@ def test_flags_of_llama_cpp_mean_the_same(cli: Cli) -> None:
 def test_overrides_that_mean_nothing_are_refused(model: str, limits: dict[str, object], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         make_plan(known_spec(model), PROFILE, Limits(context_tokens=1024, **limits))  # type: ignore[arg-type]
+
+
+def test_reasons_speak_of_experts_that_the_model_has_and_the_planner_may_move() -> None:
+    for name, with_shared in ((MODEL, True), ("qwen3-30b-a3b", False)):
+        for n_cpu_moe, elsewhere in ((99, "The split is as it was pinned."), (12, r"layers\.[1-3]\d\.moe would take")):
+            limits = Limits(context_tokens=4096, n_cpu_moe=n_cpu_moe)
+            said = " ".join(make_plan(known_spec(name), reference_profile(LAPTOP), limits).reasons)
+            assert "their routers" in said and ("shared experts" in said) == with_shared
+            assert re.search(elsewhere, said), said
 
 
 def test_overrides_of_dense_tensors_pin_whole_parts() -> None:

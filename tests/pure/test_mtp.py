@@ -133,7 +133,7 @@ def test_a_checkpoint_that_holds_none_has_none_whatever_its_configuration_says(t
     target = opened(tmp_path)
     assert read_spec(tmp_path).mtp is not None and target.spec.mtp is None
     assert DraftKnowledge.found(None, None, tmp_path, target.spec, print).draft_head is None
-    with pytest.raises(UsageError, match="no MTP layer"):
+    with pytest.raises(UsageError, match="no MTP layer; leave it out, or name"):
         DraftKnowledge.found(None, MTP_HEAD, tmp_path, target.spec, print)
 
 

@@ -51,7 +51,8 @@ def _split_reason(best: Candidate) -> str:
     if not elsewhere:
         which = "All layers" if len(able) == len(problem.layers) else "All parts of layers that a GPU can compute"
         return f"{which} are on the GPU, and {sized(left_bytes)} of its budget are left."
-    free = [part for part in elsewhere if problem.pinned(part) is None]
+    kept = problem.overrides.cpu_experts
+    free = [part for part in elsewhere if problem.pinned(part) is None and part.name not in kept]
     if not free:
         return "The split is as it was pinned."
     smallest = min(free, key=lambda part: part_gpu_bytes(part, Placement.GPU, problem.context_tokens))
@@ -149,7 +150,8 @@ def _hot_reasons(best: Candidate) -> Iterator[str]:
     first, share, what = shares[0][0], mean(share for _, share in shares), "neurons"
     both = f"{len(shares)} FFNs are computed on both devices at once: the GPU has"
     if first.has_experts:
-        what, both = "experts", f"{both} their routers, shared experts and"
+        shared = ", shared experts" if first.has_shared_expert else ""
+        what, both = "experts", f"{both} their routers{shared} and"
     if not share:
         yield f"{both} none of their experts."
         return
