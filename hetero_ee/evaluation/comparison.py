@@ -105,10 +105,10 @@ def _windows(
 def _passed(folder: Path, windows: Sequence[Ids], workers: Workers, progress: Progress | None) -> StreamedModel:
     """Pass the windows through all layers of a model."""
     model = StreamedModel(*opened(folder), windows, workers)
-    blocks = model.layer_blocks()
+    blocks, n_predicted = model.layer_blocks(), model.n_tokens - len(windows)
     for n_done, block in enumerate(blocks):
         if progress:
-            progress(PASSING.format(n_tokens=model.n_tokens, name=folder.name), n_done, len(blocks))
+            progress(PASSING.format(n_tokens=n_predicted, name=folder.name), n_done, len(blocks))
         model.pass_block(block, model.weights([block]))
     return model
 

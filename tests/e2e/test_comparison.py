@@ -69,6 +69,7 @@ def test_the_command_prints_a_table_or_a_document(cli: Cli, tiny: Path, tmp_path
     assert ended.code == 0, ended.err
     assert "A: tiny, B: store" in ended.out and "KL divergence, nats per token" in ended.out
     found = json.loads(cli("eval", "--compare", tiny, store, "--text", text, "--tokens", 100, "-t", 1, "--json").out)
+    assert f"Comparing on {found['n_tokens']} tokens, tiny" in ended.err
     assert found["text"] == "story.txt" and found["kl_nats"]["low"] <= found["kl_nats"]["value"]
     own = json.loads(cli("eval", "--compare", tiny, store, "--tokens", 300, "-t", 1, "--json").out)
     assert own["n_tokens"] > 100 and own["kl_nats"]["value"] > 0
@@ -78,6 +79,7 @@ def test_what_cannot_be_compared_is_refused(cli: Cli, tiny: Path, stories260k: P
     text = tmp_path / "story.txt"
     text.write_text(STORY)
     assert "no modes" in complaint(cli("eval", "--compare", tiny, tiny, "--risk", "0.1"), 2)
+    assert "leave out --modes" in complaint(cli("eval", "--compare", tiny, tiny, "--modes", "exact"), 2)
     assert "neither model is a store" in complaint(cli("eval", "--compare", tiny, tiny), 2)
     with pytest.raises(UsageError, match="too few tokens"):
         compare(tiny, tiny, ["Hello"])

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 STANDARD_INPUT = "-"
+USUAL_MODES = "full,exact"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class EvalOptions:
             help="Modes to compare with full mode, separated by commas.",
             autocompletion=one_of(MODES),
         ),
-    ] = "full,exact"
+    ] = USUAL_MODES
     risk: Annotated[
         str | None, typer.Option(help="For mode certified, one or several, like 0.01,0.05. [default: 0.05]")
     ] = None
@@ -203,7 +204,8 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
 
 def _compare(wanted: EvalOptions, name_a: str, engine: ModelOptions, model: str | None) -> None:
     """Compare the weights of two models and print the result."""
-    if others := [flag for flag in ("hardware", "plot", "risk") if getattr(wanted, flag) is not None]:
+    others = [flag for flag in ("hardware", "plot", "risk") if getattr(wanted, flag) is not None]
+    if others := others + ["modes"] * (wanted.mode != USUAL_MODES):
         raise UsageError(f"--compare compares weights and runs no modes; leave out --{others[0]}.")
     with ending_at_once():
         from hetero_ee.evaluation.comparison import compare
