@@ -106,6 +106,7 @@ class Engine(CalibratingEngine):
             emulate: Run the plan on the given profile's machine, emulated here: the same tokens, and that machine's
                 times.
             traces: Record in `spans` what ran where and when.
+            n_sequences: Sequences open at a time, for whose states the plan counts memory. None: 1.
             progress: Called with (stage, done, total) during a download (bytes), a conversion, a measurement, the
                 kernels' first compilation, and long prompts (tokens). A total of 0 means that `stage` is a message.
                 False: no progress. None: bars on a terminal and in a notebook.

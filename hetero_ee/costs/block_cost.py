@@ -58,9 +58,9 @@ class BlockCost:
         """Bytes of the matrices that are read whole for every token, apart from units."""
         return sum(product.n_bytes for product in self.products)
 
-    def state_bytes(self, n_tokens: int) -> int:
-        """Return the bytes of the block's state of a sequence of n_tokens."""
-        return 0 if self.state is None else self.state.n_bytes(n_tokens, self.kv_type)
+    def state_bytes(self, n_tokens: int, n_sequences: int = 1) -> int:
+        """Return the bytes of the block's states of n_sequences sequences, which have n_tokens tokens together."""
+        return 0 if self.state is None else self.state.n_bytes(n_tokens, self.kv_type, n_sequences)
 
     def work(
         self,

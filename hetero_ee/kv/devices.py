@@ -204,8 +204,11 @@ def gpu_cache(
     *,
     n_slots: int,
     pass_tokens: int = 0,
+    n_sequences: int = 1,
 ) -> GpuCache:
     """Return a cache of the given layers, None for all, on a GPU, with a part for each shape of state.
+
+    Recurrent states and windows of n_sequences are allocated at once, those of more sequences when they are opened.
 
     Args:
         pass_tokens: see kept_tokens().
@@ -215,7 +218,7 @@ def gpu_cache(
             (len(mine), shape.n_kv_heads, shape.head_dim),
             max_tokens,
             device,
-            pool_tokens=kept_tokens(max_tokens, shape.window, pass_tokens),
+            pool_tokens=kept_tokens(max_tokens, shape.window, pass_tokens, n_sequences),
             n_slots=n_slots,
             kind=kind,
             layers=mine,
@@ -224,7 +227,8 @@ def gpu_cache(
         for shape, mine in kv_layers(spec, layers).items()
     ]
     parts += [
-        GpuRecurrentCache(state, max_tokens, device, mine) for state, mine in recurrent_layers(spec, layers).items()
+        GpuRecurrentCache(state, max_tokens, device, mine, n_sequences)
+        for state, mine in recurrent_layers(spec, layers).items()
     ]
     if not parts:
         parts = [GpuKvCache((0, 0, 0), max_tokens, device, n_slots=n_slots, kind=kind, layers=[])]

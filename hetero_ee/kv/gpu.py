@@ -38,7 +38,7 @@ class GpuKvCache(WindowedCache[_Sequence]):
         shape: (n_layers, n_kv_heads, head_dim).
         max_tokens, layers: see LayeredCache.
         pool_tokens: capacity for all sequences together; None for max_tokens.
-        window: see WindowedCache. Pages before it become free. If several sequences need more pages, the tensors are
+        window: see WindowedCache. Pages before it become free. If the sequences need more pages, the tensors are
             replaced by larger ones and `version` changes, as in GpuRecurrentCache.
         n_slots: sequences that may be open at once; one more raises UsageError.
         kind: "fp16", "fp32" or "int8".
@@ -188,7 +188,7 @@ class GpuKvCache(WindowedCache[_Sequence]):
             self._grow(self._sequences[number], [free.pop() for _ in range(n_new)])
 
     def _enlarge(self, n_missing: int) -> None:
-        """Enlarge a pool for windows, which is allocated for one sequence, if max_tokens tokens would not fit it.
+        """Enlarge a pool for windows, which is allocated for some sequences, if max_tokens tokens would not fit it.
 
         Raises: DeviceMemoryError: if memory runs out.
         """

@@ -32,17 +32,19 @@ class _Sequence:
 class GpuRecurrentCache(LayeredCache[_Sequence]):
     """Cache of layers whose state is `state`, on one device. See LayeredCache for `max_tokens` and `layers`.
 
-    If more sequences are open than ever before, the tensors are replaced by larger ones and `version` changes. Launches
-    that were recorded for earlier tensors must not be replayed then.
+    The tensors hold n_sequences sequences. If more are open than ever before, the tensors are replaced by
+    larger ones and `version` changes. Launches that were recorded for earlier tensors must not be replayed then.
     """
 
     kind = "fp32"
 
-    def __init__(self, state: RecurrentState, max_tokens: int, device: Any, layers: Sequence[int]) -> None:
+    def __init__(
+        self, state: RecurrentState, max_tokens: int, device: Any, layers: Sequence[int], n_sequences: int = 1
+    ) -> None:
         super().__init__(len(layers), max_tokens, layers)
         heads = state.n_key_heads, state.n_value_heads, state.key_dim, state.value_dim
         self.device, self.version = device, 0
-        self.pool = new_delta_state(DeltaShape(*heads, state.kernel, LOG_TOKENS), 1, len(layers), device)
+        self.pool = new_delta_state(DeltaShape(*heads, state.kernel, LOG_TOKENS), n_sequences, len(layers), device)
 
     @contextmanager
     def passing(self, sequences: Sequence[int], positions: Sequence[int], layers: Sequence[int]) -> Iterator[None]:

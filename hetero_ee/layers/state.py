@@ -17,8 +17,9 @@ BLOCK_TOKENS = (
 )
 
 
-def kept_tokens(n_tokens: int, window: int | None, pass_tokens: int = 0) -> int:
-    """Return how many of n_tokens tokens a KV cache can hold: with a sliding window, those that a pass may see.
+def kept_tokens(n_tokens: int, window: int | None, pass_tokens: int = 0, n_sequences: int = 1) -> int:
+    """Return how many of n_tokens tokens, of all sequences together, a KV cache can hold: with a sliding window, those
+    that a pass of each sequence may see.
 
     Args:
         pass_tokens: most tokens in one pass, if they are more than MAX_PASS_TOKENS.
@@ -27,7 +28,7 @@ def kept_tokens(n_tokens: int, window: int | None, pass_tokens: int = 0) -> int:
         return n_tokens
     # Some layers may be a few tokens ahead.
     n_seen = window + LOG_TOKENS + MAX_DECODE_TOKENS + max(pass_tokens, MAX_PASS_TOKENS)
-    return min(n_tokens, (n_seen // BLOCK_TOKENS + 2) * BLOCK_TOKENS)
+    return min(n_tokens, n_sequences * (n_seen // BLOCK_TOKENS + 2) * BLOCK_TOKENS)
 
 
 class State(ABC):
@@ -36,8 +37,8 @@ class State(ABC):
     source: int | None = None  # earlier layer whose state the mixer reads; None if it has its own
 
     @abstractmethod
-    def n_bytes(self, n_tokens: int, kv_type: str) -> int:
-        """Return the state's size in bytes after n_tokens tokens."""
+    def n_bytes(self, n_tokens: int, kv_type: str, n_sequences: int = 1) -> int:
+        """Return the bytes of the states of n_sequences sequences, which have n_tokens tokens together."""
 
     @abstractmethod
     def read_s(self, times: DeviceTimes, m: int, context_tokens: int, kv_type: str) -> float:
@@ -52,7 +53,7 @@ class State(ABC):
         """Return the bytes of a copy that restores the state; 0 if it can be rolled back to any of n_tokens tokens."""
         return 0
 
-    def pass_bytes(self, n_tokens: int, kv_type: str, pass_tokens: int) -> int:
+    def pass_bytes(self, n_tokens: int, kv_type: str, pass_tokens: int, n_sequences: int = 1) -> int:
         """Return the bytes that passes of up to pass_tokens tokens add to n_bytes()."""
         return 0
 
@@ -72,12 +73,13 @@ class KvState(State):
     window: int | None  # positions that a token sees, its own included; None for all
     source: int | None = None
 
-    def n_bytes(self, n_tokens: int, kv_type: str) -> int:
-        return 0 if self.source is not None else kept_tokens(n_tokens, self.window) * self.token_bytes(kv_type)
+    def n_bytes(self, n_tokens: int, kv_type: str, n_sequences: int = 1) -> int:
+        n_kept = 0 if self.source is not None else kept_tokens(n_tokens, self.window, n_sequences=n_sequences)
+        return n_kept * self.token_bytes(kv_type)
 
-    def pass_bytes(self, n_tokens: int, kv_type: str, pass_tokens: int) -> int:
-        n_more = kept_tokens(n_tokens, self.window, pass_tokens) - kept_tokens(n_tokens, self.window)
-        return 0 if self.source is not None else n_more * self.token_bytes(kv_type)
+    def pass_bytes(self, n_tokens: int, kv_type: str, pass_tokens: int, n_sequences: int = 1) -> int:
+        n_kept = kept_tokens(n_tokens, self.window, pass_tokens, n_sequences) if self.source is None else 0
+        return n_kept * self.token_bytes(kv_type) - self.n_bytes(n_tokens, kv_type, n_sequences)
 
     def snapshot_bytes(self, n_tokens: int, kv_type: str) -> int:
         n_needed = 0 if self.window is None or self.source is not None else self.window + LOG_TOKENS + BLOCK_TOKENS
@@ -156,9 +158,10 @@ class RecurrentState(State):
     def snapshot_bytes(self, n_tokens: int, kv_type: str) -> int:
         return self.n_bytes(n_tokens, kv_type)
 
-    def n_bytes(self, n_tokens: int, kv_type: str) -> int:
+    def n_bytes(self, n_tokens: int, kv_type: str, n_sequences: int = 1) -> int:
         update = self.n_key_heads * self.key_dim + self.n_value_heads * (self.value_dim + 1)
-        return self.matrix_bytes + FLOAT_BYTES * (LOG_TOKENS * update + self.n_inputs * self.n_channels)
+        logged = LOG_TOKENS * update + self.n_inputs * self.n_channels
+        return n_sequences * (self.matrix_bytes + FLOAT_BYTES * logged)
 
     def read_s(self, times: DeviceTimes, m: int, context_tokens: int, kv_type: str) -> float:
         """Estimate the seconds to read the matrices once, and to write them once in LOG_TOKENS tokens."""

@@ -24,6 +24,7 @@ RISK = 0.05  # of mode certified
 MAX_DRAFT_LENGTH = 16
 MAX_CONTEXT_TOKENS, MAX_THREADS, MAX_LAYERS = 2**24, 1024, 1000
 MAX_GIB = 2**20
+N_SEQUENCES, MAX_SEQUENCES = 1, 65  # at most a server's, and one more
 VRAM_MARGIN_GIB = 1.0
 SNAPSHOT_GIB = 1.0
 
@@ -217,6 +218,11 @@ class RunKeywords(TypedDict, total=False):
     ]
     emulate: Annotated[bool, Option("Run on the profile's machine, emulated here.")]
     traces: Annotated[bool, Option("Record what runs where and when.")]
+    n_sequences: Annotated[
+        int | None,
+        Option("Sequences open at a time, for which a plan counts memory.", default_text=str(N_SEQUENCES)),
+        Range(1, MAX_SEQUENCES),
+    ]
 
 
 MODEL = Option(

@@ -61,7 +61,8 @@ def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[
 def _pass_bytes(problem: Problem, part: Part, chunk_tokens: int) -> int:
     """Return the bytes that large chunks of prompts add to the part's keys and values, if it has a sliding window."""
     state = part.cost.state
-    return 0 if state is None else state.pass_bytes(problem.context_tokens, problem.kv_type, chunk_tokens)
+    sizes = problem.context_tokens, problem.kv_type, chunk_tokens, problem.limits.n_sequences
+    return 0 if state is None else state.pass_bytes(*sizes)
 
 
 def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) -> list[MemoryTerm]:
@@ -71,7 +72,8 @@ def draft_terms(problem: Problem, device: str, head: Placement = Placement.CPU) 
         return []
     source_device = "gpu" if drafts.reading is not None and drafts.reading.on_gpu else "cpu"
     if source_device == device:
-        return [MemoryTerm(device, drafts.memory_term, drafts.memory_bytes(problem.context_tokens))]
+        n_bytes = drafts.memory_bytes(problem.context_tokens, problem.limits.n_sequences)
+        return [MemoryTerm(device, drafts.memory_term, n_bytes)]
     if device == head == "gpu" and drafts.head_rows_bytes > 0:
         return [MemoryTerm(device, DRAFT_ROWS, drafts.head_rows_bytes)]
     return []
@@ -120,7 +122,7 @@ def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: in
         elif placement.is_split:
             weight_bytes += cold_bytes(part, placement)
         if not placement.on_gpu:
-            kv_bytes += part.kv_bytes(problem.context_tokens) + _pass_bytes(problem, part, chunk_tokens)
+            kv_bytes += problem.kv_bytes(part) + _pass_bytes(problem, part, chunk_tokens)
     pinned = max(pinned_buffer_bytes(problem.parts, each) for each in (decode, prefill))
     return [
         MemoryTerm("cpu", "weights", weight_bytes),
@@ -138,7 +140,7 @@ def _gpu_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: in
     layers = [pair for pair in zip(problem.parts, decode, strict=True) if pair[0].layer is not None]
     context_tokens, head = problem.context_tokens, decode[-1]
     weights = sum(part_gpu_bytes(part, placement, 0) for part, placement in layers)
-    kv_bytes = sum(rounded(part.kv_bytes(context_tokens)) for part, placement in layers if placement.on_gpu)
+    kv_bytes = sum(rounded(problem.kv_bytes(part)) for part, placement in layers if placement.on_gpu)
     buffers = max(stream_buffer_bytes(problem.parts, each, context_tokens) for each in (decode, prefill))
     embedding = embedding_bytes(problem, head) if decode[0] == Placement.GPU else 0
     terms = [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]

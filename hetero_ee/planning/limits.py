@@ -10,9 +10,11 @@ from hetero_ee.options.engine import (
     CERTIFIED,
     MAX_LAYERS,
     MODEL_OPTIONS,
+    N_SEQUENCES,
     OVERRIDES,
     PLAN_OPTIONS,
     RISK,
+    RUN_OPTIONS,
     SNAPSHOT_GIB,
     VRAM_MARGIN_GIB,
 )
@@ -54,6 +56,7 @@ class Limits:
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
     chunk_tokens: int | None = None  # tokens of a prompt per pass; None: the planner's choice
     threads: int = 0  # 0: the fastest of those that the profile measured
+    n_sequences: int = N_SEQUENCES  # open at a time; they share the context, and each has its own state and windows
 
     def __post_init__(self) -> None:
         for name in (f"{short}_bytes" for short in IN_BYTES):
@@ -65,6 +68,7 @@ class Limits:
         for name, option in CHECKED.items():
             if (value := getattr(self, name)) is not None:
                 option.check(value)
+        RUN_OPTIONS["n_sequences"].check(self.n_sequences)
         check_risk(self.mode, self.risk)
         _check_overrides(self.overrides)
 

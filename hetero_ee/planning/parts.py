@@ -79,9 +79,9 @@ class Part:
         """Return whether the weights are copied to the GPU at each use, or have to be for prompts."""
         return placement.is_streamed or (placement.is_split and not self.has_experts)
 
-    def kv_bytes(self, context_tokens: int) -> int:
-        """Return the bytes that the KV cache or other state of this part needs for a sequence of context_tokens."""
-        return self.cost.state_bytes(context_tokens)
+    def kv_bytes(self, context_tokens: int, n_sequences: int = 1) -> int:
+        """Return the bytes of this part's KV cache or other state for sequences of context_tokens tokens together."""
+        return self.cost.state_bytes(context_tokens, n_sequences)
 
 
 def parts_by_state(parts: Sequence[Part]) -> list[list[int]]:

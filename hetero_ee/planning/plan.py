@@ -13,8 +13,10 @@ from hetero_ee.options.engine import (
     EARLY_EXIT_MODES,
     MAX_CONTEXT_TOKENS,
     MAX_DRAFT_LENGTH,
+    MAX_SEQUENCES,
     MAX_THREADS,
     MODES,
+    N_SEQUENCES,
 )
 from hetero_ee.options.option import is_whole
 from hetero_ee.planning.limits import check_risk
@@ -129,12 +131,14 @@ class Plan:
     risk: float | None = None  # of mode certified
     # Chunks of a prompt with fewer tokens use the placements for decoding. None: those of MAX_DECODE_TOKENS or fewer.
     prefill_least_tokens: int | None = None
+    n_sequences: int = N_SEQUENCES  # for whose states memory is counted
     checksum: str | None = field(default=None, compare=False)  # in files: of all other fields; None in older ones
 
     ADDED_FIELDS: ClassVar = (
         "exit_layers",
         "risk",
         "prefill_least_tokens",
+        "n_sequences",
         "checksum",
     )  # may be missing in files of this version
     # Fields of older files, with the values that mean what plans mean now.
@@ -176,6 +180,8 @@ class Plan:
             decided += [self.exit_layers, self.risk, LAZY]
         if self.prefill_least_tokens is not None:
             decided.append(self.prefill_least_tokens)
+        if self.n_sequences != N_SEQUENCES:
+            decided.append(("n_sequences", self.n_sequences))
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     @property
@@ -230,8 +236,12 @@ class Plan:
 
 
 def _stated(values: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields that are not empty, so that fields added later leave the checksums of older files valid."""
-    return {name: value for name, value in values if value not in (None, ())}
+    """Return the fields that say something, so that fields added later leave the checksums of older files valid."""
+    return {
+        name: value
+        for name, value in values
+        if value not in (None, ()) and (name, value) != ("n_sequences", N_SEQUENCES)
+    }
 
 
 def _check_numbers(made: Plan) -> None:
@@ -241,6 +251,7 @@ def _check_numbers(made: Plan) -> None:
         ("draft_length", 1, MAX_DRAFT_LENGTH),
         ("prefill_least_tokens", MAX_DECODE_TOKENS + 1, MAX_CONTEXT_TOKENS),
         ("prefill_chunk_tokens", 1, MAX_CONTEXT_TOKENS),
+        ("n_sequences", 1, MAX_SEQUENCES),
         ("vram_budget_bytes", 0, None),
         ("ram_budget_bytes", 0, None),
     ):

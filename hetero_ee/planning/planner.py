@@ -71,6 +71,7 @@ def plan(
         reasons=(*([choice.reason] if choice.reason else []), *reasons(best, prediction)),
         exit_layers=best.schedule.exit_layers,
         prefill_least_tokens=best.placements.least_tokens,
+        n_sequences=problem.limits.n_sequences,
         risk=(problem.limits.risk or RISK) if best.schedule.mode == CERTIFIED else None,
     )
 
@@ -103,7 +104,7 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
     for placed, part in zip(made.parts, parts, strict=True):
         if (placed.decode_placement.on_gpu or placed.prefill_placement.on_gpu) and not part.runs_on_gpu:
             raise UsageError(f"the plan has {part.name} on the GPU, and only the CPU computes it; make a new one.")
-        sizes = part.weight_bytes, part.kv_bytes(made.context_tokens)
+        sizes = part.weight_bytes, part.kv_bytes(made.context_tokens, made.n_sequences)
         if (placed.weight_bytes, placed.kv_bytes) != sizes:
             raise UsageError(
                 f"the plan says {placed.weight_bytes} and {placed.kv_bytes} bytes of weights and KV cache of "

@@ -59,6 +59,10 @@ class Problem:
         """Statistics of the requested early-exit mode; empty in other modes."""
         return [each for each in self.statistics.depths if each.mode == self.limits.mode]
 
+    def kv_bytes(self, part: Part) -> int:
+        """Return the bytes of the part's KV cache or other state, of all sequences."""
+        return part.kv_bytes(self.context_tokens, self.limits.n_sequences)
+
     def layer_options(self, context_tokens: int, passes: Passes | None = None) -> list[PartOptions]:
         """Return each layer part's possible placements, with the seconds per token and the VRAM of each.
 
@@ -91,7 +95,7 @@ class Problem:
                 n_passes * max(least_s, self.costs.part_s(part, placement, m, context_tokens))
                 for m, n_passes in enumerate(batches, 1)
             )
-            n_bytes = part_gpu_bytes(part, placement, self.context_tokens)
+            n_bytes = part_gpu_bytes(part, placement, self.kv_bytes(part))
             found[placement] = Option(seconds, n_bytes, on_gpu=placement.on_gpu)
         if not found:
             why = "this machine or budget has no GPU" if part.runs_on_gpu else "only the CPU computes such layers"

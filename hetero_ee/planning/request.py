@@ -88,6 +88,7 @@ class PlanRequest:
     draft_model: str | Path | None = None  # as the caller named it
     context_tokens: int = 0  # 0: any
     chooses_threads: bool = False  # the caller gave no thread count
+    n_sequences: int | None = None  # None: those of the limits
 
     @classmethod
     def of(cls, options: EngineOptions) -> Self:
@@ -98,6 +99,8 @@ class PlanRequest:
         """
         emulates = options.get("emulate", False)
         EMULATE.check(emulates)
+        if (n_sequences := options.get("n_sequences")) is not None:
+            RUN_OPTIONS["n_sequences"].check(n_sequences)
         limits, limited_by = _limits(options, emulates=emulates)
         request = cls(
             limits=limits,
@@ -110,6 +113,7 @@ class PlanRequest:
             draft_model=options.get("draft_model"),
             context_tokens=options.get("context_tokens", 0),
             chooses_threads=not options.get("threads"),
+            n_sequences=n_sequences,
         )
         request._check()
         return request
@@ -171,6 +175,8 @@ class PlanRequest:
         limits = Limits() if profile is None else self.limits
         if profile is not None and self.context_tokens:
             limits = replace(limits, context_tokens=self.context_tokens)
+        if self.n_sequences is not None:
+            limits = replace(limits, n_sequences=self.n_sequences)
         if quantizer == UNQUANTIZED:
             wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
             kv_type = limits.kv_type or default_kv_type(quantizer)

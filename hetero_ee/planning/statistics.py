@@ -120,7 +120,7 @@ class DraftRates:
     acceptance: tuple[float, ...]  # by position: the chance that a draft is right if all before it are
     draft_s: float  # seconds per draft, with the model's head and embedding on the CPU
     reading: PromptReading | None = None  # None if the source reads no prompts
-    memory_bytes: Callable[[int], int] | None = None  # context_tokens -> bytes of the source
+    memory_bytes: Callable[[int, int], int] | None = None  # context_tokens, n_sequences -> bytes of the source
     head_rows_bytes: int = 0  # on the GPU with the model's head, if the source is on the CPU
     by_gpu: "DraftRates | None" = None  # the same drafts computed by the GPU
     placed_draft_s: Callable[[bool, bool], float] | None = (

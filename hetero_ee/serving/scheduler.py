@@ -20,11 +20,11 @@ from hetero_ee.kv.devices import DeviceCaches
 from hetero_ee.kv.snapshots import Snapshots
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.profiling.expectation import dropped_profile
+from hetero_ee.serving.settings import N_EXPRESS
 from hetero_ee.serving.slots import Slot, Slots, SlotState
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-N_EXPRESS = 1  # slots in addition, for short prompts that would wait while long ones are read
 STOPPING = "the server is shutting down; send the request again when it is back."
 
 

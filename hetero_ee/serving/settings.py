@@ -9,6 +9,7 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.option import Option, options_of
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+N_EXPRESS = 1  # slots in addition, for short prompts that would wait while long ones are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,11 @@ class ServerSettings:
         if not self.is_local and self.api_key is None and not self.insecure:
             reached = f" {self.host} can be reached by others; give an --api-key, or --insecure to let anyone in."
             raise UsageError(SERVER_OPTIONS["host"], reached)
+
+    @property
+    def n_sequences(self) -> int:
+        """Number of sequences that may be open at a time, which plans count."""
+        return self.n_slots + N_EXPRESS
 
     @property
     def is_local(self) -> bool:

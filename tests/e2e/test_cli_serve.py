@@ -75,6 +75,22 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, empty_
         app(["serve"], standalone_mode=False)
 
 
+@pytest.mark.parametrize(("words", "n_sequences"), [([], 5), (["--parallel", "2"], 3)])
+def test_the_plan_counts_all_slots(
+    cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], n_sequences: int
+) -> None:
+    """And the extra one of short prompts."""
+    opened: list[dict[str, object]] = []
+
+    def refuse(options: dict[str, object], *_: object) -> None:
+        opened.append(options)
+        raise HeteroError("no more than that.")
+
+    monkeypatch.setattr(serve, "open_engine", refuse)
+    cli("serve", tiny, "--port", 0, *words)
+    assert [each["n_sequences"] for each in opened] == [n_sequences]
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_shows_what_is_loaded(
     cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from hetero_ee.serving.scheduler import N_EXPRESS
+from hetero_ee.serving.settings import N_EXPRESS
 from tests.server_support import ENDLESS, RunningServer, eventually, opened, serving
 
 N_CLIENTS = 12

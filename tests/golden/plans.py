@@ -87,7 +87,7 @@ def _reading(*, on_gpu: bool) -> PromptReading:
     return PromptReading(lambda m, context: m * (1e-5 if on_gpu else 1e-4) + 1e-9 * context, on_gpu)
 
 
-def _head_bytes(n_bytes: int, context_tokens: int) -> int:
+def _head_bytes(n_bytes: int, context_tokens: int, n_sequences: int) -> int:
     return n_bytes + 1024 * context_tokens
 
 

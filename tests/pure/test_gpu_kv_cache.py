@@ -8,9 +8,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.gpu import GpuKvCache
-from hetero_ee.runtime.devices import cuda_machine
-from hetero_ee.serving.scheduler import N_EXPRESS
-from hetero_ee.serving.settings import SERVER_OPTIONS
+from hetero_ee.options.engine import MAX_SEQUENCES
+from hetero_ee.serving.settings import N_EXPRESS, SERVER_OPTIONS
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_kernels.reference import kv_write
 from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine
@@ -109,4 +108,4 @@ def test_wrong_uses_are_refused() -> None:
 
 def test_every_slot_of_a_server_can_have_a_sequence() -> None:
     most = SERVER_OPTIONS["n_slots"].most
-    assert most is not None and most + N_EXPRESS <= cuda_machine.N_SLOTS
+    assert most is not None and most + N_EXPRESS <= MAX_SEQUENCES

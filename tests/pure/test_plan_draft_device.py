@@ -22,7 +22,7 @@ ACCEPTANCE = (0.8, 0.8)
 
 def rates(on_gpu: bool, draft_s: float, n_bytes: int = HEAD_BYTES, by_gpu: DraftRates | None = None) -> DraftRates:
     reading = PromptReading(lambda m, context_tokens: m * draft_s / 20, on_gpu)
-    memory = lambda context_tokens: n_bytes + context_tokens  # noqa: E731
+    memory = lambda context_tokens, n_sequences: n_bytes + context_tokens  # noqa: E731
     return DraftRates("a head", ACCEPTANCE, draft_s, reading, memory, by_gpu=by_gpu)
 
 

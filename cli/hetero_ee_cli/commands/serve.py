@@ -137,7 +137,8 @@ def serve(
         from hetero_ee.serving.served_model import ServedModel
 
     def opened(name: str, families: "MetricFamilies | None" = None) -> "ServedModel":
-        chosen = options if is_single else options | {"model": models[name]}
+        chosen = options | {"n_sequences": settings.n_sequences}
+        chosen |= {} if is_single else {"model": models[name]}
         with stage_progress() as progress:
             engine = open_engine(chosen, placed, _without_prompts(progress))
         try:

@@ -55,8 +55,8 @@ def _split_reason(best: Candidate) -> str:
     free = [part for part in elsewhere if problem.pinned(part) is None and part.name not in kept]
     if not free:
         return "The split is as it was pinned."
-    smallest = min(free, key=lambda part: part_gpu_bytes(part, Placement.GPU, problem.context_tokens))
-    needed_bytes = part_gpu_bytes(smallest, Placement.GPU, problem.context_tokens)
+    smallest = min(free, key=lambda part: part_gpu_bytes(part, Placement.GPU, problem.kv_bytes(part)))
+    needed_bytes = part_gpu_bytes(smallest, Placement.GPU, problem.kv_bytes(smallest))
     if left_bytes < needed_bytes:
         return (
             f"The VRAM budget is full: {sized(left_bytes)} are left, and {smallest.name} would take "
@@ -92,7 +92,7 @@ def _prompt_reasons(best: Candidate) -> Iterator[str]:
         return
     asked, n_prompt = min(asked, problem.spec.n_layers), min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
     first = [part for part in problem.layers if part.layer == 0]
-    layer_bytes = sum(part_gpu_bytes(part, Placement.GPU, problem.context_tokens) for part in first)
+    layer_bytes = sum(part_gpu_bytes(part, Placement.GPU, problem.kv_bytes(part)) for part in first)
     needed_bytes = stream_buffer_bytes(problem.layers, [Placement.VISIT] * len(problem.layers), problem.context_tokens)
     n_fewer = 1 + needed_bytes // layer_bytes
     others = dict(_with_layers(best, range(max(1, asked - 1), max(0, asked - 1 - n_fewer), -1)))

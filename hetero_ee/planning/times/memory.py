@@ -41,13 +41,13 @@ def rounded(n_bytes: int) -> int:
     return -(-n_bytes // ALLOCATOR_BYTES) * ALLOCATOR_BYTES if n_bytes else 0
 
 
-def part_gpu_bytes(part: Part, placement: Placement, context_tokens: int) -> int:
+def part_gpu_bytes(part: Part, placement: Placement, kv_bytes: int) -> int:
     """Return the VRAM that the part occupies permanently: resident weights, and its KV cache if the GPU keeps it."""
     if placement == "gpu":
-        return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
+        return rounded(part.weight_bytes) + rounded(kv_bytes)
     if placement.is_split:
         return rounded(part.weight_bytes - cold_bytes(part, placement))
-    return rounded(part.kv_bytes(context_tokens)) if placement == "stream" else 0
+    return rounded(kv_bytes) if placement == "stream" else 0
 
 
 def cold_bytes(part: Part, placement: Placement) -> int:

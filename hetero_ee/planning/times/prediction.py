@@ -152,7 +152,7 @@ def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
             name=part.name,
             layer=part.layer,
             weight_bytes=part.weight_bytes,
-            kv_bytes=part.kv_bytes(problem.context_tokens),
+            kv_bytes=problem.kv_bytes(part),
             decode_placement=decode,
             prefill_placement=prefill,
             decode_s=problem.costs.part_s(part, decode, 1, made.context_tokens),

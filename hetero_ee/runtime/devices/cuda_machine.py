@@ -15,6 +15,7 @@ from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.ops.registry import Registry, Warn
+from hetero_ee.options.engine import MAX_SEQUENCES
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.cpu import CpuDevice
@@ -33,8 +34,6 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.host.memory import memory_info
-
-N_SLOTS = 65  # sequences that may be open at once, a server's and one more; each needs a row of a small table
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,9 @@ def cuda_machine(
 
     def open_beside(other: ModelSpec, weights: ModelWeights, blocks: Sequence[Block], max_tokens: int) -> GpuExecutor:
         with driver_errors("the draft head", gpu.driver.free_bytes):
-            cache = gpu_cache(other, max_tokens, BESIDE_KV_TYPE, gpu.device, n_slots=N_SLOTS)
+            cache = gpu_cache(
+                other, max_tokens, BESIDE_KV_TYPE, gpu.device, n_slots=MAX_SEQUENCES, n_sequences=plan.n_sequences
+            )
             return GpuExecutor(other, weights, blocks, cache, gpu.operations, BESIDE_ROWS)
 
     workers = partial(ThreadPoolExecutor, 1, "weights")
@@ -127,7 +128,9 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
     visits = any(part.prefill_placement == Placement.VISIT and part.kv_bytes for part in plan.parts)
     with driver_errors("the model", gpu.driver.free_bytes):
         n_rows, sizes = _n_rows(plan), (plan.context_tokens, plan.kv_type)
-        cache = gpu_cache(spec, *sizes, gpu.device, layers, n_slots=N_SLOTS, pass_tokens=n_rows)
+        cache = gpu_cache(
+            spec, *sizes, gpu.device, layers, n_slots=MAX_SEQUENCES, pass_tokens=n_rows, n_sequences=plan.n_sequences
+        )
         return GpuExecutor(spec, weights, kept, cache, gpu.operations, n_rows, plan.kv_type if visits else None)
 
 

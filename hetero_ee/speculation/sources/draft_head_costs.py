@@ -75,7 +75,7 @@ class HeadCosts:
             seconds += link.transfer.value + more_bytes / link.to_cpu_bytes_per_s.value
         return seconds
 
-    def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
+    def memory_bytes(self, context_tokens: int, n_sequences: int = 1, *, on_gpu: bool) -> int:
         """Return the bytes of weights, keys and values, verified states and, on a GPU, the layer's buffers. The head's
         own embedding stays on the CPU, since only single rows of it are read."""
         spec, dialect = self.facts.spec, self.facts.dialect
@@ -87,7 +87,7 @@ class HeadCosts:
         n_states = -(-context_tokens // PIECE_ROWS) * PIECE_ROWS
         parts = [self._rows_bytes, *map(tensor_bytes, tensors)]
         states = [block.mixer.state for block in blocks if block.mixer is not None]
-        parts += [each.n_bytes(context_tokens, BESIDE_KV_TYPE) for each in states if each is not None]
+        parts += [each.n_bytes(context_tokens, BESIDE_KV_TYPE, n_sequences) for each in states if each is not None]
         parts += [FLOAT_BYTES * spec.hidden_size * n_states]
         if not on_gpu:
             return sum(parts)

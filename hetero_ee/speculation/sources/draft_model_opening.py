@@ -78,11 +78,11 @@ class DraftModel:
             name, acceptance, seconds.draft_s, reading, memory_bytes, by_gpu=by_gpu, memory_term=DRAFT_MODEL
         )
 
-    def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
+    def memory_bytes(self, context_tokens: int, n_sequences: int = 1, *, on_gpu: bool) -> int:
         """Return the bytes of weights, keys and values and, on a GPU, the layers' buffers."""
         blocks = _gpu_blocks(self.spec) if on_gpu else decoder_blocks(self.spec)
         costs = [BlockCost.of(self.spec, block, BESIDE_KV_TYPE) for block in blocks]
-        parts = [n for cost in costs for n in (cost.weight_bytes, cost.state_bytes(context_tokens))]
+        parts = [n for cost in costs for n in (cost.weight_bytes, cost.state_bytes(context_tokens, n_sequences))]
         if not on_gpu:
             return sum(parts)
         room = WorkingSizes.of(self.spec).gpu_terms(context_tokens, BESIDE_ROWS)
