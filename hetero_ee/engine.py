@@ -14,7 +14,7 @@ from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.constrained.grammars import Grammars
 from hetero_ee.decoding.conversation import Conversation, Messages, read_messages
 from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
-from hetero_ee.decoding.loop import Decoding, DecodingLoop, FullMode, Mode, SeparateModes
+from hetero_ee.decoding.loop import Decoding, DecodingLoop
 from hetero_ee.decoding.requests import Continuation, Ending, Prompts
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.scoring import prompt_logprobs
@@ -29,9 +29,9 @@ from hetero_ee.runtime.devices.traffic import TextTraffic
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.text_meter import TextMeter
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
-from hetero_ee.speculation.exact import ExactMode
-from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics, ExitCounts, ExitStatistics
+from hetero_ee.speculation.early_exit import EarlyExits
+from hetero_ee.speculation.modes import Modes
+from hetero_ee.speculation.statistics import DraftStatistics, ExitStatistics
 from hetero_ee.text.chat_prompt import chat_ids, open_template
 from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
 from hetero_ee.text.tokenizer import Tokenizer
@@ -45,8 +45,8 @@ class Engine(CalibratingEngine):
 
     def __init__(self, model: OpenModel, progress: Progress | None = None) -> None:
         self._executor: Executor | None = model.executor
-        self._opened, self._drafting, self.exits = model.opened, model.drafting, model.exits
-        self._draft_counts, self._exit_counts = DraftCounts(), ExitCounts()
+        self._opened = model.opened
+        self._modes = Modes(model.drafting, model.exits, self._clock)
         self._meter = TextMeter(model.executor)
         self._tokenizer = model.files.tokenizer
         self._prompts = PromptReader(model.files.tokenizer, model.files.spec)
@@ -142,14 +142,12 @@ class Engine(CalibratingEngine):
     @property
     def draft_statistics(self) -> DraftStatistics | None:
         """Draft statistics of the latest call of generate or stream, or reply of a chat; None in full mode."""
-        if self._drafting is None:
-            return None
-        return self._draft_counts.statistics(self.spec.n_layers, self._drafting.exit_layer)
+        return self._modes.draft_statistics(self.spec.n_layers)
 
     @property
     def exit_statistics(self) -> ExitStatistics | None:
         """Exit statistics of the latest call or reply; None except in early-exit modes."""
-        return None if self.exits is None else self._exit_counts.statistics(self.spec.n_layers)
+        return self._modes.exit_statistics(self.spec.n_layers)
 
     @property
     def traffic(self) -> TextTraffic | None:
@@ -181,7 +179,12 @@ class Engine(CalibratingEngine):
     @property
     def drafting(self) -> Drafting | None:
         """The drafting of exact mode, for measurements; None in full mode."""
-        return self._drafting
+        return self._modes.drafting
+
+    @property
+    def exits(self) -> EarlyExits | None:
+        """The settings of an early-exit mode, for measurements; None in other modes."""
+        return self._modes.exits
 
     @property
     def has_chat_template(self) -> bool:
@@ -194,7 +197,7 @@ class Engine(CalibratingEngine):
     @property
     def draft_origin(self) -> str:
         """Short description of where drafts come from; empty in full mode."""
-        return "" if self._drafting is None else self._drafting.origin
+        return "" if self.drafting is None else self.drafting.origin
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
@@ -292,16 +295,12 @@ class Engine(CalibratingEngine):
         In full and exact mode, sequences share passes. In an early-exit mode, each sequence has passes of its own,
         since some policies decide by all sequences of a pass. For `someone_waits`, see `DecodingLoop`.
         """
-        exits = self.exits
-        mode = self._new_mode() if exits is None else SeparateModes(lambda: self._early_exit_mode(exits))
-        return DecodingLoop(self._decoding(), mode, someone_waits)
+        return DecodingLoop(self._decoding(), self._modes.for_servers(self.executor), someone_waits)
 
     def close_sequence(self, sequence: int) -> None:
         """Free a sequence of the KV cache, and the memory that drafting needs for it."""
         self.executor.cache.close(sequence)
-        for drafting in (self.drafting, self.exits):
-            if drafting is not None:
-                drafting.close(sequence)
+        self._modes.close(sequence)
 
     def prompt_logprobs(self, kv_sequence: int, token_ids: list[int], n_top: int) -> Generator[list[TokenLogprobs]]:
         """Yield the log-probabilities of a prompt's tokens except the first, several at a time; for servers.
@@ -364,26 +363,13 @@ class Engine(CalibratingEngine):
 
         Raises HeteroError if the weights' file was changed before a sequence started or ended.
         """
-        loop = DecodingLoop(self._decoding(), self._new_mode())
+        loop = DecodingLoop(self._decoding(), self._modes.new(self.executor))
         return self._turns.taking(loop.generate(prompts, params, stop, self._meter), stop)
 
     def _decoding(self) -> Decoding:
         executor = self.executor
         others = self._tokenizer.decode, self._clock, self._turns, self._look
         return Decoding(executor, lambda: self._ending(executor), *others)
-
-    def _new_mode(self) -> Mode:
-        """Return a new mode as planned, with all statistics at zero."""
-        if self.exits is not None:
-            self._exit_counts = ExitCounts()
-            return self._early_exit_mode(self.exits)
-        if self._drafting is not None:
-            self._draft_counts = DraftCounts()
-            return ExactMode(self.executor, self._drafting, self._draft_counts, self._clock)
-        return FullMode(self.executor, self._clock)
-
-    def _early_exit_mode(self, exits: EarlyExits) -> EarlyExitMode:
-        return EarlyExitMode(self.executor, exits, self._exit_counts, self._clock)
 
     @property
     def _clock(self) -> Callable[[], float]:
