@@ -7,6 +7,7 @@ import pytest
 
 from hetero_ee.layers.decoder import BoundBlock
 from hetero_ee.ops import cpu as cpu_operations
+from hetero_ee.ops import cpu_rows
 from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_cpu_ops.attention.kv_table import POSITION
 from hetero_ee_cpu_ops.attention.kv_write import KvWrite
@@ -28,7 +29,7 @@ class WorkClock:
         )
         self._spend(patch, KvWrite, "write", lambda *arguments: WRITE_S)
         self._spend(patch, BoundBlock, "finish", lambda *arguments: PLACE_S / 2)  # a layer is two blocks
-        self._spend(patch, cpu_operations, "kv_table", lambda *arguments: PLACES_S)
+        self._spend(patch, cpu_rows, "kv_table", lambda *arguments: PLACES_S)
         for name in ("embed_int4", "embed_int8"):
             self._spend(patch, cpu_operations, name, lambda *arguments: EMBED_S)
 

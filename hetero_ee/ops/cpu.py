@@ -1,7 +1,6 @@
 """The CPU's operations: Numba kernels on NumPy arrays, weights in their stored form, one thread pool for all."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
+from hetero_ee.ops.cpu_rows import CpuRows, cache_shape
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv
 from hetero_ee.ops.torch_ops import query_factors
@@ -22,7 +22,6 @@ from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate, gate
 from hetero_ee_cpu_ops.attention.attention import NO_SINKS, Attention
-from hetero_ee_cpu_ops.attention.kv_table import SequenceCache, kv_table
 from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from hetero_ee_cpu_ops.attention.rope import Rope
 from hetero_ee_cpu_ops.delta import DeltaRule, DeltaSequence
@@ -80,7 +79,7 @@ class CpuDelta:
     cache: RecurrentCache
     layer: int
 
-    def run(self, inputs: Any, gates: Any, rows: "CpuRows") -> Any:
+    def run(self, inputs: Any, gates: Any, rows: CpuRows) -> Any:
         """See Ops.gated_delta."""
         sequences, layer, index = [], self.layer, self.cache.index(self.layer)
         for sequence, mine in rows.by_sequence.items():
@@ -92,40 +91,6 @@ class CpuDelta:
         for sequence, each in zip(rows.by_sequence, sequences, strict=True):
             self.cache.moved(layer, sequence, each.new_base)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class CpuRows:
-    """The tokens of a pass, in the form that the CPU's operations need."""
-
-    batch: Batch
-    counts: NeuronCounts
-    positions: Any  # int64 (m,)
-    some_may_skip: bool
-    look_up: LookUp | None = None
-    _places: dict[CpuKvCache, Any] = field(default_factory=dict)
-    _by_sequence: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def inputs(self) -> Any:
-        """See Rows."""
-        assert self.look_up is not None, "a layer reads tokens"
-        return self.look_up(self.batch)
-
-    @property
-    def by_sequence(self) -> dict[int, Any]:
-        """Indices of each sequence's tokens, int64."""
-        if not self._by_sequence:
-            found = self.batch.by_sequence().items()
-            self._by_sequence.update((sequence, np.array(rows, np.int64)) for sequence, rows in found)
-        return self._by_sequence
-
-    def places(self, cache: CpuKvCache) -> Any:
-        """Return where the cache holds the keys and values of each token, for all of its layers."""
-        if cache not in self._places:
-            sequences: Sequence[SequenceCache] = [cache.view(each, sequence_cache) for each in self.batch.sequences]
-            self._places[cache] = kv_table(sequences, self.batch.positions, _shape(cache), cache.kind)
-        return self._places[cache]
 
 
 class CpuOps(Ops):
@@ -363,7 +328,7 @@ class CpuOps(Ops):
 
     def _attention(self, spec: AttentionSpec, cache: CpuKvCache) -> tuple[KvWrite, Attention]:
         """Return the kernels that write keys and values, and that attend. Layers of one shape share them."""
-        shape = _shape(cache)
+        shape = cache_shape(cache)
         key = shape, cache.kind, spec.n_heads, spec.scale, spec.cap
         if key not in self._attentions:
             sizes = shape[0], spec.n_heads, *shape[1:]
@@ -388,14 +353,3 @@ def _spread(active: Any, neurons: Neurons) -> Any:
     whole = np.zeros((len(active), neurons.down.n_rows), np.float32)
     whole[:, neurons.chosen] = active
     return whole
-
-
-def _shape(cache: CpuKvCache) -> tuple[int, int, int]:
-    return max(1, cache.n_layers), cache.n_kv_heads, cache.head_dim
-
-
-def sequence_cache(first: int, *parts: Tensor) -> SequenceCache:
-    """Convert a sequence's storage, which begins at position `first`, to the form that the kernels need."""
-    arrays = (part.numpy() for part in parts)
-    stored = (array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays)
-    return SequenceCache(*stored, first=first)

@@ -19,7 +19,8 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.layers.ops import Activation, LookUp, Neurons, Norm
 from hetero_ee.layers.state import MAX_DECODE_TOKENS
 from hetero_ee.models.blocks import Block
-from hetero_ee.ops.cpu import CpuHeads, CpuMatrix, CpuOps, CpuRows
+from hetero_ee.ops.cpu import CpuHeads, CpuMatrix, CpuOps
+from hetero_ee.ops.cpu_rows import CpuRows
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.profiling.preset import PassSampling
 from hetero_ee.runtime.executors.cpu import CpuExecutor

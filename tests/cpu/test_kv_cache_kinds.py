@@ -8,7 +8,7 @@ import torch
 
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
-from hetero_ee.ops.cpu import sequence_cache
+from hetero_ee.ops.cpu_rows import sequence_cache
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention.attention import Attention
 from hetero_ee_cpu_ops.attention.kv_table import kv_table
