@@ -49,8 +49,8 @@ class WorkClock:
     def _spend(self, patch: pytest.MonkeyPatch, owner: Any, name: str, seconds: Callable[..., float]) -> None:
         real = getattr(owner, name)
 
-        def spending(*arguments: Any) -> Any:
+        def spending(*arguments: Any, **options: Any) -> Any:
             self.now_s += seconds(*arguments)
-            return real(*arguments)
+            return real(*arguments, **options)
 
         patch.setattr(owner, name, spending)
