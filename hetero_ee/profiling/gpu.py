@@ -20,7 +20,7 @@ from hetero_ee.profiling.preset import Point, Preset
 from hetero_ee.profiling.problems import WITHOUT_GPU, reason
 from hetero_ee.profiling.rows import gpu_rows
 from hetero_ee.runtime.drafted import DraftNoise, noise_words
-from hetero_ee.runtime.gpu.segment import GpuSegment
+from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
 from hetero_ee.weights.weight import TileWeight
@@ -191,7 +191,7 @@ def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, 
     recorder = platform.recorded if operations.is_capturable else None
     blocks = [block for block in decoder_blocks(spec) if block.layer is not None]
     arena = Arena(spec, cache, max_tokens)
-    return GpuSegment(spec, _dummy_weights(spec), blocks, cache, operations, recorder, arena)
+    return GpuSegment(spec, _dummy_weights(spec), blocks, GpuResources(cache, operations, recorder, arena))
 
 
 def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable[[Tensor], Any]) -> Callable[[], Any]:

@@ -18,7 +18,7 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.gpu.segment import GpuSegment
+from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment
 from tests.device_support import held_bytes
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of
@@ -170,7 +170,7 @@ def test_a_block_without_a_norm_takes_its_input_as_it_is(llama: Model) -> None:
     blocks = [replace(block, has_norm=False) for block in decoder_blocks(spec)[1:3]]
     shape = (1, spec.n_kv_heads, spec.head_dim)
     cache = GpuKvCache(shape, CONTEXT_TOKENS, torch.device("cpu"), kind="fp32", layers=[0])
-    segment = GpuSegment(spec, weights, blocks, cache, torch_operations())
+    segment = GpuSegment(spec, weights, blocks, GpuResources(cache, torch_operations()))
     reference, batch = ReferenceExecutor(*llama, CONTEXT_TOKENS), Batch.of_sequence(0, 0, PROMPT)
     for owner in (segment, reference):
         owner.cache.open(0)

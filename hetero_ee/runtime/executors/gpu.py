@@ -4,6 +4,7 @@ The host waits for the GPU only in `attend_uploaded` and `neurons`.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,7 @@ from hetero_ee.runtime.draft_logits import DraftLogits
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor, SplitFfn
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
-from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
+from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment, entered, recorder_for
 from hetero_ee.runtime.gpu.split import GpuMoeSplit, GpuNeuronSplit, GpuSplit
 from hetero_ee.weights.model_weights import ModelWeights
 
@@ -62,7 +63,8 @@ class GpuExecutor(BlockExecutor):
         self._resident = DeviceWeights(self._ops, weights, blocks)
         self._arena = Arena(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
-        self._inputs = _token_inputs(spec, weights, self._model_blocks)
+        inputs = _token_inputs(spec, weights, self._model_blocks)
+        self._resources = GpuResources(cache, operations, self._recorder, self._arena, inputs)
         self._visiting = {
             shape: VisitingCache(shape, cache.max_tokens, visits, self._device, n_rows)
             for shape in kv_layers(spec)
@@ -96,9 +98,7 @@ class GpuExecutor(BlockExecutor):
     def split(self, block: Block, n_first: int) -> SplitFfn:
         if block.name not in self._splits:
             split = GpuMoeSplit if isinstance(block.mixer, MoeSpec) else GpuNeuronSplit
-            self._splits[block.name] = split(
-                self._spec, self._resident, block, n_first, self.cache, self._operations, self._recorder, self._arena
-            )
+            self._splits[block.name] = split(self._spec, self._resident, block, n_first, self._resources)
         return self._splits[block.name]
 
     @torch.inference_mode()
@@ -180,8 +180,7 @@ class GpuExecutor(BlockExecutor):
     def _segment(self, blocks: Sequence[Block]) -> GpuSegment:
         names = tuple(block.name for block in blocks)
         if names not in self._segments:
-            devices = self.cache, self._operations, self._recorder, self._arena, self._inputs
-            self._segments[names] = GpuSegment(self._spec, self._resident, blocks, *devices)
+            self._segments[names] = GpuSegment(self._spec, self._resident, blocks, self._resources)
         return self._segments[names]
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuCache) -> GpuSegment:
@@ -194,8 +193,7 @@ class GpuExecutor(BlockExecutor):
         found = self._borrowed.get(key)
         if found is not None and found[0] is weights and found[1].cache is cache:
             return found[1]
-        devices = cache, self._operations, None, self._arena, self._inputs
-        segment = GpuSegment(self._spec, weights, [block], *devices)
+        segment = GpuSegment(self._spec, weights, [block], replace(self._resources, cache=cache, recorder=None))
         if self._operations.is_capturable:
             self._borrowed[key] = weights, segment
         return segment

@@ -7,6 +7,7 @@ launches are a small part of their time. Without a recorder all launches are mad
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -74,6 +75,17 @@ class Replays:
             self._known[m] = self._record(lambda: compute(m))
 
 
+@dataclass(frozen=True, slots=True)
+class GpuResources:
+    """Holds the cache, operations and buffers of a segment. Segments of one model on one GPU may share them."""
+
+    cache: GpuCache  # KV cache of the layers, in which sequences are opened
+    operations: GpuOperations
+    recorder: Recorder | None = None  # records CUDA graphs, see recorder_for; None launches everything one by one
+    arena: Arena | None = None  # buffers; each segment makes its own if None
+    inputs: TokenInputs | None = None  # looks up what layers read of tokens; None if they read nothing
+
+
 class GpuSegment:
     """Consecutive attentions and FFNs of a model on a GPU.
 
@@ -81,10 +93,6 @@ class GpuSegment:
 
     Args:
         weights: weights of the blocks, or DeviceWeights shared with other segments.
-        cache: KV cache of the layers, in which sequences are opened.
-        recorder: records CUDA graphs, see `recorder_for`; None launches everything one by one.
-        arena: buffers shared with other segments; None makes new ones.
-        inputs: looks up what layers read of tokens; None if they read nothing.
     """
 
     def __init__(
@@ -92,20 +100,17 @@ class GpuSegment:
         spec: ModelSpec,
         weights: ModelWeights | DeviceWeights,
         blocks: Sequence[Block],
-        cache: GpuCache,
-        operations: GpuOperations,
-        recorder: Recorder | None = None,
-        arena: Arena | None = None,
-        inputs: TokenInputs | None = None,
+        resources: GpuResources,
     ) -> None:
-        self.spec, self.cache = spec, cache
+        self.spec, self.cache = spec, resources.cache
+        cache, recorder = resources.cache, resources.recorder
         self._device = cache.device
-        self._arena = arena or Arena(spec, cache)
-        self._ops = GpuOps(operations, self._device, self._arena)
+        self._arena = resources.arena or Arena(spec, cache)
+        self._ops = GpuOps(resources.operations, self._device, self._arena)
         if isinstance(weights, ModelWeights):
             weights = DeviceWeights(self._ops, weights, blocks)
         self._blocks = [bind(self._ops, spec, block, weights.of(block), cache) for block in blocks]
-        self._inputs = inputs if any(block.mixer.reads_tokens for block in self._blocks) else None
+        self._inputs = resources.inputs if any(block.mixer.reads_tokens for block in self._blocks) else None
         self._has_state = any(block.mixer.has_state for block in self._blocks)
         self._parts = {
             cache.part(block.layer) for block in blocks if block.state is not None and block.layer is not None

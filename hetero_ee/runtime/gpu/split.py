@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.devices import GpuCache
 from hetero_ee.layers.moe import Moe
 from hetero_ee.layers.ops import DELTA, INNER, NORMED, OUTPUTS, ROUTES, SHARED
 from hetero_ee.layers.sparse_ffn import SparseFfn
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.ops.arena import Arena
 from hetero_ee.ops.device_weights import DeviceWeights
-from hetero_ee.ops.gpu_operations import GpuOperations
 from hetero_ee.runtime.executors.executor import SplitFfn
-from hetero_ee.runtime.gpu.segment import GpuSegment, Recorder, Replays, entered
+from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment, Replays, entered
 from hetero_ee.weights.sections import section_neurons
 
 
@@ -36,14 +33,11 @@ class GpuSplit(GpuSegment, SplitFfn):
         weights: DeviceWeights,
         block: Block,
         n_first: int,
-        cache: GpuCache,
-        operations: GpuOperations,
-        recorder: Recorder | None,
-        arena: Arena,
+        resources: GpuResources,
     ) -> None:
-        super().__init__(spec, weights, [block], cache, operations, recorder, arena)
+        super().__init__(spec, weights, [block], resources)
         (self._block,), self._n_first = self._blocks, n_first
-        self._steps = [Replays(recorder) for _ in range(3)]
+        self._steps = [Replays(resources.recorder) for _ in range(3)]
 
     def rest(self, x: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError("the other neurons or experts are the CPU's")

@@ -24,7 +24,7 @@ from hetero_ee.ops.token_inputs import TokenInputs
 from hetero_ee.ops.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu import segment as gpu_segment
-from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
+from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment, recorder_for
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.quantizers import quantize
@@ -79,7 +79,8 @@ def segment(model: Model, layers: range = range(2), ops: Any = None, recorder: A
     spec, weights = model
     sizes = {"kind": "fp16", "n_slots": 16} | cache
     held = gpu_cache(spec, MAX_TOKENS, device=torch.device(DEVICE), layers=layers, **sizes)
-    return GpuSegment(spec, weights, blocks_of(spec, layers), held, ops or operations("torch"), recorder)
+    resources = GpuResources(held, ops or operations("torch"), recorder)
+    return GpuSegment(spec, weights, blocks_of(spec, layers), resources)
 
 
 def blocks_of(spec: ModelSpec, layers: range) -> list[Block]:
@@ -122,7 +123,7 @@ def test_layers_that_share_keys_and_values_and_read_tokens(tmp_path: Path) -> No
     cache = gpu_cache(spec, MAX_TOKENS, "fp16", torch.device(DEVICE), n_slots=4)
     blocks, host = [block for block in decoder_blocks(spec) if block.layer is not None], TorchOps()
     inputs = TokenInputs(spec, host, DeviceWeights(host, weights, decoder_blocks(spec)[:2]))
-    part = GpuSegment(spec, weights, blocks, cache, operations("torch"), inputs=inputs)
+    part = GpuSegment(spec, weights, blocks, GpuResources(cache, operations("torch"), inputs=inputs))
     executor = ReferenceExecutor(*model, MAX_TOKENS, BatchedTorchOps())
     for owner in (part, executor):
         owner.cache.open(0)
@@ -301,7 +302,7 @@ def test_a_segment_on_another_gpu_than_the_current(llama: Model) -> None:
     for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
         spec, weights = llama
         cache = GpuKvCache((2, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, device, pool_tokens=1000, kind="fp16")
-        part = GpuSegment(spec, weights, blocks_of(spec, range(2)), cache, ops, recorder_for(device, ops))
+        part = GpuSegment(spec, weights, blocks_of(spec, range(2)), GpuResources(cache, ops, recorder_for(device, ops)))
         cache.open(0)
         found.append([run(part, llama, Batch.of_sequence(0, position, [position])).cpu() for position in range(3)])
     for first, second in zip(*found, strict=True):

@@ -14,7 +14,7 @@ from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.ops.arena import Arena
 from hetero_ee.ops.gpu_operations import gpu_operations
 from hetero_ee.ops.registry import Registry
-from hetero_ee.runtime.gpu.segment import GpuSegment
+from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment
 from hetero_ee.weights.sections import section_neurons
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.row_matrix import RowMatrix
@@ -198,7 +198,8 @@ def test_a_segment_of_sparse_ffns(tmp_path: Path) -> None:
     for operations in (plain, replace(plain, sparse_ffn=sparse_ffn)):
         cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), 64, torch.device(DEVICE), kind="fp16")
         arena, sequence = Arena(spec, cache), cache.open_new()
-        segment = GpuSegment(spec, weights, decoder_blocks(spec)[1:3], cache, operations, lambda work: work, arena)
+        resources = GpuResources(cache, operations, lambda work: work, arena)
+        segment = GpuSegment(spec, weights, decoder_blocks(spec)[1:3], resources)
         rows = []
         for first in range(3):
             batch = Batch.of_sequence(sequence, 2 * first + 4 * (first > 0), [1, 2] if first else [1, 2, 3, 4, 5, 6])
