@@ -106,10 +106,10 @@ def test_keys_and_values_are_written_before(executor: CpuExecutor, monkeypatch: 
     """Pages that were never written are all the same page, which sits in the cache."""
     real, unwritten = Attention.attend, []
 
-    def attend(self: Attention, *arguments: object) -> object:
+    def attend(self: Attention, *arguments: object, **options: object) -> object:
         for layer in range(N_LAYERS):
             unwritten.extend(int((part == 0).all(-1).sum()) for part in executor.cache.read(layer, 0, 0, 299))
-        return real(self, *arguments)  # type: ignore[arg-type]
+        return real(self, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Attention, "attend", attend)
     probe_pass(executor, 1, 300, USUALLY, lambda: 0.0)
