@@ -26,7 +26,8 @@ from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, FIVE, FIVE_ZEROS, GCN
 from tests.gpu_compilation import Compilation
 
 VOCABULARY_KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
-KINDS = (*VOCABULARY_KINDS, (ZEROS, "zeros"), (FIVE, "int5"), (FIVE_ZEROS, "int5_zeros"), (SIX, "int6"))
+KINDS = (*VOCABULARY_KINDS, (ZEROS, "zeros"))
+WIDE_KINDS = ((FIVE, "int5"), (FIVE_ZEROS, "int5_zeros"), (SIX, "int6"))
 TERMS = {1: "", 2: "_2_terms"}  # of activations, in a name
 MATRIX = {"words_ptr": "*i32", "scales_ptr": "*i32", "table_ptr": "*i32"}  # in rows
 LISTS = {"neurons_ptr": "*i32", "counts_ptr": "*i32"}
@@ -253,6 +254,7 @@ def _matmul() -> list[Compilation]:
     widths = [(1, 1, PTX), *((n_tokens, 1, PTX) for n_tokens in (8, 16, 32) if n_tokens <= most)]
     prompt, amd = (most, matmul.MAX_PAIRS, PTX), (1, 1, GCN)
     cases = [(kind, 1, width) for kind in KINDS for width in (*widths, prompt, amd)]
+    cases += [(kind, 1, width) for kind in WIDE_KINDS for width in (*widths[:2], prompt, amd)]
     cases += [(KINDS[3], 2, width) for width in ((8, 1, PTX), prompt, amd)]
     return [
         Compilation(

@@ -3,7 +3,7 @@
 The blocks of layers hold the parameters that their mixers declare (hetero_ee/layers).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from hetero_ee.layers.decoder import BoundBlock, LayerSpec
 from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.layers.ops import MixerSpec, Ops, Parameters
 from hetero_ee.layers.state import State
-from hetero_ee.layers.tensors import TensorRole, Tensors, TensorSpec
+from hetero_ee.layers.tensors import MATRIX_LAYOUTS, TensorRole, Tensors, TensorSpec
 from hetero_ee.models.spec import ModelSpec
 
 
@@ -118,6 +118,15 @@ def matrix_role(spec: ModelSpec, name: str) -> TensorRole:
     """Return the role of the matrix with this name, by which it is quantized."""
     layout = next((layout for each, layout in spec.matrix_layouts if each == name), None)
     return TensorRole.MATRIX if layout is None else TensorRole(layout)
+
+
+def in_layout(spec: ModelSpec, layout: str) -> ModelSpec:
+    """Return the spec with all of the layers' matrices in this layout, or in int4 if it is the name of no layout."""
+    plain = spec.in_plain_int4
+    if layout not in MATRIX_LAYOUTS.values():
+        return plain
+    names = (tensor.name for tensor in all_tensors(decoder_blocks(plain)) if tensor.role is TensorRole.MATRIX)
+    return replace(plain, matrix_layouts=tuple((name, layout) for name in sorted(names)))
 
 
 def _embedding_block(spec: ModelSpec) -> Block:

@@ -12,7 +12,7 @@ from hetero_ee.options.option import Option, Range, options_of
 
 AUTO, OFF = "auto", "off"  # values of the setting `profile`
 UNQUANTIZED = "none"
-QUANTIZERS = ("codebook", "search", "rtn", "nf4", UNQUANTIZED)
+QUANTIZERS = ("codebook", "search", "rtn", "nf4", "int5", "int6", "int8", UNQUANTIZED)
 KV_TYPES = ("fp32", "fp16", "int8")
 ACTIVATION_TERMS = {"int8": 1, "int16": 2}  # int8 terms of each activation
 CERTIFIED = "certified"
@@ -46,7 +46,7 @@ class ModelKeywords(TypedDict, total=False):
     quantizer: Annotated[
         str | None,
         Option(
-            "codebook, search, rtn or nf4 (int4, converted once), or none (fp32).",
+            "codebook, search, rtn or nf4 (int4), int5, int6 or int8, converted once, or none (fp32).",
             ("--quantizer",),
             default_text="the checkpoint's own bits, else codebook",
             choices=QUANTIZERS,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.costs.product import stored_layout
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.devices import gpu_cache
-from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.arena import MAX_ROWS, Arena
@@ -23,6 +23,7 @@ from hetero_ee.runtime.drafted import DraftNoise, noise_words
 from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
+from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.gpu.link_probe import probe_link
 from hetero_ee_profiles.gpu.platform import GpuPlatform
@@ -241,9 +242,10 @@ def _dummy_weights(spec: ModelSpec) -> ModelWeights:
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            codebook = CODEBOOK if tensor.role is TensorRole.MATRIX else None
-            n_rows, n_columns = tensor.shape
-            weights.matrices[tensor.name] = TileWeight(torch.empty(0), torch.empty(0), 0, codebook, n_rows, n_columns)
+            name = stored_layout(tensor)
+            tiles, scales = torch.empty(0, TILE_BYTES[name]), torch.empty(0, SCALES_A_TILE[name])
+            codebook = CODEBOOK if name == "int4" else None
+            weights.matrices[tensor.name] = TileWeight(tiles, scales, 0, codebook, *tensor.shape)
         else:
             weights.vectors[tensor.name] = torch.full(tensor.shape, 0.0 if tensor.name.endswith("bias") else 1.0)
     return weights

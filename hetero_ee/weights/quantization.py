@@ -10,7 +10,7 @@ from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.saved_format import BITSANDBYTES, FOUR_BIT_TYPES
 from hetero_ee.options.engine import MODEL_OPTIONS
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, QUANTIZERS, TABLE_QUANTIZERS
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, QUANTIZERS, ROW_QUANTIZERS
 
 GGUF = "gguf"
 CALIBRATED = "-calibrated"  # suffix of the quantizer's name
@@ -40,7 +40,7 @@ class Quantization:
             ModelError: if config.json cannot be used.
             UsageError: if the quantizer's codes cannot be neuron-major.
         """
-        if neuron_major and quantizer in TABLE_QUANTIZERS:
+        if neuron_major and quantizer not in (None, *ROW_QUANTIZERS):
             raise UsageError(
                 f"sparse FFNs can't be in {quantizer}; leave out ",
                 MODEL_OPTIONS["sparsity"],

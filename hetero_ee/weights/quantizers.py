@@ -124,7 +124,7 @@ INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
     "rtn": lambda weight, workers: _quantize_int4(weight, LINEAR_CODEBOOK, 0, workers),
     "nf4": _normal_float,
 }
-TABLE_QUANTIZERS = ("nf4",)  # with fixed codebooks, whose entries go up to 127
+ROW_QUANTIZERS = ("codebook", "search", "rtn")  # whose entries are small enough for rows of neurons
 QUANTIZERS = INT4_QUANTIZERS | {"int5": _wide("int5"), "int6": _wide("int6"), "int8": _eight_bit}
 
 

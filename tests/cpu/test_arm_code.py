@@ -27,7 +27,7 @@ def assembly(kind: TileKind, features: str) -> str:
     builder = ir.IRBuilder(function.append_basic_block())
     tile, table, x, offset, out = function.args
     emitter: Any = Emitter(context, builder, kind)
-    ((sums,),) = emitter.group_sums(emitter.operands(tile, table), x, offset, [0])
+    ((sums,),) = emitter.group_sums(emitter.operands(tile, table, (0, 1)), x, offset, [0])
     builder.store(sums, builder.inttoptr(out, sums.type.as_pointer())).align = 4
     return machine_code(builder, module, features)
 

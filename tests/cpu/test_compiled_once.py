@@ -44,4 +44,4 @@ def test_more_executors_take_no_more_mappings() -> None:
 @pytest.mark.parametrize("kind", CODEBOOKS)
 def test_every_instance_calls_the_same_code(kind: str) -> None:
     weight: Any = matrix(CODEBOOKS[kind])
-    assert len({Matmul(ThreadPool(1)).compile(weight.kind) for _ in range(3)}) == 1
+    assert len({Matmul(ThreadPool(1)).functions(weight.kind) for _ in range(3)}) == 1

@@ -169,7 +169,10 @@ def test_unusable_prompts(
         (["-n", "0"], "-n / --max-tokens is 0; expected a whole number from 1, or -1: until the text ends."),
         (["-n", "-5"], "-n / --max-tokens is -5; expected a whole number from 1, or -1: until the text ends."),
         (["--stop", ""], "--stop is empty"),
-        (["--quantizer", "int3"], "quantizer is 'int3'; expected one of codebook, search, rtn, nf4, none"),
+        (
+            ["--quantizer", "int3"],
+            "quantizer is 'int3'; expected one of codebook, search, rtn, nf4, int5, int6,",
+        ),
         (["-t", "-1"], "-t / --threads is -1"),
         (["-c", "-5"], "-c / --ctx-size is -5"),
         (["--ctx-size=-5"], "hetero-ee: --ctx-size is -5"),

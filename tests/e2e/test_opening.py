@@ -328,7 +328,7 @@ def test_no_code_from_the_folder_is_run(own_tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"quantizer": "int4"}, "expected one of codebook, search, rtn, nf4, none"),
+        ({"quantizer": "int4"}, "expected one of codebook, search, rtn, nf4, int5, int6, int8, none"),
         ({"quantizer": ""}, "expected one of"),
         ({"threads": -1}, "threads is -1"),
         ({"threads": True}, "threads is True"),

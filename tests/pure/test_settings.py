@@ -59,10 +59,10 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(setting
 def test_the_table_agrees_with_the_engine() -> None:
     from hetero_ee.engine import Engine
     from hetero_ee.options.engine import UNQUANTIZED
-    from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, INT4_QUANTIZERS
+    from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZERS
 
     quantizer = SETTINGS["quantizer"]
-    assert sorted(quantizer.choices) == sorted((*INT4_QUANTIZERS, UNQUANTIZED))
+    assert sorted(quantizer.choices) == sorted((*QUANTIZERS, UNQUANTIZED))
     assert quantizer.default_text.endswith(DEFAULT_QUANTIZER)
     for argument, name in (("threads", "threads"), ("context_tokens", "ctx_size")):
         with pytest.raises(UsageError, match=f"to {SETTINGS[name].most}\\."):

@@ -116,6 +116,7 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
 
 def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress: Progress) -> "Request":
     with ending_at_once():
+        from hetero_ee.models.blocks import in_layout
         from hetero_ee.planning.hardware import hardware_from
         from hetero_ee.planning.planner import plan as make_plan
         from hetero_ee.planning.reports.what_if import Request
@@ -126,7 +127,7 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
 
     spec, _, folder = engine.model_spec(subject.model, subject.wanted.random_weights, progress, configuration_only=True)
     if subject.quantizer is not None and folder is not None and not is_store(folder):
-        spec = spec.in_plain_int4  # whatever codes the model's files have
+        spec = in_layout(spec, subject.quantizer)  # whatever codes the model's files have
     threads = (limits.threads,) if limits.threads else ()
     if subject.wanted.hardware:
         profile = hardware_from(subject.wanted.hardware)

@@ -21,7 +21,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import INT4_QUANTIZERS
+from hetero_ee.weights.quantizers import QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
 from hetero_ee.weights.store.conversion import WAITING, FitWith, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
@@ -122,10 +122,10 @@ def make_store(
         ModelError, CheckpointError: The model can't be read or is not supported.
         StoreError, DiskFullError: The store can't be written.
     """
-    if quantizer not in (None, *INT4_QUANTIZERS):
+    if quantizer not in (None, *QUANTIZERS):
         raise UsageError(
             MODEL_OPTIONS["quantizer"],
-            f" is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.",
+            f" is {shown(quantizer)}; a store is made by one of {', '.join(QUANTIZERS)}.",
         )
     require_checkpoint(folder)
     laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}
