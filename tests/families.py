@@ -88,6 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn": ("Qwen3", LLAMA | {"head_dim": 20, "rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "qwen3.5": ("Qwen3_5", QWEN_3_5),
     "qwen3-moe": ("Qwen3Moe", LLAMA | EXPERTS | {"head_dim": 20, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-next": ("Qwen3Next", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "qwen2-moe": (

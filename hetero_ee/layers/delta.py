@@ -63,6 +63,12 @@ class GatedDeltaSpec(MixerSpec):
         sizes = {QKV: self.n_channels + self.value_size, GATES: 2 * self.n_value_heads, ATTENDED: self.value_size}
         return sizes | {MIXED: self.n_channels + sizes[GATES]}
 
+    def head_rows(self, short: str) -> tuple[int, ...]:
+        """Return the rows of each part of a matrix that belong to one key head; empty if a matrix has no such parts."""
+        n_values = self.n_value_heads // self.n_key_heads
+        values = n_values * self.value_dim
+        return {"input": (self.key_dim, self.key_dim, values, values), "gates": (n_values, n_values)}.get(short, ())
+
     def row_sizes(self, short: str) -> tuple[int, ...]:
         return (self.n_channels, self.value_size) if short == "input" else ()
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.per_layer import PerLayerSpec
 from hetero_ee.layers.tensors import TensorSpec
@@ -124,6 +125,8 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collectio
     parts = [Part(module, (rows, *tensor.shape[1:])) for module, rows in zip(modules, sizes, strict=False)]
     if isinstance(mixer, AttentionSpec) and pattern.endswith(".qkv") and len(modules) > 1:
         parts = _of_heads(parts, mixer)
+    if isinstance(mixer, GatedDeltaSpec) and len(modules) > len(set(modules)):
+        parts = _of_key_heads(modules[0], mixer.head_rows(short.rpartition(".")[2]), tensor.shape)
     if isinstance(mixer, PerLayerSpec) and pattern.endswith(".context"):  # all layers' are one tensor
         table = mixer.table
         parts = [
@@ -156,6 +159,12 @@ def _of_experts(
         return [Part(whole, (n_experts, *shape), neighbours=pairs, n_experts=n_experts, is_transposed=is_paired)]
     part_shape = n_rows // len(single), *columns
     return [Part(name.format(e=e) + ending, part_shape, expert=e) for e in range(n_experts) for name in single]
+
+
+def _of_key_heads(module: str, sizes: Sequence[int], shape: tuple[int, ...]) -> list[Part]:
+    """Describe parts with the given numbers of rows per key head, which one tensor holds head after head."""
+    every = sum(sizes)
+    return [Part(module, shape, share=(every, sum(sizes[:place]), size)) for place, size in enumerate(sizes)]
 
 
 def _of_heads(parts: list[Part], attention: AttentionSpec) -> list[Part]:

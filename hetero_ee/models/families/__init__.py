@@ -9,6 +9,7 @@ OLMO = NORMED_HEADS | AFTER
 GEMMA_NORMS = AFTER | {"layers.{n}.ffn.norm": ("model.layers.{n}.pre_feedforward_layernorm",)}
 GEMMA_3 = NORMED_HEADS | GEMMA_NORMS
 QWEN_3_5_MOE = qwen3_5.TENSOR_NAMES | experts.TENSOR_NAMES
+QWEN_3_NEXT = QWEN_3_5_MOE | qwen3_5.NEXT_NAMES
 READ_QWEN_3_5_MOE = experts.reader(qwen3_5.read_spec, renormalizes=True, shared=512)
 GLM, GLM_4_NORMS = TENSOR_NAMES | GATE_UP, post_norms("post_self_attn_layernorm", "post_mlp_layernorm")
 
@@ -23,6 +24,7 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", qwen3_5.read_spec, qwen3_5.TENSOR_NAMES),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", experts.QWEN_3, NORMED_HEADS | experts.TENSOR_NAMES),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", READ_QWEN_3_5_MOE, QWEN_3_5_MOE),
+    "Qwen3NextForCausalLM": Family("qwen3_next", experts.reader(qwen3_5.read_spec, shared=512), QWEN_3_NEXT),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", experts.QWEN_2, TENSOR_NAMES | experts.TENSOR_NAMES),
     "MixtralForCausalLM": Family("mixtral", experts.MIXTRAL, TENSOR_NAMES | experts.MIXTRAL_NAMES),
     "OlmoeForCausalLM": Family("olmoe", experts.OLMOE, NORMED_HEADS | experts.TENSOR_NAMES),

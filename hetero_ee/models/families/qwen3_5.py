@@ -1,4 +1,4 @@
-"""Read Qwen3.5, 3.6 and 3.8: most layers are gated delta layers, every fourth one is a gated attention."""
+"""Read Qwen3-Next, Qwen3.5, 3.6 and 3.8: most layers are gated delta layers, every fourth one is a gated attention."""
 
 from dataclasses import replace
 
@@ -30,6 +30,11 @@ TENSOR_NAMES = NORMED_HEADS | {
     "layers.{n}.mtp.embedding_norm": ("model.layers.{n}.enorm",),
     "layers.{n}.mtp.hidden_norm": ("model.layers.{n}.hnorm",),
     "layers.{n}.mtp.head_norm": ("model.layers.{n}.shared_head.norm",),
+}
+# Of Qwen3-Next, which stores a key head's rows of all parts together, one head after the other.
+NEXT_NAMES = {
+    "layers.{n}.delta.input": (_DELTA + "in_proj_qkvz",) * 4,
+    "layers.{n}.delta.gates": (_DELTA + "in_proj_ba",) * 2,
 }
 _DENSE = Variant(
     values(head_dim=256, num_key_value_heads=4, max_position_embeddings=32768, partial_rotary_factor=0.25),
