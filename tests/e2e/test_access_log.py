@@ -41,6 +41,7 @@ def log() -> Log:
 @pytest.fixture(scope="module")
 def server(tiny: Path, log: Log) -> Iterator[RunningServer]:
     with opened(tiny) as engine, serving(engine, log=log, api_key="k") as running:
+        eventually(lambda: any("/health" in line for line in log.lines))  # by which `serving` saw that it is ready
         yield running
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -119,8 +120,8 @@ def _write(
         read = _read_ahead(checkpoint, quantization, tensors[n_there:], workers)
         for index, tensor in enumerate(tensors):
             if index >= n_there:
-                found = _quantized(next(read), tensor, quantization, workers, fit)
-                _write_tensor(writer, found, checkpoint, tensor, quantization, report)
+                quantized = partial(_quantized, tensor=tensor, quantization=quantization, workers=workers, fit=fit)
+                _write_tensor(writer, quantized(next(read)), checkpoint, tensor, quantization, report)
             if progress and index + 1 >= n_there:  # what an earlier run has written took no time in this one
                 progress(CONVERTING, writer.entries[index].regions[-1].end, n_bytes)
         writer.copy_files(source.folder)
