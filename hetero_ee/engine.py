@@ -29,7 +29,6 @@ from hetero_ee.runtime.devices.traffic import TextTraffic
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.text_meter import TextMeter
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.modes import Modes
 from hetero_ee.speculation.statistics import DraftStatistics, ExitStatistics
 from hetero_ee.text.chat_prompt import chat_ids, open_template
@@ -46,6 +45,7 @@ class Engine(CalibratingEngine):
     def __init__(self, model: OpenModel, progress: Progress | None = None) -> None:
         self._executor: Executor | None = model.executor
         self._opened = model.opened
+        self.exits = model.exits  # settings of an early-exit mode, for measurements; None in other modes
         self._modes = Modes(model.drafting, model.exits, self._clock)
         self._meter = TextMeter(model.executor)
         self._tokenizer = model.files.tokenizer
@@ -180,11 +180,6 @@ class Engine(CalibratingEngine):
     def drafting(self) -> Drafting | None:
         """The drafting of exact mode, for measurements; None in full mode."""
         return self._modes.drafting
-
-    @property
-    def exits(self) -> EarlyExits | None:
-        """The settings of an early-exit mode, for measurements; None in other modes."""
-        return self._modes.exits
 
     @property
     def has_chat_template(self) -> bool:
