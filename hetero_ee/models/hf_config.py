@@ -12,7 +12,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.saved_format import MXFP4, SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
-SUFFIX = "ForCausalLM"
+SUFFIX, MOE = "ForCausalLM", "Moe"
 # Field that this engine adds to config.json when it translates other formats: layouts of matrices that are not int4.
 LAYOUTS_FIELD = "hetero_ee_matrix_layouts"
 DOWN, EXPERTS = ".ffn.down", ".moe."
@@ -68,8 +68,9 @@ def _text_fields(fields: Fields, architecture: str, text_types: tuple[str, ...])
 
 
 def _supported() -> str:
-    names = sorted(name.removesuffix(SUFFIX) for name in FAMILIES if name.endswith(SUFFIX))
-    return f"{', '.join(names)} (each with {SUFFIX})"
+    names = {name.removesuffix(SUFFIX) for name in FAMILIES if name.endswith(SUFFIX)}
+    dense = sorted(name for name in names if name.removesuffix(MOE) not in names - {name})
+    return f"{', '.join(f'{name}({MOE})' if name + MOE in names else name for name in dense)} (each with {SUFFIX})"
 
 
 def _by_format(spec: ModelSpec, saved: SavedFormat) -> dict[str, str]:
