@@ -52,7 +52,7 @@ divide = operation(2, lambda a, b: a / b, "divide", "a / b.")
 
 @inner
 def _logits(arguments: int, tokens: Any, experts: Any, token: int, expert: int) -> None:
-    """Compute the logits of len(tokens) tokens and as many experts as `experts` has elements for each."""
+    """Compute len(experts) logits, an equal number for each of len(tokens) tokens."""
     width = 4 * word(arguments, WIDTH)
     x, weights = word(arguments, X) + width * token, word(arguments, WEIGHTS) + width * expert
     totals = zeros(experts)

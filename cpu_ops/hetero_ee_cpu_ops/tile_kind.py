@@ -76,12 +76,15 @@ tile_bytes, scales_bytes, offset_bytes = _size("tile_bytes"), _size("scales_byte
 
 
 def tile_kind(context: Any, codebook: tuple[int, ...] | None, n_bytes: int, n_scales: int) -> TileKind:
-    """Return the kind of tile on the JIT target. Raises: KeyError: if there is none of these sizes.
+    """Return the kind of tile with these sizes on the JIT target.
 
     Args:
         codebook: 16 entries for 4-bit tiles, None for others.
         n_bytes: bytes of a tile.
         n_scales: scales and zero points of a tile.
+
+    Raises:
+        KeyError: if no kind has these sizes.
     """
     is_narrow = codebook is not None and max(map(abs, codebook)) <= NARROW_LIMIT
     kinds: tuple[TileKind, ...] = (NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK,)

@@ -133,7 +133,7 @@ class Moe(Mixer):
         return self._shared is not None
 
     def shared(self, ops: Ops, x: Array) -> Array | None:
-        """Return the shared expert's output (m, hidden), None if there is no such expert."""
+        """Return the shared expert's output (m, hidden), or None for a layer without one."""
         if self._shared is None:
             return None
         first, down = self._shared

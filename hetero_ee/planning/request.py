@@ -143,7 +143,7 @@ class PlanRequest:
 
     @property
     def _wanted_head(self) -> Path | str | None:
-        """The draft head that the caller wants, None if there is none."""
+        """The draft head that the caller wants, or None."""
         return None if self.draft_head == NO_HEAD else self.draft_head
 
     def found_profile(self, spec: ModelSpec, folder: Path, automatic: FindProfile) -> HardwareProfile | None:

@@ -106,10 +106,9 @@ class TileWeight:
         entries, scales = codes.float(), numbers.float()
         if self.codebook is not None:
             entries = torch.tensor(self.codebook, dtype=torch.float32)[codes.int()]
-        entries -= layout.ENTRY_OFFSETS.get(self.layout, 0)
-        if self.layout == "int6":
-            entries = entries.view(*scales.shape, layout.TILE_COLUMNS // 2)
-        else:
-            entries = entries.view(*scales.shape[:2], 1, layout.TILE_COLUMNS) - scales[..., 1:, None].sum(2, True)
-            scales = scales[..., :1]
+        if self.layout in layout.ENTRY_OFFSETS:
+            entries -= layout.ENTRY_OFFSETS[self.layout]
+        if self.layout in (layout.ZEROS, layout.ZEROS_5):
+            entries, scales = entries.view(*scales.shape[:2], -1) - scales[..., 1:], scales[..., :1]
+        entries = entries.view(*scales.shape, -1)  # the columns of each scale
         return (entries * (scales * 2.0**self.exponent)[..., None]).flatten(1)

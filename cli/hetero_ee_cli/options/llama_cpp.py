@@ -9,7 +9,7 @@ THREADS_ARE_FREE = "threads are not pinned; run hetero-ee under taskset or numac
 ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("-b", "--batch-size"),
-        "a pass reads as many tokens of a prompt as the plan chooses, or as -ub says; leave it out",
+        "the plan chooses how many tokens of a prompt a pass reads, or -ub does; leave it out",
     ),
     (("-tb", "--threads-batch"), "prompts and text use the same threads; use -t"),
     (

@@ -58,7 +58,7 @@ def reader(
         size: field with an expert's number of neurons.
         scores: see RouterSpec.
         renormalizes: see RouterSpec; None to read it from norm_topk_prob.
-        shared: default size of a gated expert that every token uses; None if there is none.
+        shared: default size of a gated expert that every token uses; None for families without one.
     """
 
     def read(fields: Fields, architecture: str) -> ModelSpec:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,8 +119,9 @@ def _write(
         read = _read_ahead(checkpoint, quantization, tensors[n_there:], workers)
         for index, tensor in enumerate(tensors):
             if index >= n_there:
-                quantized = partial(_quantized, tensor=tensor, quantization=quantization, workers=workers, fit=fit)
-                _write_tensor(writer, quantized(next(read)), checkpoint, tensor, quantization, report)
+                made = _quantized(next(read), tensor, quantization, workers, fit)
+                _write_tensor(writer, made, checkpoint, tensor, quantization, report)
+                del made  # before the next tensor is made
             if progress and index + 1 >= n_there:  # what an earlier run has written took no time in this one
                 progress(CONVERTING, writer.entries[index].regions[-1].end, n_bytes)
         writer.copy_files(source.folder)
