@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from stories import parse_settings, read_stories, without_held_out
 from story_model import StoryModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from training_run import RunSettings, TrainingRun, encode_stories, windows
+from training_run import RunSettings, TrainingRun, encode_stories, evaluation, training_stories, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
@@ -154,11 +154,7 @@ def evaluate(folder: Path, text: Path, settings: Settings) -> list[dict[str, Any
     """Measure a model on the first characters of a text; the bytes of each separator are those of the end token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    content = text.read_text(encoding="utf-8").replace(settings.separator, settings.end)[: settings.evaluate_characters]
-    stream = torch.cat(encode_stories(tokenizer, [piece.strip() for piece in content.split(settings.end)]))
-    results = [measure(model, stream, length) for length in (settings.context // 2, settings.context)]
-    bits_per_nat_a_token = len(stream) / len(content.encode()) / math.log(2)
-    return [result | {"bits_per_byte": round(result["nats_per_token"] * bits_per_nat_a_token, 4)} for result in results]
+    return evaluation(partial(measure, model), tokenizer, text, settings)
 
 
 def train_and_export(texts: list[Path], output: Path, settings: Settings, compiled: bool) -> dict[str, Any]:
@@ -167,9 +163,7 @@ def train_and_export(texts: list[Path], output: Path, settings: Settings, compil
     kept, held_out = without_held_out(read_stories(texts, settings.separator), settings.holdout_every)
     tokenizer = train_tokenizer(kept, settings)
     settings = replace(settings, vocab_size=len(tokenizer))
-    stories = encode_stories(tokenizer, kept)
-    if sum(len(story) for story in stories) < 2 * settings.context + 1:  # a window is left after the largest offset
-        raise SystemExit("the texts are too short for one training window")
+    stories = training_stories(tokenizer, kept, settings)
     model = StoryModel(LlamaForCausalLM(model_config(settings, tokenizer)), settings.dropout, settings.seed)
     if compiled:  # by parts, so that the random choice of an exit costs no recompilation
         for layer in model.layers:
@@ -179,13 +173,7 @@ def train_and_export(texts: list[Path], output: Path, settings: Settings, compil
     seconds = training.run(stories, torch.cat(encode_stories(tokenizer, held_out)))
     export(model, tokenizer, output)
     training.checkpoint.unlink()
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "training_tokens": sum(len(story) for story in stories),
-        "tokens_seen": settings.steps * settings.batch * settings.context,
-        "seconds": round(seconds),
-        "settings": asdict(settings),
-    }
+    return training.summary(stories, seconds)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Settings]:

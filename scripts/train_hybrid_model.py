@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ from muon import make_optimizers, sort_parameters
 from safetensors.torch import load_file, save_file
 from stories import parse_settings, read_stories, without_held_out
 from torch import Tensor
-from training_run import RunSettings, TrainingRun, encode_stories, read_checkpoint, windows
+from training_run import (
+    RunSettings,
+    TrainingRun,
+    encode_stories,
+    evaluation,
+    read_checkpoint,
+    training_stories,
+    windows,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -157,14 +165,7 @@ def load_model(folder: Path) -> HybridModel:
 def evaluate(folder: Path, text: Path, settings: Settings) -> list[dict[str, Any]]:
     """Measure a model on the first characters of a text; the bytes of each separator are those of the end token."""
     model, tokenizer = load_model(folder), AutoTokenizer.from_pretrained(folder)
-    end = tokenizer.eos_token
-    content = text.read_text(encoding="utf-8").replace(settings.separator, end)[: settings.evaluate_characters]
-    stream = torch.cat(encode_stories(tokenizer, [piece.strip() for piece in content.split(end)]))
-    results = [measure(model, stream, length) for length in (settings.context // 2, settings.context)]
-    bits_per_nat_a_token = len(stream) / len(content.encode()) / math.log(2)
-    return [
-        result | {"bits_per_byte": round(result["nats_per_token"][0] * bits_per_nat_a_token, 4)} for result in results
-    ]
+    return evaluation(partial(measure, model), tokenizer, text, settings)
 
 
 def copy_matching(source: dict[str, Tensor], target: torch.nn.Module) -> None:
@@ -180,9 +181,7 @@ def train_and_export(texts: list[Path], arguments: argparse.Namespace, settings:
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     kept, held_out = without_held_out(read_stories(texts, settings.separator), settings.holdout_every)
-    stories = encode_stories(tokenizer, kept)
-    if sum(len(story) for story in stories) < 2 * settings.context + 1:  # a window is left after the largest offset
-        raise SystemExit("the texts are too short for one training window")
+    stories = training_stories(tokenizer, kept, settings)
     model = HybridModel(make_model(settings, tokenizer), settings.dropout, settings.seed)
     if arguments.start:
         copy_matching(read_checkpoint(arguments.start)["model"], model.weights)
@@ -196,13 +195,7 @@ def train_and_export(texts: list[Path], arguments: argparse.Namespace, settings:
     seconds = training.run(stories, torch.cat(encode_stories(tokenizer, held_out)))
     export(model, output)
     training.checkpoint.unlink()
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.weights.parameters()),
-        "training_tokens": sum(len(story) for story in stories),
-        "tokens_seen": settings.steps * settings.batch * settings.context,
-        "seconds": round(seconds),
-        "settings": asdict(settings),
-    }
+    return training.summary(stories, seconds)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Settings]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,33 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
     """Return the state of a run as TrainingRun.save wrote it."""
     state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
+
+
+def training_stories(tokenizer: Any, kept: list[str], settings: RunSettings) -> list[Tensor]:
+    """The encoded stories, if they fill at least one training window; else the end of the program."""
+    stories = encode_stories(tokenizer, kept)
+    if sum(len(story) for story in stories) < 2 * settings.context + 1:  # a window is left after the largest offset
+        raise SystemExit("the texts are too short for one training window")
+    return stories
+
+
+def evaluation(
+    measured: Callable[[Tensor, int], dict[str, Any]], tokenizer: Any, text: Path, settings: RunSettings
+) -> list[dict[str, Any]]:
+    """Measure a model on the first characters of a text; the bytes of each separator are those of the end token.
+
+    Args:
+        measured: returns the figures of a token stream in windows of a length, with "nats_per_token" among them.
+    """
+    end = tokenizer.eos_token
+    content = text.read_text(encoding="utf-8").replace(settings.separator, end)[: settings.evaluate_characters]
+    stream = torch.cat(encode_stories(tokenizer, [piece.strip() for piece in content.split(end)]))
+    bits_per_nat_a_token = len(stream) / len(content.encode()) / math.log(2)
+    results = [measured(stream, length) for length in (settings.context // 2, settings.context)]
+    for result in results:
+        nats = result["nats_per_token"]
+        result["bits_per_byte"] = round((nats[0] if isinstance(nats, list) else nats) * bits_per_nat_a_token, 4)
+    return results
 
 
 class TrainingRun:
@@ -139,3 +167,14 @@ class TrainingRun:
             if time.monotonic() - saved > self.settings.save_seconds or self.done == self.settings.steps:
                 self.save((saved := time.monotonic()) - started)
         return self.seconds + time.monotonic() - started
+
+    def summary(self, stories: list[Tensor], seconds: float) -> dict[str, Any]:
+        """Return what a finished run was, as its script prints it."""
+        settings = self.settings
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.weights.parameters()),
+            "training_tokens": sum(len(story) for story in stories),
+            "tokens_seen": settings.steps * settings.batch * settings.context,
+            "seconds": round(seconds),
+            "settings": asdict(settings),
+        }

@@ -35,7 +35,7 @@ def kernel_cache(cache: Path) -> Finding:
     folder = kernel_cache_folder(cache)
     if KernelCache(folder).is_filled():
         return ok("filled")
-    return ok("empty; the first run takes some seconds longer, to compile the kernels")
+    return ok("not complete; the first run takes some seconds longer, to compile the missing kernels")
 
 
 def stores(cache: Path) -> Finding:
