@@ -14,7 +14,6 @@ from hetero_ee.models.spec import ModelSpec
 
 FC = "fc"  # the matrix in addition to those of the layer's blocks
 EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM, FC_NORM = "embedding_norm", "hidden_norm", "head_norm", "fc_norm"
-MTP_FIELD = "mtp_num_hidden_layers"  # in config.json
 NORM_EACH, NORM_ALL = "each", "all"  # captured states normed one by one, or as the one vector that fc sees
 
 

@@ -50,9 +50,10 @@ MACHINES: dict[str, Callable[[Model, Plan], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["hybrid", "dense"])
+@pytest.fixture(scope="module", params=["hybrid", "dense", "experts"])
 def model(request: pytest.FixtureRequest, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    sizes = {"vocab_size": 2048, "max_position_embeddings": 256} | (DENSE if request.param == "dense" else {})
+    kinds = {"dense": DENSE, "experts": {"family": "qwen3.5-moe"}}
+    sizes = {"vocab_size": 2048, "max_position_embeddings": 256} | kinds.get(request.param, {})
     folder = knowing_mtp(tmp_path_factory.mktemp(request.param) / "hf", demo, **sizes)
     spec = read_spec(folder)
     weights = open_store(convert(folder, spec, folder.parent / "store", Quantization.of_model(folder, None)), spec)

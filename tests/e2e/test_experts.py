@@ -88,21 +88,6 @@ def test_a_checkpoint_without_its_experts_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path, read_spec(tmp_path))
 
 
-def test_an_mtp_layer_with_experts_stays_unused(tmp_path: Path) -> None:
-    save_checkpoint(random_model("qwen3.5-moe"), tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    layer = {name: each for name, each in tensors.items() if name.startswith("model.layers.2.")}
-    assert any(".experts." in name for name in layer)
-    mtp = {name.replace("model.layers.2.", "mtp.layers.0."): each.clone() for name, each in layer.items()}
-    save_file(tensors | mtp, file)
-    edit_config(tmp_path, mtp_num_hidden_layers=1)
-    spec = read_spec(tmp_path)
-    assert spec.mtp is None
-    names = {each.name for each in Checkpoint(tmp_path, spec).tensors()}
-    assert names and not any(name.startswith(f"layers.{spec.n_layers}.") for name in names)
-
-
 def route(logits: list[float], n_active: int, **more: object) -> tuple[list[int], list[float]]:
     """The choice of a router with these logits."""
     bias = more.pop("bias", None)

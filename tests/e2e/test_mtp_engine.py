@@ -18,8 +18,11 @@ OPENING = "Once upon a time"
 @pytest.fixture(scope="module")
 def folder(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hybrid with the demo model's tokenizer and chat template."""
-    made = tmp_path_factory.mktemp("mtp") / "hf"
-    knowing_mtp(made, demo, vocab_size=2048, max_position_embeddings=512)
+    return made_model(demo, tmp_path_factory.mktemp("mtp") / "hf", "qwen3.5")
+
+
+def made_model(demo: Path, made: Path, family: str) -> Path:
+    knowing_mtp(made, demo, family, vocab_size=2048, max_position_embeddings=512)
     for name in ("chat_template.jinja", "generation_config.json"):
         (made / name).write_bytes((demo / name).read_bytes())
     return made
@@ -42,6 +45,16 @@ def exact(folder: Path) -> Iterator[Engine]:
 
 
 def test_it_is_planned_with_and_drafts_unasked(full: Engine, exact: Engine) -> None:
+    check_drafting(full, exact)
+
+
+def test_one_with_experts_is_planned_with_and_drafts_unasked(demo: Path, tmp_path: Path) -> None:
+    folder = made_model(demo, tmp_path / "hf", "qwen3.5-moe")
+    with opened(folder, mode="full") as full, opened(folder, mode="exact") as exact:
+        check_drafting(full, exact)
+
+
+def check_drafting(full: Engine, exact: Engine) -> None:
     expected, found = (engine.generate(OPENING, max_new_tokens=60) for engine in (full, exact))
     assert found.token_ids == expected.token_ids
     assert exact.plan is not None and exact.plan.drafts == SEQUENCE and exact.draft_origin == "draft head"

@@ -127,16 +127,16 @@ def test_neighbours_change_nothing(executor: Executor) -> None:
 
 @pytest.fixture(scope="module")
 def models(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    """A hybrid and a dense model, both with an MTP layer."""
+    """A hybrid, a dense model and a hybrid with experts, all with an MTP layer."""
     sizes = {"vocab_size": 2048, "max_position_embeddings": 256}
-    kinds = {"hybrid": sizes, "dense": sizes | DENSE}
+    kinds = {"hybrid": sizes, "dense": sizes | DENSE, "experts": sizes | {"family": "qwen3.5-moe"}}
     opened = Models({kind: knowing_mtp(tmp_path_factory.mktemp(kind), demo, **kinds[kind]) for kind in kinds})
     yield opened
     opened.close()
 
 
 N_CASES = 500
-CASES = [replace(case, model=("hybrid", "dense")[case.seed % 2]) for case in drawn_cases(N_CASES)]
+CASES = [replace(case, model=("hybrid", "dense", "experts")[case.seed % 3]) for case in drawn_cases(N_CASES)]
 
 
 @pytest.mark.parametrize("part", range(20))
@@ -146,7 +146,7 @@ def test_exact_says_what_full_says(part: int, models: Models) -> None:
         check_case(case, models, 40)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "dense"])
+@pytest.mark.parametrize("kind", ["hybrid", "dense", "experts"])
 def test_drafts_of_an_mtp_layer_are_right_and_wrong_and_change_nothing(kind: str, models: Models) -> None:
     n_right = n_checked = 0
     for case in [each for each in drawn_cases(N_CASES) if each.drafts in ("head", "n-grams and head")][:6]:

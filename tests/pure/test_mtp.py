@@ -32,7 +32,7 @@ from tests.draft_sources import taken
 from tests.emulation import LAPTOP
 from tests.families import edit_config, random_model, save_checkpoint
 from tests.gguf_models import write_gguf
-from tests.mtp_models import DENSE, MtpReference, add_mtp, gguf_mtp, mtp_model
+from tests.mtp_models import DENSE, MtpReference, add_mtp, gguf_mtp, mtp_model, with_single_experts
 
 N_TOKENS, N_DRAFTS = 14, 4
 
@@ -80,15 +80,28 @@ def check_drafts(target: Executor, model: Any, layer: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, DENSE], ids=["hybrid", "dense"])
+WITH_EXPERTS = ("qwen3.5-moe", "qwen3-next")
+
+
+@pytest.mark.parametrize("changes", [{}, DENSE, *({"family": name} for name in WITH_EXPERTS)], ids=str)
 def test_drafts_are_those_of_transformers_classes(tmp_path: Path, changes: dict[str, Any]) -> None:
     model, layer = mtp_model(tmp_path, **changes)
     check_drafts(opened(tmp_path), model, layer)
 
 
-def test_a_gguf_file_has_the_same_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_may_be_tensors_of_their_own(tmp_path: Path, family: str) -> None:
+    model, layer = mtp_model(tmp_path, family)
+    edit_config(tmp_path, mtp_num_hidden_layers=None if family == "qwen3-next" else 1)  # whose file lacks it
+    file = tmp_path / "model.safetensors"
+    save_file(with_single_experts(load_file(file)), file, {"format": "pt"})
+    check_drafts(opened(tmp_path), model, layer)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])
+def test_a_gguf_file_has_the_same_layer(tmp_path: Path, family: str) -> None:
     pytest.importorskip("gguf")
-    model = random_model("qwen3.5")
+    model = random_model(family)
     layer = MtpReference(model.config)
     write_gguf(model, tmp_path / "m.gguf", lambda _: "F32", **gguf_mtp(layer, model.config.num_hidden_layers))
     check_drafts(opened(gguf_folder(tmp_path / "m.gguf", configuration_only=True)), model, layer)

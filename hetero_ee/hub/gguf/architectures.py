@@ -234,8 +234,7 @@ def _qwen_3_moe(header: GgufHeader, config: Config) -> Config:
 
 
 def _qwen_3_5_moe(header: GgufHeader, config: Config) -> Config:
-    """Return the fields of Qwen3.5 with experts, whose layers that predict further tokens stay unused."""
-    return _qwen_3_5(header, config) | _qwen_3_moe(header, config) | {"mtp_num_hidden_layers": 0}
+    return _qwen_3_5(header, config) | _qwen_3_moe(header, config)
 
 
 def _gpt_oss(header: GgufHeader, config: Config) -> Config:

@@ -103,15 +103,13 @@ def read_router(fields: Fields, **more: Any) -> RouterSpec:
 
 
 def with_experts(spec: ModelSpec, moe: MoeSpec, dense_layers: Collection[int] = ()) -> ModelSpec:
-    """Return the model with experts instead of FFNs, except in `dense_layers`.
-
-    Its MTP layer stays unused, because that one has experts, too.
-    """
+    """Return the model with experts instead of FFNs, except in `dense_layers`. Its MTP layer has experts, too."""
     layers = (
         own if layer in dense_layers else replace(own, ffn=moe)
         for layer, own in enumerate(map(spec.layer, range(spec.n_layers)))
     )
-    return replace(spec, own_layers=tuple(layers), ffn_size=moe.active_size, mtp=None)
+    mtp = spec.mtp and replace(spec.mtp, ffn=moe)
+    return replace(spec, own_layers=tuple(layers), ffn_size=moe.active_size, mtp=mtp)
 
 
 def read_qwen_2_attention(fields: Fields, architecture: str) -> ModelSpec:

@@ -15,6 +15,7 @@ from hetero_ee.models.spec import ModelSpec
 
 TILED_FIELD = "hetero_ee_tiled_value_heads"  # added to config.json for files whose value heads are in another order
 MAX_KERNEL, MAX_KEY_DIM = 16, 256  # of the CPU's kernel
+NEXT, MTP_FIELD = "Qwen3NextForCausalLM", "mtp_num_hidden_layers"
 _DELTA = "model.layers.{n}.linear_attn."
 TENSOR_NAMES = NORMED_HEADS | {
     "layers.{n}.attention.qkv": tuple(f"model.layers.{{n}}.self_attn.{part}_proj" for part in "qkvq"),
@@ -55,12 +56,15 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     assert isinstance(plain.mixer, AttentionSpec), "no layer is defined separately yet"
     full = LayerSpec(replace(plain.mixer, is_gated=True), plain.ffn)
     own = [full if kind == FULL else LayerSpec(delta, plain.ffn) for kind in kinds]
-    return replace(spec, own_layers=tuple(own), mtp=full if _has_mtp(fields) else None)
+    return replace(spec, own_layers=tuple(own), mtp=full if _has_mtp(fields, architecture) else None)
 
 
-def _has_mtp(fields: Fields) -> bool:
-    """Return whether there is an MTP layer that can be used: with the model's embedding and lm_head, not its own."""
-    n_layers = fields.integer("mtp_num_hidden_layers", 0, smallest=0)
+def _has_mtp(fields: Fields, architecture: str) -> bool:
+    """Return whether there may be an MTP layer that can be used: with the model's embedding and lm_head, not its own.
+
+    Qwen3-Next's checkpoints hold one, but its config.json doesn't mention it.
+    """
+    n_layers = fields.integer(MTP_FIELD, int(architecture == NEXT), smallest=0)
     return n_layers > 0 and not fields.flag("mtp_use_dedicated_embeddings", False)
 
 

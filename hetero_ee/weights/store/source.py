@@ -10,7 +10,7 @@ from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_config_file
 from hetero_ee.hub.model_files import INDEX_FILE
 from hetero_ee.hub.model_id import model_name
-from hetero_ee.models.draft_head import MTP_FIELD
+from hetero_ee.models.families.qwen3_5 import MTP_FIELD, NEXT
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
@@ -37,8 +37,8 @@ class Source:
         """Return the store's key, a hash of the configuration, the quantization and the recorded files."""
         config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
         identity = [FORMAT_VERSION, quantization.version, config, files, quantization.identity]
-        if MTP_FIELD in json.dumps(config):  # stores of earlier versions lack that layer
-            identity.append(MTP_FIELD)
+        if any(word in json.dumps(config) for word in (MTP_FIELD, NEXT)):  # stores of earlier versions lack that layer
+            identity.append("MTP")
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
