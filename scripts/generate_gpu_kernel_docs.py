@@ -1,21 +1,20 @@
 """Write docs/gpu_kernels.md: registers, shared memory and occupancy of every GPU kernel for every class of cards.
 
-PYTHONPATH=. python scripts/generate_gpu_kernel_docs.py             everything
-PYTHONPATH=. python scripts/generate_gpu_kernel_docs.py --counts    only the last table, instructions that are executed
-
-Needs Triton and no GPU; takes a few minutes.
+Needs Triton and no GPU. The first run compiles on every core for some minutes. Later ones find in Triton's cache what
+has not changed.
 """
 
-import sys
+import argparse
+import re
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from hetero_ee_kernels import attention
 from tests.gpu.counts.counts import ARCHITECTURE, CARDS, counted, workloads
 from tests.gpu.ptx.launcher import Launcher
-from tests.gpu_compilation import CARD_CLASSES, Compiled, compile_for
+from tests.gpu_compilation import CARD_CLASSES, Compilation, Compiled, compile_for
 from tests.gpu_compilations import every_compilation
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu_kernels.md"
@@ -50,30 +49,63 @@ ABSENT = "-"  # not for these cards: it holds instructions of the other maker
 
 
 def main() -> None:
-    if "--counts" in sys.argv:
-        kept, _, _ = PAGE.read_text(encoding="utf-8").partition(COUNTS.partition(",")[0])
-        PAGE.write_text(kept + counts(), encoding="utf-8")
-        return
-    rows = []
-    for record in every_compilation():
-        cards = [card for card in CARD_CLASSES if card.runs(record)]
-        rows.append((record, [compile_for(record, card) for card in cards]))
-    PAGE.write_text(page(version("triton"), rows) + counts(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="renew only rows whose first cell contains TEXT")
+    only, old_page = parser.parse_args().only, PAGE.read_text(encoding="utf-8")
+    if only and f"Triton {version('triton')} " not in old_page:
+        parser.error("another version of Triton made the other rows; renew all of them")
+    kernels, launches = [f"`{record.name}`" for record in every_compilation()], workloads()
+    old = rows_of(old_page)
+    titles = [title for title in (*kernels, *launches) if only in title or title not in old]
+    with ProcessPoolExecutor() as pool:
+        rows = old | dict(zip(titles, pool.map(rows_for, titles), strict=True))
+    text = page(version("triton"), [rows[title] for title in kernels], [rows[title] for title in launches])
+    PAGE.write_text(text, encoding="utf-8")
 
 
-def page(triton_version: str, rows: Iterable[tuple[Any, list[Compiled]]]) -> str:
-    """Return the page. `rows` has each kernel's record with its compilations."""
-    lines = [
-        f"| {card.name} | {card.cards} | {card.max_warps} | {card.program_shared_bytes // 1024} KiB |"
-        for card in CARD_CLASSES
-    ]
-    lines += ["", "| kernel | warps | " + " | ".join(card.name for card in CARD_CLASSES) + " |"]
-    lines.append("|---|---|" + "---|" * len(CARD_CLASSES))
-    for record, compiled in rows:
-        of_card = {one.card.name: metrics(one) for one in compiled}
-        cells = [of_card.get(card.name, ABSENT) for card in CARD_CLASSES]
-        lines.append(f"| `{record.name}` | {record.n_warps} | " + " | ".join(cells) + " |")
-    return HEADER.format(version=triton_version) + "\n".join(lines) + "\n" + reads()
+def rows_of(text: str) -> dict[str, str]:
+    """Return the rows of a page's tables by their first cell. A launch may have several rows, one per kernel."""
+    rows: dict[str, str] = {}
+    for row, title in re.findall(r"^(\| (.*?) \| .*\n)", text, re.MULTILINE):
+        rows[title] = rows.get(title, "") + row
+    return rows
+
+
+def rows_for(title: str) -> str:
+    """Compile a kernel for every class of cards, or count the instructions of a launch."""
+    if title in workloads():
+        return count_rows(title)
+    record = next(record for record in every_compilation() if title == f"`{record.name}`")
+    return kernel_row(record, [compile_for(record, card) for card in CARD_CLASSES if card.runs(record)])
+
+
+def kernel_row(record: Compilation, compiled: Iterable[Compiled]) -> str:
+    cells = {one.card.name: metrics(one) for one in compiled}
+    listed = " | ".join(cells.get(card.name, ABSENT) for card in CARD_CLASSES)
+    return f"| `{record.name}` | {record.n_warps} | {listed} |\n"
+
+
+def count_rows(workload: str) -> str:
+    lines = []
+    for row in counted(workload, Launcher(ARCHITECTURE)):
+        shares = "".join(f" {row.share(card):.0%} |".replace("%", " %") for card in CARDS)
+        per_byte, sass = row.instructions_per_byte, row.sass
+        counted_here = f"{per_byte:.2f} | {per_byte * sass.per_ptx:.2f} | {sass.pipe} | {row.clocks_per_kib:.1f}"
+        counted_here += f" | {row.asked_per_touched:.2f}"
+        lines.append(f"| {row.workload} | `{row.kernel}` | {counted_here} |{shares}\n")
+    return "".join(lines)
+
+
+def page(triton_version: str, kernel_rows: list[str], launch_rows: list[str]) -> str:
+    """Return the page."""
+    lines = [HEADER.format(version=triton_version)]
+    for card in CARD_CLASSES:
+        lines.append(f"| {card.name} | {card.cards} | {card.max_warps} | {card.program_shared_bytes // 1024} KiB |\n")
+    lines.append("\n| kernel | warps | " + " | ".join(card.name for card in CARD_CLASSES) + " |\n")
+    lines += ["|---|---|" + "---|" * len(CARD_CLASSES) + "\n", *kernel_rows, reads()]
+    lines.append(COUNTS.format(architecture=ARCHITECTURE) + "".join(f" {card} |" for card in CARDS) + "\n")
+    lines += ["|---|---|---|---|---|---|---|" + "---|" * len(CARDS) + "\n", *launch_rows]
+    return "".join(lines)
 
 
 def reads() -> str:
@@ -86,20 +118,6 @@ def reads() -> str:
         for n_rows in (n for n in READ_ROWS if n <= taken):
             cells = "".join(f" {-(-m // n_rows) * once_mib} |" for m in READ_ROWS)
             lines.append(f"| {model} | {n_rows}{', as used' * (n_rows == taken)} |{cells}")
-    return "\n".join(lines) + "\n"
-
-
-def counts() -> str:
-    """Return the table of executed instructions."""
-    lines = [COUNTS.format(architecture=ARCHITECTURE) + "".join(f" {card} |" for card in CARDS)]
-    lines.append("|---|---|---|---|---|---|---|" + "---|" * len(CARDS))
-    launcher = Launcher(ARCHITECTURE)
-    for row in (row for name in workloads() for row in counted(name, launcher)):
-        shares = "".join(f" {row.share(card):.0%} |".replace("%", " %") for card in CARDS)
-        per_byte, sass = row.instructions_per_byte, row.sass
-        counted_here = f"{per_byte:.2f} | {per_byte * sass.per_ptx:.2f} | {sass.pipe} | {row.clocks_per_kib:.1f}"
-        counted_here += f" | {row.asked_per_touched:.2f}"
-        lines.append(f"| {row.workload} | `{row.kernel}` | {counted_here} |{shares}")
     return "\n".join(lines) + "\n"
 
 

@@ -165,7 +165,11 @@ def test_the_generator_writes_a_row_a_kernel() -> None:
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     compiled = Compiled("example", CARD_IN_CI, 4, 128, 0, 8192, 7)
-    page = generator.page("3.7.1", [(record, []) for record in RECORDS[:1]] + [(RECORDS[0], [compiled])])
-    assert "Triton 3.7.1" in page and "128 · 8 KiB · 33 %" in page
+    row = generator.kernel_row(RECORDS[0], [compiled])
+    assert row == f"| `{RECORDS[0].name}` | {RECORDS[0].n_warps} | - | - | 128 · 8 KiB · 33 % | - | - | - | - |\n"
+    page = generator.page("3.7.1", [row], ["| norm | `a_kernel` | 1 |\n", "| norm | `b_kernel` | 2 |\n"])
+    assert "Triton 3.7.1" in page
+    assert generator.rows_of(page)[f"`{RECORDS[0].name}`"] == row
+    assert generator.rows_of(page)["norm"] == "| norm | `a_kernel` | 1 |\n| norm | `b_kernel` | 2 |\n"
     assert "\n| Llama-2-7B | 16, as used | 64 | 64 | 64 | 64 | 64 |\n" in page
     assert "\n| Llama-3-8B | 4, as used | 16 | 16 | 16 | 32 | 64 |\n" in page

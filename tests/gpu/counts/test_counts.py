@@ -21,7 +21,7 @@ pytestmark = ONLY_HERE
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("name", workloads())
 def test_instructions_are_those_of_the_page(name: str, run_folder: Path) -> None:
-    """After an intended change, run python scripts/generate_gpu_kernel_docs.py --counts."""
+    """After an intended change, run python scripts/generate_gpu_kernel_docs.py --only KERNEL."""
     if f"Triton {version('triton')} " not in PAGE.read_text(encoding="utf-8"):
         pytest.skip("another Triton compiles other instructions")
     listed = re.findall(rf"^\| {re.escape(name)} \| `(\w+)` \| ([\d.]+) \|", PAGE.read_text(encoding="utf-8"), re.M)
