@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED, check
+from hetero_ee_kernels.checks import UNFUSED, check, output
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap", "clamped_silu")
 BLOCK, N_WARPS = 512, 4  # 4 outputs per thread are one 16-byte load; 11,008 outputs are 22 programs
@@ -84,9 +84,8 @@ def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: floa
     if kind not in KINDS:
         raise ValueError(f"Unknown activation {kind}; choose one of {', '.join(KINDS)}.")
     m, n_outputs = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
-    out = x.new_empty(m, n_outputs) if out is None else out
     check("x", x, (m, n_outputs * (1 + gated)))
-    check("out", out, (m, n_outputs), torch.float32, torch.float16)
+    out = output(out, x, (m, n_outputs), torch.float32, torch.float16)
     if out.numel():
         grid = (m, triton.cdiv(n_outputs, BLOCK))
         activate_kernel[grid](x, out, threshold, n_outputs, kind, gated, BLOCK, num_warps=N_WARPS, **UNFUSED)

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.attention_part import add_part, part_of_lanes, part_of_products
-from hetero_ee_kernels.checks import UNFUSED, check
+from hetero_ee_kernels.checks import UNFUSED, check, check_given
 from hetero_ee_kernels.pages import (
     FEW_ROWS,
     PAGE_TOKENS,
@@ -233,8 +233,7 @@ def attention(
     check_rows(queries, pages, slots, positions, layer)
     m, head_dim, group = queries.shape[0], pages.head_dim, _query_group(queries, pages, window, out, first)
     n_heads = group * pages.n_kv_heads
-    if sinks is not None:
-        check("sinks", sinks, (n_heads,))
+    check_given("sinks", sinks, (n_heads,))
     if m == 0:
         return out
     sizes = _sizes(group, head_dim, _has_products(pages.codes)) | {

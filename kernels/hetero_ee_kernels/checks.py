@@ -20,3 +20,17 @@ def check(name: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) 
         raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtypes[0]} {shape}.")
     if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(f"{name} {shape} must be contiguous and aligned to {ALIGNMENT_BYTES} bytes.")
+
+
+def check_given(name: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """Check an operand that may be None, see check()."""
+    if tensor is not None:
+        check(name, tensor, shape, *dtypes)
+
+
+def output(out: Any, like: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> Any:
+    """Check `out`, see check(), or allocate it on the device of `like` if it is None; return it."""
+    if out is None:
+        return torch.empty(shape, dtype=(*dtypes, torch.float32)[0], device=like.device)
+    check("out", out, shape, *dtypes)
+    return out

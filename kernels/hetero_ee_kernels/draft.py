@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED, check
+from hetero_ee_kernels.checks import UNFUSED, check, check_given, output
 from hetero_ee_kernels.noise import LOG2_E, N_WORDS, power_of_two, row_bits, scaled_gumbel
 from hetero_ee_kernels.tile_matrix import instructions
 
@@ -181,12 +181,10 @@ def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: An
         ValueError: if a shape, dtype or layout does not fit.
     """
     m, n = logits.shape
-    out = torch.empty((m, 2), dtype=torch.int32, device=logits.device) if out is None else out
+    out = output(out, logits, (m, 2), torch.int32)
     check("logits", logits, (m, n))
     check("noise", noise, (m, N_WORDS), torch.int32)
-    check("out", out, (m, 2), torch.int32)
-    if ids is not None:
-        check("ids", ids, (n,), torch.int32)
+    check_given("ids", ids, (n,), torch.int32)
     least = 1 if network is None else CANDIDATES.value
     if n < least:
         raise ValueError(f"Each row needs at least {least} logits, not {n}.")

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED, check
-from hetero_ee_kernels.tile_matrix import BYTES, GROUP, TileMatrix, check_vocabulary, output
+from hetero_ee_kernels.checks import UNFUSED, check, output
+from hetero_ee_kernels.tile_matrix import BYTES, GROUP, TileMatrix, check_vocabulary
 
 BLOCK, N_WARPS = 512, 4
 
@@ -82,7 +82,7 @@ def embed(
         raise ValueError(f"{n_columns} columns do not fill the {weight.n_groups} groups of 32 in the tiles.")
     if learned is not None:
         check("learned", learned, (len(learned), n_columns))
-    out = output(out, (m, n_columns), ids.device)
+    out = output(out, ids, (m, n_columns))
     if m:
         embed_kernel[(m, triton.cdiv(n_columns, BLOCK))](
             weight.tiles, weight.scales, weight.table.view(torch.int8), ids, learned, positions, out, weight.factor,

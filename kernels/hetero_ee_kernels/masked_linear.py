@@ -10,13 +10,12 @@ all; the other multiplies the listed rows by x.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED, check
+from hetero_ee_kernels.checks import UNFUSED, check, check_given, output
 from hetero_ee_kernels.row_matrix import RowMatrix
-from hetero_ee_kernels.row_products import BLOCK, empty_lists, listed, multiply
+from hetero_ee_kernels.row_products import BLOCK, check_skips, empty_lists, listed, multiply
 
 PASS_TOKENS = 128  # the lists of a whole prompt would need tens of MB
 
@@ -64,8 +63,8 @@ def masked_linear(
         ValueError: if an operand does not fit.
     """
     m = len(x)
-    out = x.new_empty(m, rows.n_rows) if out is None else out
-    _check(x, scores, rows, out, bias, may_skip, n_used)
+    out = output(out, x, (m, rows.n_rows))
+    _check(x, scores, rows, bias, may_skip, n_used)
     for first in range(0, m, PASS_TOKENS):
         some = slice(first, min(first + PASS_TOKENS, m))
         neurons, counts = empty_lists(out[some])
@@ -75,16 +74,10 @@ def masked_linear(
     return out
 
 
-def _check(x: Any, scores: Any, rows: RowMatrix, out: Any, bias: Any, may_skip: Any, n_used: Any) -> None:
+def _check(x: Any, scores: Any, rows: RowMatrix, bias: Any, may_skip: Any, n_used: Any) -> None:
     m = len(x)
     check("x", x, (m, rows.n_columns))
-    check("out", out, (m, rows.n_rows))
-    if bias is not None:
-        check("bias", bias, (rows.n_rows,))
+    check_given("bias", bias, (rows.n_rows,))
     if may_skip is not None:
         check("scores", scores, (m, rows.n_rows))
-        check("may_skip", may_skip, (m,), torch.int32)
-    if n_used is not None:
-        check("n_used", n_used, (1,), torch.int64)
-        if may_skip is None:
-            raise ValueError("n_used counts the neurons of tokens that may skip some, so may_skip is needed.")
+    check_skips(m, may_skip, n_used)

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED
+from hetero_ee_kernels.checks import UNFUSED, output
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import (
     SLOTS,
@@ -40,7 +40,7 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
-from hetero_ee_kernels.tile_matrix import GCN, TileMatrix, check_rows, output
+from hetero_ee_kernels.tile_matrix import GCN, TileMatrix, check_rows
 
 MAX_EIGHTS = 4  # tokens per program, in eights; 8 need too many registers
 MAX_PAIRS = 2  # row blocks per program, in pairs, for prompts: they share the activations that are read
@@ -266,7 +266,7 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     """
     check_rows(x, weight)
     m = len(x)
-    out = output(out, (m, weight.n_rows), x.device)
+    out = output(out, x, (m, weight.n_rows))
     if m:
         codes, code_scales = quantize(x, weight.n_terms)
         m = len(codes)
@@ -274,24 +274,9 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
         n_tokens = 1 if m == 1 or weight.isa == GCN else 8 * eights
         n_pairs = MAX_PAIRS if m > n_tokens > 1 else 1
         grid = -(-weight.n_blocks // (2 * n_pairs)) * -(-m // (weight.n_terms if n_tokens == 1 else n_tokens))
-        matmul_kernel[(grid,)](
-            weight.words,
-            weight.scales,
-            weight.table,
-            codes.view(torch.int32),
-            code_scales,
-            out,
-            weight.quantized_factor,
-            m,
-            weight.n_rows,
-            weight.n_groups,
-            1,
-            TOKENS=n_tokens,
-            TERMS=weight.n_terms,
-            PAIRS=n_pairs,
-            KIND=weight.kind,
-            ISA=weight.isa,
-            num_warps=SLOTS.value,
-            **UNFUSED,
-        )
+        operands = weight.words, weight.scales, weight.table, codes.view(torch.int32), code_scales, out
+        sizes = weight.quantized_factor, m, weight.n_rows, weight.n_groups, 1
+        constants = {"TOKENS": n_tokens, "TERMS": weight.n_terms, "PAIRS": n_pairs, "KIND": weight.kind}
+        constants["ISA"] = weight.isa
+        matmul_kernel[(grid,)](*operands, *sizes, **constants, num_warps=SLOTS.value, **UNFUSED)
     return out

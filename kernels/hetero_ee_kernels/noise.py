@@ -31,14 +31,15 @@ def philox_block(block: tl.tensor, seed: tl.tensor, sequence: tl.tensor, positio
 
 
 @triton.jit
+def ptx(x: tl.tensor, TEXT: tl.constexpr) -> Any:
+    """Apply an instruction of NVIDIA's cards to fp32 numbers."""
+    return tl.inline_asm_elementwise(TEXT, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def power_of_two(x: tl.tensor, ISA: tl.constexpr) -> Any:
     """Return 2^x, 0 instead of subnormal numbers, in one instruction on NVIDIA's cards, where tl.exp2 has four."""
-    if ISA >= 2:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
+    return ptx(x, "ex2.approx.ftz.f32 $0, $1;") if ISA >= 2 else tl.exp2(x)
 
 
 @triton.jit
@@ -47,12 +48,7 @@ def logarithm(x: tl.tensor, ISA: tl.constexpr) -> Any:
 
     In one instruction on NVIDIA's cards, where tl.log2 is a polynomial and a branch.
     """
-    if ISA >= 2:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.log2(x)
+    return ptx(x, "lg2.approx.ftz.f32 $0, $1;") if ISA >= 2 else tl.log2(x)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED, check
+from hetero_ee_kernels.checks import UNFUSED, check, check_given, output
 
 MAX_FEATURES = 65536
 
@@ -111,13 +111,11 @@ def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> 
 
 
 def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any, delta: Any) -> Any:
-    out = torch.empty_like(x) if out is None else out
     m, n = x.shape[0], x.shape[-1]
     check("x", x, (m, n))
-    check("out", out, (m, n), torch.float32, torch.float16)
+    out = output(out, x, (m, n), torch.float32, torch.float16)
     for name, given, shape in (("delta", delta, (m, n)), ("scale", scale, (n,)), ("bias", bias, (n,))):
-        if given is not None:
-            check(name, given, shape)
+        check_given(name, given, shape)
     if not 1 <= n <= MAX_FEATURES:
         raise ValueError(f"Rows have {n} features, expected 1 to {MAX_FEATURES}.")
     if m:

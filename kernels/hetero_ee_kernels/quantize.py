@@ -28,6 +28,22 @@ QUAD, STEP = 4, 1024  # in groups; in columns
 
 
 @triton.jit
+def magnitude(x: tl.tensor) -> Any:
+    """Return the bits of |x|, which have the order of the numbers, with Inf and NaN greatest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def steps_of(largest: tl.tensor) -> Any:
+    """Return 127 / M and M / 127 for each group's largest magnitude M, whose bits are given."""
+    largest = largest.to(tl.float32, bitcast=True)
+    tiny = largest < SMALLEST
+    top = tl.full(largest.shape, 127.0, tl.float32)
+    inverse = tl.where(tiny, 0.0, tl.div_rn(top, tl.where(tiny, 1.0, largest)))
+    return inverse, tl.where(tiny, 0.0, tl.div_rn(largest, top))
+
+
+@triton.jit
 def quantize_kernel(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -41,13 +57,8 @@ def quantize_kernel(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 32 + tl.arange(0, 32)[None]
     x = tl.load(x_ptr + row * n_columns + column, mask=column < n_columns, other=0.0).to(tl.float32)
-    # Without their signs, floats are ordered as their bits are, with Inf and NaN greatest.
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
-    tiny = largest < SMALLEST
-    top = tl.full(largest.shape, 127.0, tl.float32)
-    inverse = tl.where(tiny, 0.0, tl.div_rn(top, tl.where(tiny, 1.0, largest)))
+    inverse, scale = steps_of(tl.max(magnitude(x), 1))
     scaled = x * inverse[:, None]
-    scale = tl.where(tiny, 0.0, tl.div_rn(largest, top))
     within = column % 32
     at = group[:, None] // 2 * 64 + within % 16 // 4 * 16 + group[:, None] % 2 * 8 + within // 16 * 4 + within % 4
     for term in tl.static_range(TERMS):

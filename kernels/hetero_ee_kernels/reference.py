@@ -124,21 +124,20 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
 
 
 def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
-    """Apply RMSNorm row by row, because torch's sums round differently for other batch shapes."""
-    out = torch.empty_like(x) if out is None else out
-    if delta is not None:
-        x += delta
-    for row, target in zip(x, out, strict=True):
-        target.copy_(F.rms_norm(row, row.shape, scale, eps))
-    return out
+    return _normed(x, out, delta, F.rms_norm, scale, eps)
 
 
 def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
+    return _normed(x, out, delta, F.layer_norm, scale, bias, eps)
+
+
+def _normed(x: Any, out: Any, delta: Any, norm: Any, *parameters: Any) -> Any:
+    """Apply a norm row by row, because torch's sums round differently for other batch shapes."""
     out = torch.empty_like(x) if out is None else out
     if delta is not None:
         x += delta
     for row, target in zip(x, out, strict=True):
-        target.copy_(F.layer_norm(row, row.shape, scale, bias, eps))
+        target.copy_(norm(row, row.shape, *parameters))
     return out
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from hetero_ee_kernels.checks import check
 from hetero_ee_kernels.tile_matrix import instructions
 
 UNIT_COLUMNS, UNIT_BYTES = 64, 32
@@ -25,16 +26,8 @@ class RowMatrix:
 
     def __init__(self, codes: Any, scales: Any, exponent: int, codebook: tuple[int, ...], n_columns: int) -> None:
         n_units = -(-n_columns // UNIT_COLUMNS)
-        if codes.dim() != 2 or n_columns < 1 or codes.shape[1] != n_units * UNIT_BYTES or codes.dtype != torch.uint8:
-            raise ValueError(
-                f"Codes are {codes.dtype} {tuple(codes.shape)}, expected torch.uint8 (N, {n_units * UNIT_BYTES}) for "
-                f"{n_columns} columns."
-            )
-        expected = (len(codes), 2 * n_units)
-        if tuple(scales.shape) != expected or scales.dtype != torch.float16 or scales.device != codes.device:
-            raise ValueError(f"Scales are {scales.dtype} {tuple(scales.shape)}, expected torch.float16 {expected}.")
-        if any(not part.is_contiguous() or part.data_ptr() % 16 for part in (codes, scales)):
-            raise ValueError("Codes and scales must be contiguous and aligned to 16 bytes.")
+        check("codes", codes, (len(codes), n_units * UNIT_BYTES), torch.uint8)
+        check("scales", scales, (len(codes), 2 * n_units), torch.float16)
         if len(codebook) != 16 or max(map(abs, codebook)) > LARGEST_ENTRY:
             raise ValueError(f"The codebook must have 16 entries of {-LARGEST_ENTRY}..{LARGEST_ENTRY}, not {codebook}.")
         self.codes, self.scales, self.codebook = codes, scales, tuple(codebook)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED
+from hetero_ee_kernels.checks import UNFUSED, check_given
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_group import codebook_entries, dot4, load_table
@@ -117,32 +117,22 @@ def empty_lists(values: Any) -> tuple[Any, Any]:
     return neurons, neurons.new_empty(m, n_blocks)
 
 
+def check_skips(m: int, may_skip: Any, n_used: Any, least: Any = None) -> None:
+    """Check what is only given for tokens that may skip neurons, see sparse_ffn. Raises: ValueError: if it is wrong."""
+    if (least is not None or n_used is not None) and may_skip is None:
+        raise ValueError("least and n_used apply to rows that may skip neurons, so may_skip is needed.")
+    check_given("may_skip", may_skip, (m,), torch.int32)
+    check_given("n_used", n_used, (1,), torch.int64)
+
+
 def multiply(
     x: Any, rows: RowMatrix, neurons: Any, counts: Any, *, hidden: Any = None, bias: Any = None, out: Any = None
 ) -> None:
     """Multiply the listed neurons' rows by x (m, K). For other arguments, see products_kernel."""
     m, n_blocks = counts.shape
     codes, code_scales = quantize(x)
-    products_kernel[(m, n_blocks, BLOCK.value // NEURONS)](
-        rows.words,
-        rows.scale_pairs,
-        rows.table,
-        codes.view(torch.int32),
-        code_scales,
-        neurons,
-        counts,
-        hidden,
-        bias,
-        out,
-        rows.factor,
-        rows.n_rows,
-        rows.n_units,
-        codes.shape[1],
-        n_blocks,
-        1,
-        NEURONS=NEURONS,
-        UNROLLED=UNROLLED,
-        ISA=rows.isa,
-        num_warps=1,
-        **UNFUSED,
-    )
+    operands = rows.words, rows.scale_pairs, rows.table, codes.view(torch.int32), code_scales, neurons, counts
+    sizes = rows.factor, rows.n_rows, rows.n_units, codes.shape[1], n_blocks, 1
+    constants = {"NEURONS": NEURONS, "UNROLLED": UNROLLED, "ISA": rows.isa}
+    grid = (m, n_blocks, BLOCK.value // NEURONS)
+    products_kernel[grid](*operands, hidden, bias, out, *sizes, **constants, num_warps=1, **UNFUSED)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED
+from hetero_ee_kernels.checks import UNFUSED, output
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import (
     MAGIC_BITS,
@@ -25,7 +25,7 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
-from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, check_vocabulary, output
+from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, check_vocabulary
 
 N_WARPS = 4  # one thread per slot, candidate and group of a quad
 
@@ -133,27 +133,12 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
     if not fits or ids.dtype != torch.int64 or not ids.is_contiguous() or ids.device != x.device:
         raise ValueError(f"Ids are {ids.dtype} {tuple(ids.shape)}, expected contiguous torch.int64 (c,) or ({m}, c).")
     n_candidates = ids.shape[-1]
-    out = output(out, (m, n_candidates), x.device)
+    out = output(out, x, (m, n_candidates))
     if m and n_candidates:
         codes, code_scales = quantize(x, weight.n_terms)
-        sliced_kernel[(m, -(-n_candidates // 4))](
-            weight.words,
-            weight.scales,
-            weight.table,
-            codes.view(torch.int32),
-            code_scales,
-            ids,
-            out,
-            weight.quantized_factor,
-            n_candidates,
-            n_candidates if ids.dim() == 2 else 0,
-            weight.n_rows,
-            weight.n_groups,
-            1,
-            TERMS=weight.n_terms,
-            KIND=weight.kind,
-            ISA=weight.isa,
-            num_warps=N_WARPS,
-            **UNFUSED,
-        )
+        operands = weight.words, weight.scales, weight.table, codes.view(torch.int32), code_scales, ids, out
+        sizes = n_candidates, n_candidates if ids.dim() == 2 else 0, weight.n_rows, weight.n_groups, 1
+        constants = {"TERMS": weight.n_terms, "KIND": weight.kind, "ISA": weight.isa}
+        grid = (m, -(-n_candidates // 4))
+        sliced_kernel[grid](*operands, weight.quantized_factor, *sizes, **constants, num_warps=N_WARPS, **UNFUSED)
     return out

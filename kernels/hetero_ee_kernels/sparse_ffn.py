@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import UNFUSED, check
-from hetero_ee_kernels.quantize import SMALLEST
+from hetero_ee_kernels.checks import UNFUSED, check, check_given, output
+from hetero_ee_kernels.quantize import magnitude, steps_of
 from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
-from hetero_ee_kernels.row_products import BLOCK, KIND, empty_lists, listed, multiply, scales_of
+from hetero_ee_kernels.row_products import BLOCK, KIND, check_skips, empty_lists, listed, multiply, scales_of
 from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, join4, load_table
 
 MAX_SECTIONS = 32
@@ -81,22 +81,6 @@ def added_up(sums: tl.tensor, totals: tl.tensor, factor: tl.tensor) -> Any:
 
 
 @triton.jit
-def magnitude(x: tl.tensor) -> Any:
-    """Return the bits of |x|, which have the order of the numbers, with Inf and NaN greatest."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def steps_of(largest: tl.tensor) -> Any:
-    """Return 127 / M and M / 127, where M is the largest magnitude of each group; `largest` are bits of magnitudes."""
-    largest = tl.max(largest, 0).to(tl.float32, bitcast=True)
-    tiny = largest < SMALLEST
-    top = tl.full(largest.shape, 127.0, tl.float32)
-    inverse = tl.where(tiny, 0.0, tl.div_rn(top, tl.where(tiny, 1.0, largest)))
-    return inverse, tl.where(tiny, 0.0, tl.div_rn(largest, top))
-
-
-@triton.jit
 def rounded(x: tl.tensor) -> Any:
     """Round x in -127..127 to the nearest integer, ties to even; NaN to 0."""
     return tl.where(x == x, (x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS, 0)
@@ -153,8 +137,8 @@ def sections_kernel(
                 scale, next_scale = scales_of(scales_ptr + neuron[:, None] * n_units + here[None, :])
                 largest = tl.maximum(largest, magnitude(h[:, None] * scale))
                 next_largest = tl.maximum(next_largest, magnitude(h[:, None] * next_scale))
-            inverse, factor = steps_of(largest)
-            next_inverse, next_factor = steps_of(next_largest)
+            inverse, factor = steps_of(tl.max(largest, 0))
+            next_inverse, next_factor = steps_of(tl.max(next_largest, 0))
             totals = (none, none, none, none)
             next_totals = (none, none, none, none)
             for start in range(0, count, ROWS):
@@ -225,8 +209,8 @@ def sparse_ffn(
         ValueError: if an operand does not fit.
     """
     m = len(active)
-    out = active.new_empty(m, down.n_columns) if out is None else out
-    check_operands(x, active, up, down, out, least, may_skip, n_used)
+    out = output(out, active, (m, down.n_columns))
+    _check(x, active, up, down, least, may_skip, n_used)
     for first in range(0, m, PASS_TOKENS):
         rows = slice(first, min(first + PASS_TOKENS, m))
         skip = None if may_skip is None else may_skip[rows]
@@ -260,7 +244,7 @@ def first_sections(
     Raises:
         ValueError: if an operand does not fit.
     """
-    check_operands(x, active, up, down, None, least, may_skip, n_used)
+    _check(x, active, up, down, least, may_skip, n_used)
     if len(active) > PASS_TOKENS or down.n_rows % (n_section_blocks * BLOCK.value):
         raise ValueError(
             f"{len(active)} tokens and {down.n_rows} neurons do not fit: at most {PASS_TOKENS} tokens and a multiple "
@@ -280,8 +264,7 @@ def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any
         rest: fp32 (m, K), the sum of the later sections without the factor; may be out.
     """
     n_sections, m, n_padded = sums.shape
-    if rest is not None:
-        check("rest", rest, (m, down.n_columns))
+    check_given("rest", rest, (m, down.n_columns))
     fold_kernel[(m, -(-down.n_columns // FOLDED))](
         sums, rest, out, down.factor, m, down.n_columns, n_padded, n_sections, FOLDED=FOLDED, num_warps=2, **UNFUSED
     )
@@ -308,47 +291,22 @@ def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size:
     m, n_blocks = counts.shape
     n_sections = -(-n_blocks // size)
     shape = n_sections, m, UNIT_COLUMNS * down.n_units
-    sums = torch.empty(shape, dtype=torch.float32, device=counts.device) if out is None else out
-    sections_kernel[(m * n_sections * -(-down.n_units // UNITS),)](
-        down.words,
-        down.scale_pairs,
-        down.table,
-        neurons,
-        counts,
-        hidden,
-        sums,
-        m,
-        down.n_units,
-        n_blocks,
-        n_sections,
-        size,
-        1,
-        UNITS=UNITS,
-        ROWS=ROWS,
-        ISA=down.isa,
-        num_warps=N_WARPS,
-        **UNFUSED,
-    )
+    sums = output(out, counts, shape)
+    operands = down.words, down.scale_pairs, down.table, neurons, counts, hidden, sums
+    sizes = m, down.n_units, n_blocks, n_sections, size, 1
+    constants = {"UNITS": UNITS, "ROWS": ROWS, "ISA": down.isa}
+    grid = (m * n_sections * -(-down.n_units // UNITS),)
+    sections_kernel[grid](*operands, *sizes, **constants, num_warps=N_WARPS, **UNFUSED)
     return sums
 
 
-def check_operands(
-    x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, out: Any, least: Any, may_skip: Any, n_used: Any
-) -> None:
+def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, least: Any, may_skip: Any, n_used: Any) -> None:
     """Check the operands' shapes and dtypes. Raises: ValueError: names the first operand that does not fit."""
     if up is not None and (up.n_rows, up.n_columns) != (down.n_rows, down.n_columns):
         raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
     m = len(active)
     check("active", active, (m, down.n_rows))
-    if out is not None:
-        check("out", out, (m, down.n_columns))
     if up is not None:
         check("x", x, (m, down.n_columns))
-    if least is not None:
-        check("least", least, (down.n_rows,))
-    if (least is not None or n_used is not None) and may_skip is None:
-        raise ValueError("least and n_used apply to rows that may skip neurons, so may_skip is needed.")
-    if may_skip is not None:
-        check("may_skip", may_skip, (m,), torch.int32)
-    if n_used is not None:
-        check("n_used", n_used, (1,), torch.int64)
+    check_given("least", least, (down.n_rows,))
+    check_skips(m, may_skip, n_used, least)

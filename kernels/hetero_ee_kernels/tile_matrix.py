@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from hetero_ee_kernels.checks import check
+
 # The kernels' KIND of tile: int4 of -8 .. 7, int4 with a codebook, int8, int4 of -8 .. 7 with zero points, 5 bits, the
 # same with zero points, 6 bits with a scale for each half of the columns.
 LINEAR, CODEBOOK, BYTES, ZEROS, FIVE, FIVE_ZEROS, SIX = range(7)
@@ -46,18 +48,14 @@ class TileMatrix:
         kind = KINDS.get((*tiles.shape[2:], *scales.shape[2:]))
         if kind == LINEAR and not is_linear:
             kind = CODEBOOK
-        dtypes = torch.int8 if kind == BYTES else torch.uint8, torch.float16
-        fits = (tiles.dtype, scales.dtype) == dtypes and scales.device == tiles.device
-        if kind is None or (codebook is None) != (kind not in (LINEAR, CODEBOOK, ZEROS)) or not fits:
+        needs_codebook = kind in (LINEAR, CODEBOOK, ZEROS)
+        if kind is None or (codebook is not None) != needs_codebook or (kind == ZEROS and not is_linear):
             raise ValueError(
-                f"Tiles {tiles.dtype} {tuple(tiles.shape)} and scales {scales.dtype} {tuple(scales.shape)} "
-                f"with codebook {codebook} fit no layout."
+                f"Tiles {tuple(tiles.shape)} and scales {tuple(scales.shape)} with codebook {codebook} fit no layout."
             )
-        if (kind == ZEROS and not is_linear) or scales.shape[:2] != tiles.shape[:2]:
-            raise ValueError(f"Scales {tuple(scales.shape)} do not fit tiles {tuple(tiles.shape)} with {codebook}.")
-        if any(not part.is_contiguous() or part.data_ptr() % 16 for part in (tiles, scales)):
-            raise ValueError("Tiles and scales must be contiguous and aligned to 16 bytes.")
         self.n_blocks, self.n_groups = tiles.shape[:2]
+        check("tiles", tiles, tuple(tiles.shape), torch.int8 if kind == BYTES else torch.uint8)
+        check("scales", scales, (self.n_blocks, self.n_groups, scales.shape[2]), torch.float16)
         self.n_rows = 16 * self.n_blocks if n_rows is None else n_rows
         if not 16 * (self.n_blocks - 1) < self.n_rows <= 16 * self.n_blocks or not self.n_groups:
             raise ValueError(f"{n_rows} rows do not fit tiles of {tuple(tiles.shape)}.")
@@ -95,15 +93,6 @@ def check_vocabulary(weight: TileMatrix) -> None:
     """Raise ValueError for kinds of tile that embeddings and heads never have: with zero points, or of 5 or 6 bits."""
     if weight.kind > BYTES:
         raise ValueError("Tiles with zero points or of 5 or 6 bits are only supported by the whole matrix product.")
-
-
-def output(out: Any, shape: tuple[int, ...], device: Any) -> Any:
-    """Check that `out` is contiguous fp32 of this shape, or allocate it if it is None; return it."""
-    if out is None:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-    if tuple(out.shape) != shape or out.dtype != torch.float32 or not out.is_contiguous() or out.device != device:
-        raise ValueError(f"Output is {out.dtype} {tuple(out.shape)}, expected contiguous torch.float32 {shape}.")
-    return out
 
 
 def instructions(tensor: Any) -> int:

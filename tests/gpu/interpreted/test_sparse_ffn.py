@@ -179,10 +179,10 @@ def test_wrong_matrices_are_refused() -> None:
     codes, scales = Rows.random((8, 64), FITTED, 0, 0).packed()
     good = torch.from_numpy(codes), torch.from_numpy(scales), 0, FITTED, 64
     for wrong, message in (
-        ((good[0][:, :16], *good[1:]), "Codes are"),
-        ((good[0], good[1].float(), *good[2:]), "Scales are"),
+        ((good[0][:, :16], *good[1:]), "codes is"),
+        ((good[0], good[1].float(), *good[2:]), "scales is"),
         ((*good[:3], (-64, *FITTED[1:]), 64), "codebook"),
-        ((*good[:4], 100), "Codes are"),
+        ((*good[:4], 100), "codes is"),
         ((good[0].T.contiguous().T, *good[1:]), "contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
