@@ -170,6 +170,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
         },
     ),
+    "gemma4-moe": (
+        "Gemma4",
+        GEMMA_4 | EXPERTS | {"enable_moe_block": True, "top_k_experts": 3, "intermediate_size": 80},
+    ),
     "ministral3": (
         "Ministral3",
         LLAMA
@@ -228,6 +232,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _LIKE_ANOTHER = [
     "gemma",
     "gemma4-e",
+    "gemma4-moe",
     "olmo2",
     "smollm3",
     "stablelm",

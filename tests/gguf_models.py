@@ -47,7 +47,10 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         saved = f"{name}.weight" if name.endswith("layer_scalar") else name
         saved = f"{name}.weight" if name.endswith(".sinks") else saved.replace("dt_bias", "dt_proj.bias")
         found = names.get_name(saved, try_suffixes=(".weight", ".bias"))
-        if ".mlp.experts." in name:
+        if name.endswith(("router.scale", "per_expert_scale")):
+            place = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            found = f"blk.{name.split('.')[2]}.{place}.scale"
+        if ".experts." in name:
             held[name] = _experts(writer, name, values, arch, types, is_fused)
             continue
         if ".linear_attn." in name:
@@ -61,7 +64,9 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         turns = arch in INTERLEAVED and heads is not None
         added = float(arch in (*GEMMA, "qwen35", "qwen35moe") and name.endswith("norm.weight"))
-        is_matrix = values.dim() > 1 and not name.endswith(("conv.conv.weight", "gate.weight", "router.weight"))
+        is_matrix = values.dim() > 1 and not name.endswith(
+            ("conv.conv.weight", "gate.weight", "router.weight", "router.proj.weight")
+        )
         kind = gguf.GGMLQuantizationType[types(found) if is_matrix else "F32"]
         data = packed((_turned(values, heads) if turns else values + added).numpy(), kind)
         writer.add_tensor(found, data, raw_dtype=kind)
@@ -244,7 +249,7 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
 def _metadata_of_experts(config: Any, size: int) -> dict[str, Any]:
     return {
         "{arch}.expert_count": config.num_experts,
-        "{arch}.expert_used_count": config.num_experts_per_tok,
+        "{arch}.expert_used_count": getattr(config, "num_experts_per_tok", None) or config.top_k_experts,
         "{arch}.expert_feed_forward_length": size,
     }
 
@@ -280,7 +285,9 @@ def _metadata_of_gemma_4(config: Any) -> Mapping[str, Any]:
     n_shared = config.num_kv_shared_layers
     wide = [config.use_double_wide_mlp and layer >= len(near) - n_shared for layer in range(len(near))]
     size = max(each.head_dim for each in own)
-    return {
+    has_experts = config.enable_moe_block
+    experts = _metadata_of_experts(config, config.moe_intermediate_size) if has_experts else {}
+    return experts | {
         "{arch}.attention.sliding_window": config.sliding_window,
         "{arch}.attention.sliding_window_pattern": near,
         "{arch}.attention.shared_kv_layers": n_shared,

@@ -43,9 +43,9 @@ TILE = 16  # tokens and experts whose logits a thread computes at a time: 128 KB
 CHOSEN_TOKENS = 8  # tokens for which a thread chooses experts at a time
 FOUR, EIGHT, SIXTEEN = (0,) * 4, (0,) * 8, (0,) * 16
 (
-    X, WEIGHTS, BIAS, CHOICE_BIAS, LOGITS, OUT, WIDTH, N_TOKENS, N_EXPERTS, N_ACTIVE, KIND, RENORMALIZES, SCALE,
-    ADDED, N_ARGUMENTS,
-) = range(15)  # fmt: skip
+    X, WEIGHTS, BIAS, CHOICE_BIAS, FACTORS, LOGITS, OUT, WIDTH, N_TOKENS, N_EXPERTS, N_ACTIVE, KIND, RENORMALIZES,
+    SCALE, ADDED, N_ARGUMENTS,
+) = range(16)  # fmt: skip
 
 divide = operation(2, lambda a, b: a / b, "divide", "a / b.")
 
@@ -171,6 +171,10 @@ def _route(arguments: int, token: int, chosen: int) -> None:
     if word(arguments, RENORMALIZES):
         total = _sum(weights, n_active) + read_float(arguments + 8 * ADDED)
     _normalize(weights, n_active, total, scale)
+    factors = word(arguments, FACTORS)
+    for place in range(n_active if factors else 0):
+        factor = read_float(factors + 4 * word(chosen, place))
+        write_float(read_float(weights + 4 * place) * factor, weights + 4 * place)
 
 
 def _choice_chunk(arguments: int, index: int) -> None:
@@ -188,7 +192,8 @@ class RouterRule:
 
     Args:
         weights: fp32 (n_experts, width), width a multiple of 16.
-        biases: fp32 (n_experts,) added to the logits, and the same added to the scores for the choice only; or None.
+        vectors: fp32 (n_experts,) added to the logits; added to the scores for the choice only; factors of the weights.
+            None for those that the router lacks.
         n_active: experts per token.
         kind: a key of KINDS.
         renormalizes: whether a token's weights are divided by their sum plus `added`.
@@ -201,7 +206,7 @@ class RouterRule:
     def __init__(
         self,
         weights: Any,
-        biases: tuple[Any, Any],
+        vectors: tuple[Any, Any, Any],
         n_active: int,
         kind: str,
         *,
@@ -212,10 +217,10 @@ class RouterRule:
         self.n_experts, self.width = weights.shape
         if self.width % 16 or not 0 < n_active <= min(self.n_experts, MAX_ACTIVE):
             raise ValueError(f"{n_active} of {weights.shape} experts do not fit.")
-        self.n_active, self._kept = n_active, (weights, biases)
+        self.n_active, self._kept = n_active, (weights, vectors)
         self.arguments = np.zeros(N_ARGUMENTS, np.int64)
-        addresses = (0 if each is None else each.ctypes.data for each in (weights, *biases))
-        self.arguments[WEIGHTS], self.arguments[BIAS], self.arguments[CHOICE_BIAS] = addresses
+        addresses = [0 if each is None else each.ctypes.data for each in (weights, *vectors)]
+        self.arguments[[WEIGHTS, BIAS, CHOICE_BIAS, FACTORS]] = addresses
         self.arguments[[WIDTH, N_EXPERTS, N_ACTIVE]] = self.width, self.n_experts, n_active
         self.arguments[[KIND, RENORMALIZES]] = KINDS[kind], renormalizes
         self.arguments[SCALE:].view(np.float32)[::2] = scale, added

@@ -49,6 +49,11 @@ class BoundBlock:
             delta = ops.norm_in_place(delta, self.post_norm)
         return delta if self.residual_scale == 1 else ops.scale(delta, self.residual_scale)
 
+    def add(self, ops: Ops, x: Array, delta: Array) -> Array:
+        """Add the mixer's output to the hidden states x, in place, and scale them at the end of a layer."""
+        x = ops.add(x, self.finish(ops, delta))
+        return x if self.layer_scale is None else ops.multiply(x, self.layer_scale)
+
 
 def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Rows) -> Array:
     """Run hidden states x (m, hidden) through the blocks, in place.
@@ -58,9 +63,7 @@ def forward(ops: Ops, blocks: Sequence[BoundBlock], x: Array, rows: Rows) -> Arr
     delta = None
     for block in blocks:
         delta = block.mixer.forward(ops, ops.add_norm(x, delta, block.norm), rows)
-        delta = block.finish(ops, delta)
-        if block.layer_scale is not None:
-            x, delta = ops.multiply(ops.add(x, delta), block.layer_scale), None
+        x, delta = (x, block.finish(ops, delta)) if block.layer_scale is None else (block.add(ops, x, delta), None)
     return x if delta is None else ops.add(x, delta)
 
 

@@ -15,12 +15,14 @@ from hetero_ee.layers.ops import (
     INNER,
     OUTPUTS,
     ROUTES,
+    SCALED,
     SHARED,
     Activation,
     Array,
     Experts,
     Mixer,
     MixerSpec,
+    Norm,
     Ops,
     Parameters,
     Router,
@@ -29,6 +31,8 @@ from hetero_ee.layers.ops import (
 from hetero_ee.layers.tensors import Tensors
 
 SOFTMAX, SIGMOID, OF_CHOSEN = "softmax", "sigmoid", "softmax_of_chosen"
+SCALES = "router_scale", "input_scale", "shared_scale"  # of the normed input of router, experts and shared expert
+OUTPUT_NORMS = "output_norm", "shared_norm"  # of the sum of the experts' outputs, and of the shared expert's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class RouterSpec:
     renormalizes: bool = False  # divides a token's weights by their sum plus `added`
     added: float = 0.0
     scale: float = 1.0  # of the weights
+    has_factors: bool = False  # multiplies each expert's weight by a factor of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,11 @@ class MoeSpec(MixerSpec):
     bias: bool = False  # of the experts' matrices
     shared_size: int = 0  # neurons of an expert that every token uses; 0 for none
     shared_is_gated: bool = False  # multiplies the shared expert's output by sigmoid(shared_gate x)
+    inner_norm_eps: float | None = None  # of OUTPUT_NORMS in layers with these and SCALES; None for other layers
+
+    @property
+    def has_norm_scale(self) -> bool:
+        return self.inner_norm_eps is None
 
     @property
     def first(self) -> str:
@@ -84,6 +94,7 @@ class MoeSpec(MixerSpec):
         n_active, widths = self.router.n_active, self.expert_rows // self.size
         inner = max(n_active * self.size, self.shared_size)
         own = {INNER: widths * inner, ACTIVE: inner, ROUTES: 2 * n_active, OUTPUTS: n_active * self.hidden_size}
+        own |= {} if self.has_norm_scale else {SCALED: self.hidden_size}
         return own | ({SHARED: self.hidden_size} if self.shared_size else {})
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
@@ -98,6 +109,10 @@ class MoeSpec(MixerSpec):
             tensors.vector("router_bias", n_experts)
         if self.router.has_choice_bias:
             tensors.vector("choice_bias", n_experts)
+        if self.router.has_factors:
+            tensors.vector("factors", n_experts)
+        for short in () if self.has_norm_scale else SCALES + OUTPUT_NORMS:
+            tensors.vector(short, hidden_size)
         tensors.matrix(self.first, n_experts * self.expert_rows, hidden_size, bias=self.bias)
         tensors.matrix("down", n_experts * hidden_size, self.size, bias=self.bias)
         if self.shared_size:
@@ -114,8 +129,15 @@ class Moe(Mixer):
     """One layer's mixture of experts with its parameters on a device."""
 
     def __init__(self, spec: MoeSpec, parameters: Parameters) -> None:
-        vectors = (parameters.vector(short) for short in ("router", "router_bias", "choice_bias"))
-        self.router = Router(spec.router, *vectors)
+        router_scale, self._input_scale, self._shared_scale = map(parameters.vector, SCALES)
+        norms = (parameters.vector(short) for short in OUTPUT_NORMS)
+        eps = spec.inner_norm_eps or 0.0
+        self._norm, self._shared_norm = (None if each is None else Norm("rms", each, None, eps) for each in norms)
+        weights = parameters.vector("router")
+        if router_scale is not None:
+            weights = weights * (router_scale * spec.hidden_size**-0.5)
+        others = (parameters.vector(short) for short in ("router_bias", "choice_bias", "factors"))
+        self.router = Router(spec.router, weights, *others)
         matrices = parameters.matrix(spec.first), parameters.matrix("down")
         self.experts = Experts(*matrices, spec.activation, spec.expert_rows, spec.hidden_size, spec.router.n_experts)
         self._shared = self._shared_gate = None
@@ -125,8 +147,12 @@ class Moe(Mixer):
 
     def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
         routes = ops.route(x, self.router)
-        outputs = ops.expert_outputs(x, routes, self.experts)
+        outputs = self.outputs(ops, x, routes, self.experts)
         return self.end(ops, ops.add_experts(outputs, routes, self.experts, None), self.shared(ops, x))
+
+    def outputs(self, ops: Ops, x: Array, routes: Array, experts: Experts) -> Array:
+        """Return the outputs of the chosen ones of these experts, see Ops.expert_outputs."""
+        return ops.expert_outputs(_scaled(ops, x, self._input_scale), routes, experts)
 
     @property
     def has_shared(self) -> bool:
@@ -137,8 +163,10 @@ class Moe(Mixer):
         if self._shared is None:
             return None
         first, down = self._shared
+        x = _scaled(ops, x, self._shared_scale)
         output = ops.linear(ops.activate(ops.linear(x, first, INNER), self.experts.activation), down, SHARED)
-        return output if self._shared_gate is None else ops.gate_rows(output, x, self._shared_gate)
+        output = output if self._shared_gate is None else ops.gate_rows(output, x, self._shared_gate)
+        return output if self._shared_norm is None else ops.norm_in_place(output, self._shared_norm)
 
     def part(self, ops: Ops, chosen: slice) -> Experts:
         """Return some consecutive experts, for a device that computes only these."""
@@ -151,5 +179,10 @@ class Moe(Mixer):
         return replace(all_of_them, n=end - first, start=first, **dict(names))
 
     def end(self, ops: Ops, summed: Array, shared: Array | None) -> Array:
-        """Add the shared expert's output to the sum of all others'."""
+        """Add the shared expert's output to the sum of all others', which may have a norm."""
+        summed = summed if self._norm is None else ops.norm_in_place(summed, self._norm)
         return summed if shared is None else ops.add(summed, shared)
+
+
+def _scaled(ops: Ops, x: Array, scale: Array | None) -> Array:
+    return x if scale is None else ops.scaled(x, scale, SCALED)

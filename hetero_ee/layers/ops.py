@@ -23,6 +23,7 @@ NORMED, QKV, ATTENDED, INNER, ACTIVE, DELTA, LOGITS = "normed", "qkv", "attended
 PRODUCT = "product"  # of a matrix whose result is copied into another buffer
 GATES, MIXED = "gates", "mixed"
 ROUTES, OUTPUTS, SHARED = "routes", "outputs", "shared"  # of a router, its experts, and the expert of all tokens
+SCALED = "scaled"  # input of experts with scales of their own
 MULTIPLIED = (ATTENDED, ACTIVE)  # a mixer's buffers that are the input of a matrix product
 CLAMPED_SILU = "clamped_silu"  # an activation that limits its second factor, too
 
@@ -68,6 +69,7 @@ class Router:
     weights: Array  # (n_experts, hidden)
     bias: Array | None  # (n_experts,), added to the logits
     choice_bias: Array | None  # (n_experts,), added to the scores for the choice only
+    factors: Array | None = None  # (n_experts,), of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,11 @@ class MixerSpec(ABC):
 
     name: ClassVar[str]  # name of the mixer's block in a layer
     reads_norm: ClassVar[bool] = True  # whether its input is the hidden states' norm, in families with norms before
+
+    @property
+    def has_norm_scale(self) -> bool:
+        """Whether the norm of its input has a scale, in families whose norms have one."""
+        return True
 
     @property
     def state(self) -> State | None:
@@ -208,6 +215,10 @@ class Ops(Protocol):
 
     def multiply(self, x: Array, y: Array) -> Array:
         """Multiply x (m, features) by y (m, features) or (1,), in place."""
+        ...
+
+    def scaled(self, x: Array, scale: Array, into: str) -> Array:
+        """Return each row of x (m, features) multiplied by scale (features,)."""
         ...
 
     def add(self, x: Array, y: Array) -> Array:

@@ -146,7 +146,7 @@ def _head_block(spec: ModelSpec) -> Block:
 def _layer_block(spec: ModelSpec, layer: int, own: LayerSpec, mixer: MixerSpec) -> Block:
     tensors = Tensors(f"layers.{layer}.{mixer.name}", partial(matrix_role, spec))
     has_norm, is_scaled = spec.pre_norm and mixer.reads_norm, own.is_scaled and mixer is own.mixers[-1]
-    if has_norm:
+    if has_norm and mixer.has_norm_scale:
         _declare_norm(spec, tensors, "norm")
     mixer.declare(tensors, spec.hidden_size)
     if spec.post_norm:

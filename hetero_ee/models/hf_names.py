@@ -33,7 +33,10 @@ _TEXT_PARTS = {
     "language_model.lm_head.": "lm_head.",
 }
 # Parameters of checkpoints that are neither a weight nor a bias of a module.
-PARAMETERS = (".A_log", ".dt_bias", ".layer_scalar", ".sinks", ".expert_bias")
+PARAMETERS = (
+    *(".A_log", ".dt_bias", ".layer_scalar", ".sinks", ".expert_bias"),
+    *(".router.scale", ".per_expert_scale"),
+)
 BLOCKS, BIASES = "_blocks", "_bias"  # ends of the names of all experts' quantized codes, and of their biases
 GATED_NORM = "gated_norm"  # a norm whose scale checkpoints store whole, whatever the family's norm_offset
 _OTHER_PARTS = (

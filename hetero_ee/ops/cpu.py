@@ -196,6 +196,9 @@ class CpuOps(Ops):
         x *= y
         return x
 
+    def scaled(self, x: Any, scale: Any, into: str) -> Any:
+        return x * scale
+
     def add(self, x: Any, y: Any) -> Any:
         x += y
         return x
@@ -247,9 +250,9 @@ class CpuOps(Ops):
     def route(self, x: Any, router: Router) -> Any:
         rule = self._rules.get(router)
         if rule is None:
-            spec, biases = router.spec, (router.bias, router.choice_bias)
+            spec, vectors = router.spec, (router.bias, router.choice_bias, router.factors)
             more = {"renormalizes": spec.renormalizes, "scale": spec.scale, "added": spec.added}
-            self._rules[router] = rule = RouterRule(router.weights, biases, spec.n_active, spec.scores, **more)
+            self._rules[router] = rule = RouterRule(router.weights, vectors, spec.n_active, spec.scores, **more)
         return route(x, rule, self.pool)
 
     def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> ExpertOutputs:

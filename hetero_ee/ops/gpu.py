@@ -168,6 +168,9 @@ class GpuOps(Ops):
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
         return x.mul_(y)
 
+    def scaled(self, x: Tensor, scale: Tensor, into: str) -> Tensor:
+        return torch.mul(x, scale, out=self.arena.rows(into, len(x), x.shape[1]))
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         self.kernels.add(x, y)
         return x

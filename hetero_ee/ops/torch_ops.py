@@ -140,6 +140,10 @@ class TorchOps(Ops):
         return x * y
 
     @torch.inference_mode()
+    def scaled(self, x: Tensor, scale: Tensor, into: str) -> Tensor:
+        return x * scale
+
+    @torch.inference_mode()
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
@@ -220,7 +224,10 @@ class TorchOps(Ops):
             weights = (scores if spec.scores == SIGMOID else torch.softmax(logits, -1)).gather(1, chosen)
         if spec.renormalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + spec.added)
-        return torch.cat([chosen.float(), weights * spec.scale], 1)
+        weights = weights * spec.scale
+        if router.factors is not None:
+            weights = weights * router.factors[chosen]
+        return torch.cat([chosen.float(), weights], 1)
 
     @torch.inference_mode()
     def expert_outputs(self, x: Tensor, routes: Tensor, experts: Experts) -> Tensor:

@@ -152,8 +152,8 @@ def rule_of(
     scale: float = 1.0,
     added: float = 0.0,
 ) -> Any:
-    bias, choice_bias = biases or (None, None)
-    return RouterRule(weights, (bias, choice_bias), n_active, kind, renormalizes=renormalizes, scale=scale, added=added)
+    vectors = (*biases, None, None, None)[:3]
+    return RouterRule(weights, vectors, n_active, kind, renormalizes=renormalizes, scale=scale, added=added)
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 2 * TILE + 5])
@@ -162,13 +162,13 @@ def rule_of(
 def test_routes_are_those_of_torch(kind: str, n_experts: int, m: int) -> None:
     draw = np.random.default_rng(n_experts + m)
     weights, x = (draw.standard_normal((n, 64), np.float32) * 0.3 for n in (n_experts, m))
-    bias, choice_bias = draw.standard_normal((2, n_experts), np.float32)
-    for n_active, renormalizes, scale, biases in ((1, False, 1.0, (None, None)), (4, True, 2.5, (bias, choice_bias))):
-        rule = rule_of(weights, n_active, kind, *biases, renormalizes=renormalizes, scale=scale)
+    biases = (None,) * 3, tuple(draw.standard_normal((3, n_experts), np.float32))
+    for n_active, renormalizes, scale, vectors in ((1, False, 1.0, biases[0]), (4, True, 2.5, biases[1])):
+        rule = rule_of(weights, n_active, kind, *vectors, renormalizes=renormalizes, scale=scale)
         found = route(x, rule, ThreadPool(2))
         spec = RouterSpec(n_experts=n_experts, n_active=n_active, scores=kind, renormalizes=renormalizes, scale=scale)
-        vectors = [None if each is None else torch.from_numpy(each) for each in (weights, *biases)]
-        expected = TorchOps().route(torch.from_numpy(x), Router(spec, *vectors)).numpy()
+        tensors = [None if each is None else torch.from_numpy(each) for each in (weights, *vectors)]
+        expected = TorchOps().route(torch.from_numpy(x), Router(spec, *tensors)).numpy()
         assert np.array_equal(found[:, :n_active], expected[:, :n_active])
         assert_close(found, expected, 1e-5)
 

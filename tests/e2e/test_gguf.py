@@ -105,6 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3", GEMMA_3),
     "gemma4": ("gemma4", {"head_dim": 16, "global_head_dim": 32}),
+    "gemma4-moe": ("gemma4-moe", {"head_dim": 16, "global_head_dim": 32, "moe_intermediate_size": 32}),
     "gemma4-e": ("gemma4-e", {"head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 132}),
     "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_3_ROPE}),
     "olmo2": ("olmo2", {"attention_bias": False}),

@@ -65,7 +65,7 @@ def test_experts_with_parts_of_two_types_get_8_bits(tmp_path: Path) -> None:
         assert torch.equal(weights.matrices[name].dequantize(), dense.matrices[name].dequantize())
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe", "gemma4-moe"])
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_gate_and_up_of_all_experts_may_be_one_tensor(tmp_path: Path, name: str, kind: str) -> None:
     model, file = model_of(name), tmp_path / "m.gguf"

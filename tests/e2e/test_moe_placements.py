@@ -22,6 +22,7 @@ from tests.logged_machine import Log
 from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
 
 SIZES = {"num_experts": 32, "num_experts_per_tok": 4}
+MORE = {"gemma4-moe": {"top_k_experts": 4}}
 PLACES = {
     "no experts on the GPU": ((".*moe", "hot-0"), (".*", "gpu")),
     "layers split differently": ((r"layers\.0\.moe", "hot-5"), (r"layers\.2\.moe", "hot-31"), (".*", "gpu")),
@@ -33,9 +34,11 @@ TEXT = [1, 17, 30, 3, 99, 42, 7, 12, 9, 31, 5, 61, 8, 2, 77, 4, 23, 50, 6, 88, 1
 PROMPT = 18  # tokens; more than a step may have
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen3.5-moe", "gpt-oss", "gemma4-moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = save_checkpoint(random_model(request.param, **SIZES), tmp_path_factory.mktemp(request.param))
+    folder = save_checkpoint(
+        random_model(request.param, **SIZES | MORE.get(request.param, {})), tmp_path_factory.mktemp(request.param)
+    )
     spec = read_spec(folder)
     return spec, open_store(convert(folder, spec, folder / "store", Quantization(matrices="rtn")), spec)
 

@@ -106,6 +106,7 @@ def _gemma_4(header: GgufHeader, config: Config) -> Config:
         "num_kv_shared_layers": header.get("attention.shared_kv_layers"),
         "intermediate_size": sizes[0],
         "use_double_wide_mlp": sizes[-1] != sizes[0],
+        "enable_moe_block": bool(header.get("expert_count")),
         "hidden_size_per_layer_input": header.get("embedding_length_per_layer_input") or 0,
         "vocab_size_per_layer_input": None if table is None else table.shape[0],
         "rope_scaling": None,
@@ -283,6 +284,17 @@ _LFM_2_NAMES = {
     "feed_forward.w2": "ffn_down",
 }
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA_4_FIELDS = {
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_GEMMA_4_NAMES = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+}
 # By general.architecture. Mistral's files use llama.
 ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", is_interleaved=True, has_rope_factors=True),
@@ -334,9 +346,9 @@ ARCHITECTURES = {
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", fields=_CAPS, more=_gemma_3, names=_AFTER_ATTENTION),
     "gemma4": GgufArchitecture(
         "Gemma4ForCausalLM",
-        fields={"final_logit_softcapping": "final_logit_softcapping"},
+        fields=_GEMMA_4_FIELDS,
         more=_gemma_4,
-        names=_AFTER_ATTENTION,
+        names=_AFTER_ATTENTION | _GEMMA_4_NAMES,
         has_rope_factors=True,
         differs=("num_key_value_heads", "intermediate_size"),
     ),

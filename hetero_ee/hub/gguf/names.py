@@ -39,6 +39,13 @@ _OF_A_LAYER = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "router.proj": "ffn_gate_inp",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+    "experts.down_proj": "ffn_down_exps",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
@@ -80,7 +87,8 @@ def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
 def fused_experts(header: GgufHeader) -> set[str]:
     """Return Hugging Face's names of the matrices that hold gate and up of all of a layer's experts in the file."""
     found = filter(None, map(_FUSED.fullmatch, header.tensors))
-    return {f"model.layers.{each[1]}.mlp.experts.gate_up_proj" for each in found}
+    names = "mlp.experts.gate_up_proj", "experts.gate_up_proj"
+    return {f"model.layers.{each[1]}.{name}" for each in found for name in names}
 
 
 def matrix_layouts(header: GgufHeader, spec: ModelSpec) -> dict[str, str]:

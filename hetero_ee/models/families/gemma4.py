@@ -1,5 +1,8 @@
 """Read Gemma 4, whose layers differ in head size, key heads, window, rotary embedding and FFN size.
 
+Layers with experts add them to the FFN, which is their shared expert. All of its parts read one norm of the layer's
+input, each with a scale of its own.
+
 Source: transformers' Gemma4TextConfig and Gemma4TextModel.
 """
 
@@ -9,7 +12,9 @@ from dataclasses import replace
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.ffn import FfnSpec
+from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.per_layer import LayerTableSpec, PerLayerSpec
+from hetero_ee.models.families import experts
 from hetero_ee.models.families.family import FULL, SLIDING, layer_count, read_layer_kinds, read_window, sliding_windows
 from hetero_ee.models.families.llama import NORMED_HEADS, post_norms
 from hetero_ee.models.families.rope_fields import of_layer_kind
@@ -31,6 +36,24 @@ TENSOR_NAMES = (
         "layers.{n}.per_layer.output": ("model.layers.{n}.per_layer_projection",),
         "layers.{n}.per_layer.post_norm": ("model.layers.{n}.post_per_layer_input_norm",),
         "layers.{n}.per_layer.layer_scale": ("model.layers.{n}.layer_scalar",),
+        # of layers with experts
+        "layers.{n}.moe.router": ("model.layers.{n}.router.proj",),
+        "layers.{n}.moe.factors": ("model.layers.{n}.router.per_expert_scale",),
+        "layers.{n}.moe.router_scale": ("model.layers.{n}.router.scale",),
+        "layers.{n}.moe.input_scale": ("model.layers.{n}.pre_feedforward_layernorm_2",),
+        "layers.{n}.moe.shared_scale": ("model.layers.{n}.pre_feedforward_layernorm",),
+        "layers.{n}.moe.output_norm": ("model.layers.{n}.post_feedforward_layernorm_2",),
+        "layers.{n}.moe.shared_norm": ("model.layers.{n}.post_feedforward_layernorm_1",),
+        "layers.{n}.moe.gate_up": (
+            "model.layers.{n}.experts.gate_up_proj",
+            "model.layers.{n}.experts.{e}.gate_proj",
+            "model.layers.{n}.experts.{e}.up_proj",
+        ),
+        "layers.{n}.moe.down": ("model.layers.{n}.experts.down_proj", "model.layers.{n}.experts.{e}.down_proj"),
+        "layers.{n}.moe.shared_gate_up": NORMED_HEADS["layers.{n}.ffn.gate_up"],
+        "layers.{n}.moe.shared_down": NORMED_HEADS["layers.{n}.ffn.down"],
+        "layers.{n}.moe.post_norm": ("model.layers.{n}.post_feedforward_layernorm",),
+        "layers.{n}.moe.layer_scale": ("model.layers.{n}.layer_scalar",),
     }
 )
 EVERY = 6  # every sixth layer sees all positions
@@ -41,7 +64,6 @@ ROPES = {
 
 
 def _fields(fields: Fields) -> Fields:
-    fields.refuse_flag("enable_moe_block", "a mixture of experts")
     if fields.get("use_bidirectional_attention") == "all":
         raise fields.fail("use_bidirectional_attention is all, and attention to later tokens is not supported.")
     if fields.get("rope_parameters") is None:
@@ -58,7 +80,7 @@ _VARIANT = Variant(
 
 
 def read_spec(fields: Fields, architecture: str) -> ModelSpec:
-    """Read Gemma 4's text part, without experts."""
+    """Read Gemma 4's text part."""
     n_layers = layer_count(fields)
     kinds = read_layer_kinds(fields, [SLIDING if (layer + 1) % EVERY else FULL for layer in range(n_layers)])
     kinds = (*kinds[:-1], FULL)  # as transformers does, whatever the file says
@@ -71,7 +93,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     if not set(kinds[n_own:]) <= set(kinds[: max(n_own, 0)]):
         raise fields.fail(f"num_kv_shared_layers {n_layers - n_own} leaves no layers of their own to share.")
     equal, wide = fields.flag("attention_k_eq_v", False), fields.flag("use_double_wide_mlp", False)
-    table = _table(fields, near)
+    table, moe = _table(fields, near), _experts(fields, near)
     layers = []
     for layer, kind in enumerate(kinds):
         is_full, shares = kind == FULL, layer >= n_own
@@ -81,9 +103,21 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         mixer = replace(found.mixer, value_norm=True, keys_are_values=equal and is_full and not shares, kv_layer=source)
         ffn = replace(found.ffn, size=found.ffn.size * 2) if wide and shares else found.ffn
         per_layer = None if table is None else _per_layer(near, ffn, table)
-        layers.append(LayerSpec(mixer, ffn, per_layer, is_scaled=True))
+        both = ffn if moe is None else replace(moe, shared_size=ffn.size)
+        layers.append(LayerSpec(mixer, both, per_layer, is_scaled=True))
     cap = fields.number("final_logit_softcapping", 0.0)
-    return replace(near, own_layers=tuple(layers), layer_table=table, logit_cap=cap)
+    spec = replace(near, own_layers=tuple(layers), layer_table=table, logit_cap=cap)
+    return spec if moe is None else replace(spec, ffn_size=moe.active_size)
+
+
+def _experts(fields: Fields, spec: ModelSpec) -> MoeSpec | None:
+    """Return a layer's experts, None for models without any."""
+    if not fields.flag("enable_moe_block", False):
+        return None
+    fields = fields.with_values(num_experts_per_tok=fields.get("top_k_experts"))
+    router = experts.read_router(fields, renormalizes=True, has_factors=True)
+    moe = experts.read_experts(fields, spec, router, fields.integer("moe_intermediate_size"))
+    return replace(moe, shared_size=spec.ffn_size, inner_norm_eps=spec.norm_eps)
 
 
 def _table(fields: Fields, spec: ModelSpec) -> LayerTableSpec | None:

@@ -158,11 +158,11 @@ class HostMoeSplit(SplitFfn):
     def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
         summed = self._sums(x, self._first, self._ops.view(rest))
         delta = self._moe.end(self._ops, summed, self._moe.shared(self._ops, self._normed(x)))
-        return hidden + self._ops.tensor(self._block.finish(self._ops, delta))
+        return self._ops.tensor(self._block.add(self._ops, self._ops.array(hidden), delta))
 
     def _sums(self, x: Tensor, experts: Experts, sums: Array | None) -> Array:
         routes = self._ops.view(x[:, experts.n_down_rows :])
-        outputs = self._ops.expert_outputs(self._normed(x), routes, experts)
+        outputs = self._moe.outputs(self._ops, self._normed(x), routes, experts)
         return self._ops.add_experts(outputs, routes, experts, sums)
 
     def _normed(self, x: Tensor) -> Array:

@@ -99,7 +99,7 @@ class GpuNeuronSplit(GpuSplit):
     def _fold(self, m: int) -> None:
         sums = self._ops.section_sums(m, self._part.neurons)
         delta = self._part.end(self._ops, self._normed(m), sums, self._rest(m))
-        self._ops.add(self._hidden(m), self._block.finish(self._ops, delta))
+        self._block.add(self._ops, self._hidden(m), delta)
 
 
 class GpuMoeSplit(GpuSplit):
@@ -135,11 +135,11 @@ class GpuMoeSplit(GpuSplit):
         self._ops.route(self._ops.add_norm(self._hidden(m), None, self._block.norm), self._moe.router)
 
     def _compute_first(self, m: int) -> None:
-        self._ops.expert_outputs(self._normed(m), self._routes(m), self._part)
+        self._moe.outputs(self._ops, self._normed(m), self._routes(m), self._part)
         self._moe.shared(self._ops, self._normed(m))
 
     def _fold(self, m: int) -> None:
         shared = self._arena.rows(SHARED, m, self.spec.hidden_size) if self._moe.has_shared else None
         summed = self._ops.add_experts(self._outputs(m), self._routes(m), self._part, self._rest(m))
         delta = self._moe.end(self._ops, summed, shared)
-        self._ops.add(self._hidden(m), self._block.finish(self._ops, delta))
+        self._block.add(self._ops, self._hidden(m), delta)
