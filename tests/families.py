@@ -51,6 +51,17 @@ QWEN_3_5 = LLAMA | {
     "linear_value_head_dim": 18,  # more than 16 lanes, and not a multiple
 }
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+ROUTED = SIZES | {
+    "intermediate_size": 80,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+LATENT = ROUTED | {"kv_lora_rank": 18, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 GPT_OSS = SIZES | {
     "num_key_value_heads": 2,
     "intermediate_size": 32,  # unlike the hidden size, so that a matrix read the wrong way round is seen
@@ -91,6 +102,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "glm4-flash": ("Glm4MoeLite", LATENT | {"q_lora_rank": 20, "v_head_dim": 10, "rope_interleave": True}),
+    "deepseek2": (
+        "DeepseekV2",
+        LATENT
+        | {"q_lora_rank": None, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
+    ),
+    "deepseek3": (
+        "DeepseekV3",
+        LATENT
+        | ONE_GROUP
+        | {
+            "q_lora_rank": 20,
+            "rope_interleave": False,
+            "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "glm4.5": (
+        "Glm4Moe",
+        ROUTED | {"num_key_value_heads": 2, "head_dim": 12, "use_qk_norm": True, "attention_bias": True},
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         LLAMA | EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2, "norm_topk_prob": True},
@@ -241,6 +272,8 @@ _LIKE_ANOTHER = [
     "helium",
     "ernie4.5",
     "exaone4",
+    "deepseek3",
+    "glm4.5",
     "qwen2-moe",
     "mixtral",
     "olmoe",
@@ -277,7 +310,7 @@ def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.15)
     return model
 

@@ -94,7 +94,7 @@ class AttentionSpec(MixerSpec):
             tensors.vector("sinks", self.n_heads)
         tensors.matrix("output", hidden_size, self.query_size, bias=self.output_bias)
 
-    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "Attention":
+    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> Mixer:
         scales = (parameters.vector(short) for short in ("query_norm", "key_norm"))
         query, key = (None if scale is None else Norm("rms", scale, None, self.norm_eps) for scale in scales)
         heads = ops.heads(self, layer, cache, query, key, parameters.vector("sinks"))

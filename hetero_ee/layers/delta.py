@@ -9,7 +9,9 @@ divided by their lengths. A token with key k and value v then replaces what the 
 Prompts are computed in the same way, token by token, so that no bit depends on how a prompt is cut.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from hetero_ee.layers.ops import (
@@ -63,11 +65,12 @@ class GatedDeltaSpec(MixerSpec):
         sizes = {QKV: self.n_channels + self.value_size, GATES: 2 * self.n_value_heads, ATTENDED: self.value_size}
         return sizes | {MIXED: self.n_channels + sizes[GATES]}
 
-    def head_rows(self, short: str) -> tuple[int, ...]:
-        """Return the rows of each part of a matrix that belong to one key head; empty if a matrix has no such parts."""
+    def picked_rows(self, short: str) -> Sequence[tuple[int, Sequence[int]]]:
+        """See MixerSpec. A key head's rows of all parts are together."""
         n_values = self.n_value_heads // self.n_key_heads
         values = n_values * self.value_dim
-        return {"input": (self.key_dim, self.key_dim, values, values), "gates": (n_values, n_values)}.get(short, ())
+        sizes = {"input": (self.key_dim, self.key_dim, values, values), "gates": (n_values, n_values)}.get(short, ())
+        return [(sum(sizes), range(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def row_sizes(self, short: str) -> tuple[int, ...]:
         return (self.n_channels, self.value_size) if short == "input" else ()

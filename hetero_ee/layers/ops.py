@@ -6,7 +6,7 @@ buffer that a device with fixed buffers writes the result to; two results with o
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -155,6 +155,14 @@ class MixerSpec(ABC):
         """Return the numbers of rows that are stacked in a matrix; empty if it is one matrix or equal parts."""
         return ()
 
+    def picked_rows(self, short: str) -> Sequence[tuple[int, Sequence[int]]]:
+        """Return which rows of a checkpoint's tensor are stacked in a matrix, if one tensor holds more than the matrix.
+
+        Returns:
+            For each stacked part, the number of rows of a group and those of each group that belong to the part.
+        """
+        return ()
+
     @abstractmethod
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         """Declare the mixer's parameters, in the order in which a store holds them."""
@@ -197,6 +205,10 @@ class Ops(Protocol):
             cache: holds its keys and values.
             sinks: a score per head (n_heads,) that takes part in the softmax and has no value.
         """
+        ...
+
+    def empty(self, m: int, width: int, into: str) -> Array:
+        """Return rows (m, width) to write to, contiguous, with any values."""
         ...
 
     def embed(self, tokens: Matrix, batch: Any, n_features: int, learned: Array | None, offset: int) -> Array:

@@ -97,6 +97,11 @@ class RopeSpec:
         return self.n_features * math.log(longest) / (2 * math.log(self.theta))
 
 
+def halves_of_pairs(n: int) -> tuple[int, ...]:
+    """Return the order that moves the features of n / 2 adjacent pairs to places that are n / 2 apart."""
+    return *range(0, n, 2), *range(1, n, 2)
+
+
 def _plain(theta: float, n_features: int) -> list[float]:
     return [theta ** (-2 * pair / n_features) for pair in range(n_features // 2)]
 

@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.layers.attention import AttentionSpec
-from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.per_layer import PerLayerSpec
+from hetero_ee.layers.rope import halves_of_pairs
 from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.draft_head import stored_blocks
@@ -35,7 +35,7 @@ _TEXT_PARTS = {
 # Parameters of checkpoints that are neither a weight nor a bias of a module.
 PARAMETERS = (
     *(".A_log", ".dt_bias", ".layer_scalar", ".sinks", ".expert_bias"),
-    *(".router.scale", ".per_expert_scale"),
+    *(".router.scale", ".per_expert_scale", ".e_score_correction_bias"),
 )
 BLOCKS, BIASES = "_blocks", "_bias"  # ends of the names of all experts' quantized codes, and of their biases
 GATED_NORM = "gated_norm"  # a norm whose scale checkpoints store whole, whatever the family's norm_offset
@@ -71,8 +71,7 @@ class Part:
     hf_name: str
     shape: tuple[int, ...]
     added: float = 0.0  # constant to add to each value of the checkpoint
-    neighbours: tuple[int, int] | None = None  # rows of a head, and how many of them rotate in adjacent pairs
-    share: tuple[int, int, int] | None = None  # of this many rows, the first one to read, and how many to read
+    picked: tuple[int, Sequence[int]] | None = None  # of each group of this many rows, those to read, in order
     n_experts: int = 0  # experts that the tensor's first dimension counts; 0 for tensors of one expert and others
     is_transposed: bool = False  # an expert's matrix is stored (in, out)
     expert: int | None = None  # index of the expert, if it is a tensor of one
@@ -89,7 +88,7 @@ class Part:
     def n_rows(self) -> int:
         """Number of rows to read."""
         n_rows = self.stored_shape[0]
-        return n_rows if self.share is None else n_rows // self.share[0] * self.share[2]
+        return n_rows if self.picked is None else n_rows // self.picked[0] * len(self.picked[1])
 
 
 def checkpoint_parts(spec: ModelSpec, present: Collection[str] | None = None) -> dict[str, list[Part]]:
@@ -128,14 +127,15 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collectio
     parts = [Part(module, (rows, *tensor.shape[1:])) for module, rows in zip(modules, sizes, strict=False)]
     if isinstance(mixer, AttentionSpec) and pattern.endswith(".qkv") and len(modules) > 1:
         parts = _of_heads(parts, mixer)
-    if isinstance(mixer, GatedDeltaSpec) and len(modules) > len(set(modules)):
-        parts = _of_key_heads(modules[0], mixer.head_rows(short.rpartition(".")[2]), tensor.shape)
+    picks = () if mixer is None or len(set(modules)) > 1 else mixer.picked_rows(short.rpartition(".")[2])
+    if picks:
+        n_rows = tensor.shape[0] // sum(len(rows) for _, rows in picks) * picks[0][0]
+        parts = [Part(modules[0], (n_rows, *tensor.shape[1:]), picked=each) for each in picks]
     if isinstance(mixer, PerLayerSpec) and pattern.endswith(".context"):  # all layers' are one tensor
         table = mixer.table
-        parts = [
-            Part(modules[0], (table.width, *tensor.shape[1:]), share=(table.width, int(layer) * table.size, table.size))
-        ]
-    if pattern.endswith(".conv"):  # weights of a convolution by channel
+        mine = range(int(layer) * table.size, (int(layer) + 1) * table.size)
+        parts = [Part(modules[0], (table.width, *tensor.shape[1:]), picked=(table.width, mine))]
+    if pattern.endswith(".conv") and len(tensor.shape) > 1:  # weights of a convolution by channel
         parts = [replace(part, shape=(part.shape[0], 1, *part.shape[1:])) for part in parts]
     added = spec.norm_offset if tensor.name.endswith("norm") and not tensor.name.endswith(GATED_NORM) else 0.0
     names = [part.hf_name.format(n=layer) + ("" if part.hf_name.endswith(PARAMETERS) else suffix) for part in parts]
@@ -158,41 +158,29 @@ def _of_experts(
     if not single or present is None or whole in present or whole + BLOCKS in present:
         shape = (*columns, n_rows) if is_paired else (n_rows, *columns)
         is_first = tensor.name.removesuffix("_bias").endswith(moe.first)
-        pairs = (n_rows, n_rows) if is_paired and is_first else None
-        return [Part(whole, (n_experts, *shape), neighbours=pairs, n_experts=n_experts, is_transposed=is_paired)]
+        pairs = (n_rows, halves_of_pairs(n_rows)) if is_paired and is_first else None
+        return [Part(whole, (n_experts, *shape), picked=pairs, n_experts=n_experts, is_transposed=is_paired)]
     part_shape = n_rows // len(single), *columns
     return [Part(name.format(e=e) + ending, part_shape, expert=e) for e in range(n_experts) for name in single]
-
-
-def _of_key_heads(module: str, sizes: Sequence[int], shape: tuple[int, ...]) -> list[Part]:
-    """Describe parts with the given numbers of rows per key head, which one tensor holds head after head."""
-    every = sum(sizes)
-    return [Part(module, shape, share=(every, sum(sizes[:place]), size)) for place, size in enumerate(sizes)]
 
 
 def _of_heads(parts: list[Part], attention: AttentionSpec) -> list[Part]:
     """Describe the rows of queries and keys, which may rotate in adjacent pairs, and of gates, which follow a query."""
     rope, head = attention.rope, attention.head_dim
-    neighbours = (head, rope.n_features) if rope is not None and rope.interleaved else None
-    found = [replace(part, neighbours=neighbours) for part in parts[:2]] + parts[2:]
+    turned = None
+    if rope is not None and rope.interleaved:
+        turned = head, [*halves_of_pairs(rope.n_features), *range(rope.n_features, head)]
+    found = [replace(part, picked=turned) for part in parts[:2]] + parts[2:]
     if attention.is_gated:
         both = (2 * parts[0].shape[0], *parts[0].shape[1:])
         for place, first in ((0, 0), (3, head)):
-            found[place] = replace(found[place], shape=both, share=(2 * head, first, head))
+            found[place] = replace(found[place], shape=both, picked=(2 * head, range(first, first + head)))
     return found
 
 
 def engine_order(part: Part) -> list[int] | None:
-    """Return the indices that put a part's rows into this engine's order; None if they already are.
-
-    In this engine, features that rotate together are half of a head's rotating features apart.
-    """
-    n_rows = part.stored_shape[0]
-    if part.share is not None:
-        every, start, count = part.share
-        return [first + start + row for first in range(0, n_rows, every) for row in range(count)]
-    if part.neighbours is None:
+    """Return the indices of a part's rows in this engine's order; None if the part has them so."""
+    if part.picked is None:
         return None
-    head, turned = part.neighbours
-    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, head)]
-    return [first + row for first in range(0, n_rows, head) for row in order]
+    every, picked = part.picked
+    return [first + row for first in range(0, part.stored_shape[0], every) for row in picked]

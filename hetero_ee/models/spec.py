@@ -64,6 +64,7 @@ class ModelSpec:
     matrix_layouts: tuple[tuple[str, str], ...] = ()  # names and layouts of layers' matrices that are not plain int4
     layer_table: LayerTableSpec | None = None  # of per-layer embeddings, if layers have them
     own_layers: tuple[LayerSpec | None, ...] = ()  # layers defined separately; None for those the fields above define
+    n_unused_layers: int = 0  # layers after the last one that checkpoints may hold, which predict further tokens
     mtp: LayerSpec | None = None  # the layer that drafts further tokens, if the checkpoint has one, see draft_head.py
     activation_terms: int = 1  # int8 terms into which products split each activation, 1 or 2
 

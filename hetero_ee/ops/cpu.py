@@ -161,6 +161,9 @@ class CpuOps(Ops):
     def tensor(self, x: Any) -> Tensor:
         return torch.from_numpy(x)
 
+    def empty(self, m: int, width: int, into: str) -> Any:
+        return np.empty((m, width), np.float32)
+
     def embed(self, tokens: CpuMatrix, batch: Batch, n_features: int, learned: Any, offset: int) -> Any:
         weight, ids = tokens.weight, np.array(batch.token_ids, np.int64)
         assert isinstance(weight, TileWeight)

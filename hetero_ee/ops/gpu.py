@@ -137,6 +137,9 @@ class GpuOps(Ops):
         assert self._arena is not None, "an operation of layers, which work in an arena"
         return self._arena
 
+    def empty(self, m: int, width: int, into: str) -> Tensor:
+        return self.arena.rows(into, m, width)
+
     def embed(self, tokens: GpuMatrix, batch: Batch, n_features: int, learned: Tensor | None, offset: int) -> Tensor:
         """See Ops.embed. Does not make the host wait. Raises ValueError for tokens outside of the vocabulary."""
         if not 0 <= min(batch.token_ids) <= max(batch.token_ids) < tokens.n_rows:

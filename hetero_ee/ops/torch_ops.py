@@ -116,6 +116,9 @@ class TorchOps(Ops):
     def tensor(self, x: Tensor) -> Tensor:
         return x
 
+    def empty(self, m: int, width: int, into: str) -> Tensor:
+        return torch.empty(m, width)
+
     @torch.inference_mode()
     def embed(self, tokens: TorchMatrix, batch: Batch, n_features: int, learned: Tensor | None, offset: int) -> Tensor:
         found = tokens.weight.rows(torch.tensor(batch.token_ids))
@@ -209,7 +212,8 @@ class TorchOps(Ops):
 
     @torch.inference_mode()
     def route(self, x: Tensor, router: Router) -> Tensor:
-        return self.choose(self.product(x, DenseWeight(router.weights), router.bias), router)
+        logits = self.product(x, DenseWeight(router.weights), router.bias)
+        return torch.cat([self.choose(row[None].clone(), router) for row in logits])
 
     def choose(self, logits: Tensor, router: Router) -> Tensor:
         """Choose experts by a router's logits (m, n_experts). See Ops.route."""

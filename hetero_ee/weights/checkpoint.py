@@ -238,7 +238,9 @@ class Checkpoint:
         if self.spec.tied_head:
             known.add(self._family.head_name)
         ignored = (*IGNORED_SUFFIXES, *(OF_ACTIVATIONS if self._saved else ()))
-        others = {n for n in present - known if not n.endswith(ignored) and not n.startswith(IGNORED_PREFIXES)}
+        unused = range(self.spec.n_layers, self.spec.n_layers + self.spec.n_unused_layers)
+        prefixes = (*IGNORED_PREFIXES, *(f"model.layers.{layer}." for layer in unused))
+        others = {n for n in present - known if not n.endswith(ignored) and not n.startswith(prefixes)}
         extra = sorted(n for n in others if not self._is_empty_bias(n))
         refuse(self.folder, "lacks tensors", missing)
         refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)

@@ -42,7 +42,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 }
 # A field of the good model's, its value, and words of the error.
 FIELDS: list[tuple[str, Any, str]] = [
-    ("architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' is not supported; supported are Ernie4_5"),
+    ("architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' is not supported; supported are DeepseekV2"),
     ("architectures", ["\x1b]0;hello\x07"], "\\x1b]0;hello\\x07"),
     ("architectures", ["x" * 10**6], "is not supported"),
     ("architectures", [["LlamaForCausalLM"]], "is not supported"),

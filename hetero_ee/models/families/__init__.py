@@ -1,6 +1,6 @@
 """The supported families of decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
-from hetero_ee.models.families import experts, gemma4, gpt_oss, lfm2, llama, opt, qwen3_5, variants
+from hetero_ee.models.families import deepseek, experts, gemma4, gpt_oss, lfm2, llama, opt, qwen3_5, variants
 from hetero_ee.models.families.family import Family
 from hetero_ee.models.families.llama import GATE_UP, NORMED_HEADS, QKV, TENSOR_NAMES, TWO_MATRICES, post_norms
 
@@ -44,6 +44,10 @@ FAMILIES = {
     "StableLmForCausalLM": Family("stablelm", variants.STABLELM, TENSOR_NAMES),
     "GlmForCausalLM": Family("glm", variants.GLM, GLM),
     "Glm4ForCausalLM": Family("glm4", variants.GLM_4, GLM | GLM_4_NORMS),
+    "Glm4MoeForCausalLM": Family("glm4_moe", deepseek.GLM_4_5, NORMED_HEADS | deepseek.MOE_NAMES),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", deepseek.GLM_4_7_FLASH, deepseek.TENSOR_NAMES),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", deepseek.V2, deepseek.TENSOR_NAMES),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", deepseek.V3, deepseek.TENSOR_NAMES),
     "SeedOssForCausalLM": Family("seed_oss", variants.SEED_OSS, TENSOR_NAMES),
     "HeliumForCausalLM": Family("helium", variants.HELIUM, TENSOR_NAMES),
     "Ernie4_5ForCausalLM": Family("ernie4_5", variants.ERNIE, TENSOR_NAMES),

@@ -81,6 +81,14 @@ def read_growth(fields: Fields) -> tuple[float, int] | None:
     return (growth, parameters.integer("original_max_position_embeddings")) if growth else None
 
 
+def read_score_factor(fields: Fields) -> float:
+    """Read DeepSeek's factor of attention scores, the square of YaRN's growth by mscale_all_dim; 1 without YaRN."""
+    parameters = _parameters(fields)
+    if parameters.text("rope_type", parameters.text("type", "default")) == "default":
+        return 1.0
+    return _growth(max(parameters.number("factor", 1.0), 1.0), parameters.number("mscale_all_dim", 0.0)) ** 2
+
+
 def of_layer_kind(fields: Fields, kind: str, theta: float) -> Fields:
     """Return the fields for layers of one kind, whose rope_theta is `theta`, if kinds rotate differently.
 
