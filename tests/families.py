@@ -122,6 +122,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         ROUTED | {"num_key_value_heads": 2, "head_dim": 12, "use_qk_norm": True, "attention_bias": True},
     ),
+    "nemotron-h": (
+        "NemotronH",
+        ROUTED
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 18,
+            "n_groups": 2,
+            "ssm_state_size": 10,
+            "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         LLAMA | EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2, "norm_topk_prob": True},

@@ -16,7 +16,7 @@ position: inputs (n_inputs, channels), keys, deltas and decays (n_log, ...), all
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -51,8 +51,9 @@ MAX_KEY_DIM, MATRIX_BYTES = 256, 256 * 64
 MAX_KERNEL, KERNEL_BYTES = 16, 128
 (
     INPUTS, WIDTH, GATES, CONV, KERNEL, CHANNELS, RATES, DT_BIAS, SCALE, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM,
-    VALUE_DIM, TILED, MIXED, DECAYS, BETAS, OVERLAPS, OUT, TABLE, ORDER, PLACES, N_LOG, N_INPUTS, N_ARGUMENTS,
-) = range(26)  # fmt: skip
+    VALUE_DIM, TILED, MIXED, DECAYS, BETAS, OVERLAPS, OUT, TABLE, ORDER, PLACES, N_LOG, N_INPUTS, CONV_BIAS, SKIPS,
+    N_ARGUMENTS,
+) = range(28)  # fmt: skip
 # Columns of TABLE, a line per sequence. ORDER holds each sequence's rows from START on, PLACES each row's sequence and
 # index among its sequence's rows.
 ROWS, START, FIRST, BASE, NEW_BASE, MATRICES, LAST_INPUTS, LOG_KEYS, LOG_DELTAS, LOG_DECAYS, COLUMNS = range(11)
@@ -95,8 +96,11 @@ def _find_sources(arguments: int, line: int, index: int, sources: int) -> None:
 def _convolve(arguments: int, sources: int, target: int) -> None:
     """Mix one row's channels with their last inputs, and apply SiLU."""
     n, kernel, weights = word(arguments, CHANNELS), word(arguments, KERNEL), word(arguments, CONV)
+    bias = word(arguments, CONV_BIAS)
     for i in range(0, n, 16):
         count, total = min(16, n - i), spread(F32)
+        if bias:
+            total = load_lanes(bias + 4 * i, 0, count, F32)
         for j in range(kernel):
             at, weight = word(sources, j), weights + 4 * (j * n + i)
             if at and count == 16:
@@ -107,7 +111,8 @@ def _convolve(arguments: int, sources: int, target: int) -> None:
 
 
 @inner
-def _dot(x: int, y: int, n: int) -> Any:
+def dot(x: int, y: int, n: int) -> Any:
+    """Return the product of two vectors of n values."""
     total = spread(F32)
     for i in range(0, n, 16):
         count = min(16, n - i)
@@ -123,19 +128,26 @@ def _scale(x: int, n: int, factor: Any) -> None:
         store_lanes(multiply(load_lanes(x + 4 * i, 0, count, F32), lanes), x + 4 * i, count, F32)
 
 
-def _mix(arguments: int, row: int) -> None:
-    """Compute one row's queries, keys, values, decays and betas."""
+@inner
+def convolved(arguments: int, row: int) -> int:
+    """Mix one row's channels with their last inputs, and return the address of the result."""
     line = _line(arguments, word(word(arguments, PLACES), 2 * row))
     sources = scratch(KERNEL_BYTES)
     _find_sources(arguments, line, word(word(arguments, PLACES), 2 * row + 1), sources)
-    query = word(arguments, MIXED) + 4 * word(arguments, CHANNELS) * row
-    _convolve(arguments, sources, query)
+    target = word(arguments, MIXED) + 4 * word(arguments, CHANNELS) * row
+    _convolve(arguments, sources, target)
+    return target
+
+
+def _mix(arguments: int, row: int) -> None:
+    """Compute one row's queries, keys, values, decays and betas."""
+    query = convolved(arguments, row)
     n, n_key_heads = word(arguments, KEY_DIM), word(arguments, KEY_HEADS)
     for head in range(n_key_heads):
         q, k = query + 4 * n * head, query + 4 * n * (n_key_heads + head)
-        _scale(q, n, 1.0 / (sqrt(_dot(q, q, n) + KEY_EPS) * sqrt(n)))
-        _scale(k, n, 1.0 / sqrt(_dot(k, k, n) + KEY_EPS))
-        write_float(np.float32(_dot(q, k, n)), word(arguments, OVERLAPS) + 4 * (row * n_key_heads + head))
+        _scale(q, n, 1.0 / (sqrt(dot(q, q, n) + KEY_EPS) * sqrt(n)))
+        _scale(k, n, 1.0 / sqrt(dot(k, k, n) + KEY_EPS))
+        write_float(np.float32(dot(q, k, n)), word(arguments, OVERLAPS) + 4 * (row * n_key_heads + head))
     n_heads = word(arguments, VALUE_HEADS)
     gates = word(arguments, GATES) + 8 * n_heads * row
     for i in range(0, n_heads, 16):
@@ -214,7 +226,7 @@ def _columns(arguments: int, line: int, head: int, key_head: int, block: int, wo
     first, base, new_base = word(line, FIRST), word(line, BASE), word(line, NEW_BASE)
     count, at = min(16, size - 16 * block), 4 * (head * size + 16 * block)
     stored = word(line, MATRICES) + 64 * n * (head * (-(-size // 16)) + block)
-    source, key, decay, delta = stored, 0, spread(F32), spread(F32)
+    source, key, decay, delta, skips = stored, 0, spread(F32), spread(F32), word(arguments, SKIPS)
     for position in range(base, first + word(line, ROWS)):
         slot = position % n_log
         log_delta = word(line, LOG_DELTAS) + 4 * n_heads * size * slot + at
@@ -243,10 +255,14 @@ def _columns(arguments: int, line: int, head: int, key_head: int, block: int, wo
             beta = spread(read_float(word(arguments, BETAS) + 4 * (row * n_heads + head)))
             overlap = spread(read_float(word(arguments, OVERLAPS) + 4 * (row * n_key_heads + key_head)))
             wanted = load_lanes(value, 0, count, F32)
-            delta = multiply(subtract(wanted, multiply(decay, replaced)), beta)
+            kept = wanted if skips else subtract(wanted, multiply(decay, replaced))
+            delta = multiply(kept, beta)
             store_lanes(delta, log_delta, count, F32)
             out = word(arguments, OUT) + 4 * n_heads * size * row + at
-            store_lanes(multiply_add(delta, overlap, multiply(decay, seen)), out, count, F32)
+            result = multiply_add(delta, overlap, multiply(decay, seen))
+            if skips:
+                result = multiply_add(wanted, spread(read_float(skips + 4 * head)), result)
+            store_lanes(result, out, count, F32)
 
 
 @inner
@@ -255,7 +271,7 @@ def _finish(arguments: int, row: int, head: int) -> None:
     size, n_heads, scale = word(arguments, VALUE_DIM), word(arguments, VALUE_HEADS), word(arguments, SCALE)
     x = word(arguments, OUT) + 4 * size * (row * n_heads + head)
     gate = word(arguments, INPUTS) + 4 * (word(arguments, WIDTH) * row + word(arguments, CHANNELS) + size * head)
-    inverse = spread(np.float32(1.0 / sqrt(_dot(x, x, size) / size + read_float(arguments + 8 * EPS))))
+    inverse = spread(np.float32(1.0 / sqrt(dot(x, x, size) / size + read_float(arguments + 8 * EPS))))
     for i in range(0, size, 16):
         count = min(16, size - i)
         y = multiply(load_lanes(x + 4 * i, 0, count, F32), inverse)
@@ -271,7 +287,7 @@ def _scan(arguments: int, index: int) -> None:
     work = scratch(MATRIX_BYTES)
     for block in range(-(-word(arguments, VALUE_DIM) // 16)):
         _columns(arguments, line, head, key_head, block, work)
-    for number in range(word(line, ROWS)):
+    for number in range(0 if word(arguments, SKIPS) else word(line, ROWS)):
         _finish(arguments, word(word(arguments, ORDER), word(line, START) + number), head)
 
 
@@ -307,7 +323,7 @@ class DeltaSequence:
 
 
 class DeltaRule:
-    """Gated delta rule of one layer. Threads may share it.
+    """Gated delta rule of one layer. Threads may share it. mamba.py has another rule with the same state.
 
     Args:
         heads: n_key_heads, n_value_heads, key_dim, value_dim.
@@ -319,6 +335,9 @@ class DeltaRule:
     Raises:
         ValueError: if sizes do not fit each other, or exceed 256 key features or 16 tokens of the convolution.
     """
+
+    mix_chunk, finish_chunk = MIX, cast("Chunk | None", None)
+    has_steps = False  # whether the last columns of the inputs, one per value head, stand for the gates
 
     def __init__(
         self,
@@ -357,7 +376,7 @@ class DeltaRule:
 
         Args:
             inputs: fp32 (m, channels + n_value_heads * value_dim): queries, keys, values and output gates.
-            gates: fp32 (m, 2 n_value_heads): inputs of beta and of decay.
+            gates: fp32 (m, 2 n_value_heads): inputs of beta and of decay; of a rule with has_steps the inputs.
 
         Returns:
             fp32 (m, n_value_heads * value_dim).
@@ -366,7 +385,8 @@ class DeltaRule:
             ValueError: if shapes do not fit.
         """
         m, n_heads = len(inputs), self._n_heads
-        if inputs.shape != (m, self._channels + self._size) or gates.shape != (m, 2 * n_heads):
+        widths = self._channels + self._size + n_heads * self.has_steps, 2 * n_heads
+        if inputs.shape != (m, widths[0]) or (gates is not inputs and gates.shape != (m, widths[1])):
             raise ValueError(f"inputs {inputs.shape} and gates {gates.shape} do not fit {self._channels} channels.")
         shapes = (m, self._channels), (m, n_heads), (m, n_heads), (m, self._n_key_heads), (m, self._size)
         mixed, decays, betas, overlaps, out = (np.empty(shape, np.float32) for shape in shapes)
@@ -382,8 +402,10 @@ class DeltaRule:
         arrays = inputs, gates, mixed, decays, betas, overlaps, out, table, order, places
         for name, array in zip(names, arrays, strict=True):
             arguments[name] = array.ctypes.data
-        self._pool.run(MIX.address, arguments, m)
+        self._pool.run(self.mix_chunk.address, arguments, m)
         self._pool.run(SCAN.address, arguments, len(sequences) * n_heads)
+        if self.finish_chunk is not None:
+            self._pool.run(self.finish_chunk.address, arguments, m * self._n_key_heads)
         n_keys = self._n_key_heads * self._key_dim
         for each in sequences:
             each.keep(inputs[:, : self._channels], mixed[:, n_keys : 2 * n_keys], decays)

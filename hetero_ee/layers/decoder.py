@@ -9,16 +9,16 @@ from hetero_ee.layers.ops import Array, Mixer, MixerSpec, Norm, Ops, Parameters,
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Specs of one decoder layer's mixers, which run one after the other, such as an attention and an FFN."""
+    """Specs of one decoder layer's mixers, which run one after the other, such as an attention and an FFN, if any."""
 
     mixer: MixerSpec
-    ffn: MixerSpec
-    last: MixerSpec | None = None  # runs after the FFN, if any
+    ffn: MixerSpec | None
+    last: MixerSpec | None = None  # runs after the FFN
     is_scaled: bool = False  # multiplies the hidden states after the layer by a number that was trained
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        return (self.mixer, self.ffn) if self.last is None else (self.mixer, self.ffn, self.last)
+        return tuple(each for each in (self.mixer, self.ffn, self.last) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)

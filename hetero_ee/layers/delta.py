@@ -56,9 +56,12 @@ class GatedDeltaSpec(MixerSpec):
         return 2 * self.n_key_heads * self.key_dim + self.value_size
 
     @property
+    def heads(self) -> tuple[int, int, int, int]:
+        return self.n_key_heads, self.n_value_heads, self.key_dim, self.value_dim
+
+    @property
     def state(self) -> RecurrentState:
-        heads = self.n_key_heads, self.n_value_heads, self.key_dim, self.value_dim
-        return RecurrentState(*heads, self.n_channels, self.kernel)
+        return RecurrentState(*self.heads, self.n_channels, self.kernel)
 
     @property
     def buffers(self) -> dict[str, int]:
@@ -88,7 +91,7 @@ class GatedDeltaSpec(MixerSpec):
         tensors.vector("gated_norm", self.value_dim)
         tensors.matrix("output", hidden_size, self.value_size)
 
-    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> "GatedDelta":
+    def bind(self, ops: Ops, parameters: Parameters, layer: int, cache: Any) -> Mixer:
         vectors = parameters.vector("conv"), parameters.vector("a_log"), parameters.vector("dt_bias")
         norm = Norm("rms", parameters.vector("gated_norm"), None, self.norm_eps)
         rule = ops.delta_rule(self, layer, cache, vectors, norm)

@@ -32,7 +32,7 @@ CLAMPED_SILU = "clamped_silu"  # an activation that limits its second factor, to
 class Activation:
     """The activation function between an FFN's matrices."""
 
-    kind: str  # "silu", "gelu", "gelu_tanh", "relu", "fatrelu" or "clamped_silu", see activate.py of the kernels
+    kind: str  # "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu" or "clamped_silu", see activate.py
     threshold: float  # below it, "fatrelu" is 0; limit of the inputs of "clamped_silu"
     gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
 
@@ -319,6 +319,22 @@ class Ops(Protocol):
         Returns:
             Normed and gated outputs (m, n_value_heads * value_dim).
         """
+        ...
+
+    def mamba_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Array, ...], norm: Norm) -> Any:
+        """Prepare a layer's Mamba-2.
+
+        Args:
+            spec: its MambaSpec.
+            cache: holds its state.
+            vectors: weights of the convolution (channels, kernel), a_log, dt_bias, skips (n_value_heads,), and the
+                convolution's bias (channels,) or None.
+            norm: of the outputs, in groups.
+        """
+        ...
+
+    def mamba(self, inputs: Array, rule: Any, rows: Any) -> Array:
+        """Apply Mamba-2 and update its state: (m, C + B + x + gates + time steps) -> (m, n_value_heads * value_dim)."""
         ...
 
     def conv(self, layer: int, cache: Any, weights: Array) -> Any:

@@ -35,7 +35,7 @@ _TEXT_PARTS = {
 # Parameters of checkpoints that are neither a weight nor a bias of a module.
 PARAMETERS = (
     *(".A_log", ".dt_bias", ".layer_scalar", ".sinks", ".expert_bias"),
-    *(".router.scale", ".per_expert_scale", ".e_score_correction_bias"),
+    *(".router.scale", ".per_expert_scale", ".e_score_correction_bias", ".D"),
 )
 BLOCKS, BIASES = "_blocks", "_bias"  # ends of the names of all experts' quantized codes, and of their biases
 GATED_NORM = "gated_norm"  # a norm whose scale checkpoints store whole, whatever the family's norm_offset

@@ -12,6 +12,7 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
+from hetero_ee.layers.mamba import MambaSpec
 from hetero_ee.layers.ops import Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.cpu_rows import CpuRows, cache_shape
@@ -29,6 +30,7 @@ from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
 from hetero_ee_cpu_ops.expert_pairs import Pairs, add_outputs, pairs_of
 from hetero_ee_cpu_ops.grouped_matmul import GroupedMatmul
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.mamba import Mamba2
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.neurons.masked_linear import MaskedLinear
 from hetero_ee_cpu_ops.neurons.rows import RowMatrix
@@ -280,12 +282,21 @@ class CpuOps(Ops):
     def delta_rule(
         self, spec: GatedDeltaSpec, layer: int, cache: RecurrentCache, vectors: tuple[Any, Any, Any], norm: Norm
     ) -> CpuDelta:
-        heads = spec.n_key_heads, spec.n_value_heads, spec.key_dim, spec.value_dim
-        rule = DeltaRule(heads, *vectors, norm.scale, norm.eps, self.pool, is_tiled=spec.is_tiled)
+        rule = DeltaRule(spec.heads, *vectors, norm.scale, norm.eps, self.pool, is_tiled=spec.is_tiled)
         return CpuDelta(rule, cache, layer)
 
     def gated_delta(self, inputs: Any, gates: Any, rule: CpuDelta, rows: CpuRows) -> Any:
         return rule.run(inputs, gates, rows)
+
+    def mamba_rule(
+        self, spec: MambaSpec, layer: int, cache: RecurrentCache, vectors: tuple[Any, ...], norm: Norm
+    ) -> CpuDelta:
+        heads, (conv, a_log, dt_bias, skips, bias) = spec.heads, vectors
+        rule = Mamba2(heads, (conv, a_log, dt_bias), bias, skips, norm.scale, norm.eps, self.pool)
+        return CpuDelta(rule, cache, layer)
+
+    def mamba(self, inputs: Any, rule: CpuDelta, rows: CpuRows) -> Any:
+        return rule.run(inputs, inputs, rows)
 
     def conv(self, layer: int, cache: RecurrentCache, weights: Any) -> TorchConv:
         return TorchConv(layer, cache, torch.from_numpy(weights))

@@ -288,6 +288,12 @@ class GpuOps(Ops):
         self.kernels.gated_delta(inputs, gates, rule.weights, state, place, rule.place, out, workspace)
         return out
 
+    def mamba_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Tensor, ...], norm: Norm) -> Any:
+        raise NotImplementedError("MambaSpec.runs_on_gpu is false")
+
+    def mamba(self, inputs: Tensor, rule: Any, rows: GpuRows) -> Tensor:
+        raise NotImplementedError("MambaSpec.runs_on_gpu is false")
+
     def conv(self, layer: int, cache: Any, weights: Tensor) -> Any:
         raise NotImplementedError("RecurrentState.runs_on_gpu is false for it")
 

@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch: the reference of the kernels.
+"""The gated delta rule and Mamba-2 in plain torch: the reference of the kernels.
 
 Every product has the same shape for each token, so that a token's bits do not depend on its batch.
 """
@@ -49,12 +49,11 @@ class TorchDelta:
                 write_matrix(storage.matrices[index], matrix)
             at = position % LOG_TOKENS
             if position >= first:
-                query, key, value = self._heads(F.silu(mixed[position - first].clone()))
+                query, key, value = self._heads(mixed[position - first].clone())
                 decay, beta = self._gates(gates[position - first].clone())
-                replaced = decay[:, None] * _read(key, matrix)
-                delta = (value - replaced) * beta[:, None]
+                delta = (value - self._replaced(key, matrix, decay)) * beta[:, None]
                 overlap = (key * query).sum(-1, keepdim=True)
-                outputs.append(decay[:, None] * _read(query, matrix) + delta * overlap)
+                outputs.append(self._output(decay[:, None] * _read(query, matrix) + delta * overlap, value))
                 keys[at], deltas[at], decays[at] = key[self._first_readers()].flatten(), delta.flatten(), decay
             key = keys[at].view(spec.n_key_heads, spec.key_dim)[self._key_heads()]
             delta = deltas[at].view(spec.n_value_heads, spec.value_dim)
@@ -76,16 +75,48 @@ class TorchDelta:
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a token's queries, keys and values by value head: (n_value_heads, key_dim or value_dim)."""
         spec = self.spec
-        size = spec.n_key_heads * spec.key_dim
+        query, key, value = self._parts(F.silu(mixed))
+        query, key = (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + KEY_EPS) for part in (query, key))
+        return query * spec.key_dim**-0.5, key, value
+
+    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec, size = self.spec, self.spec.n_key_heads * self.spec.key_dim
         parts = torch.split(mixed, [size, size, spec.value_size])
         query, key = (part.view(-1, spec.key_dim)[self._key_heads()] for part in parts[:2])
-        query, key = (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + KEY_EPS) for part in (query, key))
-        return query * spec.key_dim**-0.5, key, parts[2].view(-1, spec.value_dim)
+        return query, key, parts[2].view(-1, spec.value_dim)
+
+    def _replaced(self, key: Tensor, matrix: Tensor, decay: Tensor) -> Tensor:
+        """Return what the decayed matrix returns for a key, which the token's value replaces."""
+        return decay[:, None] * _read(key, matrix)
+
+    def _output(self, read: Tensor, value: Tensor) -> Tensor:
+        return read
 
     def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token's decay and beta (n_value_heads,)."""
         beta, decay = gates.chunk(2)
         return torch.exp(-self.a_log.exp() * F.softplus(decay + self.dt_bias)), torch.sigmoid(beta)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMamba(TorchDelta):
+    """One layer's Mamba-2, and the cache with its state. See Ops.mamba_rule. Its gates are the inputs of time steps."""
+
+    skips: Tensor
+    conv_bias: Tensor | None
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._parts(F.silu(mixed if self.conv_bias is None else mixed + self.conv_bias))
+
+    def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        step = F.softplus(gates + self.dt_bias)
+        return torch.exp(-self.a_log.exp() * step), step
+
+    def _replaced(self, key: Tensor, matrix: Tensor, decay: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    def _output(self, read: Tensor, value: Tensor) -> Tensor:
+        return read + self.skips[:, None] * value
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ from hetero_ee.kv.cpu import CpuKvCache
 from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
+from hetero_ee.layers.mamba import MambaSpec
 from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID
 from hetero_ee.layers.ops import CLAMPED_SILU, Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_attention import attend_by_row, attend_by_sequence
-from hetero_ee.ops.torch_delta import TorchConv, TorchDelta
+from hetero_ee.ops.torch_delta import TorchConv, TorchDelta, TorchMamba
 from hetero_ee.weights.weight import DenseWeight, Weight
 from hetero_ee_kernels.activation_reference import activated
 
@@ -284,6 +285,23 @@ class TorchOps(Ops):
             outputs[mine] = rule.run(inputs[mine], gates[mine], sequence, positions[mine[0]])
         gated = self.activated(inputs[:, -size:], "silu", 0.0)
         return self.norm_in_place(outputs, rule.norm).flatten(1) * gated
+
+    def mamba_rule(
+        self, spec: MambaSpec, layer: int, cache: RecurrentCache, vectors: tuple[Any, ...], norm: Norm
+    ) -> TorchMamba:
+        conv, a_log, dt_bias, skips, bias = vectors
+        return TorchMamba(spec, layer, cache, conv, a_log, dt_bias, norm, skips, bias)
+
+    @torch.inference_mode()
+    def mamba(self, inputs: Tensor, rule: TorchMamba, rows: TorchRows) -> Tensor:
+        spec, positions = rule.spec, rows.batch.positions
+        scan, gates, steps = torch.split(inputs, [spec.n_channels, spec.value_size, spec.n_value_heads], 1)
+        outputs = inputs.new_empty(len(inputs), spec.n_value_heads, spec.value_dim)
+        for sequence, mine in rows.batch.by_sequence().items():
+            outputs[mine] = rule.run(scan[mine], steps[mine], sequence, positions[mine[0]])
+        gated = (outputs.flatten(1) * self.activated(gates, "silu", 0.0)).view(len(inputs), spec.n_key_heads, -1)
+        normed = self.norm(gated, "rms", None, None, rule.norm.eps).flatten(1)
+        return normed if rule.norm.scale is None else normed * rule.norm.scale
 
     def conv(self, layer: int, cache: RecurrentCache, weights: Tensor) -> TorchConv:
         return TorchConv(layer, cache, weights)

@@ -7,7 +7,7 @@ gelu(v) = v (1 + erf(v / sqrt 2)) / 2                           fatrelu(v) = v i
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
 softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold (arXiv 2408.00118); a series near 0
 clamped_silu(v) = w / (1 + e^(-1.702 w)), w = min(v, threshold); its gate multiplies it by clamp(up) + 1, where clamp
-    limits up to +-threshold (gpt-oss)
+    limits up to +-threshold (gpt-oss)                          relu2(v) = max(v, 0)^2
 NaN stays NaN, except in fatrelu, which returns 0 as torch does. Each output depends only on its own inputs.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check, output
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap", "clamped_silu")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap", "clamped_silu", "relu2")
 BLOCK, N_WARPS = 512, 4  # 4 outputs per thread are one 16-byte load; 11,008 outputs are 22 programs
 
 
@@ -33,6 +33,8 @@ def activated(v: tl.tensor, threshold: tl.tensor, KIND: tl.constexpr) -> Any:
         return v / (1.0 + tl.exp(-1.5957691216057308 * v * tl.fma(0.044715 * v, v, 1.0)))
     elif KIND == "relu":
         return tl.where(v < 0.0, 0.0, v)
+    elif KIND == "relu2":
+        return tl.where(v < 0.0, 0.0, v) * tl.where(v < 0.0, 0.0, v)
     elif KIND == "softcap":
         u = v / threshold
         square = u * u

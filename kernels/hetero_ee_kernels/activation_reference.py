@@ -13,6 +13,8 @@ def activated(x: Any, kind: str, threshold: float) -> Any:
             return F.silu(x)
         case "relu":
             return F.relu(x)
+        case "relu2":
+            return F.relu(x).square()
         case "fatrelu":
             return torch.where(x >= threshold, x, 0.0)
         case "gelu":

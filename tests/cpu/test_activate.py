@@ -26,6 +26,8 @@ def exact(x, kind):
             return x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if kind == "softcap":
         return THRESHOLD * np.tanh(x / THRESHOLD)
+    if kind == "relu2":
+        return np.maximum(x, 0) ** 2
     return np.where(x >= (THRESHOLD if kind == "fatrelu" else 0), x, 0)
 
 
@@ -50,6 +52,7 @@ def test_close_to_torch(kind):
     x = torch.linspace(-10, 10, 5_001)[None]
     expected = {
         "silu": F.silu(x), "relu": F.relu(x), "gelu": F.gelu(x), "gelu_tanh": F.gelu(x, approximate="tanh"),
+        "relu2": F.relu(x) ** 2,
         "fatrelu": torch.where(x >= THRESHOLD, x, 0.0), "softcap": THRESHOLD * torch.tanh(x / THRESHOLD),
         "clamped_silu": x.clamp(max=THRESHOLD) * torch.sigmoid(1.702 * x.clamp(max=THRESHOLD)),
     }[kind]  # fmt: skip
@@ -67,7 +70,7 @@ def test_special_values(kind):
     if kind == "clamped_silu":
         assert y[0] == y[5] and abs(y[0] - exact(np.float32([THRESHOLD]), kind)[0]) < 1e-7
     else:
-        assert y[0] == np.inf and y[5] == np.float32(3e38)
+        assert y[0] == np.inf and y[5] == (np.inf if kind == "relu2" else np.float32(3e38))
     assert y[3] == 0 and y[4] == 0 and (kind.startswith(("gelu", "silu", "clamped")) or y[1] == 0) and y[6] == 0
     assert y[2] == 0 if kind == "fatrelu" else np.isnan(y[2])
 

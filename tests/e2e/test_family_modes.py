@@ -32,6 +32,9 @@ def models(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mod
         "gemma2": {"num_hidden_layers": 4},
         "qwen3-moe": {"num_hidden_layers": 4},
         "qwen3.5-moe": {"max_position_embeddings": 512},
+        "gemma4-moe": {"max_position_embeddings": 512},
+        "glm4-flash": {"max_position_embeddings": 512},
+        "nemotron-h": {"max_position_embeddings": 512},
         "gemma4-e": {"vocab_size_per_layer_input": vocab_size, "max_position_embeddings": 512},
     }
     made = {name: random_model(name, vocab_size=vocab_size, **each) for name, each in changes.items()}
@@ -57,6 +60,9 @@ EXPERTS = {
     "exits": replace(CASE, model="qwen3-moe"),
     "sources": replace(CASES["sources"], model="qwen3-moe", activations="int16"),
     "recurrent": replace(CASES["sources"], model="qwen3.5-moe"),
+    "inner norms": replace(CASE, model="gemma4-moe"),
+    "latent attention": replace(CASE, model="glm4-flash"),
+    "single mixers": replace(CASES["sources"], model="nemotron-h"),
 }
 
 

@@ -18,7 +18,7 @@ from tests.executor_support import executor_for, hidden_alone, model_of
 from tests.families import random_model, save_checkpoint
 from tests.mtp_models import DENSE, knowing_mtp
 
-FAMILIES = ("qwen3.5", "qwen3.5-even", "lfm2")
+FAMILIES = ("qwen3.5", "qwen3.5-even", "lfm2", "nemotron-h")
 TEXT = [(7 * i * i + 3) % 131 for i in range(150)]  # longer than transformers' chunks of 64
 OTHER = [(5 * i + 11) % 131 for i in range(150)]
 STORED = [("fp32", "fp32"), *(("int4", kind) for kind in KV_BYTES)]  # weights, keys and values

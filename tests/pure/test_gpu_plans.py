@@ -200,11 +200,12 @@ def test_texts_that_exit_are_near_a_slow_reference(model: Model, placement: str)
     executor.close()
 
 
-def test_short_convolutions_stay_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "mixer"), [("lfm2", "short_conv"), ("nemotron-h", "mamba")])
+def test_mixers_without_kernels_stay_on_the_cpu(family: str, mixer: str, tmp_path: Path) -> None:
     """Whatever else is on the GPU."""
-    model = model_of("lfm2", "int4", tmp_path)
+    model = model_of(family, "int4", tmp_path)
     plan = planned(model[0], gpu_layers=99, context_tokens=CONTEXT_TOKENS)
-    assert {part.decode_placement for part in plan.parts if part.name.endswith("short_conv")} == {"cpu"}
+    assert {part.decode_placement for part in plan.parts if part.name.endswith(mixer)} == {"cpu"}
     assert {part.decode_placement for part in plan.parts if part.name.endswith(("ffn", "attention"))} == {"gpu"}
     executor = on_stand_in(*model, plan)
     sequence = executor.cache.open_new()
@@ -214,4 +215,4 @@ def test_short_convolutions_stay_on_the_cpu(tmp_path: Path) -> None:
     assert (found - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
     executor.close()
     with pytest.raises(UsageError, match="is pinned to gpu, and only the CPU computes such layers"):
-        planned(model[0], overrides=((".*short_conv", "gpu"),))
+        planned(model[0], overrides=((f".*{mixer}", "gpu"),))

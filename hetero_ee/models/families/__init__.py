@@ -1,6 +1,17 @@
 """The supported families of decoders. To add one, add an entry to FAMILIES, and only what differs from Llama."""
 
-from hetero_ee.models.families import deepseek, experts, gemma4, gpt_oss, lfm2, llama, opt, qwen3_5, variants
+from hetero_ee.models.families import (
+    deepseek,
+    experts,
+    gemma4,
+    gpt_oss,
+    lfm2,
+    llama,
+    nemotron_h,
+    opt,
+    qwen3_5,
+    variants,
+)
 from hetero_ee.models.families.family import Family
 from hetero_ee.models.families.llama import GATE_UP, NORMED_HEADS, QKV, TENSOR_NAMES, TWO_MATRICES, post_norms
 
@@ -68,5 +79,8 @@ FAMILIES = {
     "GptOssForCausalLM": Family("gpt_oss", gpt_oss.read_spec, gpt_oss.TENSOR_NAMES, pairs_experts=True),
     "Lfm2ForCausalLM": Family("lfm2", lfm2.read_spec, lfm2.TENSOR_NAMES),
     "Lfm2MoeForCausalLM": Family("lfm2_moe", lfm2.read_moe_spec, lfm2.MOE_NAMES),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", nemotron_h.read_spec, nemotron_h.TENSOR_NAMES, decoder_prefix="backbone."
+    ),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }

@@ -10,7 +10,7 @@ from typing import Any
 from hetero_ee.errors import shown
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.latent_attention import LatentAttentionSpec
-from hetero_ee.layers.moe import SIGMOID, SOFTMAX
+from hetero_ee.layers.moe import SIGMOID, SOFTMAX, MoeSpec
 from hetero_ee.models.families import experts, llama
 from hetero_ee.models.families.rope_fields import read_score_factor
 from hetero_ee.models.families.variants import Variant, values
@@ -47,12 +47,13 @@ class DeepSeek:
 
     def __call__(self, fields: Fields, architecture: str) -> ModelSpec:
         fields = fields.with_defaults(**self.defaults)
-        read = self.attention or _read_latent
-        return read_experts(fields, read(fields, architecture), **self.router)
+        spec = (self.attention or _read_latent)(fields, architecture)
+        whole = experts.with_experts(spec, read_moe(fields, spec, **self.router), _dense_layers(fields, spec))
+        return replace(whole, n_unused_layers=fields.integer("num_nextn_predict_layers", 0, smallest=0))
 
 
-def read_experts(fields: Fields, spec: ModelSpec, **router: Any) -> ModelSpec:
-    """Return a model with routed and shared experts instead of FFNs, except in its first layers."""
+def read_moe(fields: Fields, spec: ModelSpec, **router: Any) -> MoeSpec:
+    """Read a layer's routed and shared experts. `router` has further fields of RouterSpec."""
     fields = fields.with_values(num_experts=fields.get("n_routed_experts"))
     n_groups, n_chosen = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     if n_groups > n_chosen and fields.text("topk_method", "") != "greedy":
@@ -60,9 +61,7 @@ def read_experts(fields: Fields, spec: ModelSpec, **router: Any) -> ModelSpec:
     size, scale = fields.integer("moe_intermediate_size"), fields.number("routed_scaling_factor", 1.0)
     router["renormalizes"] = router["scores"] == SIGMOID and fields.flag("norm_topk_prob", True)
     moe = experts.read_experts(fields, spec, experts.read_router(fields, scale=scale, **router), size)
-    moe = replace(moe, shared_size=size * fields.integer("n_shared_experts", 1, smallest=0))
-    n_unused = fields.integer("num_nextn_predict_layers", 0, smallest=0)
-    return replace(experts.with_experts(spec, moe, _dense_layers(fields, spec)), n_unused_layers=n_unused)
+    return replace(moe, shared_size=size * fields.integer("n_shared_experts", 1, smallest=0))
 
 
 def _dense_layers(fields: Fields, spec: ModelSpec) -> set[int]:

@@ -17,6 +17,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     TANH_GELU: "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "fatrelu": "fatrelu",
 }
 

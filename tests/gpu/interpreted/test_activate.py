@@ -25,6 +25,7 @@ def expected(x: Any, kind: str, gated: bool, bug: str = "") -> torch.Tensor:
         "gelu": lambda v: v * torch.special.ndtr(v),
         "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
         "relu": lambda v: v.clamp(min=0),
+        "relu2": lambda v: v.clamp(min=0) ** 2,
         "softcap": lambda v: limit * torch.tanh(v / limit),
         "clamped_silu": lambda v: v.clamp(max=limit) * torch.sigmoid(1.702 * v.clamp(max=limit)),
         "fatrelu": lambda v: torch.where(v > limit if bug == "threshold" else v >= limit, v, 0.0),

@@ -60,7 +60,7 @@ MORE: list[tuple[Any, ...]] = [
     ("masked_linear", "bits_of_any_shape_are_the_definitions", (70, 200), 3),
     ("masked_linear", "tokens_that_may_not_skip_have_all_neurons", masked_linear),
 ]
-for _kind in ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap"):
+for _kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "softcap"):
     MORE.append(("activate", "accurate", _kind, True, 513))
 for _kind in ("linear", "codebook", "int8", "zeros"):
     MORE += [("matmul", "products_equal_float64", _kind, (70, 1100, m)) for m in (1, 8, 16, 32, 40)]
