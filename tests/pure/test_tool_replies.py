@@ -104,6 +104,27 @@ def read(text: str, form: ToolFormat | None, draw: random.Random, **more: Any) -
     return [(kind, said, index) for kind, said, index in found]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>Hm, 1 < 2. <|start|>assistant<|channel|>final<|message|>Yes, <b>.\n",
+            [(THOUGHT, "Hm, 1 < 2.", 0), (SAID, "Yes, <b>.\n", 0)],
+        ),
+        ("<|channel|>final<|message|>Yes.", [(SAID, "Yes.", 0)]),
+        ("<|start|>assistant<|message|>Yes.", [(SAID, "Yes.", 0)]),
+        ("<|channel|>analysis<|message|>Cut off <", [(THOUGHT, "Cut off <", 0)]),
+        ("<|channel|>analysis<|message|>Cut off<|start|>assistant<|chan", [(THOUGHT, "Cut off", 0)]),
+        ("<|channel|>ana", []),
+        ('{"a": 1}', [(SAID, '{"a": 1}', 0)]),
+        ("<b>Yes</b>", [(SAID, "<b>Yes</b>", 0)]),
+    ],
+)
+def test_messages_of_the_channel_analysis_are_thoughts(text: str, expected: list[tuple[str, str, int]]) -> None:
+    for seed in range(10):
+        assert read(text, None, random.Random(seed), has_channels=True) == expected
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_required_call_is_one_whatever_is_drawn(setting: Setting, name: str, parallel: bool) -> None:

@@ -14,7 +14,7 @@ from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
 from hetero_ee.serving.tools.reply_reader import ReplyReader
 from hetero_ee.serving.tools.tool import Tool, ToolUse
-from hetero_ee.serving.tools.tool_format import HERMES, THINK, ToolFormat, recognised
+from hetero_ee.serving.tools.tool_format import CHANNEL, HERMES, THINK, ToolFormat, recognised
 from hetero_ee.text.chat_template import Message
 
 
@@ -43,15 +43,17 @@ class Chat:
     thinks: bool  # replies may begin with thoughts
     is_thinking: bool  # the prompt has begun them
     must_call: bool = False  # the reply must contain at least one call
+    has_channels: bool = False  # replies may consist of messages that name their channels
     special_texts: Mapping[int, str] = field(default_factory=dict)  # texts of markers that are special tokens
 
     @property
     def is_plain(self) -> bool:
         """Whether the whole reply is content, without thoughts and calls."""
-        return self.format is None and not self.thinks
+        return self.format is None and not self.thinks and not self.has_channels
 
     def reader(self) -> ReplyReader:
-        return ReplyReader(self.format, self.names, thinks=self.thinks, is_thinking=self.is_thinking)
+        how = {"thinks": self.thinks, "is_thinking": self.is_thinking, "has_channels": self.has_channels}
+        return ReplyReader(self.format, self.names, **how)
 
 
 async def prepared(
@@ -83,6 +85,7 @@ async def prepared(
         thinks,
         is_thinking,
         use.is_required,
+        CHANNEL in template,
         {token_id: marker for marker, token_id in special.items()},
     )
     return replace(chat, params=await _held(served, chat, use, form, ReplyGrammar(special)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_ee.serving.tools.tool_format import THINK, THINK_END, ToolFormat
+from hetero_ee.serving.tools.tool_format import CHANNEL, MESSAGE, START, THINK, THINK_END, ToolFormat
 
 THOUGHT, SAID, CALLED, ARGUMENTS = "thought", "said", "called", "arguments"
 
@@ -26,13 +26,28 @@ class ReplyReader:
     """Reader of replies that match ReplyGrammar. Any other text is content. `form` is None without tools."""
 
     def __init__(
-        self, form: ToolFormat | None, names: Sequence[str], *, thinks: bool = False, is_thinking: bool = False
+        self,
+        form: ToolFormat | None,
+        names: Sequence[str],
+        *,
+        thinks: bool = False,
+        is_thinking: bool = False,
+        has_channels: bool = False,
     ) -> None:
-        """Start a reply. `thinks`: it may begin with thoughts. `is_thinking`: the prompt has already begun them."""
+        """Start a reply.
+
+        Args:
+            thinks: it may begin with thoughts.
+            is_thinking: the prompt has already begun them.
+            has_channels: it may consist of messages that name their channels; those called analysis are thoughts.
+        """
         self._form, self._names, self._buffer, self.n_calls = form, names, "", 0
         self._state: Callable[[], list[Piece] | None] = self._say
         if thinks or is_thinking:
             self._state = self._think if is_thinking else self._begin
+        if has_channels:
+            self._state = self._head
+        self._kind = SAID  # of a message
         self._has_said, self._scanner = False, _ObjectScanner()
 
     def read(self, text: str) -> list[Piece]:
@@ -48,6 +63,8 @@ class ReplyReader:
         rest, self._buffer = self._buffer, ""
         if self._state == self._think:
             return _piece(THOUGHT, rest)
+        if self._state == self._message:
+            return _piece(self._kind, rest)
         return _piece(SAID, rest) if self._state in (self._begin, self._say, self._say_all) else []
 
     def _take(self, n_characters: int) -> str:
@@ -63,6 +80,26 @@ class ReplyReader:
         else:
             self._state = self._say
         return []
+
+    def _head(self) -> list[Piece] | None:
+        """Read the head of a message, which ends with MESSAGE. A reply without heads is content."""
+        head, found, rest = self._buffer.partition(MESSAGE)
+        if found:
+            is_thought = head.partition(CHANNEL)[2].startswith("analysis")
+            self._buffer, self._kind, self._state = rest, THOUGHT if is_thought else SAID, self._message
+            return []
+        if not any(each.startswith(head[: len(each)]) for each in (CHANNEL, START)):
+            self._state = self._say
+            return []
+        return None
+
+    def _message(self) -> list[Piece] | None:
+        at = self._buffer.find(START)
+        text = self._take(_certain(self._buffer, START) if at < 0 else at)
+        if at >= 0:
+            self._state = self._head
+            return _piece(self._kind, text.rstrip())
+        return _piece(self._kind, text) or None
 
     def _think(self) -> list[Piece] | None:
         if not self._has_said:

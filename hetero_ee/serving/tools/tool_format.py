@@ -4,6 +4,9 @@ import json
 from dataclasses import dataclass
 
 THINK, THINK_END = "<think>", "</think>"
+# Of gpt-oss, whose replies are messages, such as
+# "<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...".
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ FORMATS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (HERMES, (CALL, "arguments | tojson")),
     (LLAMA, ('"parameters"', "ipython")),
 )
-MARKERS = (THINK, THINK_END, CALL, "</tool_call>", CALLS, "[ARGS]")
+MARKERS = (THINK, THINK_END, CALL, "</tool_call>", CALLS, "[ARGS]", CHANNEL, MESSAGE, START)
 
 
 def recognised(template: str) -> ToolFormat | None:
