@@ -6,12 +6,11 @@
 Mean KL divergence of the next-token distributions (fp32 to quantized, nats), share of positions with the same likeliest
 token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context. --also FILE
 compares the same model in other formats (GGUF files or folders), as they are and as stores keep them, with the
-quantizers whose embedding and head are int8, instead of printing the other tables. --llama-cpp Q4_K_M ... does the same
-for what llama.cpp makes of a GGUF file.
+quantizers whose embedding and head are int8, instead of printing the other tables. measure_frontier.py compares
+calibrated stores and llama.cpp's types by size.
 """
 
 import argparse
-import ctypes
 import json
 import math
 import tempfile
@@ -32,7 +31,6 @@ from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import BatchedTorchOps
 from hetero_ee.options.engine import ACTIVATION_TERMS
-from hetero_ee.quality.calibrated import make_calibrated_store
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
@@ -78,15 +76,11 @@ def main() -> None:
     checkpoint = open_checkpoint(folder, spec)
     exact = ReferenceExecutor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
     truth = [log_probabilities(exact, window) for window in windows]
-    has_others = bool(arguments.also or arguments.llama_cpp)
-    candidates = [each for each in CANDIDATES if each.vocabulary == "int8"] if has_others else CANDIDATES
+    candidates = [each for each in CANDIDATES if each.vocabulary == "int8"] if arguments.also else CANDIDATES
     rows = [measure(checkpoint, quantization, truth, windows, n_text_bytes) for quantization in candidates]
-    rows.append(measure_calibrated(folder, spec, arguments.calibrate, truth, windows, n_text_bytes))
-    with tempfile.TemporaryDirectory() as temporary:
-        made = [by_llama_cpp(arguments.model, kind, Path(temporary)) for kind in arguments.llama_cpp]
-        for path in [*arguments.also, *made]:
-            rows += measure_import(path, truth, windows, n_text_bytes)
-    beside = {} if has_others else activations_and_cache(folder, spec, arguments.window, windows)
+    for path in arguments.also:
+        rows += measure_import(path, truth, windows, n_text_bytes)
+    beside = {} if arguments.also else activations_and_cache(folder, spec, arguments.window, windows)
     if not arguments.json:
         print_tables(rows, beside, n_tokens)
     else:
@@ -101,8 +95,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=50_000, help="tokens of the text to measure on")
     parser.add_argument("--window", type=int, default=256, help="tokens of a window")
     parser.add_argument("--also", type=Path, nargs="+", default=[], help="the same model in other formats")
-    parser.add_argument("--calibrate", type=Path, help="text to calibrate on; default: the model's own")
-    parser.add_argument("--llama-cpp", nargs="+", default=[], help="llama.cpp's types to quantize the GGUF file to")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -129,34 +121,8 @@ def measure(
     return Quality(quantization.matrices, quantization.vocabulary, weights.n_bytes, bits, **metrics)
 
 
-def measure_calibrated(
-    folder: Path, spec: ModelSpec, text: Path | None, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int
-) -> Quality:
-    """The quality of `hetero-ee convert --calibrate`, whose embedding and head have 8 bits."""
-    use_kernel_cache(cache_folder())
-    texts = None if text is None else [text.read_text(encoding="utf-8")]
-    with tempfile.TemporaryDirectory() as temporary:
-        how = {"cache": cache_folder(), "output": Path(temporary) / "store", "quantizer": "codebook"}
-        weights = open_store(make_calibrated_store(folder, texts, **how), spec)
-    metrics = compare(executor_of(spec, weights, windows), truth, windows, n_text_bytes)
-    bits = weights.n_bytes * 8 / weights.n_weights
-    return Quality("codebook, calibrated", "int8", weights.n_bytes, bits, **metrics)
-
-
 def executor_of(spec: ModelSpec, weights: ModelWeights, windows: list[list[int]]) -> Executor:
     return ReferenceExecutor(as_stored(spec, weights), expanded(weights), max(map(len, windows)), BatchedTorchOps())
-
-
-def by_llama_cpp(model: Path, kind: str, folder: Path) -> Path:
-    """Quantize a GGUF file's dequantized weights by llama.cpp, without importance matrix, and return the new file."""
-    import llama_cpp
-
-    target = folder / f"{kind}.gguf"
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.allow_requantize, options.ftype = True, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    if llama_cpp.llama_model_quantize(str(model).encode(), str(target).encode(), ctypes.byref(options)):
-        raise SystemExit(f"llama.cpp can't quantize {model} to {kind}")
-    return target
 
 
 def measure_import(path: Path, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int) -> Iterator[Quality]:

@@ -27,7 +27,7 @@ def made_store(model_folder: Path, target: Path, **options: Any) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below the folder; an empty folder counts too. Locks, which are never deleted, do not."""
+    """Every file below the folder; an empty folder counts too. Locks do not."""
     found = [path for path in sorted(folder.rglob("*")) if path.suffix != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in found}
 

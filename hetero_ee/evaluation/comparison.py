@@ -1,7 +1,6 @@
 """Compares the predictions of two models on a text: what quantization costs, with error bars."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hetero_ee.quality.streamed import Ids, StreamedModel, opened
 from hetero_ee.quality.texts import own_windows, text_windows
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.quantizers import Workers
+from hetero_ee.weights.store.conversion import worker_threads
 from hetero_ee.weights.store.reader import is_store
 from hetero_ee_profiles.host.process import usable_threads
 
@@ -42,7 +42,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class WindowSums:
     """One window's sums over its tokens."""
 
     n_tokens: int
@@ -76,19 +76,14 @@ def compare(
         HeteroError: if a model can't be read.
     """
     threads = usable_threads(threads)
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            sizes = [read_spec(folder).vocab_size for folder in (a, b)]
-            if len(set(sizes)) > 1:
-                both = " and ".join(map(str, sizes))
-                raise UsageError(f"the vocabularies have {both} tokens; compare two versions of one model.")
-            windows = _windows(a, b, texts, n_tokens, threads, progress)
-            passed_a, passed_b = (_passed(folder, windows, pool.map, progress) for folder in (a, b))
-            return _compared(_window_sums(passed_a, passed_b, windows), seed)
-    finally:
-        torch.set_num_threads(torch_threads)
+    with worker_threads(threads) as workers:
+        sizes = [read_spec(folder).vocab_size for folder in (a, b)]
+        if len(set(sizes)) > 1:
+            both = " and ".join(map(str, sizes))
+            raise UsageError(f"the vocabularies have {both} tokens; compare two versions of one model.")
+        windows = _windows(a, b, texts, n_tokens, threads, progress)
+        passed_a, passed_b = (_passed(folder, windows, workers, progress) for folder in (a, b))
+        return compared(window_sums(passed_a, passed_b, windows), seed)
 
 
 def _windows(
@@ -113,8 +108,9 @@ def _passed(folder: Path, windows: Sequence[Ids], workers: Workers, progress: Pr
     return model
 
 
-def _window_sums(a: StreamedModel, b: StreamedModel, windows: Sequence[Ids]) -> list[_Sums]:
-    pairs, found = zip(a.logits(LOGITS_TOKENS), b.logits(LOGITS_TOKENS), strict=True), list[_Sums]()
+def window_sums(a: StreamedModel, b: StreamedModel, windows: Sequence[Ids]) -> list[WindowSums]:
+    """Compare the predictions of models whose states have passed all layers, for each window of their texts."""
+    pairs, found = zip(a.logits(LOGITS_TOKENS), b.logits(LOGITS_TOKENS), strict=True), list[WindowSums]()
     for window in windows:
         kl_nats, n_same, nats_a, nats_b = list[float](), 0, 0.0, 0.0
         while len(kl_nats) < len(window) - 1:
@@ -123,7 +119,7 @@ def _window_sums(a: StreamedModel, b: StreamedModel, windows: Sequence[Ids]) -> 
             kl_nats += (theirs.exp() * (theirs - ours)).nan_to_num(0.0).sum(-1).clamp_min(0.0).tolist()
             n_same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
             nats_a, nats_b = nats_a + _nats(theirs, targets), nats_b + _nats(ours, targets)
-        found.append(_Sums(len(window) - 1, kl_nats, n_same, nats_a, nats_b))
+        found.append(WindowSums(len(window) - 1, kl_nats, n_same, nats_a, nats_b))
     return found
 
 
@@ -137,7 +133,8 @@ def _nats(log_probabilities: Tensor, targets: Tensor) -> float:
     return -float(log_probabilities.gather(1, targets[:, None]).sum())
 
 
-def _compared(sums: Sequence[_Sums], seed: int) -> Comparison:
+def compared(sums: Sequence[WindowSums], seed: int) -> Comparison:
+    """Return the figures of all windows together, with intervals that depend on the seed."""
     wholes = [each.n_tokens for each in sums]
     kl_nats = [each.kl_nats for each in sums]
 

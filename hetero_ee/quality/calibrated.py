@@ -1,89 +1,20 @@
-"""Convert a model to a store whose matrices are rounded for the inputs that they receive from a text."""
+"""Round a model's matrices for the inputs that they receive from a text, which passes block by block meanwhile."""
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetero_ee.config import Progress, warner
-from hetero_ee.errors import ModelError, UsageError, shown
-from hetero_ee.hub.config_file import read_spec
+from hetero_ee.errors import ModelError
 from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import Block
 from hetero_ee.ops.torch_ops import BatchedTorchOps, TorchMatrix
-from hetero_ee.options.engine import MODEL_OPTIONS
-from hetero_ee.quality.streamed import StreamedModel, opened
-from hetero_ee.quality.texts import own_windows, text_windows
-from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.quality.streamed import StreamedModel
 from hetero_ee.weights.compensated import quantize_for_inputs, spans
-from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, Workers, quantize
-from hetero_ee.weights.store.library import make_quantized, open_cached, require_checkpoint
 from hetero_ee.weights.weight import TileWeight, Weight
 
-CALIBRATED_TOKENS = 8192
-FEW = 0.25  # of the tokens asked for: with fewer, matrices follow the text's own words more than the language
-METHOD_VERSION = 1  # increases when the bytes of calibrated stores change
 MOMENT_COLUMNS = 1024  # columns of second moments per task of a thread
-
-
-def make_calibrated_store(
-    folder: Path,
-    texts: Sequence[str] | None = None,
-    *,
-    cache: Path,
-    output: Path | None = None,
-    quantizer: str | None = None,
-    n_tokens: int = CALIBRATED_TOKENS,
-    threads: int = 1,
-    progress: Progress | None = None,
-) -> Path:
-    """Convert the checkpoint in `folder` as `make_store` does, with matrices rounded for their inputs.
-
-    Memory holds one block's weights in fp32, its inputs for all tokens, and second moments. If interrupted, the next
-    call resumes: it passes the text through the finished blocks again. Weights whose 4-bit codes are kept stay as they
-    are.
-
-    Args:
-        texts: texts to calibrate on, None for texts that the model writes, for which it is converted without
-            calibration first.
-
-    Raises:
-        UsageError: if the text is too short, or all matrices keep the checkpoint's codes.
-        HeteroError: as `make_store` does.
-    """
-    require_checkpoint(folder)
-    if quantizer not in (None, DEFAULT_QUANTIZER):
-        raise UsageError("calibration fits codebooks; leave out ", MODEL_OPTIONS["quantizer"], f" {shown(quantizer)}.")
-    spec, plain = read_spec(folder), Quantization.of_model(folder, quantizer)
-    if plain.own is not None:
-        raise UsageError(
-            f"{folder.name} keeps its own codes ({plain.own}), which calibration would not change; add ",
-            MODEL_OPTIONS["quantizer"],
-            f" {DEFAULT_QUANTIZER} to replace them.",
-        )
-    if texts is not None:
-        windows = text_windows(Tokenizer.load(folder, spec.vocab_size), texts, n_tokens)
-        if (n_found := sum(map(len, windows))) < FEW * n_tokens:
-            warner(progress)(
-                f"The text has only {n_found:,} tokens, so other texts may get worse; {n_tokens:,} or more are better."
-            )
-    else:
-        store, _ = open_cached(folder, spec, plain, cache, threads=threads, progress=progress)
-        windows = own_windows(store, n_tokens, threads, progress)
-    identity = hashlib.sha256(json.dumps([METHOD_VERSION, windows]).encode()).hexdigest()[:16]
-
-    def matrices(workers: Workers) -> "CalibratedMatrices":
-        return CalibratedMatrices(StreamedModel(*opened(folder), windows, workers), workers)
-
-    calibrated = replace(plain, calibration=identity)
-    how: dict[str, Any] = {"threads": threads, "progress": progress, "fit_with": matrices}
-    return make_quantized(folder, calibrated, cache=cache, output=output, **how)
 
 
 class CalibratedMatrices:
@@ -95,34 +26,34 @@ class CalibratedMatrices:
         self._passed = {tensor.name for block in model.layer_blocks() for tensor in block.tensors.values()}
         self._inputs: dict[str, list[Tensor]] = {}  # of the last block's matrices
 
-    def __call__(self, tensor: TensorSpec, values: Tensor, workers: Workers) -> TileWeight:
+    def __call__(self, tensor: TensorSpec, values: Tensor, quantizer: str, workers: Workers) -> TileWeight:
         """Quantize a matrix with these values (N, K). Later calls must not be about earlier blocks.
 
         A draft head's matrices, through which no text passes, are rounded without inputs.
+        """
+        if tensor.name not in self._passed:
+            return quantize(values, quantizer, workers)
+        layout = "int4" if quantizer == DEFAULT_QUANTIZER else quantizer
+        return quantize_for_inputs(values.float(), self.moments(tensor), layout, workers)
+
+    def moments(self, tensor: TensorSpec) -> list[Tensor]:
+        """Return the second moments of a matrix's inputs, for each of its spans. A matrix has them once.
 
         Raises: ModelError: if the model computes NaN or infinity for the text.
         """
-        if tensor.name not in self._passed:
-            return quantize(values, DEFAULT_QUANTIZER, workers)
         while tensor.name not in self._inputs:
-            self._pass_block(next(self._remaining), tensor.name)
+            self._pass_block(next(self._remaining))
         inputs = self._inputs.pop(tensor.name)
-        moments = [second_moments([x[:, span] for x in inputs], self._workers) for span in spans(values.shape[1])]
-        if not all(bool(each.isfinite().all()) for each in moments):
+        found = [second_moments([x[:, span] for x in inputs], self._workers) for span in spans(tensor.shape[1])]
+        if not all(bool(each.isfinite().all()) for each in found):
             raise ModelError(f"{tensor.name} gets inputs that are not finite; the weights before it are damaged.")
-        del inputs
-        return quantize_for_inputs(values.float(), moments, workers)
+        return found
 
-    def _pass_block(self, block: Block, wanted: str) -> None:
-        """Pass the text through a block, and keep its matrices' inputs if the matrix called `wanted` is one of them."""
-        self._inputs = {}
-        if wanted not in [tensor.name for tensor in block.tensors.values()]:
-            self._model.pass_block(block, self._model.weights([block]))
-            return
-        observing: dict[int, ObservingOps] = {}
-        self._model.pass_block(
-            block, self._model.weights([block]), lambda group: observing.setdefault(group, ObservingOps())
-        )
+    def _pass_block(self, block: Block) -> None:
+        """Pass the text through a block, and keep its matrices' inputs."""
+        self._inputs, observing = {}, dict[int, ObservingOps]()
+        weights = self._model.weights([block])
+        self._model.pass_block(block, weights, lambda group: observing.setdefault(group, ObservingOps()))
         for group in sorted(observing):
             for name, x in observing[group].inputs:
                 self._inputs.setdefault(name, []).append(x)

@@ -1,7 +1,7 @@
 """Run texts through a model block by block, so that memory holds the fp32 weights of one block instead of all."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -55,17 +55,22 @@ class StreamedModel:
 
     def __init__(self, spec: ModelSpec, read: Read, texts: Sequence[Ids], workers: Workers) -> None:
         self.spec, self._read, self._workers = spec, read, workers
-        self.blocks = {block.name: block for block in decoder_blocks(spec)}
+        self._blocks = decoder_blocks(spec)
         self._batches = [_joined(group) for group in _groups(texts)]
         self._max_tokens = max(map(len, texts))
-        sources = [block.state.source for block in self.blocks.values() if block.state is not None]
-        self._n_readers = Counter(source for source in sources if source is not None)  # of another layer's cache
-        self._caches: dict[int, list[KvCache]] = {}
-        ends = [self._of_kind(kind) for kind in (BlockKind.EMBEDDING, BlockKind.TABLE)]
-        self._inputs = self.weights([block for block in ends if block is not None])
-        self.states = [self._executor(self._inputs, None).embed(batch) for batch in self._batches]
+        states = [block.state for block in self._blocks]
+        self._sources = {state.source for state in states if state is not None and state.source is not None}
+        self._caches: dict[int, list[KvCache]] = {}  # of these layers, whose keys and values later layers read
+        self._inputs = self.weights(self._of_kinds(BlockKind.EMBEDDING, BlockKind.TABLE))
+        self.states = [self._executor(self._inputs).embed(batch) for batch in self._batches]
         if spec.layer_table is None:  # else layers read tokens
             self._inputs = ModelWeights({}, {})
+
+    def fork(self) -> "StreamedModel":
+        """Return a model with the same states, which texts then pass independently of this one."""
+        made = copy(self)
+        made._caches = dict(self._caches)
+        return made
 
     @property
     def n_tokens(self) -> int:
@@ -73,7 +78,7 @@ class StreamedModel:
 
     def layer_blocks(self) -> list[Block]:
         """Return the blocks that hidden states pass between the embedding and the final norm."""
-        return [block for block in self.blocks.values() if block.layer is not None]
+        return [block for block in self._blocks if block.layer is not None]
 
     def weights(self, blocks: Sequence[Block]) -> ModelWeights:
         """Read the blocks' weights as fp32."""
@@ -103,15 +108,13 @@ class StreamedModel:
             return executor.forward(self.states[group], batch, [block])
 
         self.states = list(self._workers(passed, range(len(self._batches))))
-        self._forget(block)
 
     def logits(self, n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (m, vocab) and the ids (m,) of the tokens that they predict, of up to n_tokens of one text.
 
         The states must have passed all blocks of layers.
         """
-        ends = [self._of_kind(kind) for kind in (BlockKind.FINAL_NORM, BlockKind.HEAD)]
-        executor = self._executor(self.weights([block for block in ends if block is not None]), None)
+        executor = self._executor(self.weights(self._of_kinds(BlockKind.FINAL_NORM, BlockKind.HEAD)))
         for batch, states in zip(self._batches, self.states, strict=True):
             for rows in batch.by_sequence().values():
                 for first in range(0, len(rows) - 1, n_tokens):
@@ -119,11 +122,11 @@ class StreamedModel:
                     targets = torch.tensor([batch.token_ids[row + 1] for row in some])
                     yield executor.to_logits(states[some]), targets
 
-    def _of_kind(self, kind: BlockKind) -> Block | None:
-        return next((block for block in self.blocks.values() if block.kind is kind), None)
+    def _of_kinds(self, *kinds: BlockKind) -> list[Block]:
+        return [block for block in self._blocks if block.kind in kinds]
 
-    def _executor(self, weights: ModelWeights, cache: KvCache | None) -> ReferenceExecutor:
-        cache = cache or host_cache(self.spec, self._max_tokens, "fp32", [])
+    def _executor(self, weights: ModelWeights) -> ReferenceExecutor:
+        cache = host_cache(self.spec, self._max_tokens, "fp32", [])
         return ReferenceExecutor(self.spec, weights, self._max_tokens, BatchedTorchOps(), cache=cache)
 
     def _cache(self, block: Block, group: int) -> KvCache:
@@ -132,18 +135,9 @@ class StreamedModel:
         if source is not None:
             return self._caches[source][group]
         made = host_cache(self.spec, self._max_tokens, "fp32", [] if block.state is None else [block.layer or 0])
-        layer = block.layer
-        if block.state is not None and layer is not None and layer in self._n_readers:
-            self._caches.setdefault(layer, [made] * len(self._batches))[group] = made
+        if block.state is not None and block.layer is not None and block.layer in self._sources:
+            self._caches.setdefault(block.layer, [made] * len(self._batches))[group] = made
         return made
-
-    def _forget(self, block: Block) -> None:
-        """Drop the caches that no later block reads."""
-        source = None if block.state is None else block.state.source
-        if source is not None:
-            self._n_readers[source] -= 1
-            if not self._n_readers[source]:
-                del self._caches[source]
 
 
 def _groups(texts: Sequence[Ids]) -> list[list[Ids]]:

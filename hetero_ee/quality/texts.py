@@ -46,6 +46,12 @@ def text_windows(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, size
     return windows
 
 
+def distinct_share(windows: Sequence[Chunk], n: int = 8) -> float:
+    """Return the share of the windows' runs of n tokens that differ from all others."""
+    runs = [tuple(window[first : first + n]) for window in windows for first in range(len(window) - n + 1)]
+    return len(set(runs)) / max(1, len(runs))
+
+
 def own_windows(
     store: Path, n_tokens: int, threads: int, progress: Progress | None, size: int = WINDOW_TOKENS
 ) -> list[Chunk]:

@@ -11,31 +11,29 @@ from torch import Tensor
 
 from hetero_ee.weights import tiles as layout
 
-SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
+SEARCH_SPAN = 0.16
 COMPILED_WEIGHTS = 2**18  # smallest matrix for which kernels are compiled: torch needs 0.05 s for it
 
 
-class Codebook:
-    """Chooses scales and codes with torch's operations, the reference for the compiled kernels.
+class Search:
+    """Searches the scales of groups whose entries range from `lowest` to `highest`.
 
-    Entries are integers, so the midpoints between them are multiples of 0.5. A table with cells of width 0.5 therefore
-    finds the nearest entry exactly. The lookup is fifteen times as fast as torch.bucketize (1.3 against 20 ns per
-    weight, one Zen 5 core, 2026-11-21).
+    Args:
+        span: the farthest trial scale, relative to the plain one.
     """
 
-    def __init__(self, entries: Tensor) -> None:
-        self.lowest, self.highest, self._entries = float(entries[0]), float(entries[-1]), entries
-        cells = (torch.arange(-256, 256) + 0.5) / 2
-        self._codes = torch.bucketize(cells, (entries[1:] + entries[:-1]) / 2).to(torch.uint8)
-        self._values = entries[self._codes.int()]
+    group_columns = layout.TILE_COLUMNS  # columns that share a scale
+
+    def __init__(self, lowest: float, highest: float, span: float = SEARCH_SPAN) -> None:
+        self.lowest, self.highest, self._span = lowest, highest, span
 
     def plain_scales(self, groups: Tensor) -> Tensor:
-        """Return scales (n, g) that map the largest weight of each group (n, g, 32) to the codebook's lowest entry."""
+        """Return scales (n, g) that map the largest weight of each group (n, g, k) to the lowest entry."""
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
         return largest / self.lowest
 
     def scales(self, groups: Tensor, mask: Tensor, n_steps: int) -> Tensor:
-        """Try scales for each of the groups (n, g, 32), and return the least-squares scales (n, g) of the best codes.
+        """Try scales for each of the groups (n, g, k), and return the least-squares scales (n, g) of the best codes.
 
         Args:
             mask: 1 for the matrix's columns, 0 for padding, where groups are 0. Other numbers weigh columns' errors.
@@ -46,7 +44,7 @@ class Codebook:
         mirrored = plain * (self.lowest / self.highest)
         best_gain = torch.zeros_like(plain)
         best_scale, weighted = plain, groups * mask
-        for factor in _factors(n_steps):
+        for factor in _factors(n_steps, self._span):
             for anchor in (plain, mirrored):
                 chosen = self._nearest(groups * safe_inverse(anchor * factor)[:, :, None])
                 product = (weighted * chosen).sum(-1)
@@ -56,6 +54,46 @@ class Codebook:
                 best_gain = torch.where(better, gain, best_gain)
                 best_scale = torch.where(better, product / norm, best_scale)
         return best_scale
+
+    def _nearest(self, targets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Integers(Search):
+    """Chooses scales and codes of the layouts "int5", "int6" and "int8", whose entries are integers."""
+
+    def __init__(self, name: str) -> None:
+        self._offset = layout.ENTRY_OFFSETS.get(name, 0)
+        lowest, highest = (-self._offset, self._offset - 1) if self._offset else (-127, 127)
+        super().__init__(lowest, highest, SEARCH_SPAN * 8 / -lowest)  # more bits leave less to gain
+        self.group_columns = layout.TILE_COLUMNS * layout.TILE_ROWS // layout.SCALES_A_TILE[name]
+
+    def codes(self, targets: Tensor) -> Tensor:
+        """Return the codes of the entries nearest to the targets, as tiles.pack expects them."""
+        return (self._nearest(targets) + self._offset).to(torch.uint8 if self._offset else torch.int8)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the entries of codes."""
+        return codes.float() - self._offset
+
+    def _nearest(self, targets: Tensor) -> Tensor:
+        return targets.round().clamp_(self.lowest, self.highest)
+
+
+class Codebook(Search):
+    """Chooses scales and codes with torch's operations, the reference for the compiled kernels.
+
+    Entries are integers, so the midpoints between them are multiples of 0.5. A table with cells of width 0.5 therefore
+    finds the nearest entry exactly. The lookup is fifteen times as fast as torch.bucketize (1.3 against 20 ns per
+    weight, one Zen 5 core, 2026-11-21).
+    """
+
+    def __init__(self, entries: Tensor) -> None:
+        super().__init__(float(entries[0]), float(entries[-1]))
+        self._entries = entries
+        cells = (torch.arange(-256, 256) + 0.5) / 2
+        self._codes = torch.bucketize(cells, (entries[1:] + entries[:-1]) / 2).to(torch.uint8)
+        self._values = entries[self._codes.int()]
 
     def sums(self, groups: Tensor, mask: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
         """Search scales, and return for each code the sum of weight x scale and the sum of squared scales."""
@@ -120,9 +158,9 @@ def safe_inverse(scales: Tensor) -> Tensor:
     return torch.where(is_0, torch.zeros_like(scales), 1 / torch.where(is_0, torch.ones_like(scales), scales))
 
 
-def _factors(n_steps: int) -> Tensor:
+def _factors(n_steps: int, span: float = SEARCH_SPAN) -> Tensor:
     """Return the factors, fp32, that are tried on a plain scale."""
-    return torch.tensor([1 + SEARCH_SPAN * step / n_steps for step in range(-n_steps, n_steps + 1)])
+    return torch.tensor([1 + span * step / n_steps for step in range(-n_steps, n_steps + 1)])
 
 
 def _flat(groups: Tensor) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.codebook import Codebook, safe_inverse
+from hetero_ee.weights.codebook import Codebook, Integers, safe_inverse
 from hetero_ee.weights.quantizers import (
     SEARCH_STEPS,
     Workers,
@@ -41,27 +41,31 @@ def spans(n_columns: int) -> list[slice]:
     return [slice(first, min(first + size, n_columns)) for first in range(0, n_columns, size)]
 
 
-def quantize_for_inputs(weight: Tensor, moments: Sequence[Tensor], workers: Workers = map) -> TileWeight:
-    """Quantize a float matrix (N, K) to a fitted codebook, for inputs with these second moments.
+def quantize_for_inputs(
+    weight: Tensor, moments: Sequence[Tensor], name: str = "int4", workers: Workers = map
+) -> TileWeight:
+    """Quantize a float matrix (N, K) to the layout `name`, for inputs with these second moments.
 
     The bytes do not depend on `workers`.
 
     Args:
         moments: fp32, the mean of x x^T over the inputs x of each of spans(K).
+        name: "int4", whose codebook is fitted, "int5", "int6" or "int8".
     """
     magnitude = magnitude_of(weight)
     damped = [_damped(moment) for moment in moments]
     importance = torch.cat([each.diagonal() for each in damped]) ** IMPORTANCE_EXPONENT
     importance[weight.shape[1] :] = 0
-    entries = fit_codebook(weight, importance[: weight.shape[1]])
-    codebook = Codebook(torch.tensor(entries, dtype=torch.float32))
-    chunks = range(0, len(weight), CHUNK_ROWS)
+    entries = fit_codebook(weight, importance[: weight.shape[1]]) if name == "int4" else None
+    codebook = Integers(name) if entries is None else Codebook(torch.tensor(entries, dtype=torch.float32))
+    chunks, size = range(0, len(weight), CHUNK_ROWS), codebook.group_columns
 
     def groups_of(first: int) -> Tensor:
-        return padded_groups(weight[first : first + CHUNK_ROWS]) * 2.0**-magnitude
+        groups = padded_groups(weight[first : first + CHUNK_ROWS]) * 2.0**-magnitude
+        return groups.view(len(groups), -1, size)
 
     def searched(first: int) -> Tensor:
-        return codebook.scales(groups_of(first), importance.view(1, -1, layout.TILE_COLUMNS), SEARCH_STEPS)
+        return codebook.scales(groups_of(first), importance.view(1, -1, size), SEARCH_STEPS)
 
     scales, exponent = to_fp16_scales(torch.cat(list(workers(searched, chunks))), magnitude)
     stored = scales.float() * 2.0 ** (exponent - magnitude)
@@ -71,7 +75,7 @@ def quantize_for_inputs(weight: Tensor, moments: Sequence[Tensor], workers: Work
         groups, steps, start = groups_of(first), stored[first : first + CHUNK_ROWS], 0
         parts = list[tuple[Tensor, Tensor]]()
         for each in rounding:
-            mine = slice(start, start + each.n_groups)
+            mine = slice(start, start + each.n_columns // size)
             parts.append(each.round(groups[:, mine].flatten(1), steps[:, mine], codebook))
             start = mine.stop
         codes, refitted = zip(*parts, strict=True)
@@ -79,7 +83,8 @@ def quantize_for_inputs(weight: Tensor, moments: Sequence[Tensor], workers: Work
 
     codes, refitted = zip(*workers(rounded, chunks), strict=True)
     scales, exponent = to_fp16_scales(torch.cat(refitted), magnitude)
-    return TileWeight(layout.pack_int4(torch.cat(codes)), layout.pack_scales(scales), exponent, entries, *weight.shape)
+    packed = layout.pack_numbers(scales.view(len(scales), -1, layout.TILE_COLUMNS // size))
+    return TileWeight(layout.pack(torch.cat(codes), name), packed, exponent, entries, *weight.shape)
 
 
 def _damped(moments: Tensor) -> Tensor:
@@ -96,18 +101,18 @@ class _Rounding:
     def __init__(self, moments: Tensor) -> None:
         self._moments, self._order = moments, torch.argsort(moments.diagonal(), descending=True, stable=True)
         self._feedback = _feedback(moments[self._order][:, self._order])
-        self.n_groups = len(moments) // layout.TILE_COLUMNS
+        self.n_columns = len(moments)
 
-    def round(self, weight: Tensor, scales: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
+    def round(self, weight: Tensor, scales: Tensor, codebook: Codebook | Integers) -> tuple[Tensor, Tensor]:
         """Return codes (n, K), and refitted scales (n, g), for weights (n, K) and scales (n, g) of some rows."""
         codes = self._codes(weight, scales, codebook)
         return codes, self._refitted(weight, codebook.values(codes), scales)
 
-    def _codes(self, weight: Tensor, scales: Tensor, codebook: Codebook) -> Tensor:
+    def _codes(self, weight: Tensor, scales: Tensor, codebook: Codebook | Integers) -> Tensor:
         columns = weight.T[self._order]  # (K, n), so that a column is contiguous
-        steps = scales.T[self._order // layout.TILE_COLUMNS]
+        steps = scales.T[self._order // codebook.group_columns]
         inverse, errors = safe_inverse(steps), torch.zeros_like(columns)
-        codes = torch.empty(columns.shape, dtype=torch.uint8)
+        codes = codebook.codes(torch.zeros_like(columns))
         for first in range(0, len(columns), BLOCK_COLUMNS):
             end = first + BLOCK_COLUMNS
             targets = columns[first:end] + self._feedback[:first, first:end].T @ errors[:first]
@@ -126,12 +131,13 @@ class _Rounding:
         Scales of 0 stay, and so do those of a row whose equations have no sound solution.
         """
         n_rows, n_groups = scales.shape
+        size = weight.shape[1] // n_groups
         squares = torch.zeros(n_rows, n_groups, n_groups)  # its lower triangle
         for group in range(n_groups):
-            first, end = group * layout.TILE_COLUMNS, (group + 1) * layout.TILE_COLUMNS
+            first, end = group * size, (group + 1) * size
             products = (entries[:, first:end] @ self._moments[first:end, :end]) * entries[:, :end]
             squares[:, group, : group + 1] = products.view(n_rows, group + 1, -1).sum(-1)
-        errors = weight - entries * scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
+        errors = weight - entries * scales.repeat_interleave(size, dim=1)
         missing = ((errors @ self._moments) * entries).view(n_rows, n_groups, -1).sum(-1)
         squares.diagonal(dim1=1, dim2=2).mul_(1 + STAY)
         factors, failed = torch.linalg.cholesky_ex(squares)

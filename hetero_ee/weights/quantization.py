@@ -28,7 +28,9 @@ class Quantization:
     own: str | None = None
     neuron_major: bool = False  # stores FFNs neuron by neuron, so that inactive ones need not be read
     first_in_rows: bool = False  # stores the gate by neurons, too, for a predictor that skips its rows
-    calibration: str = ""  # hash of the text whose inputs 4-bit matrices are rounded for; empty without a text
+    calibration: str = ""  # hash of the text whose inputs matrices are rounded for; empty without a text
+    bits: float | None = None  # average of the layers' matrices, if bits are dealt out over them
+    layouts: tuple[tuple[str, str], ...] = ()  # then names and layouts of those that are not int4
 
     @classmethod
     def of_model(
@@ -57,7 +59,8 @@ class Quantization:
     @property
     def name(self) -> str:
         """Name that a store's manifest gives to the quantizer of the matrices."""
-        return (self.own or self.matrices) + (CALIBRATED if self.calibration else "")
+        dealt = "" if self.bits is None else f"-{self.bits:.2f}"
+        return (self.own or self.matrices) + dealt + (CALIBRATED if self.calibration else "")
 
     @property
     def version(self) -> int:
@@ -67,7 +70,7 @@ class Quantization:
     @property
     def identity(self) -> dict[str, Any]:
         """Values that identify a store. Newer ones are included only if set, because older stores lack them."""
-        newer = ("neuron_major", "first_in_rows", "calibration")
+        newer = ("neuron_major", "first_in_rows", "calibration", "bits", "layouts")
         return {name: value for name, value in asdict(self).items() if name not in newer or value}
 
     def quantizer_of(self, role: TensorRole) -> str:

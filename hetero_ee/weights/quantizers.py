@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.errors import UsageError
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.codebook import SEARCH_SPAN, Codebook, codebook_type, safe_inverse
+from hetero_ee.weights.codebook import Codebook, Integers, codebook_type, safe_inverse
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 CHUNK_ELEMENTS = 2**16  # weights per chunk of rows, about; a chunk stays in the cache
@@ -28,7 +28,7 @@ FITTED_LIMIT = 32
 FITTED_TRIALS = 100  # number of evenly spaced sizes tried for the largest entry before rounding
 LEAST_FITTED = 0.6  # smallest tried size, as a share of the limit
 # Number of times a quantizer changed its bytes for the same weights; stores in the cache are then converted again.
-QUANTIZER_CHANGES: dict[str | None, int] = {"codebook": 1, "gguf": 1}
+QUANTIZER_CHANGES: dict[str | None, int] = {"codebook": 1, "gguf": 1, "int5": 1, "int6": 1}
 DEFAULT_QUANTIZER = "codebook"  # least KL divergence at its size: docs/quality.md
 LARGEST_ENTRIES = range(64, 128)  # candidates for the entry of a table's value of largest magnitude
 
@@ -80,39 +80,16 @@ def _eight_bit(weight: Tensor, workers: Workers) -> TileWeight:
 
 def _wide(name: str) -> Callable[[Tensor, Workers], TileWeight]:
     """Return the quantizer for 5- or 6-bit tiles: for each scale's weights it searches the least squared error."""
-    lowest = -layout.ENTRY_OFFSETS[name]
-    n_together = layout.TILE_COLUMNS * layout.TILE_ROWS // layout.SCALES_A_TILE[name]
+    integers = Integers(name)
 
     def scales_of(groups: Tensor) -> Tensor:
-        return _linear_scales(groups.reshape(len(groups), -1, n_together), lowest)
+        return integers.scales(groups.reshape(len(groups), -1, integers.group_columns), torch.ones(1), SEARCH_STEPS)
 
     def pack(groups: Tensor, inverse: Tensor) -> Tensor:
-        targets = groups.reshape(len(groups), -1, n_together) * inverse[:, :, None]
-        return layout.pack((_nearest(targets, lowest) - lowest).to(torch.uint8).flatten(1), name)
+        targets = groups.reshape(len(groups), -1, integers.group_columns) * inverse[:, :, None]
+        return layout.pack(integers.codes(targets).flatten(1), name)
 
     return lambda weight, workers: _quantize(weight, scales_of, pack, name, None, workers)
-
-
-def _linear_scales(groups: Tensor, lowest: int) -> Tensor:
-    """Return for groups (n, g, k) the scales (n, g) whose integers from `lowest` to -lowest - 1 fit them best.
-
-    As in Codebook.scales, with a narrower span, since more bits leave less to gain.
-    """
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    best_gain, best_scale = torch.zeros_like(largest), largest / lowest
-    steps = torch.arange(-SEARCH_STEPS, SEARCH_STEPS + 1) / SEARCH_STEPS
-    for factor in (1 - SEARCH_SPAN * 8 / lowest * steps).tolist():
-        for anchor in (lowest, -lowest - 1):
-            chosen = _nearest(groups * safe_inverse(largest * (factor / anchor))[..., None], lowest)
-            product, norm = (groups * chosen).sum(-1), chosen.square().sum(-1).clamp_min_(1e-30)
-            gain = product * product / norm
-            best_scale = torch.where(gain > best_gain, product / norm, best_scale)
-            best_gain = torch.maximum(gain, best_gain)
-    return best_scale
-
-
-def _nearest(targets: Tensor, lowest: int) -> Tensor:
-    return targets.round().clamp_(lowest, -lowest - 1)
 
 
 INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {

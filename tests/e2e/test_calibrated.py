@@ -10,8 +10,9 @@ from hetero_ee.errors import UsageError
 from hetero_ee.evaluation.comparison import compare
 from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
-from hetero_ee.quality import calibrated
-from hetero_ee.quality.calibrated import CalibratedMatrices, make_calibrated_store
+from hetero_ee.quality import calibrated, stores
+from hetero_ee.quality.calibrated import CalibratedMatrices
+from hetero_ee.quality.stores import Rounding, make_rounded_store
 from hetero_ee.quality.streamed import StreamedModel, opened
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.store.library import make_store
@@ -28,12 +29,12 @@ N_TOKENS = 600
 
 def calibrated_store(folder: Path, target: Path, threads: int = 1) -> Path:
     how = {"cache": target.parent / "cache", "output": target, "threads": threads}
-    return make_calibrated_store(folder, [STORY * 40], n_tokens=N_TOKENS, **how)
+    return make_rounded_store(folder, Rounding(texts=[STORY * 40], n_tokens=N_TOKENS), **how)
 
 
 def test_predictions_diverge_less_in_the_same_bytes(stories260k: Path, tmp_path: Path, cache: Path) -> None:
     plain = make_store(stories260k, cache=cache, output=tmp_path / "plain")
-    found = make_calibrated_store(stories260k, cache=cache, output=tmp_path / "calibrated", n_tokens=2048)
+    found = make_rounded_store(stories260k, Rounding(n_tokens=2048), cache=cache, output=tmp_path / "calibrated")
     assert (found / "weights.bin").stat().st_size == (plain / "weights.bin").stat().st_size
     divergence = [compare(stories260k, store, n_tokens=1500, threads=1, seed=1) for store in (plain, found)]
     assert divergence[1].kl_nats.value < 0.9 * divergence[0].kl_nats.value
@@ -69,9 +70,9 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Calibration by a few tokens, without a tokenizer. Collects the matrices that are fitted."""
     found, quantize = list[object](), calibrated.quantize_for_inputs
     monkeypatch.setattr(calibrated, "quantize_for_inputs", lambda *args: (found.append(args), quantize(*args))[1])
-    monkeypatch.setattr(calibrated, "require_checkpoint", lambda folder: None)
-    monkeypatch.setattr(calibrated, "text_windows", lambda *args: [[1, 17, 130, 3, 99, 42, 7, 12], [5, 9, 77, 101]])
-    monkeypatch.setattr(calibrated.Tokenizer, "load", lambda *args: None)
+    monkeypatch.setattr(stores, "require_checkpoint", lambda folder: None)
+    monkeypatch.setattr(stores, "text_windows", lambda *args: [[1, 17, 130, 3, 99, 42, 7, 12], [5, 9, 77, 101]])
+    monkeypatch.setattr(stores.Tokenizer, "load", lambda *args: None)
     return found
 
 
@@ -79,7 +80,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_matrix_of_every_family_is_fitted(family: str, tmp_path: Path, fitted: list[object]) -> None:
     folder = save_checkpoint(random_model(family), tmp_path / "model")
-    store = make_calibrated_store(folder, [""], cache=tmp_path / "cache", output=tmp_path / "store")
+    store = make_rounded_store(folder, Rounding(texts=[""]), cache=tmp_path / "cache", output=tmp_path / "store")
     assert len(fitted) == len([each for each in read_manifest(store).entries if each.layout == "int4"]) > 0
 
 
@@ -90,10 +91,9 @@ def test_codes_of_a_gguf_file_are_replaced_if_asked(kind: str, tmp_path: Path, f
     folder = gguf_folder(tmp_path / "m.gguf", configuration_only=True)
     how = {"cache": tmp_path / "cache", "output": tmp_path / "store"}
     with pytest.raises(UsageError, match="keeps its own codes"):
-        make_calibrated_store(folder, [""], **how)
-    assert read_manifest(make_calibrated_store(folder, [""], quantizer="codebook", **how)).quantizer.endswith(
-        "calibrated"
-    )
+        make_rounded_store(folder, Rounding(texts=[""]), **how)
+    store = make_rounded_store(folder, Rounding(texts=[""]), quantizer="codebook", **how)
+    assert read_manifest(store).quantizer.endswith("calibrated")
     assert len(fitted) == 8
 
 
@@ -105,7 +105,7 @@ def test_the_command_calibrates_on_a_text_or_on_the_models_own(cli: Cli, tiny: P
         ended = cli("convert", tiny, "--calibrate", *more, "-o", target, "-t", 1)
         assert ended.code == 0 and ended.out == f"{target}\n", ended.err
         assert read_manifest(target).quantizer == "codebook-calibrated"
-    assert "add that" in complaint(cli("convert", tiny, "--text", text), 2)
+    assert "add one" in complaint(cli("convert", tiny, "--text", text), 2)
     assert "leave out --quantizer" in complaint(cli("convert", tiny, "--calibrate", "--quantizer", "rtn"), 2)
     assert "--sparsity" in complaint(cli("convert", tiny, "--calibrate", "--sparsity", "0.5"), 2)
 
@@ -114,18 +114,19 @@ def test_matrices_that_no_text_passes_are_rounded_as_without_one(tmp_path: Path)
     folder = save_checkpoint(random_model("llama"), tmp_path / "model")
     fit = CalibratedMatrices(StreamedModel(*opened(folder), [[1, 17, 130]], map), map)
     values = torch.randn(32, 64)
-    found = fit(TensorSpec("draft.fc", TensorRole.MATRIX, (32, 64)), values, map)
+    found = fit(TensorSpec("draft.fc", TensorRole.MATRIX, (32, 64)), values, "codebook", map)
     assert torch.equal(found.tiles, quantize(values, "codebook").tiles)
 
 
 def test_text_must_be_long_enough(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has too few tokens \(1\); give one of at least 512"):
-        make_calibrated_store(tiny, ["Hello"], cache=tmp_path)
+        make_rounded_store(tiny, Rounding(texts=["Hello"]), cache=tmp_path)
 
 
-def test_a_short_text_is_warned_of(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_short_and_repetitive_texts_are_warned_of(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
     for n_repeats, is_short in ((20, True), (120, False)):
         text.write_text(STORY * n_repeats)
         ended = cli("convert", tiny, "--calibrate", "--text", text, "-o", tmp_path / f"store{n_repeats}", "-t", 1)
         assert ended.code == 0 and ("tokens, so other texts may get worse" in ended.err) == is_short, ended.err
+        assert "The text repeats itself (" in ended.err

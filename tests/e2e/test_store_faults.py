@@ -103,7 +103,7 @@ def test_an_interrupt_anywhere_is_gone_on_from(
             assert bool(notes) == (partial and "acquire_lock" in disk.calls[: fail_at - 1])
             disk.error.__dict__.pop("__notes__", None)
         assert contents(made_store(model_folder, target)) == whole
-        assert {path.name for path in tmp_path.iterdir()} == {"store", "store.lock"}
+        assert {path.name for path in tmp_path.iterdir()} == {"store"}
         if len(disk.calls) < fail_at:
             break
         FileSystem().remove_tree(target)

@@ -4,6 +4,8 @@ import os
 import random
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 from hetero_ee.weights.store.reader import open_store
 from tests.store_processes import RENAMED, convert_slowly, fork_server
 from tests.store_support import contents, made_store
@@ -76,7 +79,7 @@ def test_kills_at_any_moment(model_folder: Path, tmp_path: Path, whole: dict[str
             shutil.rmtree(target)
     assert n_early > n_kills / 3
     assert contents(made_store(model_folder, target)) == whole
-    assert {path.name for path in tmp_path.iterdir()} <= {"store", "store.lock", "log"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"store", "log"}
 
 
 @pytest.mark.parametrize("n_rounds", [3, pytest.param(50, marks=pytest.mark.slow)])
@@ -96,7 +99,7 @@ def test_processes_at_once_make_one_store(
                 context.__exit__(None, None, None)
         assert {event for events in said for event in events} <= {"waiting"}
         assert (folder / "log").read_text().count(RENAMED) == 1
-        assert {path.name for path in folder.iterdir()} == {"store", "store.lock", "log"}
+        assert {path.name for path in folder.iterdir()} == {"store", "log"}
 
 
 def test_who_waits_goes_on_with_what_a_killed_process_has_left(
@@ -118,3 +121,19 @@ def test_threads_of_one_process_take_turns(model_folder: Path, tmp_path: Path, w
         made = list(pool.map(lambda _: made_store(model_folder, tmp_path / "store"), range(3)))
     assert len(set(made)) == 1 and contents(made[0]) == whole
     assert open_store(made[0], read_spec(made[0])).n_weights > 0
+
+
+def test_a_lock_that_is_removed_while_others_wait_keeps_them_apart(tmp_path: Path) -> None:
+    """Each holder removes the file, so that those who wait have opened one that is no longer there."""
+    target, held, n_together = tmp_path / "store", threading.Lock(), []
+
+    def hold(_: int) -> None:
+        for _ in range(8):
+            with store_lock(target, FileSystem(), lambda: None):
+                n_together.append(held.acquire(blocking=False))
+                time.sleep(0.002)
+                held.release()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(hold, range(4)))
+    assert len(n_together) == 32 and all(n_together) and not list(tmp_path.iterdir())

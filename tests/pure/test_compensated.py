@@ -31,6 +31,15 @@ def test_products_have_less_error_than_those_of_plainly_rounded_weights(n_rows: 
     assert product_error(found, weight, x) < 0.5 * product_error(quantize(weight, "codebook"), weight, x)
 
 
+@pytest.mark.parametrize("layout", ["int5", "int6", "int8"])
+@pytest.mark.parametrize(("n_rows", "n_columns"), [(48, 96), (37, 70)])
+def test_so_do_products_at_more_bits(layout: str, n_rows: int, n_columns: int) -> None:
+    weight, x = torch.randn(n_rows, n_columns), correlated_inputs(n_columns)
+    found = quantize_for_inputs(weight, [second_moments([x], map)], layout)
+    assert found.layout == layout and found.shape == weight.shape
+    assert product_error(found, weight, x) < 0.6 * product_error(quantize(weight, layout), weight, x)
+
+
 def test_each_step_reduces_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(64, 128), correlated_inputs(128)
     moments = [second_moments([x], map)]
@@ -63,7 +72,7 @@ def test_bytes_do_not_depend_on_workers() -> None:
     weight, x = torch.randn(600, 1056), correlated_inputs(1056, 400)
     alone = quantize_for_inputs(weight, [second_moments([x], map)])
     with ThreadPoolExecutor(3) as pool:
-        shared = quantize_for_inputs(weight, [second_moments([x], pool.map)], pool.map)
+        shared = quantize_for_inputs(weight, [second_moments([x], pool.map)], workers=pool.map)
     assert torch.equal(alone.tiles, shared.tiles) and torch.equal(alone.scales, shared.scales)
 
 

@@ -1,12 +1,12 @@
 """`hetero-ee convert` and `hetero-ee pull`: turn a checkpoint into a store before the first generation."""
 
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.terminal.output import print_path, printable, say, table
@@ -15,9 +15,12 @@ from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
+    from hetero_ee.quality.stores import Rounding
     from hetero_ee.weights.store.import_report import ImportedType
 
 STANDARD_INPUT = "-"
+UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})?")
 HEAD = ("in the file", "here", "matrices", "weights", "relative squared error")
 NOT_HERE = dict.fromkeys(("activations", "context_tokens", "profile"), "nothing is run")
 
@@ -33,22 +36,52 @@ def convert(
         bool,
         typer.Option("--calibrate", help="Round each matrix for the inputs that it gets from a text: slower, better."),
     ] = False,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            min=4.5,
+            max=8.5,
+            help="Average bits per weight of the layers, with scales: more where they matter more.",
+        ),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="GIB", help="The same as a size of all weights, such as 6GiB or 700MiB.")
+    ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text for --calibrate, - for standard input; repeatable. [default: the model's own]"),
+        typer.Option(
+            help="Text for --calibrate, --bits or --size, - for standard input; repeatable. [default: the model's own]"
+        ),
     ] = None,
 ) -> None:
     """Convert a model to 4-bit weights, and print where it is kept. If interrupted, run it again: it resumes."""
-    if text and not calibrate:
-        raise UsageError("--text is for --calibrate; add that, or leave --text out.")
-    texts = [read_text("text", None if str(file) == STANDARD_INPUT else file) for file in text or ()]
-    _print_made(_converted(engine, model, output, calibrate=calibrate, texts=texts or None))
+    if bits is not None and size is not None:
+        raise UsageError("--bits and --size both say how large the weights are; leave one out.")
+    is_rounded = calibrate or bits is not None or size is not None
+    if text and not is_rounded:
+        raise UsageError("--text is for --calibrate, --bits or --size; add one, or leave --text out.")
+    rounding = None
+    if is_rounded:
+        with ending_at_once():
+            from hetero_ee.quality.stores import Rounding
+
+        texts = [read_text("text", None if str(file) == STANDARD_INPUT else file) for file in text or ()]
+        rounding = Rounding(calibrate, texts or None, bits=bits, n_bytes=None if size is None else _bytes_of(size))
+    _print_made(_converted(engine, model, output, rounding=rounding))
 
 
 @with_options(without=NOT_HERE)
 def pull(engine: ModelOptions, model: ModelArgument = None) -> None:
     """Download a model and convert it to 4-bit weights, for later. Nothing is run; prints where it is kept."""
     _print_made(_converted(engine, model, None, keeps_stores=True))
+
+
+def _bytes_of(size: str) -> int:
+    """Return a size in bytes. It is in GiB unless a unit follows."""
+    found = SIZE.fullmatch(size.strip())
+    if found is None:
+        raise UsageError(f"--size is {shown(size)}, expected a number of GiB, or one with a unit, such as 700MiB.")
+    return int(float(found[1]) * UNITS[found[2] or "GiB"])
 
 
 def _print_made(store: Path) -> None:
@@ -73,8 +106,7 @@ def _converted(
     output: Path | None,
     *,
     keeps_stores: bool = False,
-    calibrate: bool = False,
-    texts: Sequence[str] | None = None,
+    rounding: "Rounding | None" = None,
 ) -> Path:
     """Return the store of the model. If keeps_stores is true, the model may already be a store."""
     options = engine.arguments(model)
@@ -102,11 +134,11 @@ def _converted(
         use_kernel_cache(cache_folder(), progress)
         how: dict[str, Any] = {"cache": cache_folder(), "output": output, "quantizer": options["quantizer"]}
         how |= {"threads": usable_threads(options["threads"]), "progress": progress}
-        if calibrate:
-            from hetero_ee.quality.calibrated import make_calibrated_store
+        if rounding is not None:
+            from hetero_ee.quality.stores import make_rounded_store
 
             if asked is not None:
-                raise UsageError("--calibrate has no neuron-major FFNs; leave out --sparsity.")
-            return make_calibrated_store(folder, texts, **how)
+                raise UsageError("--calibrate, --bits and --size have no neuron-major FFNs; leave out --sparsity.")
+            return make_rounded_store(folder, rounding, **how)
         in_rows = asked is not None and asked.first_in_rows
         return make_store(folder, neuron_major=asked is not None, first_in_rows=in_rows, **how)

@@ -42,8 +42,8 @@ FOUR_BITS = (
     "as GGUF, keep their own codes"
 )
 NOTICED_WEIGHTS = 10**8  # smaller models are toys and get no FOUR_BITS notice; the demo loses 0.004 nats
-# Quantizes a matrix for the inputs that it receives from a text. Called for matrices in the order of their blocks.
-Fit = Callable[[TensorSpec, Tensor, Workers], TileWeight]
+# Rounds a matrix as a quantizer does, for the inputs that it receives from a text. Called in the order of the blocks.
+Fit = Callable[[TensorSpec, Tensor, str, Workers], TileWeight]
 FitWith = Callable[[Workers], Fit]  # makes one when a conversion begins
 WAITING = "Another process is converting this model; waiting for it"
 
@@ -71,7 +71,7 @@ def convert(
     uses its result. Resumes a conversion that was interrupted.
 
     Args:
-        fit_with: if given, quantizes the 4-bit matrices of layers that don't keep the checkpoint's codes.
+        fit_with: if given, quantizes the layers' matrices that don't keep the checkpoint's codes.
 
     Raises:
         CheckpointError, StoreError: The checkpoint can't be read, or the store can't be written.
@@ -88,7 +88,7 @@ def convert(
 
     with store_lock(target, files, waiting):
         if not is_store(target):
-            with _resumable(target), _worker_threads(threads) as workers:
+            with _resumable(target), worker_threads(threads) as workers:
                 fit = fit_with and fit_with(workers)
                 _write(source, checkpoint, target, quantization, workers, progress, files, fit)
     return target
@@ -158,8 +158,8 @@ def _resumable(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _worker_threads(n_threads: int) -> Iterator[Workers]:
-    """Yield the map function of a pool of threads that share the chunks of a tensor.
+def worker_threads(n_threads: int) -> Iterator[Workers]:
+    """Yield the map function of a pool of threads that share the parts of a tensor's or a block's work.
 
     torch's own threads wait for each other after every operation. With one core busy elsewhere, converting the demo
     model took 300 s with them and 7 s without (2-core Zen 5, 2026-11-21).
@@ -179,8 +179,9 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
         raise UsageError(
             f"{spec.architecture} has biases next to its gates, as neuron-major FFNs can't; leave out --sparsity."
         )
-    kept = spec if quantization.own else spec.in_plain_int4
-    return replace(kept, neuron_major=quantization.neuron_major, first_in_rows=quantization.first_in_rows)
+    layouts = spec.matrix_layouts if quantization.own else quantization.layouts
+    laid_out = replace(spec, matrix_layouts=layouts, neuron_major=quantization.neuron_major)
+    return replace(laid_out, first_in_rows=quantization.first_in_rows)
 
 
 def _read_ahead(
@@ -210,8 +211,8 @@ def _quantized(
     if isinstance(found, KeptCodes) or not is_quantized(tensor.role):
         return found
     quantizer = quantization.quantizer_of(tensor.role)
-    is_fitted = fit is not None and tensor.role is TensorRole.MATRIX
-    weight = fit(tensor, found, workers) if fit and is_fitted else quantize(found, quantizer, workers)
+    is_fitted = tensor.role is TensorRole.MATRIX or tensor.name in dict(quantization.layouts)
+    weight = fit(tensor, found, quantizer, workers) if fit and is_fitted else quantize(found, quantizer, workers)
     return KeptCodes(weight, [found])
 
 

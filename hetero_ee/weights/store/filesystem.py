@@ -19,6 +19,7 @@ UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 UNFINISHED_SUFFIX = ".new"  # of a file or folder that is renamed once it is complete
 POLL_S = 0.1  # between two attempts of a process that waits for a lock
+REMOVED_LOCKS = 3  # attempts after finding a lock held whose file is gone
 ELSEWHERE = "set HETERO_EE_CACHE_DIR to a folder on another disk"
 
 
@@ -104,15 +105,24 @@ class FileSystem:
         """
         import filelock
 
-        lock = filelock.FileLock(file, fallback_to_soft=False)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            if not file.is_file():  # a file that can't be created looks like a lock that another process holds
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file)) from None
-            waiting()
-            lock.acquire(poll_interval=POLL_S)
-        return lock
+        lock, n_missed, is_waiting = filelock.FileLock(file, fallback_to_soft=False), 0, False
+        while True:
+            try:
+                lock.acquire(timeout=POLL_S if is_waiting else 0)
+            except filelock.Timeout:
+                if not file.is_file():
+                    n_missed += 1
+                    if n_missed > REMOVED_LOCKS:  # a file that can't be created looks like a held lock
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file)) from None
+                elif not is_waiting:
+                    is_waiting = True
+                    waiting()
+                continue
+            descriptor = lock._context.lock_file_fd
+            with suppress(FileNotFoundError):
+                if descriptor is not None and os.path.samestat(file.stat(), os.fstat(descriptor)):
+                    return lock
+            lock.release()  # its last holder has removed this file
 
     def _opened(self, file: Path, flags: int, mode: str) -> BinaryIO:
         """Open a file, but never through a link, so that no file outside the store is written to."""
@@ -202,8 +212,12 @@ def store_lock(target: Path, files: FileSystem, waiting: Callable[[], None]) -> 
     try:
         yield
     finally:
-        with suppress(OSError):  # the store is what matters; the lock ends with this process
-            lock.release()
+        try:
+            with suppress(OSError):
+                Path(lock.lock_file).unlink()  # while it is held, so that no other process holds the same file
+        finally:
+            with suppress(OSError):  # the store is what matters; the lock ends with this process
+                lock.release()
 
 
 def make_folders(folder: Path, files: FileSystem) -> None:

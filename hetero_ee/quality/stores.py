@@ -1,0 +1,151 @@
+"""Convert a model to a store whose matrices are rounded as texts show: for their inputs, or with bits dealt out."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.calibration.stages import Chunk
+from hetero_ee.config import Progress, warner
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.models.blocks import all_tensors
+from hetero_ee.models.draft_head import stored_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import MODEL_OPTIONS
+from hetero_ee.quality.bits import MEASURED_TOKENS, dealt_layouts, layout_bytes, rounding_costs
+from hetero_ee.quality.calibrated import CalibratedMatrices
+from hetero_ee.quality.streamed import StreamedModel, opened
+from hetero_ee.quality.texts import distinct_share, own_windows, text_windows
+from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, Workers
+from hetero_ee.weights.store.conversion import planned_bytes, stored_spec, worker_threads
+from hetero_ee.weights.store.library import make_quantized, open_cached, require_checkpoint
+from hetero_ee.weights.store.manifest import ALIGNMENT_BYTES
+
+CALIBRATED_TOKENS, DEALT_TOKENS = 8192, 2048
+FEW = 0.25  # of the tokens asked for: with fewer, matrices follow the text's own words more than the language
+REPETITIVE = 0.5  # share of distinct runs of tokens; novels and TinyStories have 0.9 or more
+METHOD_VERSION = 1  # increases when the bytes of calibrated stores change
+MEASURED_WINDOW = 64  # tokens, so that MEASURED_TOKENS come from several places
+CALIBRATED_QUANTIZERS = (DEFAULT_QUANTIZER, "int5", "int6", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How a conversion rounds matrices. At most one of `bits` and `n_bytes` is given."""
+
+    calibrates: bool = True  # rounds each matrix for its inputs
+    texts: Sequence[str] | None = None  # None for texts that the model writes after a conversion without them
+    n_tokens: int | None = None  # of the texts to use
+    bits: float | None = None  # to deal out: average per weight of the layers' matrices, scales included
+    n_bytes: int | None = None  # the same as a size of all weights
+
+    @property
+    def deals(self) -> bool:
+        """Whether bits are dealt out over the matrices."""
+        return self.bits is not None or self.n_bytes is not None
+
+
+def make_rounded_store(
+    folder: Path,
+    rounding: Rounding,
+    *,
+    cache: Path,
+    output: Path | None = None,
+    quantizer: str | None = None,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> Path:
+    """Convert the checkpoint in `folder` as `make_store` does, with matrices rounded as `rounding` says.
+
+    Memory holds one block's weights in fp32, its inputs for all tokens, and second moments. If interrupted, the next
+    call resumes: it passes the text through the finished blocks again.
+
+    Raises:
+        UsageError: if the text is too short, the size too small, or all matrices keep the checkpoint's codes.
+        HeteroError: as `make_store` does.
+    """
+    require_checkpoint(folder)
+    known = (DEFAULT_QUANTIZER,) if rounding.deals else CALIBRATED_QUANTIZERS
+    if quantizer not in (None, *known):
+        what = "bits are dealt out" if rounding.deals else "matrices are calibrated"
+        raise UsageError(
+            f"{what} with {', '.join(known)}; leave out ", MODEL_OPTIONS["quantizer"], f" {shown(quantizer)}."
+        )
+    spec, chosen = read_spec(folder), Quantization.of_model(folder, quantizer)
+    if chosen.own is not None:
+        raise UsageError(
+            f"{folder.name} keeps its own codes ({chosen.own}), which would not change; add ",
+            MODEL_OPTIONS["quantizer"],
+            f" {DEFAULT_QUANTIZER} to replace them.",
+        )
+    how: dict[str, Any] = {"threads": threads, "progress": progress}
+    windows = _windows(folder, spec, chosen, rounding, cache, how)
+    if rounding.deals:
+        with worker_threads(threads) as workers:
+            chosen = _dealt(folder, chosen, rounding, windows, workers, progress)
+    if not rounding.calibrates:
+        return make_quantized(folder, chosen, cache=cache, output=output, **how)
+    identity = hashlib.sha256(json.dumps([METHOD_VERSION, windows]).encode()).hexdigest()[:16]
+
+    def matrices(workers: Workers) -> CalibratedMatrices:
+        return CalibratedMatrices(StreamedModel(*opened(folder), windows, workers), workers)
+
+    calibrated = replace(chosen, calibration=identity)
+    return make_quantized(folder, calibrated, cache=cache, output=output, fit_with=matrices, **how)
+
+
+def _windows(
+    folder: Path, spec: ModelSpec, plain: Quantization, rounding: Rounding, cache: Path, how: dict[str, Any]
+) -> list[Chunk]:
+    """Return the token ids of the texts, and warn of texts that say little about others."""
+    n_tokens = rounding.n_tokens or (CALIBRATED_TOKENS if rounding.calibrates else DEALT_TOKENS)
+    if rounding.texts is None:
+        store, _ = open_cached(folder, spec, plain, cache, **how)
+        return own_windows(store, n_tokens, how["threads"], how["progress"])
+    windows = text_windows(Tokenizer.load(folder, spec.vocab_size), rounding.texts, n_tokens)
+    warn = warner(how["progress"])
+    if (n_found := sum(map(len, windows))) < FEW * n_tokens:
+        warn(f"The text has only {n_found:,} tokens, so other texts may get worse; {n_tokens:,} or more are better.")
+    if (share := distinct_share(windows)) < REPETITIVE:
+        warn(f"The text repeats itself ({share:.0%} of its phrases are distinct), so other texts may get worse.")
+    return windows
+
+
+def measured_windows(windows: Sequence[Chunk]) -> list[Chunk]:
+    """Return the beginnings of some windows, spread evenly, of MEASURED_TOKENS in all."""
+    some = windows[:: max(1, len(windows) * MEASURED_WINDOW // MEASURED_TOKENS)]
+    return [window[:MEASURED_WINDOW] for window in some]
+
+
+def _dealt(
+    folder: Path,
+    plain: Quantization,
+    rounding: Rounding,
+    windows: Sequence[Chunk],
+    workers: Workers,
+    progress: Progress | None,
+) -> Quantization:
+    """Return the quantization with the layouts that the budget allows. Raises: UsageError: if it is too small."""
+    spec, read = opened(folder)
+    model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
+    matrices = [each for block in model.layer_blocks() for each in block.tensors.values()]
+    matrices = [each for each in matrices if each.role is TensorRole.MATRIX]
+    n_weights, least = sum(each.n_elements for each in matrices), sum(layout_bytes(each, "int4") for each in matrices)
+    if rounding.n_bytes is None:
+        n_bytes = int((rounding.bits or 0.0) * n_weights / 8)
+    else:  # each matrix has two regions that begin at a page
+        others = planned_bytes(all_tensors(stored_blocks(stored_spec(spec, plain))), plain) - least
+        n_bytes = rounding.n_bytes - others - 2 * ALIGNMENT_BYTES * len(matrices)
+    if n_bytes < least:
+        missing, least_bits = (least - n_bytes) / 2**20, 8 * least / n_weights
+        raise UsageError(f"the size is {missing:,.1f} MiB too small for {least_bits:.2f} bits a weight, the least.")
+    layouts = dealt_layouts(rounding_costs(model, plain.matrices, workers, progress), n_bytes)
+    bits = 8 * sum(layout_bytes(each, layouts[each.name]) for each in matrices) / n_weights
+    wider = tuple(sorted((name, layout) for name, layout in layouts.items() if layout != "int4"))
+    return replace(plain, bits=round(bits, 2), layouts=wider)

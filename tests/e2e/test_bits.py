@@ -1,0 +1,101 @@
+"""`hetero-ee convert --bits` and `--size`: bits go where rounding costs most, within the budget, and the store runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_ee import Engine
+from hetero_ee.errors import UsageError
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
+from hetero_ee.quality.bits import ERRORS, dealt_layouts, layout_bytes, rounding_costs
+from hetero_ee.quality.stores import Rounding, make_rounded_store
+from hetero_ee.quality.streamed import StreamedModel, opened
+from hetero_ee.weights.quantizers import quantize
+from hetero_ee.weights.store.manifest import Manifest, read_manifest
+from hetero_ee.weights.store.reader import open_store
+from tests.command_line import Cli, complaint
+from tests.families import FAMILIES, random_model, save_checkpoint
+
+STORY = "Once upon a time there was a little cat. It had a big red ball and a friend. They played all day.\n"
+TEXTS = [[1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64], [5, 9, 11, 4], [11, 8] * 15]
+
+
+def layer_bits(manifest: Manifest) -> float:
+    mine = [each for each in manifest.entries if each.name.startswith("layers.") and each.layout != "fp32"]
+    n_weights = sum(each.shape[0] * each.shape[1] for each in mine)
+    return 8 * sum(each.data_bytes + each.scales_bytes for each in mine) / n_weights
+
+
+def matrix(name: str, n_rows: int = 32, n_columns: int = 64) -> TensorSpec:
+    return TensorSpec(name, TensorRole.MATRIX, (n_rows, n_columns))
+
+
+def test_relative_errors_are_those_of_gaussian_weights() -> None:
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    for name, error in ERRORS.items():
+        found = quantize(weight, "codebook" if name == "int4" else name).dequantize()
+        assert float((found - weight).square().sum() / weight.square().sum()) == pytest.approx(error, rel=0.1)
+
+
+def test_the_budget_is_spent_on_the_steps_that_save_most_per_byte() -> None:
+    costs = {matrix("a"): 1.0, matrix("b", 64): 1.0, matrix("c"): 0.01}
+    least = sum(layout_bytes(tensor, "int4") for tensor in costs)
+    step = layout_bytes(matrix("a"), "int5") - layout_bytes(matrix("a"), "int4")
+    assert dealt_layouts(costs, least) == dict.fromkeys("abc", "int4")
+    assert dealt_layouts(costs, least + step) == {"a": "int5", "b": "int4", "c": "int4"}
+    assert dealt_layouts(costs, least + 3 * step) == {"a": "int5", "b": "int5", "c": "int4"}
+    assert dealt_layouts(costs, 10**6) == dict.fromkeys("abc", "int8")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.few(6)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_costs_add_up_to_the_divergence_of_each_group(family: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(random_model(family), tmp_path / "model")
+    spec, read = opened(folder)
+    model = StreamedModel(spec, read, TEXTS, map)
+    costs = rounding_costs(model, "codebook", map)
+    assert costs and min(costs.values()) > 0
+    alone = StreamedModel(spec, read, TEXTS, map)
+    for block in alone.layer_blocks():
+        alone.pass_block(block, alone.weights([block]))
+    for mine, theirs in zip(model.states, alone.states, strict=True):  # the groups' runs have left the model alone
+        assert torch.equal(mine, theirs)
+
+
+def test_the_command_keeps_to_the_bits(cli: Cli, stories260k: Path, tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text(STORY * 40)
+    ended = cli("convert", stories260k, "--bits", 5.2, "--text", text, "-o", tmp_path / "store", "-t", 1)
+    assert ended.code == 0, ended.err
+    manifest = read_manifest(tmp_path / "store")
+    assert 5.1 < layer_bits(manifest) <= 5.2 and manifest.quantizer.startswith("codebook-5.1")
+    assert len({each.layout for each in manifest.entries if each.name.startswith("layers.")}) > 2
+    with Engine.from_pretrained(tmp_path / "store", profile="off", threads=1) as engine:
+        assert engine.generate("Once upon", max_new_tokens=3, temperature=0).text
+    again = cli("convert", stories260k, "--bits", 5.2, "--text", text, "-o", tmp_path / "store", "-t", 1)
+    assert again.code == 0, again.err
+    other = cli("convert", stories260k, "--bits", 6, "--text", text, "-o", tmp_path / "store", "-t", 1)
+    assert other.code == 2 and "not the store of this model" in other.err
+
+
+def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path, tmp_path: Path) -> None:
+    plain, target = 20_000, tmp_path / "store"
+    texts = [STORY * 40]
+    how = {"cache": tmp_path / "cache", "output": target, "threads": 1}
+    with pytest.raises(UsageError, match=r"MiB too small for 4\.50 bits a weight"):
+        make_rounded_store(tiny, Rounding(texts=texts, n_bytes=plain), **how)
+    make_rounded_store(tiny, Rounding(texts=texts, n_bytes=2 * 10**5, n_tokens=600), **how)
+    manifest = read_manifest(target)
+    assert manifest.weights_bytes <= 2 * 10**5 and manifest.quantizer.endswith("-calibrated")
+    assert layer_bits(manifest) > 4.5
+    assert open_store(target, read_spec(tiny)).n_bytes <= 2 * 10**5
+
+
+def test_what_cannot_be_dealt_is_refused(cli: Cli, tiny: Path) -> None:
+    assert "leave one out" in complaint(cli("convert", tiny, "--bits", 5, "--size", "6GiB"), 2)
+    assert "expected a number of GiB" in complaint(cli("convert", tiny, "--size", "6 apples"), 2)
+    assert "leave out --quantizer" in complaint(cli("convert", tiny, "--bits", 5, "--quantizer", "int6"), 2)
+    assert cli("convert", tiny, "--bits", 3).code == 2
