@@ -144,7 +144,9 @@ def _dealt(
         n_bytes = rounding.n_bytes - others - 2 * ALIGNMENT_BYTES * len(matrices)
     if n_bytes < least:
         missing, least_bits = (least - n_bytes) / 2**20, 8 * least / n_weights
-        raise UsageError(f"the size is {missing:,.1f} MiB too small for {least_bits:.2f} bits a weight, the least.")
+        raise UsageError(
+            f"the size is {missing:,.2f} MiB too small: the layers' matrices need {least_bits:.2f} bits or more."
+        )
     layouts = dealt_layouts(rounding_costs(model, plain.matrices, workers, progress), n_bytes)
     bits = 8 * sum(layout_bytes(each, layouts[each.name]) for each in matrices) / n_weights
     wider = tuple(sorted((name, layout) for name, layout in layouts.items() if layout != "int4"))

@@ -82,16 +82,15 @@ def test_the_command_keeps_to_the_bits(cli: Cli, stories260k: Path, tmp_path: Pa
 
 
 def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path, tmp_path: Path) -> None:
-    plain, target = 20_000, tmp_path / "store"
-    texts = [STORY * 40]
+    target, texts = tmp_path / "store", [STORY * 40]
     how = {"cache": tmp_path / "cache", "output": target, "threads": 1}
-    with pytest.raises(UsageError, match=r"MiB too small for 4\.50 bits a weight"):
-        make_rounded_store(tiny, Rounding(texts=texts, n_bytes=plain), **how)
-    make_rounded_store(tiny, Rounding(texts=texts, n_bytes=2 * 10**5, n_tokens=600), **how)
+    with pytest.raises(UsageError, match=r"MiB too small: the layers' matrices need 6\.07 bits"):
+        make_rounded_store(tiny, Rounding(texts=texts, n_bytes=20_000), **how)
+    make_rounded_store(tiny, Rounding(texts=texts, n_bytes=750_000, n_tokens=600), **how)
     manifest = read_manifest(target)
-    assert manifest.weights_bytes <= 2 * 10**5 and manifest.quantizer.endswith("-calibrated")
-    assert layer_bits(manifest) > 4.5
-    assert open_store(target, read_spec(tiny)).n_bytes <= 2 * 10**5
+    assert manifest.weights_bytes <= 750_000 and manifest.quantizer.endswith("-calibrated")
+    assert layer_bits(manifest) > 6.5
+    assert open_store(target, read_spec(tiny)).n_bytes <= 750_000
 
 
 def test_what_cannot_be_dealt_is_refused(cli: Cli, tiny: Path) -> None:
