@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Self, Unpack
 
+from hetero_ee.decoding.channels import answer, channel_ids, with_thoughts
 from hetero_ee.decoding.requests import Continuation, common_length, room_for_reply
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.errors import HeteroError, UsageError, shown
@@ -265,11 +266,13 @@ class Conversation:
         n_cached = self._executor.cache.truncate(self._sequence, n_cached)
         self._cached_ids = ids[:n_cached]
         tokens = self._generate(Continuation(self._sequence, ids), params)
+        if markers := channel_ids(self._tokenizer):
+            tokens = with_thoughts(tokens, markers)
         computed, text = ids[n_cached:], ""
         for token in tokens:
             self._cached_ids.extend(computed)
             computed, text = [token.token_id], text + token.text
-            self._messages = [*messages, Message("assistant", text)]
+            self._messages = [*messages, Message("assistant", answer(text) if markers else text)]
             yield token
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, HeteroError, ModelError, UsageError
+from hetero_ee.decoding.channels import CHANNEL, MESSAGE, START
 from hetero_ee.decoding.conversation import Conversation, Reply
-from hetero_ee.decoding.result import FinishReason
+from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.text.chat_template import Message
 from tests.chat_support import CHATML, GEMMA, LINES, LLAMA_2, text_of
 from tests.families import random_model, save_checkpoint
@@ -53,6 +54,17 @@ def said(chat: Conversation) -> list[str]:
 
 
 # Turns.
+
+
+def test_only_the_answer_of_a_reply_with_channels_is_kept(chat: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = {1: CHANNEL, 2: MESSAGE, 3: START}
+    texts = ["", "analysis", "", "Hm.", "", "assistant", "", "final", "", "Yes."]
+    ids = [1, 9, 2, 9, 3, 9, 1, 9, 2, 9]
+    made = [GeneratedToken(text, each, 0, 0, None, 0.0) for text, each in zip(texts, ids, strict=True)]
+    monkeypatch.setattr("hetero_ee.decoding.conversation.channel_ids", lambda tokenizer: markers)
+    monkeypatch.setattr(chat, "_generate", lambda continuation, params: iter(made))
+    assert "".join(token.text for token in chat.send("Well?")) == "<think>Hm.</think>\nYes."
+    assert said(chat) == ["Well?", "Yes."]
 
 
 @pytest.mark.few(6)

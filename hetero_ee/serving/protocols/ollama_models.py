@@ -7,10 +7,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from hetero_ee.decoding.channels import THINK
 from hetero_ee.serving.models import Models
 from hetero_ee.serving.protocols.body import read_body
 from hetero_ee.serving.served_model import ServedModel
-from hetero_ee.serving.tools.tool_format import THINK
 
 VERSION = "0.12.6"  # ollama version whose answers these follow; some clients require a minimum
 NEVER = "9999-12-31T23:59:59Z"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hetero_ee.decoding.channels import CHANNEL, THINK
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
@@ -14,7 +15,7 @@ from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
 from hetero_ee.serving.tools.reply_reader import ReplyReader
 from hetero_ee.serving.tools.tool import Tool, ToolUse
-from hetero_ee.serving.tools.tool_format import CHANNEL, HERMES, THINK, ToolFormat, recognised
+from hetero_ee.serving.tools.tool_format import HERMES, ToolFormat, recognised
 from hetero_ee.text.chat_template import Message
 
 

@@ -5,9 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hetero_ee.decoding.channels import THINK, THINK_END
 from hetero_ee.decoding.constrained.grammars import JSON_STYLE
 from hetero_ee.serving.tools.tool import ToolUse
-from hetero_ee.serving.tools.tool_format import THINK, THINK_END, ToolFormat
+from hetero_ee.serving.tools.tool_format import ToolFormat
 
 TEXT = r"TEXT: /(.|\n)*/"
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_ee.serving.tools.tool_format import CHANNEL, MESSAGE, START, THINK, THINK_END, ToolFormat
+from hetero_ee.decoding.channels import ANALYSIS, CHANNEL, MESSAGE, START, THINK, THINK_END
+from hetero_ee.serving.tools.tool_format import ToolFormat
 
 THOUGHT, SAID, CALLED, ARGUMENTS = "thought", "said", "called", "arguments"
 
@@ -85,7 +86,7 @@ class ReplyReader:
         """Read the head of a message, which ends with MESSAGE. A reply without heads is content."""
         head, found, rest = self._buffer.partition(MESSAGE)
         if found:
-            is_thought = head.partition(CHANNEL)[2].startswith("analysis")
+            is_thought = head.partition(CHANNEL)[2].startswith(ANALYSIS)
             self._buffer, self._kind, self._state = rest, THOUGHT if is_thought else SAID, self._message
             return []
         if not any(each.startswith(head[: len(each)]) for each in (CHANNEL, START)):

@@ -3,10 +3,7 @@
 import json
 from dataclasses import dataclass
 
-THINK, THINK_END = "<think>", "</think>"
-# Of gpt-oss, whose replies are messages, such as
-# "<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...".
-CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+from hetero_ee.decoding.channels import CHANNEL, MESSAGE, START, THINK, THINK_END
 
 
 @dataclass(frozen=True, slots=True)
