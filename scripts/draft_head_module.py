@@ -29,6 +29,7 @@ class TrainingHead(nn.Module):
 
     names = NAMES
     token_ids: Tensor | None = None
+    rows: Tensor | None = None  # of the model's lm_head, (k, hidden), None for all
 
     def __init__(self, spec: ModelSpec, embedding: Tensor) -> None:
         super().__init__()

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from draft_head_module import LAYER, NAMES, TrainingHead
 from torch import Tensor, nn
 
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.speculation.sources.eagle3 import MAX_CAPTURED
 
 EAGLE_3_NAMES = NAMES | {
     "embedding_norm": f"{LAYER}input_layernorm.weight",
     "hidden_norm": f"{LAYER}hidden_norm.weight",
     "head_norm": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
+    **{f"fc_norm.{number}": f"fc_norm.{number}.weight" for number in range(MAX_CAPTURED)},
 }
 
 
 class Eagle3TrainingHead(TrainingHead):
-    """fc of the captured states, a layer whose attention sees embedding and state side by side, a norm and a head.
+    """fc of the captured states, each normed, a layer whose attention sees embedding and state, a norm and a head.
 
-    n_captured: states that it sees. head_rows: fp32 (k, hidden), what its head starts from; token_ids: (k,) that they
+    n_captured: states that it sees. head_rows: fp32 (k, hidden), rows of the model's lm_head; token_ids: (k,) that they
     are of, None for all.
     """
 
@@ -38,20 +40,27 @@ class Eagle3TrainingHead(TrainingHead):
         self.k_proj = nn.Linear(2 * size, spec.kv_size, bias=False)
         self.v_proj = nn.Linear(2 * size, spec.kv_size, bias=False)
         self.embedding_norm, self.hidden_norm, self.head_norm = (nn.Parameter(torch.ones(size)) for _ in range(3))
-        self.lm_head = nn.Linear(size, len(head_rows), bias=False)
-        self.lm_head.weight.data.copy_(head_rows)
+        self.rows = head_rows
+        self.fc_norm = nn.ParameterList(torch.ones(size) for _ in range(n_captured))
 
-    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """See TrainingHead.tensors; with d2t, what is to be added to a draft's number to have the token's."""
-        found = super().tensors(dtype)
-        if self.token_ids is not None:
-            found["d2t"] = self.token_ids - torch.arange(len(self.token_ids))
-        return found
+    @torch.no_grad()
+    def begin_with(self, ffn: dict[str, Tensor], final_scale: Tensor, magnitude: float) -> None:
+        """Begin with the model's last FFN and final norm, which the lm_head fits, and with the last captured state.
+
+        magnitude: root mean square of the last captured state's values, which fc sees normed.
+        """
+        for name, values in ffn.items():
+            self.get_parameter(name).copy_(values)
+        self.head_norm.copy_(final_scale)
+        size = self.spec.hidden_size
+        self.fc.weight.mul_(0.1 * magnitude)[:, -size:].fill_diagonal_(magnitude)
 
     def unrolled(self, embedded: Tensor, states: Tensor, n_guesses: int) -> Iterator[Tensor]:
         """See TrainingHead.unrolled. states: (b, n, captured x hidden); what is learned passes from guess to guess."""
         held: list[tuple[Tensor, Tensor]] = []
-        state, entered = self.fc(states), self.normed(embedded, self.embedding_norm)
+        seen = zip(states.split(self.spec.hidden_size, -1), self.fc_norm, strict=True)
+        state = self.fc(torch.cat([self.normed(each, scale) for each, scale in seen], -1))
+        entered = self.normed(embedded, self.embedding_norm)
         for _ in range(n_guesses):
             x = torch.cat([entered, self.normed(state, self.hidden_norm)], -1)
             guessed = self.fed_forward(state + self.o_proj(self._attended(x, held).flatten(2)))
@@ -59,6 +68,5 @@ class Eagle3TrainingHead(TrainingHead):
             state = torch.cat([state[:, :1], guessed[:, :-1]], 1)
 
     def scores(self, guesses: Tensor, head: Tensor) -> Tensor:
-        """Logits of its own tokens, by its own head."""
-        found: Tensor = self.lm_head(self.normed(guesses, self.head_norm))
-        return found
+        """Return the logits of the draft vocabulary, by the model's lm_head, which stays as it is."""
+        return F.linear(self.normed(guesses, self.head_norm), self.rows)

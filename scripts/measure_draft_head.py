@@ -1,8 +1,9 @@
 """Measure how many of a draft head's tokens its model accepts.
 
-    python scripts/measure_draft_head.py --model DIR --head DIR --text FILE
+    python scripts/measure_draft_head.py --model MODEL --head DIR --text FILE... [--chat]
 
-The model continues the beginnings of the texts. At every token of that, the head drafts a sequence as it does in exact
+The model continues the beginnings of the texts; with --chat it replies to held-out prompts of five kinds, by its chat
+template, and each kind has its own figures. At every token of that, the head drafts a sequence as it does in exact
 mode, int4 and all, and its drafts are checked against what the model says: at position j of a sequence, the share of
 drafts that are right among those whose predecessors are. Greedy, and sampled with the noise that both sides share.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from draft_head_teacher import Teacher
-from stories import read_stories
+from draft_prompts import KINDS, PromptSource, read_passages
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.requests import Ending, Request
@@ -30,28 +31,30 @@ from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.sources.source import Choose
 
+SEED = 2  # of the prompts
+
 
 @dataclass(frozen=True)
 class Size:
     """How much is measured."""
 
-    prompts: int = 40  # texts that are continued
+    prompts: int = 40  # texts that are continued, or prompts of each kind
     prompt_tokens: int = 16  # of a text, before that
     new_tokens: int = 128  # after that, at most
     draft_length: int = 4
+    is_chat: bool = False
 
 
 def acceptance(
-    teacher: Teacher, source: DraftHeadSource, texts: Sequence[str], size: Size, params: SamplingParams
+    teacher: Teacher, source: DraftHeadSource, prompts: Sequence[list[int]], size: Size, params: SamplingParams
 ) -> dict[str, Any]:
-    """Metrics of one way to sample."""
-    beginnings = [teacher.encoded(text, size.prompt_tokens) for text in texts[: size.prompts]]
+    """Return the metrics of one way to sample."""
     right, tried = torch.zeros(size.draft_length), torch.zeros(size.draft_length)
     drafting_s = 0.0
-    for number, tokens in enumerate(teacher.continued(beginnings, size.new_tokens, [params])):
-        trace, choose = teacher.trace(tokens), _choice(teacher.executor, params, number, tokens)
-        states, started = [trace.states, *trace.captured], time.perf_counter()
-        found = accepted(source, choose, tokens, states, len(beginnings[number]), size.draft_length, number)
+    for number, trace in teacher.continued(prompts, size.new_tokens, [params]):
+        tokens, states = trace.token_ids.tolist(), [each.float() for each in (trace.states, *trace.captured)]
+        choose, started = _choice(teacher.executor, params, number, tokens), time.perf_counter()
+        found = accepted(source, choose, tokens, states, trace.first, size.draft_length, number)
         drafting_s += time.perf_counter() - started
         right, tried = right + found[0], tried + found[1]
     n_chains, n_accepted = int(tried[0]), int(right.sum())
@@ -72,27 +75,33 @@ def _choice(executor: Executor, params: SamplingParams, number: int, tokens: Seq
 
 @torch.inference_mode()
 def measure(
-    model: Path, head: Path, text: Path, size: Size, temperatures: Sequence[float], threads: int
+    model: Path, head: Path, texts: Sequence[Path], size: Size, temperatures: Sequence[float], threads: int
 ) -> dict[str, Any]:
-    """Metrics by temperature."""
-    texts = read_stories([text])
+    """Return the metrics by temperature, and by kind of prompt if there are kinds."""
+    passages = read_passages(texts)
     with Engine.from_pretrained(model, threads=threads, profile="off") as engine:
-        teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor)
-        metrics = {
-            f"temperature {temperature:g}": acceptance(
-                teacher, source, texts, size, SamplingParams(temperature=temperature)
+        teacher, source = Teacher(engine), open_draft_head(head, engine.executor)
+        if size.is_chat:
+            drawn = PromptSource(passages, SEED, held_out=True)
+            kinds = {kind: [teacher.replied(drawn.prompt(kind)) for _ in range(size.prompts)] for kind in KINDS}
+        else:
+            kinds = {"": [teacher.encoded(text, size.prompt_tokens) for text in passages[: size.prompts]]}
+        return {
+            ", ".join(filter(None, (kind, f"temperature {temperature:g}"))): acceptance(
+                teacher, source, prompts, size, SamplingParams(temperature=temperature)
             )
+            for kind, prompts in kinds.items()
             for temperature in temperatures
         }
-    return metrics
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the acceptance of a draft head.")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--model", type=Path, required=True, help="folder or GGUF file of the model")
     parser.add_argument("--head", type=Path, required=True, help="folder of the draft head")
-    parser.add_argument("--text", type=Path, required=True, help="file whose texts are continued")
-    parser.add_argument("--prompts", type=int, default=Size.prompts, help="texts")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="texts that are continued or summarized")
+    parser.add_argument("--chat", action="store_true", help="reply to held-out prompts of five kinds")
+    parser.add_argument("--prompts", type=int, default=Size.prompts, help="texts, or prompts of each kind")
     parser.add_argument("--new-tokens", type=int, default=Size.new_tokens, help="tokens after each prompt")
     parser.add_argument(
         "--draft-length", "--draft-tokens", type=int, default=Size.draft_length, help="tokens in a draft sequence"
@@ -100,7 +109,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     given = parser.parse_args()
-    size = Size(prompts=given.prompts, new_tokens=given.new_tokens, draft_length=given.draft_length)
+    size = Size(given.prompts, Size.prompt_tokens, given.new_tokens, given.draft_length, given.chat)
     print(json.dumps(measure(given.model, given.head, given.text, size, given.temperatures, given.threads), indent=2))
 
 

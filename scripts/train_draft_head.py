@@ -1,48 +1,55 @@
 """Train a draft head for a local model, in the style of EAGLE-1 or EAGLE-3.
 
-    python scripts/train_draft_head.py --model DIR --texts FILE... --output DIR [--evaluate FILE] [--start HEAD]
-        [--eagle 3]
+    python scripts/train_draft_head.py --model MODEL --texts FILE... --output DIR [--evaluate FILE...] [--start HEAD]
+        [--eagle 3] [--replies N] [--traces FILE]
 
 A head of EAGLE-1 (arXiv 2401.15077) sees the newest token and the model's final normed state that led to it, and
 guesses the next such state; the model's own head turns it into a token. One of EAGLE-3 (arXiv 2503.01840) sees the
-states before three of the model's layers, learns the tokens alone, and has a head of its own for its draft vocabulary.
-Both learn from the states that this engine's int4 model computes, over texts and over its own continuations of their
-beginnings. Later guesses of a chain start from guessed states, so the later steps of training unroll the head over its
-own guesses (arXiv 2408.15766; EAGLE-3's training-time test). Figures are printed. All states are kept in memory,
-2 bytes x hidden size a token, with EAGLE-3 four times that.
+states before three of the model's layers, learns the tokens alone, and drafts the most frequent ones.
+Both learn from the states that this engine's model computes, over texts, over its own continuations of their
+beginnings, and, for a chat model, over its own replies to prompts of five kinds (draft_prompts.py). Later guesses of a
+chain start from guessed states, so the later steps of training unroll the head over its own guesses (arXiv 2408.15766;
+EAGLE-3's training-time test). Figures are printed, and the head is saved every few minutes. All states are kept in
+memory, and in the file --traces for the next run: 2 bytes x hidden size a token, with EAGLE-3 four times that.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from draft_head_module import TrainingHead
 from draft_head_teacher import Teacher, Trace
+from draft_prompts import KINDS, PromptSource, read_passages
 from draft_vocabulary import frequent_tokens, written
 from eagle3_module import Eagle3TrainingHead
 from measure_draft_head import Size, measure
 from safetensors.torch import load_file, save_file
-from stories import SEPARATOR, parse_settings, read_stories, without_held_out
+from stories import SEPARATOR, parse_settings, without_held_out
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hetero_ee import Engine, SamplingParams
+from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.speculation.sources.draft_head_file import DRAFT_TOKEN_IDS, read_draft_head
-from hetero_ee.speculation.sources.eagle3 import DRAFT_VOCABULARY, LAYER_IDS, default_layers
+from hetero_ee.speculation.sources.eagle3 import LAYER_IDS, default_layers
 
-Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # token_ids (b, n), of a Trace states and seen, which are there (b, n)
+Batch = tuple[
+    Tensor, Tensor, Tensor, Tensor
+]  # token_ids (b, n), a Trace's states and seen, whether a row is learned (b, n)
 CONTINUED_TOGETHER = 64
+Data = dict[str, list[Trace]]  # "traces" to learn from, and "watched" ones, which are held out
 COPIED_FIELDS = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
 COPIED_FIELDS += ["head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"]
 COPIED_FIELDS += ["rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"]
@@ -57,6 +64,8 @@ class Settings:
     threads: int = field(default=1, metadata={"help": "CPU threads"})
     tokens: int = field(default=1_000_000, metadata={"help": "tokens of text to learn from, about"})
     generated: int = field(default=200_000, metadata={"help": "tokens of continuations to learn from, about"})
+    replies: int = field(default=0, metadata={"help": "tokens of replies to prompts of five kinds, about"})
+    reply: int = field(default=128, metadata={"help": "longest reply, in tokens"})
     temperature: float = field(default=0.8, metadata={"help": "of every other continuation; the rest are greedy"})
     beginning: int = field(default=12, metadata={"help": "tokens of a text that are continued"})
     window: int = field(default=320, metadata={"help": "longest sequence, in tokens"})
@@ -73,6 +82,7 @@ class Settings:
     held_out: int = field(default=80, metadata={"help": "every n-th text is kept to watch the training"})
     watched: int = field(default=5000, metadata={"help": "tokens of each kind that the training is watched on"})
     log_every: int = field(default=200, metadata={"help": "steps between two lines of progress"})
+    save_seconds: float = field(default=300.0, metadata={"help": "seconds between two saves of the head"})
     separator: str = field(default=SEPARATOR, metadata={"help": "what separates the texts of a file"})
 
     def smoke(self) -> Settings:
@@ -81,39 +91,56 @@ class Settings:
         return replace(tiny, watched=200, log_every=5)
 
 
+class Tokens(NamedTuple):
+    """Numbers of tokens of each origin."""
+
+    texts: int
+    continuations: int
+    replies: int
+
+
 def progress(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def collect(teacher: Teacher, texts: Sequence[str], settings: Settings, n_text: int, n_generated: int) -> list[Trace]:
-    """Traces of about n_text tokens of the texts, and of about n_generated of continuations."""
-    token_lists: list[list[int]] = []
-    for text in texts:
-        if n_text <= 0:
-            break
-        token_lists.append(teacher.encoded(text, settings.window))
-        n_text -= len(token_lists[-1])
-    token_lists += continuations(teacher, token_lists, settings, n_generated)
-    traces = []
-    for number, tokens in enumerate(token_lists):
-        traces.append(teacher.trace(tokens).half())
-        if number % 500 == 0:
-            progress(f"states of {number} of {len(token_lists)} sequences")
-    return traces
+def collect(teacher: Teacher, passages: Sequence[str], settings: Settings, n_tokens: Tokens, name: str) -> list[Trace]:
+    """Return traces of about these numbers of tokens: of texts, of continuations of their beginnings, of replies."""
+    texts = [teacher.encoded(text, settings.window) for text in passages[: 1 + n_tokens.texts // 16]]
+    beginnings = [tokens[: settings.beginning] for tokens in texts]
+    source = PromptSource(passages, settings.seed, held_out=name == "held-out")
+    prompts = (teacher.replied(source.prompt(kind)) for kind in itertools.cycle(KINDS))
+    new_tokens = settings.window - settings.beginning
+    n_beginnings = math.ceil(n_tokens.continuations / new_tokens)
+    n_prompts = math.ceil(n_tokens.replies / settings.reply)  # at least: many replies end earlier
+    return [
+        *up_to(n_tokens.texts, map(teacher.trace, texts), f"{name} texts"),
+        *up_to(
+            n_tokens.continuations,
+            continued(teacher, beginnings, new_tokens, settings, n_beginnings),
+            f"{name} continuations",
+        ),
+        *up_to(n_tokens.replies, continued(teacher, prompts, settings.reply, settings, n_prompts), f"{name} replies"),
+    ]
 
 
-def continuations(teacher: Teacher, texts: list[list[int]], settings: Settings, n_tokens: int) -> list[list[int]]:
-    """Return continuations of the texts' beginnings, every other one sampled, until there are `n_tokens`."""
-    params = [SamplingParams(temperature=temperature) for temperature in (0.0, settings.temperature)]
-    found: list[list[int]] = []
-    for first in range(0, len(texts), CONTINUED_TOGETHER):
-        if n_tokens <= 0:
-            break
-        beginnings = [tokens[: settings.beginning] for tokens in texts[first : first + CONTINUED_TOGETHER]]
-        whole = teacher.continued(beginnings, settings.window - settings.beginning, params)
-        found += whole
-        n_tokens -= sum(map(len, whole))
-        progress(f"{sum(map(len, found))} tokens generated")
+def continued(
+    teacher: Teacher, prompts: Iterable[list[int]], n_tokens: int, settings: Settings, n: int
+) -> Iterator[Trace]:
+    """Yield traces of prompts, about n, with the model's continuations, every other one sampled."""
+    params = [
+        SamplingParams(temperature=temperature, seed=settings.seed) for temperature in (0.0, settings.temperature)
+    ]
+    return (trace for _, trace in teacher.continued(prompts, n_tokens, params, max(1, min(CONTINUED_TOGETHER, n))))
+
+
+def up_to(n_tokens: int, traces: Iterator[Trace], name: str) -> list[Trace]:
+    """Return the first traces, until those tokens that are learned from are `n_tokens`."""
+    found, n_found = list[Trace](), 0
+    while n_found < n_tokens and (trace := next(traces, None)) is not None:
+        found.append(trace)
+        n_found += trace.n_learned
+        if len(found) % 50 == 0:
+            progress(f"{name}: {n_found} of {n_tokens} tokens")
     return found
 
 
@@ -137,19 +164,19 @@ def padded(traces: Sequence[Trace]) -> Batch:
     tokens = pad_sequence([trace.token_ids for trace in traces], batch_first=True)
     states = pad_sequence([trace.states for trace in traces], batch_first=True).float()
     seen = pad_sequence([trace.seen for trace in traces], batch_first=True).float()
-    lengths = torch.tensor([len(trace.token_ids) for trace in traces])
-    return tokens, states, seen, torch.arange(tokens.shape[1]) < lengths[:, None]
+    lengths, firsts = (torch.tensor(each) for each in zip(*((len(t.token_ids), t.first) for t in traces), strict=True))
+    places = torch.arange(tokens.shape[1])
+    return tokens, states, seen, (places >= firsts[:, None]) & (places < lengths[:, None])
 
 
 def losses(head: TrainingHead, teacher: Teacher, batch: Batch, chain: int, settings: Settings) -> tuple[Tensor, Tensor]:
     """The loss of one step, and the share of right first tokens at each guess of a chain (chain,)."""
     tokens, states, seen, mask = batch
-    inputs = head.embedding[tokens[:, 1:]]
+    inputs, rows = head.embedding[tokens[:, 1:]], teacher.head if head.rows is None else head.rows
     targets, counted = states[:, 1:], mask[:, 1:]
     with torch.no_grad():
-        wanted = F.linear(targets[counted], teacher.head)
-        best = wanted.argmax(-1)
-        likely = (wanted if head.token_ids is None else wanted[:, head.token_ids]).softmax(-1)
+        likely = F.linear(targets[counted], rows).float().softmax(-1)
+        best = likely.argmax(-1)
     total, right = torch.zeros(()), []
     for guessed in head.unrolled(inputs, seen[:, :-1], chain):
         guesses = guessed[counted]
@@ -157,14 +184,15 @@ def losses(head: TrainingHead, teacher: Teacher, batch: Batch, chain: int, setti
         total = total + settings.token_weight * F.cross_entropy(logits, likely)
         if settings.eagle == 1:
             total = total + settings.state_weight * F.smooth_l1_loss(guesses.float(), targets[counted])
-        chosen = logits.argmax(-1)
-        right.append(((chosen if head.token_ids is None else head.token_ids[chosen]) == best).float().mean())
+        right.append((logits.argmax(-1) == best).float().mean())
     return total / chain, torch.stack(right)
 
 
-def train(head: TrainingHead, teacher: Teacher, traces: list[Trace], watched: list[Trace], settings: Settings) -> int:
-    """Trains until the passes are done or the time is up; returns the number of steps."""
+def train(head: TrainingHead, teacher: Teacher, data: Data, settings: Settings, keep: Callable[[int], None]) -> int:
+    """Train until the passes are done or the time is up, and `keep` the head now and then. Return the steps done."""
+    traces = data["traces"]
     n_steps = math.ceil(settings.epochs * sum(len(trace.token_ids) for trace in traces) / settings.batch)
+    kept_s = time.monotonic()
     optimizer = torch.optim.Adam(head.parameters(), lr=settings.rate, betas=(0.9, 0.95))
     started = time.monotonic()
     recent: list[Tensor] = []
@@ -183,9 +211,12 @@ def train(head: TrainingHead, teacher: Teacher, traces: list[Trace], watched: li
         optimizer.zero_grad()
         recent.append(right[:1])
         if step % settings.log_every == 0 or share >= 1:
-            metrics = f"train {_shares(recent)} held-out {_shares(_held_out(head, teacher, watched, settings))}"
+            metrics = f"train {_shares(recent)} held-out {_shares(_held_out(head, teacher, data['watched'], settings))}"
             progress(f"step {step} of {n_steps} loss {loss.item():.4f} right {metrics}")
             recent.clear()
+        if time.monotonic() - kept_s > settings.save_seconds or share >= 1:
+            keep(step)
+            kept_s = time.monotonic()
         if share >= 1:
             break
     return step
@@ -207,7 +238,7 @@ def head_config(model: Path, captured: Sequence[int]) -> dict[str, Any]:
     values = json.loads((model / "config.json").read_text())
     config = {name: values[name] for name in COPIED_FIELDS if values.get(name) is not None}
     architecture = "Eagle3LlamaForCausalLM" if captured else "LlamaForCausalLM"
-    layers = {LAYER_IDS: list(captured)} if captured else {}
+    layers = {LAYER_IDS: list(captured), "fc_norm": True} if captured else {}
     return {"architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1} | layers | config
 
 
@@ -219,66 +250,86 @@ def save(
     save_file(head.tensors(torch.float16), output / "model.safetensors")
     config = head_config(model, teacher.executor.capturing) | {"torch_dtype": "float16", "training": metrics}
     if token_ids is not None:
-        config |= {DRAFT_VOCABULARY: len(token_ids)} if teacher.executor.capturing else {DRAFT_TOKEN_IDS: token_ids}
+        config[DRAFT_TOKEN_IDS] = token_ids
     (output / "config.json").write_text(written(config))
     read_draft_head(output, teacher.spec)
 
 
-def new_head(teacher: Teacher, token_ids: list[int] | None) -> TrainingHead:
-    """One that knows nothing. token_ids: those that an EAGLE-3 head drafts, None for all."""
+def new_head(teacher: Teacher, token_ids: list[int] | None, traces: Sequence[Trace]) -> TrainingHead:
+    """Return an untrained head. token_ids: those that an EAGLE-3 head drafts, None for all."""
     embedding = teacher.embedding.clone()
     if not teacher.executor.capturing:
         return TrainingHead(teacher.spec, embedding)
     rows = teacher.head if token_ids is None else teacher.head[token_ids]
-    return Eagle3TrainingHead(teacher.spec, embedding, len(teacher.executor.capturing), rows, token_ids)
+    head = Eagle3TrainingHead(teacher.spec, embedding, len(teacher.executor.capturing), rows, token_ids)
+    last = torch.cat([trace.captured[-1][trace.first :] for trace in traces[:64]]).float()
+    head.begin_with(teacher.last_ffn(), teacher.final_scale(), float(last.pow(2).mean(-1).sqrt().median()))
+    return head
 
 
-def run(model: Path, texts: list[Path], output: Path, settings: Settings, start: Path | None = None) -> dict[str, Any]:
-    """The whole way from texts to a head; returns what the run was. start: a head to start from."""
+def run(given: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Go the whole way from texts to a head, and return the metrics of the run. given: see parse_arguments."""
     torch.manual_seed(settings.seed)
-    kept, held_out = without_held_out(read_stories(texts, settings.separator), settings.held_out)
-    random.Random(settings.seed).shuffle(kept)
-    with Engine.from_pretrained(model, threads=settings.threads, profile="off") as engine:
+    model = resolve_model(given.model)
+    with Engine.from_pretrained(model, threads=settings.threads, profile="off") as engine, torch.no_grad():
         torch.set_num_threads(settings.threads)
-        teacher = Teacher(engine, model)
+        teacher = Teacher(engine)
         if settings.eagle == 3:
             teacher.executor.capture(default_layers(teacher.spec.n_layers))
         if not (teacher.spec.gated and teacher.spec.rope and teacher.spec.norm == "rms"):
             raise SystemExit(f"{model}: a draft head needs rotary positions, RMSNorm and a gated FFN.")
-        with torch.inference_mode():
-            watched = collect(teacher, held_out, settings, settings.watched, settings.watched)
-            traces = collect(teacher, kept, settings, settings.tokens, settings.generated)
-    learned = (trace.token_ids.tolist() for trace in traces)
+        data = learned_data(teacher, given, settings)
+    traces, started = data["traces"], time.monotonic()
+    learned = (trace.token_ids[trace.first :].tolist() for trace in traces)
     token_ids = frequent_tokens(learned, settings.coverage, teacher.spec.vocab_size)
-    head = new_head(teacher, token_ids)
-    if start is not None:
-        head.load_tensors(load_file(start / "model.safetensors"))
-    started = time.monotonic()
-    n_steps = train(head, teacher, traces, watched, settings)
+    head = new_head(teacher, token_ids, traces)
     metrics = {
-        "model": model.resolve().name,
+        "model": given.model.resolve().name,
         "quantizer": teacher.quantizer,
-        "texts": [text.name for text in texts],
+        "texts": [text.name for text in given.texts],
         "sequences": len(traces),
-        "tokens": sum(len(trace.token_ids) for trace in traces),
-        "steps": n_steps,
-        "seconds": round(time.monotonic() - started),
+        "tokens": sum(trace.n_learned for trace in traces),
         "settings": asdict(settings),
     }
-    if start is not None:
-        metrics["start"] = json.loads((start / "config.json").read_text()).get("training")
-    save(head, teacher, model, output, metrics, token_ids)
+    if given.start is not None:
+        head.load_tensors(load_file(given.start / "model.safetensors"))
+        metrics["start"] = json.loads((given.start / "config.json").read_text()).get("training")
+
+    def keep(n_steps: int) -> None:
+        metrics.update(steps=n_steps, seconds=round(time.monotonic() - started))
+        save(head, teacher, model, given.output, metrics, token_ids)
+
+    train(head, teacher, data, settings, keep)
     return metrics
+
+
+def learned_data(teacher: Teacher, given: argparse.Namespace, settings: Settings) -> Data:
+    """Return the traces to learn from and those to watch, from the file --traces if it exists, else computed."""
+    if given.traces is not None and given.traces.exists():
+        kept = torch.load(given.traces, weights_only=True)
+        return {name: [Trace(*fields) for fields in traces] for name, traces in kept.items()}
+    passages, held_out = without_held_out(read_passages(given.texts, settings.separator), settings.held_out)
+    random.Random(settings.seed).shuffle(passages)
+    shares = (settings.tokens, settings.generated, settings.replies)
+    few = (settings.watched * bool(each) for each in shares)
+    found = {
+        "watched": collect(teacher, held_out, settings, Tokens(*few), "held-out"),
+        "traces": collect(teacher, passages, settings, Tokens(*shares), "training"),
+    }
+    if given.traces is not None:
+        torch.save({name: [(*vars(each).values(),) for each in traces] for name, traces in found.items()}, given.traces)
+    return found
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     """The command line: where things are, and a flag for every setting."""
     parser = argparse.ArgumentParser(description="Train a draft head for a local model.")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model, or a store")
+    parser.add_argument("--model", type=Path, required=True, help="folder or GGUF file of the model")
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="files to learn from")
     parser.add_argument("--output", type=Path, required=True, help="folder for the head")
-    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="texts to measure the head on")
+    parser.add_argument("--evaluate", type=Path, nargs="+", metavar="FILE", help="texts to measure the head on")
     parser.add_argument("--start", type=Path, metavar="HEAD", help="folder of a head to start from")
+    parser.add_argument("--traces", type=Path, metavar="FILE", help="keep the states here, or take those kept here")
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
     return parse_settings(parser, Settings)
 
@@ -286,11 +337,10 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
 def main() -> None:
     """Trains, and evaluates if there is a text to evaluate on."""
     arguments, settings = parse_arguments()
-    metrics: dict[str, Any] = {
-        "training": run(arguments.model, arguments.texts, arguments.output, settings, arguments.start)
-    }
+    metrics: dict[str, Any] = {"training": run(arguments, settings)}
     if arguments.evaluate:
-        size, temperatures = Size(prompts=4, new_tokens=16) if arguments.smoke else Size(), (0.0, settings.temperature)
+        size = Size(prompts=4, new_tokens=16) if arguments.smoke else Size()
+        size, temperatures = replace(size, is_chat=settings.replies > 0), (0.0, settings.temperature)
         model, head = arguments.model, arguments.output
         metrics["acceptance"] = measure(model, head, arguments.evaluate, size, temperatures, settings.threads)
     print(json.dumps(metrics, indent=2))

@@ -17,14 +17,16 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from exit_demo import HEAD, OPENINGS, Stories
-from exit_wall import this_profile
+from exit_demo import KNOWLEDGE, Stories
+from specee_subjects import OPENINGS
 
+from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.request import PlanRequest
+from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.opening import open_drafting
@@ -111,14 +113,14 @@ class LongPrompts:
         while len(found) < n_tokens:
             opening = OPENINGS[seed % len(OPENINGS)]
             told = engine.generate(opening, max_new_tokens=STORY_TOKENS, temperature=0.9, seed=seed)
-            found += [*engine._tokenizer.encode(opening), *told.token_ids[:-1]]
+            found += [*engine.tokenizer.encode(opening), *told.token_ids[:-1]]
             seed += 1
         return found[:n_tokens]
 
     def _run(self, mode: str, token_ids: list[int]) -> tuple[Told, list[Told]]:
         """The text behind the prompt, and thrice behind the end of it."""
         opened = self._opened(mode, len(token_ids))
-        drafting = open_drafting(self.stories.knowledge(HEAD), opened, self.profile, _fail)
+        drafting = open_drafting(KNOWLEDGE, opened, self.profile, _fail)
         executor, n_tokens = opened.executor, self.stories.n_tokens
         ending, learned = Ending(frozenset(), executor.cache.max_tokens), list[Any]()
         try:
@@ -133,7 +135,7 @@ class LongPrompts:
                         _learned_alike(drafting, learned)
                     found.token_ids.append(token.token_id)
                     found.at_s.append(token.elapsed_s)
-                found.head_s = counts.statistics(1, 0).prompt_s.get(HEAD, 0.0)
+                found.head_s = counts.statistics(1, 0).prompt_s.get("draft head", 0.0)
                 return found
 
             warm = executor.cache.open_new()
@@ -150,12 +152,25 @@ class LongPrompts:
 
     def _opened(self, mode: str, n_prompt: int) -> Opened:
         engine = self.stories.engine
-        known = self.stories.knowledge(HEAD).statistics(engine.spec, self.profile, 1)
+        known = KNOWLEDGE.statistics(engine.spec, self.profile, 1)
         n_context = n_prompt + self.stories.n_tokens + 1
         limits = Limits(mode=mode, context_tokens=n_context, threads=1, gpu_layers=0)
         placement = PlanRequest(self.profile, limits, statistics=known)
         opened = open_planned(engine.spec, engine.executor.weights, placement, 1, CLOCK, _fail)
         return replace(opened, request=placement)  # exact mode was asked for, so that every step drafts
+
+
+def this_profile(stories: Stories) -> HardwareProfile:
+    """Return a rough profile of this machine's CPU, by which drafts are planned."""
+    return machine_profile(
+        stories.engine.spec,
+        Wanted(quick=True, refresh=False, threads=(1,), command="bench_long_prompt"),
+        data_folder=data_folder(),
+        cache_folder=cache_folder(),
+        disk_file=None,
+        clock=time.perf_counter,
+        open_gpu=lambda model: None,
+    )
 
 
 def _learned_alike(drafting: Drafting, learned: list[Any]) -> None:
@@ -192,7 +207,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the rows as JSON instead of a table")
     arguments = parser.parse_args()
     stories = Stories.opened(1, arguments.tokens)
-    bench = LongPrompts(stories, this_profile(stories, [1]), arguments.runs)
+    bench = LongPrompts(stories, this_profile(stories), arguments.runs)
     rows = []
     if not arguments.json:
         print(HEADING)

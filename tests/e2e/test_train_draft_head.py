@@ -67,9 +67,11 @@ def test_a_short_training_makes_a_head_of_three_layers(run: Run, tiny: Path, tmp
     text, output = tmp_path / "text.txt", tmp_path / "head"
     text.write_text("".join(STORY.format(animal) for animal in ("cat", "hen", "cow", "fox", "mouse") * 4))
     arguments = ["--model", str(tiny), "--texts", str(text), "--output", str(output), "--eagle", "3", "--smoke"]
+    arguments += ["--replies", "60", "--reply", "8", "--traces", str(tmp_path / "traces.pt")]
     metrics = json.loads(run("train_draft_head.py", *arguments, "--evaluate", str(text)))
-    greedy = metrics["acceptance"]["temperature 0"]
-    assert greedy["chains"] > 10 and greedy["tokens_a_pass"] >= 1
+    assert len(metrics["acceptance"]) == 10, "five kinds, greedy and sampled"
+    for found in metrics["acceptance"].values():
+        assert found["chains"] > 10 and found["tokens_a_pass"] >= 1
     with Engine.from_pretrained(tiny, quantizer="none") as engine:
         head = read_draft_head(output, engine.spec)
         assert head.dialect.captured == default_layers(engine.spec.n_layers)

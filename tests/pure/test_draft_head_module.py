@@ -11,7 +11,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.speculation.sources.draft_head import StateRows
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
-from tests.draft_heads import CONFIG, MODEL, VOCAB, BareTarget, draft_head_layer, random_text
+from tests.draft_heads import CONFIG, MODEL, BareTarget, draft_head_layer, random_text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 N_TOKENS, N_GUESSES = 9, 3
@@ -58,12 +58,12 @@ def test_guesses_of_eagle_3_likewise(
     captured = [states, 2 * states.flip(0), 3 * states.flip(1)]
     rows = target.head if token_ids is None else target.head[token_ids]
     head = Eagle3TrainingHead(MODEL, target.embedding, len(captured), rows, token_ids)
-    dialect = {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": len(rows)}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | dialect))
+    config = CONFIG | {"architectures": ["Eagle3LlamaForCausalLM"], "fc_norm": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | ({"draft_token_ids": token_ids} if token_ids else {})))
     save_file(head.tensors(torch.float32), tmp_path / "model.safetensors")
     read = read_draft_head(tmp_path, MODEL)
     layer, held = draft_head_layer(read, max_tokens=64), StateRows()
-    assert read.draft_token_ids is not None and read.draft_token_ids.tolist() == (token_ids or list(range(VOCAB)))
+    assert token_ids == (None if read.draft_token_ids is None else read.draft_token_ids.tolist())
     layer.keep(states, captured, held.put)
     with torch.no_grad():
         unrolled = list(head.unrolled(target.embedding[tokens][None], torch.cat(captured, -1)[None], N_GUESSES))
@@ -72,7 +72,7 @@ def test_guesses_of_eagle_3_likewise(
         sequence = layer.cache.open_new()
         batch = Batch.of_sequence(sequence, 0, tokens[:n_true])
         state = layer.guess(target.embedding[tokens[:n_true]], held.rows(0, n_true), batch)[-1:]
-        logits = read.weights.matrices["head.rows"].dequantize() @ layer.normed(state)[0]
+        logits = rows @ layer.normed(state)[0]
         torch.testing.assert_close(scores[0, n_true - 1], logits, rtol=1e-3, atol=2e-3)  # fp16 keys
         for guess in range(N_GUESSES):
             row = n_true - 1 + guess

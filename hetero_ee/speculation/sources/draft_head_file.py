@@ -60,7 +60,7 @@ class DraftHeadFacts:
 
     has_embedding and has_rows: whether the head has its own embedding and its own rows of the lm_head. acceptance: for
     each position of a draft sequence, the measured chance that its draft is right given that all before it are; empty
-    if not measured. token_ids: the trimmed vocabulary of an EAGLE-1 head.
+    if not measured. token_ids: a trimmed vocabulary, drafted by the model's rows of the lm_head.
     """
 
     spec: ModelSpec  # spec of the head's layer
@@ -80,7 +80,8 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
         CheckpointError: if its weights can't be read.
     """
     config, where = read_config_file(folder), str(folder)
-    dialect, token_ids = EAGLE_1, None
+    dialect, token_ids = EAGLE_1, draft_token_ids(config, model, folder)
+    n_draft_tokens = model.vocab_size if token_ids is None else len(token_ids)
     if is_eagle3(config):
         spec = read_spec(layer_config(config, where))
         check_head_shape(spec, model, folder)
@@ -91,12 +92,10 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
                 "a head made for this model."
             )
         dialect = eagle3_of(config, model.n_layers, where)
-        n_draft_tokens = draft_vocabulary_size(config, model.vocab_size, where)
+        n_draft_tokens = draft_vocabulary_size(config, n_draft_tokens, where)
     else:
         spec = read_spec(config)
         check_head_shape(spec, model, folder)
-        token_ids = draft_token_ids(config, model, folder)
-        n_draft_tokens = model.vocab_size if token_ids is None else len(token_ids)
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     names = set() if file is None else {plain_name(name) for name in read_header(file)}
     acceptance, has_embedding = _acceptance(config, where), OWN_EMBEDDING in names
@@ -126,7 +125,8 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
     names, header = _by_plain_name(file)
     shapes = head_shapes(spec, header)
     if dialect.captured:
-        shapes = eagle3_shapes(spec, dialect, head.n_draft_tokens, shapes, has_head=LM_HEAD in header)
+        n_rows = head.n_draft_tokens if token_ids is None else model.vocab_size  # token_ids: rows of the model's head
+        shapes = eagle3_shapes(spec, dialect, n_rows, shapes, has_head=LM_HEAD in header)
     elif HIDDEN_NORM in header or D2T in header:
         raise CheckpointError(
             f"{file} holds an EAGLE-3 head, and its config.json has no {DRAFT_VOCABULARY} and names no architecture of "
@@ -141,8 +141,9 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
         vectors[f"{FC}_bias"] = tensors["fc.bias"]
     if dialect.captured:
         vectors |= eagle3_vectors(dialect, tensors)
-        rows, token_ids = draft_rows(tensors, model.vocab_size, file)
+        rows, own_ids = draft_rows(tensors, model.vocab_size, file)
         matrices |= rows
+        token_ids = own_ids if token_ids is None else token_ids
     for short, tensor in (item for block in layer_blocks(spec, dialect) for item in block.tensors.items()):
         kind = "bias" if short.endswith("_bias") else "weight"
         parts = [tensors[f"{LAYER}{part}.{kind}"] for part in _PARTS[short.removesuffix("_bias")]]
