@@ -49,6 +49,7 @@ typing
 # Part of a record that is compared or written as a whole.
 plan_hash, nested_dtype, mtime_ns, sample_sha256
 speedup, tokens_before_divergence, first_divergences, scored_mean_depth, cpu_passes_per_token, perplexity
+n_activation_tokens  # in calibrations of earlier versions
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
 
 # For sparsity, which follows.

@@ -5,14 +5,17 @@ Calibration code is imported only when a calibration starts, since most engines 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.config import Progress
+from hetero_ee.config import Progress, warner
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.engine import MODEL_OPTIONS, UNQUANTIZED
 from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.exits_opening import open_candidates
+from hetero_ee.speculation.opening import DraftKnowledge
 from hetero_ee.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ class CalibratingEngine(ABC):
     """An engine that can calibrate its model."""
 
     calibrations: CalibrationPlace | None  # where they are kept; None for fp32 weights, which have no store
+    drafts: DraftKnowledge  # the draft head or draft model
 
     @property
     @abstractmethod
@@ -51,6 +55,8 @@ class CalibratingEngine(ABC):
     ) -> "CalibrationOutcome":
         """Measure and fit this model's early exits, and write the calibration next to its store.
 
+        If the model has a draft head or draft model, exits are also fitted for its candidates, for mode "specee".
+
         An existing calibration is returned unchanged. A new one takes minutes; if interrupted, the next call resumes
         it. This engine keeps running as it was opened. The next engine drafts with the calibration if that is faster.
 
@@ -70,7 +76,13 @@ class CalibratingEngine(ABC):
         from hetero_ee.calibration.job import CalibrationRequest, calibrate
 
         request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force, certify=certify)
-        return calibrate(self._job("a calibration", request, progress))
+        job = self._job("a calibration", request, progress)
+        captured = self.executor.capturing
+        try:
+            candidates = open_candidates(self.drafts, self.executor, warner(progress))
+            return calibrate(replace(job, draft=candidates, needs_draft=self.drafts.is_asked))
+        finally:
+            self.executor.capture(captured)
 
     def calibrate_sparsity(
         self, request: "CalibrationRequest | None" = None, progress: Progress | None = None, target: float | None = None

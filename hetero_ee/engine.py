@@ -58,7 +58,7 @@ class Engine(CalibratingEngine):
         self._watch = model.files.weights.watch
         self._look = self._watch.look if self._watch is not None else lambda: None  # raises if the weights changed
         self.threads = model.threads
-        self.calibrations = model.files.calibrations
+        self.calibrations, self.drafts = model.files.calibrations, model.drafts
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
         self._turns = Turns(progress)
         model.executor.progress = self._turns.tell
@@ -96,7 +96,7 @@ class Engine(CalibratingEngine):
             kv_type: Type of the KV cache, "fp32", "fp16" or "int8". None: "fp16", or "fp32" with quantizer "none".
             mode: "full", "exact", or an early-exit mode, see options.engine.EARLY_EXIT_MODES.
             draft_length: Tokens verified at once in exact mode, or caught up at once in an early-exit mode.
-            risk: For mode "certified"; None is 0.05.
+            risk: For mode "certified"; None is 0.05. exit_schedule: For mode "specee", the layers that judge a token.
             limits: All limits and pins of the plan in one object, instead of the options from vram_budget on.
             plan: A Plan or its JSON file, to run instead of making one.
             draft_head: An EAGLE draft head, 1 to 3.1, for this model: a folder, or a Hugging Face id (org/name). A head

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,7 @@ class OpenModel:
     executor: Executor
     threads: int
     opened: Opened | None = None  # None if nothing was planned
+    drafts: DraftKnowledge = field(default_factory=DraftKnowledge)  # the draft head or draft model, even if not in use
     drafting: Drafting | None = None  # None except in exact mode
     exits: EarlyExits | None = None  # None except in early-exit modes
 
@@ -221,7 +222,8 @@ def open_model(
             warn(f"No plan could be made or opened, so the CPU runs everything: {problem}")
     if model is None:
         executor = open_on_cpu(files.spec, files.weights, n_tokens, threads, progress)
-        model = OpenModel(files, executor, threads)
+        drafts = DraftKnowledge.found(None, request.draft_head, files.folder, files.spec, warn)
+        model = OpenModel(files, executor, threads, drafts=drafts)
     return model
 
 
@@ -257,7 +259,7 @@ def _placed(
     knowledge = checks.known(knowledge)
 
     def by_knowledge(knowledge: DraftKnowledge, *, to_check: bool = False) -> Opened:
-        statistics = knowledge.statistics(spec, profile, threads, request.risk)
+        statistics = knowledge.statistics(spec, profile, threads, request.risk, request.limits.exit_schedule)
         completed = request.completed(profile, files.weights.quantizer, statistics)
         if to_check and completed.plan is None:  # the check needs no drafts
             completed = replace(completed, limits=replace(completed.limits, mode="full"))
@@ -276,7 +278,7 @@ def _placed(
     except BaseException:
         opened.executor.close()
         raise
-    return OpenModel(files, opened.executor, threads, opened, drafting, exits)
+    return OpenModel(files, opened.executor, threads, opened, knowledge, drafting, exits)
 
 
 def _is_of_this_machine(profile: HardwareProfile) -> bool:

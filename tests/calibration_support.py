@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hetero_ee.calibration.file import activation_names
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (
@@ -16,6 +15,9 @@ from hetero_ee.speculation.exits.calibration import (
     Calibration,
     CalibrationText,
     DepthMetrics,
+    DraftedExitLayer,
+    DraftedExits,
+    DraftedMetrics,
     ExitLayerCalibration,
     ExitLayerMetrics,
 )
@@ -55,10 +57,14 @@ def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
         exit_layers.append(ExitLayerCalibration(exit_layer, *fits, metrics=metrics))
     histogram = tuple(range(1, spec.n_layers + 1))
     depths = DepthMetrics(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
-    activations = {name: random.random(n).astype(np.float32) for name, n in activation_names(spec).items()}
-    text = CalibrationText("a text", 200, 100, 90, 150)
+    text = CalibrationText("a text", 200, 100, 90)
     counts = (4, 0, 3, *[1] * (spec.n_layers - 3))
-    return Calibration(spec.n_layers, size, text, tuple(exit_layers), (1, 3), depths, activations, counts)
+    drafted = tuple(
+        DraftedExitLayer(_predictor(exit_layer + 3, seed), 0.4, DraftedMetrics(0.6, 0.5, 0.8, 0.7))
+        for exit_layer in range(1, spec.n_layers)
+    )
+    of_draft = DraftedExits("a head", 0.9, drafted, (2, 4), counts)
+    return Calibration(spec.n_layers, size, text, tuple(exit_layers), (1, 3), depths, counts, of_draft)
 
 
 def same(one: Calibration, other: Calibration) -> bool:
@@ -121,8 +127,11 @@ def _plain(calibration: Calibration) -> object:
         )
         for each in calibration.exit_layers
     ]
-    activations = {name: array.tolist() for name, array in calibration.activations.items()}
-    known = calibration
+    known, drafted = calibration, calibration.drafted
+    of_draft = None
+    if drafted is not None:
+        networks = [(network(each.predictor), each.threshold, each.metrics) for each in drafted.exit_layers]
+        of_draft = drafted.draft, drafted.coverage, drafted.schedule, drafted.depths, networks
     counts = known.depths, known.specee_depths
     whole = known.n_layers, known.hidden_size, known.text, known.schedule, counts
-    return whole, exit_layers, activations
+    return whole, exit_layers, of_draft

@@ -30,6 +30,7 @@ from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit, OnPolicy, levels_of
 from hetero_ee.speculation.pending import PendingToken, advance
+from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.specee import SpecEE
@@ -208,11 +209,16 @@ def _arrays_of(prompts: Sequence[Chunk], rows: Sequence[Sequence[NDArray[np.uint
 
 
 def followed(
-    executor: Executor, ending: Ending, policy: ExitPolicy, prompts: Sequence[Chunk], params: SamplingParams
+    executor: Executor,
+    ending: Ending,
+    policy: ExitPolicy,
+    prompts: Sequence[Chunk],
+    params: SamplingParams,
+    draft: DraftCandidates | None = None,
 ) -> tuple[list[list[int]], ExitStatistics]:
     """Generate from the prompts with exact keys and values, in one batch. Return the sequences with their prompts."""
     texts, counts = [[*prompt] for prompt in prompts], ExitCounts()
-    mode = EarlyExitMode(executor, EarlyExits(policy, MAX_PENDING), counts, lambda: 0.0)
+    mode = EarlyExitMode(executor, EarlyExits(policy, MAX_PENDING, draft), counts, lambda: 0.0)
     asked = [[*prompt] for prompt in prompts]
     for token in generate(executor, asked, params, ending, lambda ids: "", lambda: 0.0, mode):
         texts[token.sequence].append(token.token_id)
@@ -220,20 +226,24 @@ def followed(
 
 
 def specee_depths(
-    executor: Executor, ending: Ending, calibration: Calibration, chunks: Sequence[Chunk]
+    executor: Executor,
+    ending: Ending,
+    calibration: Calibration,
+    chunks: Sequence[Chunk],
+    draft: DraftCandidates | None = None,
 ) -> tuple[int, ...]:
-    """Generate in mode specee without a draft head, and count the tokens by the layers that they ran, 1 to all.
+    """Generate in mode specee, and count the tokens by the layers that they ran, 1 to all.
 
     Returns () if the calibration has no exit layers.
 
     Args:
         chunks: Chunks of text. The beginnings of some of them are the prompts.
+        draft: Candidates that the calibration has exits for.
     """
-    if not calibration.schedule:
+    policy = SpecEE.of(calibration, draft, compiled=executor.weights.quantizer != UNQUANTIZED)
+    if not policy.schedule:
         return ()
-    n_layers, schedule = calibration.n_layers, calibration.schedule
-    heads = exit_heads(calibration, range(schedule[0], n_layers), compiled=executor.weights.quantizer != UNQUANTIZED)
     prompts = [chunk[:PROMPT_TOKENS] for chunk in chunks[:N_TEXTS]]
     params = SamplingParams(max_new_tokens=NEW_TOKENS)
-    _, found = followed(executor, ending, SpecEE(heads, schedule, n_layers), prompts, params)
+    _, found = followed(executor, ending, policy, prompts, params, draft)
     return found.depths[1:] if found.n_tokens else ()

@@ -14,7 +14,7 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.features import N_FEATURES, likeliest
 
 PROBE_TOKENS, PROBE_STEPS, PROBE_SIZE = 48, 50, 256
-HEAD_PASSES = 5  # with the lm_head, to choose a map: without one, and for four ranks
+HEAD_PASSES = 4  # with the lm_head, to choose a map: without one, and for some of the ranks
 FITS = 2  # predictors per exit layer
 MAP_COST = 6.0  # of fitting an exit map, in eigendecompositions of its size: SmolLM2-135M on a Xeon, 2026-11-28
 
@@ -41,12 +41,14 @@ def estimated_s(
     spec, quarter = executor.spec, n_tokens // SPLIT_CHUNKS
     n_probed = min(PROBE_TOKENS, executor.cache.max_tokens)
     n_selected = min(quarter, settings.n_selection_tokens)
-    n_passes = n_tokens + 2 * quarter + n_selected + min(n_tokens, settings.n_activation_tokens)
+    n_passes = n_tokens + 2 * quarter + n_selected
     n_heads = (spec.n_layers - 1) * (n_tokens + quarter + HEAD_PASSES * n_selected)
     states = torch.ones(n_probed, spec.hidden_size)
     seconds = timed(lambda: trace(executor, [1] * n_probed)) * n_passes / n_probed
     seconds += timed(lambda: likeliest(executor.lm_head(states))) * n_heads / n_probed
-    seconds += (spec.n_layers - 1) * (FITS * _fit_s(settings.training, timed) + _map_s(spec.hidden_size, timed))
+    n_steps = settings.training.steps(2 * quarter)
+    fit_s = FITS * n_steps * _step_s(settings.training, timed)
+    seconds += (spec.n_layers - 1) * (fit_s + _map_s(spec.hidden_size, timed))
     if write is not None:
         start_s = clock()
         n_written = sum(map(len, write(0)))
@@ -54,10 +56,10 @@ def estimated_s(
     return seconds
 
 
-def _fit_s(training: PredictorTraining, timed: Callable[[Callable[[], object]], float]) -> float:
+def _step_s(training: PredictorTraining, timed: Callable[[Callable[[], object]], float]) -> float:
     features = np.random.default_rng(0).standard_normal((PROBE_SIZE, N_FEATURES), np.float32)
-    few = replace(training, n_steps=PROBE_STEPS)
-    return timed(lambda: fit_predictor(features, features[:, 0] > 0, few)) * training.n_steps / PROBE_STEPS
+    few = replace(training, n_steps=PROBE_STEPS, n_epochs=PROBE_STEPS)
+    return timed(lambda: fit_predictor(features, features[:, 0] > 0, few)) / PROBE_STEPS
 
 
 def _map_s(hidden_size: int, timed: Callable[[Callable[[], object]], float]) -> float:

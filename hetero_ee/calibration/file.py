@@ -5,30 +5,30 @@ and calibration.safetensors, which can still be read.
 """
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
 from hetero_ee.errors import shown
-from hetero_ee.layers.ffn import FfnSpec
-from hetero_ee.layers.moe import MoeSpec
-from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (
     NO_EXIT,
     Calibration,
     CalibrationText,
     DepthMetrics,
+    DraftedExitLayer,
+    DraftedExits,
+    DraftedMetrics,
     ExitLayerCalibration,
     ExitLayerMetrics,
 )
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import N_FEATURES
 from hetero_ee.speculation.exits.predictor import ExitPredictor
-from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, RECORD_FILE, TWO_FILES, calibration_file
 from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, store_errors
 from hetero_ee.weights.store.record import (
@@ -46,7 +46,7 @@ FORMAT_NAME = "hetero_ee calibration"  # format name in calibration.json
 MAX_JSON_BYTES = 4 * 2**20
 HEADER_BYTES = 256  # most that describe an array in the file's header, names being as short as ours
 MAX_HIDDEN = 4096  # units of a predictor
-MOMENT, FREQUENCY = "second_moment", "active_share"  # suffixes of the activations' names
+ACTIVATIONS = "activations."  # prefix of arrays that earlier versions wrote and nothing read
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,33 @@ class ExitLayerRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedRecord:
+    """Record of DraftedExits: all of it except the arrays."""
+
+    draft: str
+    coverage: float
+    thresholds: tuple[float, ...]
+    metrics: tuple[DraftedMetrics, ...]
+    schedule: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, drafted: DraftedExits) -> Self:
+        layers = drafted.exit_layers
+        thresholds, metrics = tuple(each.threshold for each in layers), tuple(each.metrics for each in layers)
+        return cls(drafted.draft, drafted.coverage, thresholds, metrics, drafted.schedule, drafted.depths)
+
+    def check(self, n_layers: int) -> None:
+        """Raises: ValueError: if the record does not belong to a model with n_layers layers."""
+        if not len(self.thresholds) == len(self.metrics) == n_layers - 1:
+            raise ValueError(f"drafted has {len(self.thresholds)} thresholds for {n_layers} layers")
+        if not all(0 <= each <= NO_EXIT for each in self.thresholds) or not 0 <= self.coverage <= 1:
+            raise ValueError("drafted has a threshold or share that is out of range")
+        _check_depths("drafted.depths", self.depths, n_layers)
+        _check_schedule(self.schedule, n_layers)
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrationHeader:
     """Header of a calibration: all of it except the arrays."""
 
@@ -76,8 +103,9 @@ class CalibrationHeader:
     schedule: tuple[int, ...]
     depths: DepthMetrics
     specee_depths: tuple[int, ...] = ()
+    drafted: DraftedRecord | None = None
 
-    ADDED_FIELDS: ClassVar = ("specee_depths",)  # fields that files of this version may lack
+    ADDED_FIELDS: ClassVar = ("specee_depths", "drafted")  # fields that files of this version may lack
 
     def __post_init__(self) -> None:
         n_exit_layers = len(self.exit_layers)  # compared first: n_layers may be any number
@@ -87,20 +115,28 @@ class CalibrationHeader:
             raise ValueError(f"exit layers have to be 1 to {self.n_layers - 1}")
         if len(self.depths.histogram) != self.n_layers:
             raise ValueError(f"depths.histogram has {len(self.depths.histogram)} counts for {self.n_layers} layers")
-        if self.specee_depths and (
-            len(self.specee_depths) != self.n_layers or min(self.specee_depths) < 0 or not sum(self.specee_depths)
-        ):
-            raise ValueError(f"specee_depths has to be {self.n_layers} counts, some above 0, or none")
+        _check_depths("specee_depths", self.specee_depths, self.n_layers)
         if self.specee_depths and not self.schedule:
             raise ValueError("specee_depths need a schedule")
-        if list(self.schedule) != sorted(set(self.schedule)):
-            raise ValueError("the exit layers of a schedule have to ascend")
-        for exit_layer in self.schedule:
-            if not 1 <= exit_layer < self.n_layers:
-                raise ValueError(f"the schedule names exit layer {exit_layer} of {self.n_layers} layers")
+        _check_schedule(self.schedule, self.n_layers)
+        if self.drafted is not None:
+            self.drafted.check(self.n_layers)
         for exit_layer in self.schedule[1:]:
             if self.exit_layers[exit_layer - 1].partial_threshold is None:
                 raise ValueError(f"the schedule names exit layer {exit_layer}, which has no partial predictor")
+
+
+def _check_depths(name: str, depths: Sequence[int], n_layers: int) -> None:
+    if depths and (len(depths) != n_layers or min(depths) < 0 or not sum(depths)):
+        raise ValueError(f"{name} has to be {n_layers} counts, some above 0, or none")
+
+
+def _check_schedule(schedule: Sequence[int], n_layers: int) -> None:
+    if list(schedule) != sorted(set(schedule)):
+        raise ValueError("the exit layers of a schedule have to ascend")
+    for exit_layer in schedule:
+        if not 1 <= exit_layer < n_layers:
+            raise ValueError(f"the schedule names exit layer {exit_layer} of {n_layers} layers")
 
 
 CALIBRATION = RecordKind(CalibrationHeader, "calibration", 3, "run hetero-ee calibrate")
@@ -125,12 +161,10 @@ def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | N
         if (header.n_layers, header.hidden_size) != (spec.n_layers, spec.hidden_size):
             return None
         exit_layers = tuple(_exit_layer(each, spec.hidden_size, arrays) for each in header.exit_layers)
-        activations = {
-            name: arrays.take(f"activations.{name}", np.float32, (n_features,))
-            for name, n_features in activation_names(spec).items()
-        }
+        arrays.drop(ACTIVATIONS)
         same = {each.name: getattr(header, each.name) for each in fields(header)}
-        return Calibration(**same | {"exit_layers": exit_layers}, activations=activations)
+        own = {"exit_layers": exit_layers, "drafted": header.drafted and _drafted(header.drafted, arrays)}
+        return Calibration(**same | own)
 
     file = calibration_file(folder)
     if file is None:
@@ -168,7 +202,8 @@ def _header(calibration: Calibration) -> CalibrationHeader:
         for each in calibration.exit_layers
     )
     same = {each.name: getattr(calibration, each.name) for each in fields(CalibrationHeader)}
-    return CalibrationHeader(**same | {"exit_layers": exit_layers})
+    drafted = None if calibration.drafted is None else DraftedRecord.of(calibration.drafted)
+    return CalibrationHeader(**same | {"exit_layers": exit_layers, "drafted": drafted})
 
 
 def _arrays(calibration: Calibration) -> Arrays:
@@ -181,15 +216,18 @@ def _arrays(calibration: Calibration) -> Arrays:
             predictor: ExitPredictor | None = getattr(each, kind)
             parts = {} if predictor is None else predictor.parts
             arrays |= {f"{prefix}.{kind}.{name}": part for name, part in parts.items()}
-    return arrays | {f"activations.{name}": array for name, array in calibration.activations.items()}
+    for number, drafted in enumerate(calibration.drafted.exit_layers if calibration.drafted else (), 1):
+        prefix = f"exit_layers.{number}.drafted_predictor"
+        arrays |= {f"{prefix}.{name}": part for name, part in drafted.predictor.parts.items()}
+    return arrays
 
 
 def _most_bytes(spec: ModelSpec) -> int:
     """Return the size of the largest possible calibration of this model. Larger files are not read into memory."""
     map_bytes = 2 * spec.hidden_size * (2 * spec.hidden_size + 1)
     network_bytes = 4 * (MAX_HIDDEN * (N_FEATURES + 2) + 1)
-    n_arrays = 15 * (spec.n_layers - 1) + len(activation_names(spec))  # a map has up to 3, each of 3 networks 4
-    array_bytes = (spec.n_layers - 1) * (map_bytes + 3 * network_bytes) + 4 * sum(activation_names(spec).values())
+    n_arrays = 32 * spec.n_layers  # a map has up to 3, each of 4 networks 4, and there may be some of earlier versions
+    array_bytes = spec.n_layers * (map_bytes + 4 * network_bytes)
     return array_bytes + HEADER_BYTES * (n_arrays + 1) + MAX_JSON_BYTES
 
 
@@ -205,6 +243,12 @@ def _exit_layer(header: ExitLayerRecord, hidden_size: int, arrays: RecordArrays)
         None if arrays.shape(f"{prefix}.gate.second") is None else _predictor(f"{prefix}.gate", arrays),
         metrics=header.metrics,
     )
+
+
+def _drafted(header: DraftedRecord, arrays: RecordArrays) -> DraftedExits:
+    rows = enumerate(zip(header.thresholds, header.metrics, strict=True), 1)
+    layers = (DraftedExitLayer(_predictor(f"exit_layers.{n}.drafted_predictor", arrays), *own) for n, own in rows)
+    return DraftedExits(header.draft, header.coverage, tuple(layers), header.schedule, header.depths)
 
 
 def _predictor(prefix: str, arrays: RecordArrays) -> ExitPredictor:
@@ -227,29 +271,3 @@ def _exit_map(header: ExitLayerRecord, prefix: str, hidden_size: int, arrays: Re
         shapes["down"] = (rank, hidden_size)
     parts = {name: arrays.take(f"{prefix}.{name}", np.float16, shape) for name, shape in shapes.items()}
     return ExitMap.of_parts({name: torch.from_numpy(part.astype(np.float32)) for name, part in parts.items()})
-
-
-def activation_names(spec: ModelSpec) -> dict[str, int]:
-    """Return the number of features of each activation that a calibration records, by the activation's name.
-
-    Of experts it records how many tokens chose each.
-    """
-    sizes: dict[str, int] = {}
-    for block in watched_blocks(spec):
-        mixer, of_experts = block.mixer, tuple[str, ...]()
-        if isinstance(mixer, MoeSpec):
-            of_experts = mixer.first, "down"
-            sizes[f"{block.name}.{FREQUENCY}"] = mixer.router.n_experts
-        for short, tensor in block.tensors.items():
-            if is_quantized(tensor.role) and short not in of_experts:
-                is_down = short == "down"
-                n_features = mixer.size if is_down and isinstance(mixer, FfnSpec) else tensor.shape[1]
-                sizes[f"{tensor.name}.{MOMENT}"] = n_features
-                if is_down:
-                    sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = n_features
-    return sizes
-
-
-def watched_blocks(spec: ModelSpec) -> list[Block]:
-    """Return the blocks to watch: all layers' blocks except neuron predictors, which are not part of the store."""
-    return [block for block in decoder_blocks(replace(spec, predictor_rank=0)) if block.layer is not None]

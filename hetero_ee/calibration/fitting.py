@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_gates, fit_predictor
 from hetero_ee.calibration.schedule import ReadBytes, fit_schedule
 from hetero_ee.calibration.stages import CHOOSE, HELD_OUT, TRAIN, is_in
-from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, joined
+from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, T, joined
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import (
     MAX_DRAFTS,
@@ -33,7 +33,6 @@ from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import Floats
 from hetero_ee.speculation.exits.predictor import ExitPredictor
 from hetero_ee.speculation.exits.recent_exits import N_LAST, RADIUS, nearby
-from hetero_ee.weights.store.record import Arrays
 
 Flags = NDArray[np.bool_]
 Judged = tuple[Floats, Flags]  # features of tokens, and whether their drafts are right
@@ -45,7 +44,6 @@ def fit_calibration(
     partial_logits: Sequence[PartialLogits],
     maps: Mapping[int, ExitMap],
     text: CalibrationText,
-    activations: Arrays,
     precision: float,
     training: PredictorTraining,
 ) -> Calibration:
@@ -57,16 +55,15 @@ def fit_calibration(
         partial_logits: Partial logits of the chunks of CHOOSE.
         maps: Exit maps by exit layer.
         text: Description of the calibration text.
-        activations: Means per token, by name.
         precision: Share of exits that have to be right when thresholds are chosen.
         training: Settings of the predictors.
     """
     spec = executor.spec
-    train, choose = joined(_of_part(chunks, TRAIN)), joined(_of_part(chunks, CHOOSE))
-    fits = _exit_layers(train, choose, maps, partial(_judging, precision=precision, training=training))
+    train, choose = joined(of_part(chunks, TRAIN)), joined(of_part(chunks, CHOOSE))
+    fits = _exit_layers(train, choose, maps, partial(judging, precision=precision, training=training))
     schedule = fit_schedule(fits, joined(partial_logits), ReadBytes.of(executor.blocks, executor.weights))
     gates = fit_gates(train.features, train.is_right, schedule.exit_layers, training)
-    held_out = _of_part(chunks, HELD_OUT)
+    held_out = of_part(chunks, HELD_OUT)
     metrics, depths = all_metrics(
         fits,
         [each.is_right for each in held_out],
@@ -77,10 +74,10 @@ def fit_calibration(
         ExitLayerCalibration(**_fields(each) | {"gate": gates.get(each.exit_layer)}, metrics=own)
         for each, own in zip(fits, metrics, strict=True)
     )
-    return Calibration(spec.n_layers, spec.hidden_size, text, exit_layers, schedule.exit_layers, depths, activations)
+    return Calibration(spec.n_layers, spec.hidden_size, text, exit_layers, schedule.exit_layers, depths)
 
 
-def _judging(
+def judging(
     train: Judged, choose: Judged, precision: float, training: PredictorTraining
 ) -> tuple[ExitPredictor, float]:
     """Fit a predictor to the tokens `train`, and choose its threshold on the tokens `choose`."""
@@ -122,7 +119,8 @@ def _fields(fitted: FittedExitLayer) -> dict[str, Any]:
     return {field.name: getattr(fitted, field.name) for field in fields(fitted)}
 
 
-def _of_part(chunks: Sequence[ChunkDrafts], part: tuple[int, ...]) -> list[ChunkDrafts]:
+def of_part(chunks: Sequence[T], part: tuple[int, ...]) -> list[T]:
+    """Return the chunks of TRAIN, CHOOSE or HELD_OUT."""
     return [chunk for number, chunk in enumerate(chunks) if is_in(number, part)]
 
 

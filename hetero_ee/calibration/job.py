@@ -39,6 +39,7 @@ from hetero_ee.options.option import is_whole
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate
+from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_PARTIAL_SUFFIX, PARTIAL_SUFFIX, calibration_file
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
@@ -130,6 +131,8 @@ class CalibrationJob:
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
     files: FileSystem = field(default_factory=FileSystem)
+    draft: DraftCandidates | None = None  # also fit exits for its candidates
+    needs_draft: bool = False  # a calibration without its exits counts as none
 
     @property
     def description(self) -> str:
@@ -202,22 +205,34 @@ def calibrate(job: CalibrationJob) -> CalibrationOutcome:
     def find() -> CalibrationOutcome | None:
         """Return an existing calibration. The checkpoint's own is ignored if the caller gave texts."""
         is_others = job.request.texts is not None and job.place.where() != job.place.folder
-        return None if is_others else found_calibration(job.place)
+        found = None if is_others else found_calibration(job.place)
+        lacks_draft = job.needs_draft and found is not None and not _is_of(found.calibration, job.draft)
+        return None if lacks_draft else found
 
     with job.locked():
         outcome = job.usable(find) or _calibrated(job)
         return replace(outcome, certificate=_certified(job, outcome.calibration)) if job.request.certify else outcome
 
 
+def _is_of(calibration: Calibration, draft: DraftCandidates | None) -> bool:
+    """Return whether the calibration has exits for the draft's candidates."""
+    return draft is None or (calibration.drafted is not None and calibration.drafted.draft == draft.title)
+
+
 def _calibrated(job: CalibrationJob) -> CalibrationOutcome:
     start_s, settings, folder = job.clock(), job.request.settings, job.place.folder
     text = job.text(job.request.n_tokens)
-    with job.steps(PARTIAL_SUFFIX, text.identity, settings.identity) as steps:
+    draft = job.draft
+    with job.steps(PARTIAL_SUFFIX, text.identity, settings.identity, "" if draft is None else draft.title) as steps:
         _announce(job, text.n_tokens, "at most" if steps.exists else "about")
         chunks = text.chunks(steps)
-        calibration = CalibrationRun(job.executor, settings, steps, job.progress).calibrate(chunks, job.description)
+        run = CalibrationRun(job.executor, settings, steps, job.progress, draft)
+        calibration = run.calibrate(chunks, job.description)
         depths = specee_depths(job.executor, job.ending, calibration, chunks)
         calibration = replace(calibration, specee_depths=depths)
+        if draft is not None and calibration.drafted is not None:
+            depths = specee_depths(job.executor, job.ending, calibration, chunks, draft)
+            calibration = replace(calibration, drafted=replace(calibration.drafted, depths=depths))
         write_calibration(calibration, job.place.key, folder, job.files)
     return CalibrationOutcome(calibration, folder, job.clock() - start_s)
 

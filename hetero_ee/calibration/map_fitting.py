@@ -108,7 +108,7 @@ def head_metric(head: Weight) -> HeadMetric:
 def fit_exit_map(
     equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionTokens, lm_head: Callable[[Tensor], Tensor]
 ) -> ExitMap | None:
-    """Return the smallest map that is about as often right as the best, or None if none is clearly better than no map.
+    """Return the largest map up to which each rank is right more often, or None if it is not clearly better than none.
 
     The map has fp16 values.
 
@@ -122,15 +122,15 @@ def fit_exit_map(
         return None
     ridge = min(RIDGES, key=lambda each: _error(equations.solution(each), metric, chosen_by))
     unmapped = _is_right(lm_head(chosen_by.normed), chosen_by)
-    maps, is_right = [], []
+    best, is_right = None, unmapped
     for candidate in _candidates(equations, metric, ridge):
-        if candidate is not None:
-            maps.append(candidate)
-            is_right.append(_is_right(lm_head(candidate.apply(chosen_by.normed)), chosen_by))
-    n_right = [int(each.sum()) for each in is_right]
-    enough = max(n_right, default=0) - WORTH_A_RANK * len(unmapped)
-    place = next((place for place, found in enumerate(n_right) if found >= enough), None)
-    return maps[place] if place is not None and _is_better(is_right[place], unmapped) else None
+        if candidate is None:
+            continue
+        found = _is_right(lm_head(candidate.apply(chosen_by.normed)), chosen_by)
+        if best is not None and int(found.sum()) <= int(is_right.sum()) + WORTH_A_RANK * len(unmapped):
+            break  # larger ones cost time here and at each exit
+        best, is_right = candidate, found
+    return best if best is not None and _is_better(is_right, unmapped) else None
 
 
 def _is_right(logits: Tensor, rows: SelectionTokens) -> Tensor:

@@ -39,11 +39,16 @@ CLOSED = -2.0  # initial bias of a gate: most tokens pass every gate, so that ea
 
 @dataclass(frozen=True, slots=True)
 class PredictorTraining:
-    """Settings of AdamW on binary cross-entropy. With a fixed number of steps, every text needs the same time."""
+    """Settings of AdamW on binary cross-entropy."""
 
     n_hidden: int = 64
-    n_steps: int = 1500
+    n_steps: int = 1500  # at most
+    n_epochs: int = 100  # at most, as in SpecEE's code
     seed: int = 0
+
+    def steps(self, n_tokens: int) -> int:
+        """Return the number of steps for this many tokens."""
+        return min(self.n_steps, self.n_epochs * -(-n_tokens // BATCH_TOKENS))
 
 
 def fit_predictor(features: Floats, labels: Labels, training: PredictorTraining) -> ExitPredictor:
@@ -110,7 +115,7 @@ def _trained(features: Floats, labels: Floats, training: PredictorTraining) -> l
         lambda chosen: _gradients(parameters, features[chosen], labels[chosen]),
         len(features),
         random,
-        training.n_steps,
+        training.steps(len(features)),
     )
     return parameters
 
@@ -213,7 +218,7 @@ def _trained_gates(features: Floats, costs: Floats, price: float, training: Pred
         error = gradients(gates, costs[:, chosen], price) / np.float32(BATCH_TOKENS)
         return [np.einsum("nm,nmf->nf", error, some), error.sum(1)]
 
-    _descend(parameters, gradients_of, m, random, training.n_steps)
+    _descend(parameters, gradients_of, m, random, training.steps(m))
     return parameters
 
 

@@ -79,15 +79,20 @@ def fit_schedule(fits: Sequence[FittedExitLayer], partial: PartialLogits, read: 
         read: Bytes of the model's parts.
     """
     n_layers, found = len(fits) + 1, []
-    own = (0.0, *(_own_bytes(each, read) for each in fits))
+    own = (0.0, *(own_bytes(each, read) for each in fits))
     # An exit layer without a partial predictor can't follow another: more expensive than all that it could save.
     never = 2 * sum(read.layers)
     later = (never, *(own[each.exit_layer] if each.partial_predictor else never for each in fits))
     for first in reversed(range(1, n_layers)):  # of equal ones the deepest, which changes fewest tokens
         predictor = (*later[:first], own[first], *later[first + 1 :])
         costs = ExitCosts(_histogram(fits, first, partial), read.layers, predictor, read.head)
-        found.append(choose_exit_layers(costs, max(1, n_layers // LAYERS_PER_EXIT_LAYER), first))
+        found.append(choose_exit_layers(costs, n_scheduled(n_layers), first))
     return max(found, key=lambda schedule: schedule.saved)
+
+
+def n_scheduled(n_layers: int) -> int:
+    """Return the most exit layers of a schedule."""
+    return max(1, n_layers // LAYERS_PER_EXIT_LAYER)
 
 
 def choose_exit_layers(costs: ExitCosts, n_most: int, first: int) -> Schedule:
@@ -153,7 +158,7 @@ def _histogram(fits: Sequence[FittedExitLayer], first: int, partial: PartialLogi
     return exit_histogram(exits)
 
 
-def _own_bytes(fitted: FittedExitLayer, read: ReadBytes) -> float:
+def own_bytes(fitted: FittedExitLayer, read: ReadBytes) -> float:
     """Return the bytes that this exit layer reads to judge a token, without the whole lm_head."""
     exit_map, predictor = fitted.exit_map, fitted.partial_predictor or fitted.predictor
     n_bytes = sum(each.nbytes for each in (predictor.first, predictor.first_bias, predictor.second))

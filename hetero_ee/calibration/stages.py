@@ -1,38 +1,26 @@
-"""Measures a calibration's chunks: activations, sums for fitting exit maps, and drafts.
+"""Measures a calibration's chunks: sums for fitting exit maps, and drafts.
 
 The data is split by chunk, never by token, since tokens of one text depend on each other. Of four chunks, two are for
 training, one for choosing (thresholds, ranks of maps, the schedule), and one is held out for the metrics.
-
-Activations are the second moments of the matrices' inputs, which show which columns' quantization errors matter, and
-how often FFN neurons are active. They are measured with the reference operations, which see every matrix's input.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.calibration.file import FREQUENCY, MOMENT, watched_blocks
 from hetero_ee.calibration.map_fitting import NormalEquations, SelectionTokens, fit_exit_map, head_metric
-from hetero_ee.calibration.traces import FIRST_COUNTED, ChunkDrafts, drafts_of, fields_of, trace
-from hetero_ee.layers.moe import MoeSpec
-from hetero_ee.layers.ops import Router
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.ops.torch_ops import BatchedTorchOps
+from hetero_ee.calibration.traces import ChunkDrafts, DraftedChunk, drafts_of, fields_of, trace
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.exits.exit_map import ExitMap
-from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.weights.store.record import Arrays
-from hetero_ee.weights.weight import Weight
 
 Chunk = tuple[int, ...]
 SPLIT_CHUNKS = 4
 TRAIN, CHOOSE, HELD_OUT = (0, 1), (2,), (3,)
 FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapSums' arrays
-ACTIVE_SHARE = 0.05  # share of a token's largest activation; below, a neuron is inactive
 
 
 def is_in(number: int, part: tuple[int, ...]) -> bool:
@@ -48,85 +36,6 @@ def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int)
             numbers.append(number)
             n_found += len(chunk) - 1
     return numbers
-
-
-class Activations(BatchedTorchOps):
-    """Reference operations that also sum up the inputs of the layers' matrices, in float64.
-
-    `sums` has, by name, "<matrix>.second_moment": the sums of squares of each input feature, and
-    "layers.*.ffn.active_share": the number of tokens at which a neuron was active (above 0 for ReLU, else above
-    ACTIVE_SHARE of the token's largest activation), or "layers.*.moe.active_share": that chose an expert.
-    Position 0 of a chunk is left out.
-    """
-
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk]) -> None:
-        self._spec, self._chunks = spec, chunks
-        self._names = {
-            id(weights.matrices[tensor.name]): tensor.name
-            for block in watched_blocks(spec)
-            for tensor in block.tensors.values()
-            if tensor.name in weights.matrices
-        }
-        self._routers = {
-            id(weights.vectors[block.tensors["router"].name]): block.name
-            for block in watched_blocks(spec)
-            if isinstance(block.mixer, MoeSpec)
-        }
-        self._first = next(iter(self._names.values()))  # at which tokens are counted
-        self._executor = ReferenceExecutor(spec, weights, max(map(len, chunks)), self)
-        self.sums: Arrays = {}
-        self.n_tokens = 0
-
-    @property
-    def means(self) -> dict[str, NDArray[np.float32]]:
-        """Sums divided by the number of tokens, by name."""
-        return {name: (sums / max(1, self.n_tokens)).astype(np.float32) for name, sums in self.sums.items()}
-
-    def add_chunk(self, number: int) -> None:
-        trace(self._executor, self._chunks[number])
-
-    def arrays(self) -> Arrays:
-        return {**self.sums, "n_tokens": np.array([self.n_tokens])}
-
-    def restore(self, arrays: Arrays) -> None:
-        self.n_tokens = int(arrays.pop("n_tokens")[0])
-        self.sums = arrays
-
-    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        self._count(x, weight)
-        return super().product(x, weight, bias)
-
-    def summed(self, inner: Tensor, down: Weight) -> Tensor:
-        self._count(inner, down)
-        return super().summed(inner, down)
-
-    def route(self, x: Tensor, router: Router) -> Tensor:
-        routes, spec = super().route(x, router), router.spec
-        chosen = routes[FIRST_COUNTED:, : spec.n_active].long().flatten()
-        counts = torch.bincount(chosen, minlength=spec.n_experts).double()
-        self._add(f"{self._routers[id(router.weights)]}.{FREQUENCY}", counts)
-        return routes
-
-    def _count(self, x: Tensor, weight: Weight) -> None:
-        name = self._names.get(id(weight))
-        if name is not None:
-            counted = x[FIRST_COUNTED:]
-            self._add(f"{name}.{MOMENT}", counted.double().square().sum(0))
-            if name.endswith(".ffn.down"):
-                self._add(f"{name.removesuffix('.down')}.{FREQUENCY}", self._active(counted).double().sum(0))
-            if name == self._first:
-                self.n_tokens += len(counted)
-
-    def _active(self, inner: Tensor) -> Tensor:
-        """Return a mask (m, ffn) of the active neurons, from the inputs of the second FFN matrix."""
-        if self._spec.activation in ("relu", "fatrelu"):
-            return inner != 0 if self._spec.gated else inner > 0
-        size = inner.abs()
-        return size > ACTIVE_SHARE * size.amax(dim=1, keepdim=True)
-
-    def _add(self, name: str, values: Tensor) -> None:
-        array = values.numpy()
-        self.sums[name] = self.sums[name] + array if name in self.sums else array
 
 
 class MapSums:
@@ -201,13 +110,24 @@ def parsed_maps(arrays: Arrays) -> dict[int, ExitMap]:
 
 
 def draft_arrays(
-    executor: Executor, number: int, chunk: Chunk, maps: Mapping[int, ExitMap], *, with_logits: bool
+    executor: Executor,
+    number: int,
+    chunk: Chunk,
+    maps: Mapping[int, ExitMap],
+    draft: DraftCandidates | None,
+    *,
+    with_logits: bool,
 ) -> Arrays:
     """Draft on a chunk with the exit maps, and return the fields of its ChunkDrafts, the same in every run.
 
-    With with_logits, the fields of its PartialLogits are included.
+    With with_logits, the fields of its PartialLogits are included; with a draft, those of its DraftedChunk.
     """
-    drafts = drafts_of(executor, trace(executor, chunk), maps, with_unmapped=is_in(number, HELD_OUT))
+    found = trace(executor, chunk)
+    candidates = None if draft is None else draft.along(executor, chunk, found.states)
+    drafts = drafts_of(executor, found, maps, candidates, with_unmapped=is_in(number, HELD_OUT))
     sampled = drafts.partial.sampled(np.random.default_rng(number))
-    found = fields_of(ChunkDrafts(drafts.features, drafts.is_right, drafts.is_right_unmapped, *sampled))
-    return found | (fields_of(drafts.partial) if with_logits else {})
+    arrays = fields_of(ChunkDrafts(drafts.features, drafts.is_right, drafts.is_right_unmapped, *sampled))
+    if candidates is not None:
+        labels = drafts.best, found.tokens.numpy()
+        arrays |= fields_of(DraftedChunk.of(candidates, drafts.drafted_logits, *labels, seed=number))
+    return arrays | (fields_of(drafts.partial) if with_logits else {})

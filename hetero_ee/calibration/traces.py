@@ -21,6 +21,7 @@ from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import N_FEATURES, Floats, exit_features, likeliest
 
 Flags = NDArray[np.bool_]
+Ids = NDArray[np.int64]
 
 FIRST_COUNTED = 1  # position 0 has nothing to attend to: its states are special, and nothing is drafted there
 
@@ -32,6 +33,7 @@ class Trace:
     normed: tuple[Tensor, ...]  # after 1, 2, ..., n_layers - 1 layers, fp32 (m, hidden)
     final: Tensor  # after the last layer
     tokens: Tensor  # (m,), the full model's next tokens
+    states: tuple[Tensor, ...]  # (1 + m, hidden) with position 0: final, and captured by a draft head
 
     def at(self, exit_layer: int) -> Tensor:
         return self.normed[exit_layer - 1]
@@ -43,13 +45,16 @@ def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
     try:
         batch = Batch.of_sequence(sequence, 0, list(token_ids))
         hidden = executor.run(batch, None, range(0))
-        normed = []
+        normed, captured = [], list[Tensor]()
         for layer in range(executor.spec.n_layers):
             hidden = executor.run(batch, hidden, range(layer, layer + 1))
-            normed.append(executor.final_norm(hidden[FIRST_COUNTED:]).clone())  # the executor may reuse its memory
+            captured += (state.clone() for state in executor.captured)  # the executor may reuse its memory
+            normed.append(executor.final_norm(hidden).clone())
     finally:
         executor.cache.close(sequence)
-    return Trace(tuple(normed[:-1]), normed[-1], chosen_tokens(executor.lm_head(normed[-1])))
+    counted = [state[FIRST_COUNTED:] for state in normed]
+    tokens = chosen_tokens(executor.lm_head(counted[-1]))
+    return Trace(tuple(counted[:-1]), counted[-1], tokens, (normed[-1], *captured))
 
 
 def chosen_tokens(logits: Tensor) -> Tensor:
@@ -129,6 +134,8 @@ class Drafts:
     is_right: Flags  # (n_exit_layers, m)
     is_right_unmapped: Flags  # (n_exit_layers, m), without the exit maps
     partial: PartialLogits
+    best: Ids  # (n_exit_layers, m)
+    drafted_logits: Floats  # (n_exit_layers, m, 4), of a draft's candidates; (n_exit_layers, m, 0) without any
 
     @property
     def features(self) -> Floats:
@@ -137,28 +144,38 @@ class Drafts:
         return np.stack([self.partial.features(exit_layer, exit_layer, None) for exit_layer in exit_layers])
 
 
-def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, with_unmapped: bool) -> Drafts:
+def drafts_of(
+    executor: Executor,
+    found: Trace,
+    maps: Mapping[int, ExitMap],
+    candidates: Ids | None = None,
+    *,
+    with_unmapped: bool,
+) -> Drafts:
     """Draft at every exit layer. Memory holds the logits of one exit layer at a time.
 
     Args:
         executor: Computes the lm_head.
         found: States of the tokens.
         maps: Exit maps by exit layer.
+        candidates: (m, 4), a draft's, -1 for none.
         with_unmapped: Also compute is_right_unmapped at exit layers with a map, which needs another product of the
             lm_head. Without it, those values are False.
     """
     tokens = found.tokens.numpy()
-    taken: list[NDArray[np.int64]] = []
-    logits, rank, is_right, is_right_unmapped = [], [], [], []
+    of_draft = np.zeros((len(tokens), 0), np.int64) if candidates is None else candidates
+    taken: list[Ids] = []
+    logits, drafted, rank, is_right, is_right_unmapped = [], [], [], [], []
     for exit_layer, normed in enumerate(found.normed, start=1):
         exit_map = maps.get(exit_layer)
         whole = executor.lm_head(normed if exit_map is None else exit_map.apply(normed))
-        candidates = likeliest(whole)
-        taken.append(candidates.token_ids)
+        best = likeliest(whole)
+        taken.append(best.token_ids)
         logits += [np.take_along_axis(whole.numpy(force=True), token_ids, axis=1) for token_ids in taken]
-        hits = candidates.token_ids == tokens[:, None]
+        drafted.append(np.take_along_axis(whole.numpy(force=True), of_draft, axis=1))
+        hits = best.token_ids == tokens[:, None]
         rank.append(np.where(hits.any(1), hits.argmax(1), hits.shape[1]).astype(np.uint8))
-        is_right.append((candidates.token_ids[:, 0] == tokens) & candidates.is_finite)
+        is_right.append((best.token_ids[:, 0] == tokens) & best.is_finite)
         if exit_map is None:
             is_right_unmapped.append(is_right[-1])
         elif with_unmapped:
@@ -166,7 +183,8 @@ def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, 
         else:
             is_right_unmapped.append(np.zeros(len(tokens), np.bool_))
     partial = PartialLogits(np.stack(logits), np.stack(rank))
-    return Drafts(np.stack(is_right), np.stack(is_right_unmapped), partial)
+    best_ids = np.stack([token_ids[:, 0] for token_ids in taken])
+    return Drafts(np.stack(is_right), np.stack(is_right_unmapped), partial, best_ids, np.stack(drafted))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,10 +203,48 @@ class ChunkDrafts:
     partial_first: NDArray[np.int64]  # the exit layer that took the candidates
 
 
-T = TypeVar("T", PartialLogits, ChunkDrafts)
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedChunk:
+    """Features and labels of a chunk's m tokens at every exit layer, for candidates of a draft head or draft model."""
+
+    drafted_features: Floats  # (n_exit_layers, m, 12)
+    drafted_is_chosen: Flags  # (n_exit_layers, m), the lm_head's likeliest token at the exit layer is a candidate
+    drafted_is_right: Flags  # (n_exit_layers, m), and it is the full model's token
+    drafted_is_known: Flags  # (1, m), the full model's token is a candidate
+
+    @classmethod
+    def of(cls, candidates: Ids, logits: Floats, best: Ids, tokens: Ids, seed: int) -> "DraftedChunk":
+        """Return the features and labels of m tokens.
+
+        The exit layer that judged a token before is drawn from the earlier ones and none, so that gaps vary as in
+        decoding.
+
+        Args:
+            candidates: (m, 4), -1 for a token without candidates, which never exits.
+            logits: (n_exit_layers, m, 4), of the candidates.
+            best: (n_exit_layers, m), the lm_head's likeliest tokens.
+            tokens: (m,), the full model's.
+        """
+        random, (n_exit_layers, m) = np.random.default_rng(seed), best.shape
+        logits = np.where(candidates < 0, np.float32(np.nan), logits)
+        softmax = np.zeros((n_exit_layers + 1, m, candidates.shape[1]), np.float32)  # [0]: not judged before
+        features = []
+        for place in range(n_exit_layers):
+            softmax[place + 1] = softmax[random.integers(0, place + 1, m), np.arange(m)]
+            features.append(exit_features(logits[place], softmax[place + 1]))
+        is_chosen = (best[:, :, None] == candidates).any(2)
+        is_known = (candidates == tokens[:, None]).any(1)
+        return cls(np.stack(features), is_chosen, is_chosen & (best == tokens), is_known[None])
+
+    def judged(self, place: int) -> tuple[Floats, Flags]:
+        """Return features and labels at the exit layer with this index."""
+        return self.drafted_features[place], self.drafted_is_right[place]
 
 
-def fields_of(arrays: PartialLogits | ChunkDrafts) -> dict[str, NDArray[Any]]:
+T = TypeVar("T", PartialLogits, ChunkDrafts, DraftedChunk)
+
+
+def fields_of(arrays: PartialLogits | ChunkDrafts | DraftedChunk) -> dict[str, NDArray[Any]]:
     """Return the object's arrays by field name."""
     return {field.name: getattr(arrays, field.name) for field in fields(arrays)}
 

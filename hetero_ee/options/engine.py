@@ -21,6 +21,7 @@ EARLY_EXIT_MODES = ("specee", CERTIFIED, "calm", "skipdecode", "q-exit", "patien
 MODES = ("full", "exact", *EARLY_EXIT_MODES)
 NO_HEAD, MTP_HEAD, MTP_WORDS = "none", "mtp", ("mtp", "draft-mtp")  # words for a draft head, one llama.cpp's
 RISK = 0.05  # of mode certified
+NO_SCHEDULE, OFFLINE, ONLINE, BOTH = SCHEDULES = ("none", "offline", "online", "both")  # of mode specee
 MAX_DRAFT_LENGTH = 16
 MAX_CONTEXT_TOKENS, MAX_THREADS, MAX_LAYERS = 2**24, 1024, 1000
 MAX_GIB = 2**20
@@ -191,6 +192,16 @@ class PlanKeywords(TypedDict, total=False):
         float | None,
         Option(
             "In mode certified, the share of a prompt's tokens that may differ.", ("--risk",), default_text=f"{RISK:g}"
+        ),
+    ]
+    exit_schedule: Annotated[
+        str | None,
+        Option(
+            "In mode specee, the layers that judge a token: offline: the calibrated ones; online: those near the last "
+            "exits; both; none: all layers.",
+            ("--exit-schedule",),
+            default_text=BOTH,
+            choices=SCHEDULES,
         ),
     ]
 

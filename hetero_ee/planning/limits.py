@@ -27,7 +27,8 @@ IN_BYTES = ("vram_budget", "vram_margin", "ram_budget", "snapshot_budget")  # op
 OVERRIDE = PLAN_OPTIONS["override"]
 EACH_OVERRIDE = re.compile(r"(.+?=[^=,]+)(?:,|$)")
 CHECKED = {
-    name: PLAN_OPTIONS[name] for name in ("gpu_layers", "n_cpu_moe", "chunk_tokens", "kv_type", "mode", "draft_length")
+    name: PLAN_OPTIONS[name]
+    for name in ("gpu_layers", "n_cpu_moe", "chunk_tokens", "kv_type", "mode", "draft_length", "exit_schedule")
 }
 
 
@@ -54,6 +55,7 @@ class Limits:
     mode: str | None = None  # None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
+    exit_schedule: str | None = None  # of mode specee: one of SCHEDULES; None: BOTH
     chunk_tokens: int | None = None  # tokens of a prompt per pass; None: the planner's choice
     threads: int = 0  # 0: the fastest of those that the profile measured
     n_sequences: int = N_SEQUENCES  # open at a time; they share the context, and each has its own state and windows

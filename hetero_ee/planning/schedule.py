@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
-from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, SEQUENCE
@@ -55,8 +54,9 @@ def best_schedule(problem: Problem, placements: Sequence[Placement], context_tok
     if asked == "full":
         return full
     exact = _best_exact(problem, placements, context_tokens)
-    if exact is None and asked == "exact":
-        raise UsageError("nothing exits at any exit layer of this model; drop mode exact.")
+    if exact is None and asked == "exact":  # n-grams draft, whose acceptance depends on the text
+        length = problem.limits.draft_length or BEST_OF_DRAFTS
+        return Schedule("exact", SEQUENCE, 0, length, full.step, other_mode_s=full.token_s)
     if exact is None:
         return full
     if asked == "exact" or is_worth_it(1 / exact.token_s, 1 / full.token_s):

@@ -21,7 +21,7 @@ from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.audit import ExitAudit, is_audited
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.pending import PendingToken, advance, stacked
+from hetero_ee.speculation.pending import PendingToken, advance, batch_of, captured_states, stacked
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.statistics import ExitCounts
@@ -179,6 +179,7 @@ class EarlyExitMode(Mode):
             return []
         n_layers = self._executor.spec.n_layers
         self._advance(requests, n_layers)
+        self._observe(requests)
         audited = [(request, *each) for request in requests for each in self._audited.pop(request.kv_sequence, ())]
         last = [self._pending[request.kv_sequence][-1] for request in requests]
         hidden = _states([*last, *(token for _, token, _ in audited)])
@@ -186,6 +187,15 @@ class EarlyExitMode(Mode):
         self._audit(audited, logits[len(requests) :])
         rows = zip(requests, hidden.unbind(), logits.unbind(), strict=False)
         return [Passed(request, n_layers, state, None, row) for request, state, row in rows]
+
+    def _observe(self, requests: Sequence[Request]) -> None:
+        """Let the draft source read these sequences' tokens, all of which have passed every layer now."""
+        if self._exits.candidates is None:
+            return
+        for request in requests:
+            tokens = self._pending[request.kv_sequence]
+            normed = self._executor.final_norm(_states(tokens))
+            self._exits.candidates.observe(batch_of(tokens), normed, *captured_states(tokens))
 
     def _audit(self, audited: Sequence[tuple[Request, PendingToken, int]], logits: Tensor) -> None:
         """Compare the token ids emitted at audited exits with the full model's choices, from its logits (m, vocab)."""

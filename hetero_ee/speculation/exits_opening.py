@@ -4,28 +4,32 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
-from hetero_ee.options.engine import EARLY_EXIT_MODES, UNQUANTIZED
+from hetero_ee.options.engine import BOTH, EARLY_EXIT_MODES, UNQUANTIZED
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.early_exits import early_step
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.audit import ExitAudit
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
-from hetero_ee.speculation.opening import DraftKnowledge, open_draft_model
+from hetero_ee.speculation.opening import DraftKnowledge
 from hetero_ee.speculation.policies.calm import CalmPolicy
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
-from hetero_ee.speculation.policies.exit_head import exit_end, exit_heads
+from hetero_ee.speculation.policies.exit_head import exit_end
 from hetero_ee.speculation.policies.patience import PatiencePolicy
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.q_exit import QExitPolicy
 from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.policies.thresholds import Certified, joint_gate
+from hetero_ee.speculation.sources.beside import Running
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee.speculation.sources.head_source import head_facts
+from hetero_ee.speculation.sources.draft_model import DraftModelSource
+from hetero_ee.speculation.sources.draft_model_opening import DraftModelOpener
+from hetero_ee.speculation.sources.source import DraftSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,12 @@ class PolicyRequest:
     candidates: DraftCandidates | None = None
     certificate: Certificate | None = None
     activation_terms: int = 1  # see ModelSpec
+    scheduling: str = BOTH  # of mode specee, one of SCHEDULES
 
     @property
     def schedule(self) -> tuple[int, ...]:
         """Exit layers that judge every token, from the plan or calibration. Raises: UsageError: if there are none."""
-        found = self.plan.exit_layers or self.calibration.schedule
+        found = self.plan.exit_layers or self.calibration.schedule_of(is_drafted=self.candidates is not None)
         if not found:  # a file of an earlier version
             raise UsageError(
                 f"this calibration names no exit layers for mode {self.plan.mode}; make it again with hetero-ee "
@@ -67,23 +72,37 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         return None
     if calibration is None:
         raise UsageError(f"mode {plan.mode} needs a model whose exits were measured; run hetero-ee calibrate.")
-    candidates = None
-    if plan.mode == "specee" and (model := open_draft_model(knowledge, opened, warn)) is not None:
-        candidates = DraftCandidates(model, warn)
-    elif plan.mode == "specee" and knowledge.draft_head is not None:
-        if head_facts(knowledge.draft_head, opened.executor.spec).dialect.captured:
-            raise UsageError(
-                "mode specee takes candidates from a head of EAGLE-1: one of EAGLE-3 sees layers that a token which "
-                "exits has not passed; drop the head, or choose mode exact."
-            )
-        head = open_draft_head(knowledge.draft_head, opened.executor, opened.running, warn)
-        candidates = DraftCandidates(head, warn)
+    opens = plan.mode == "specee"
+    candidates = open_candidates(knowledge, opened.executor, warn, opened.running) if opens else None
+    if candidates is not None and knowledge.is_asked and calibration.drafted is None:
+        warn(f"The exits were calibrated without {candidates.title}; calibrate with it for exits that suit it.")
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
     known = calibration, plan, compiled, candidates, knowledge.certificate, opened.executor.spec.activation_terms
-    policy = POLICIES[plan.mode](PolicyRequest(*known))
+    scheduling = None if opened.request is None else opened.request.limits.exit_schedule
+    policy = POLICIES[plan.mode](PolicyRequest(*known, scheduling or BOTH))
     _warn_if_slower(opened, calibration, warn)
     audit = ExitAudit(policy.most_different) if isinstance(policy, Certified) else None
     return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn)
+
+
+def open_candidates(
+    knowledge: DraftKnowledge, executor: Executor, warn: Callable[[str], None], running: Running | None = None
+) -> DraftCandidates | None:
+    """Return candidates from the draft model or the draft head, None if there is neither.
+
+    Args:
+        running: See BesideOpener.
+    """
+    source: DraftSource
+    if knowledge.draft_model is not None:
+        opener = DraftModelOpener(knowledge.draft_model, executor, running, warn)
+        opener.open()
+        source = DraftModelSource(opener, warn)
+    elif knowledge.draft_head is not None:
+        source = open_draft_head(knowledge.draft_head, executor, running, warn)
+    else:
+        return None
+    return DraftCandidates(source, warn, knowledge.title)
 
 
 def _warn_if_slower(opened: Opened, calibration: Calibration, warn: Callable[[str], None]) -> None:
@@ -123,14 +142,8 @@ def _certified(request: PolicyRequest) -> ExitPolicy:
 
 
 def _specee(request: PolicyRequest) -> ExitPolicy:
-    """Return the SpecEE policy.
-
-    Without a draft head, layers before the schedule's first layer don't judge, because their candidates would be poor.
-    """
-    schedule, n_layers = request.schedule, request.calibration.n_layers
-    layers = range(schedule[0] if request.candidates is None else 1, n_layers)
-    heads = exit_heads(request.calibration, layers, compiled=request.compiled)
-    return SpecEE(heads, schedule, n_layers, request.candidates)
+    named, scheduling = request.schedule, request.scheduling
+    return SpecEE.of(request.calibration, request.candidates, named, scheduling, compiled=request.compiled)
 
 
 def _skipdecode(request: PolicyRequest) -> ExitPolicy:

@@ -11,10 +11,10 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.options.engine import MTP_HEAD, NO_HEAD, RISK, RUN_OPTIONS, UNQUANTIZED
+from hetero_ee.options.engine import BOTH, MTP_HEAD, NO_HEAD, RISK, RUN_OPTIONS, UNQUANTIZED
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
-from hetero_ee.planning.statistics import Statistics
+from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
@@ -83,19 +83,34 @@ class DraftKnowledge:
             return cls(calibration, other)
         return cls(calibration, own)
 
+    @property
+    def title(self) -> str:
+        """Name of the draft model or draft head for people; empty without one."""
+        if self.draft_model is not None:
+            return f"the draft model {self.draft_model.name}"
+        return "" if self.draft_head is None else head_title(self.draft_head)
+
     def statistics(
-        self, spec: ModelSpec, profile: HardwareProfile | None, threads: int, risk: float | None = None
+        self,
+        spec: ModelSpec,
+        profile: HardwareProfile | None,
+        threads: int,
+        risk: float | None = None,
+        scheduling: str | None = None,
     ) -> Statistics:
         """Return the planner's statistics about drafts and exits.
 
         Args:
             risk: The risk of mode certified.
+            scheduling: One of SCHEDULES, of mode specee.
 
         Raises: ModelError, UsageError: if the risk can't be certified.
         """
         exits = None if self.calibration is None else self.calibration.statistics()
-        is_drafted = self.draft_head is not None or self.draft_model is not None
-        depths = () if self.calibration is None else self.calibration.depth_statistics(is_drafted=is_drafted)
+        depths: tuple[DepthStatistics, ...] = ()
+        if self.calibration is not None:
+            scheduling = scheduling or BOTH
+            depths = self.calibration.depth_statistics(is_drafted=bool(self.title), scheduling=scheduling)
         if self.certificate is not None:
             depths += self.certificate.depth_statistics(risk or RISK)
         if self.draft_model is not None and profile is not None and self.acceptance:

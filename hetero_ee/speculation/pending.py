@@ -24,6 +24,7 @@ class PendingToken:
     position: int
     depth: int = 0  # layers passed
     hidden: Tensor | None = None  # (hidden,) after them; None before the embedding
+    captured: tuple[Tensor, ...] = ()  # (hidden,) before each of the capturing layers that it has passed
 
     @classmethod
     def last_of(cls, request: Request) -> "PendingToken":
@@ -50,8 +51,9 @@ def advance(executor: Executor, tokens: Sequence[PendingToken], to_layer: int) -
         stop = min((token.depth for token in tokens if token.depth > depth), default=to_layer)
         stop = min(stop, to_layer)
         hidden = executor.run(batch_of(moving), stacked(moving), range(depth, stop))
-        for token, state in zip(moving, hidden.unbind(), strict=True):
+        for row, (token, state) in enumerate(zip(moving, hidden.unbind(), strict=True)):
             token.hidden, token.depth = state, stop
+            token.captured += tuple(states[row] for states in executor.captured)
         if len(moving) == len(tokens) and stop == to_layer:
             return hidden
 
@@ -67,8 +69,18 @@ def batch_of(tokens: Sequence[PendingToken]) -> Batch:
 def stacked(tokens: Sequence[PendingToken]) -> Tensor | None:
     """Return the tokens' hidden states (m, hidden), or None for tokens that have not been embedded."""
     states = [token.hidden for token in tokens if token.hidden is not None]
-    if len(states) < 2:
-        return states[0][None] if states else None
+    return rows_of(states) if states else None
+
+
+def captured_states(tokens: Sequence[PendingToken]) -> list[Tensor]:
+    """Return the states (m, hidden) of tokens that have passed all layers, before each of the capturing layers."""
+    return [rows_of(states) for states in zip(*(token.captured for token in tokens), strict=True)]
+
+
+def rows_of(states: Sequence[Tensor]) -> Tensor:
+    """Stack states (hidden,) to (m, hidden). A single one is not copied."""
+    if len(states) == 1:
+        return states[0][None]
     if len({state.device for state in states}) > 1:  # memory ran out half-way, and some had to leave the GPU
         states = [state.cpu() for state in states]
-    return torch.stack(states)
+    return torch.stack(list(states))

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
-from hetero_ee.calibration.file import activation_names
 from hetero_ee.calibration.job import CalibrationJob, CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
-from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
+from hetero_ee.calibration.run import CalibrationSettings
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.steps import KeptSteps
 from hetero_ee.calibration.texts import text_chunks, written_chunks
@@ -33,7 +32,6 @@ WORDS = tuple("the cat saw a big red ball and said hello to Lily , who ran home 
 SETTINGS = CalibrationSettings(
     save_every_s=0.0,
     n_selection_tokens=100,
-    n_activation_tokens=100,
     n_schedule_tokens=100,
     training=PredictorTraining(n_hidden=8, n_steps=20),
 )
@@ -279,22 +277,6 @@ def test_a_trace_is_what_a_single_pass_computes(engine: Engine) -> None:
     assert int(found.tokens[-1]) == result.token_ids[0]
     assert found.final.shape == (len(chunk) - 1, engine.spec.hidden_size)
     assert not torch.equal(found.at(1), found.final)
-
-
-def test_activations_are_those_of_the_matrices_inputs(engine: Engine) -> None:
-    """The first matrix reads the normed embedding: its moments can be computed from the outside."""
-    chunks = text_chunks(engine._tokenizer, [text_of(600)], 600, engine.context_tokens)
-    run = CalibrationRun(engine.executor, replace(SETTINGS, n_activation_tokens=1), None)
-    found = run.calibrate(chunks, "words")
-    assert {name: len(array) for name, array in found.activations.items()} == activation_names(engine.spec)
-    embedded = engine.executor.weights.matrices["embedding.tokens"].rows(torch.tensor(chunks[0][1:]))
-    normed = embedded * torch.rsqrt(embedded.square().mean(-1, keepdim=True) + engine.spec.norm_eps)
-    normed = normed * engine.executor.weights.vectors["layers.0.attention.norm"]
-    moments = torch.from_numpy(found.activations["layers.0.attention.qkv.second_moment"])
-    torch.testing.assert_close(moments, normed.square().mean(0), rtol=1e-4, atol=1e-6)
-    assert found.text.n_activation_tokens == len(chunks[0]) - 1
-    shares = found.activations["layers.1.ffn.active_share"]
-    assert shares.min() >= 0 and 0.1 < shares.mean() < 1
 
 
 @pytest.mark.sample(1)

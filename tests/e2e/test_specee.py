@@ -133,11 +133,8 @@ class _Known:
     def __init__(self, kept: list[object]) -> None:
         self.ids = torch.tensor([13, 15, 267, 282])
 
-    def of(self, executor: object, text: Request) -> torch.Tensor:
+    def of(self, executor: object, sequence: int, token_ids: list[int]) -> torch.Tensor:
         return self.ids
-
-    def observe(self, sequence: int, position: int, token_id: int, normed: torch.Tensor) -> None:
-        """Nothing is kept."""
 
 
 def test_without_a_calibration_it_is_refused(cache: object, tiny: object) -> None:

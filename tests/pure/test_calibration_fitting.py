@@ -56,7 +56,7 @@ def fitted(drafts: list[ChunkDrafts]) -> Calibration:
     weights = SimpleNamespace(matrices=matrices)
     executor: Any = SimpleNamespace(spec=SPEC, blocks=decoder_blocks(SPEC), weights=weights)
     partial = [some_logits(N_EXIT_LAYERS, M, 2)]
-    return fit_calibration(executor, drafts, partial, {}, CalibrationText("", 1, 1, 1, 1), {}, 0.9, TRAINING)
+    return fit_calibration(executor, drafts, partial, {}, CalibrationText("", 1, 1, 1), 0.9, TRAINING)
 
 
 def test_each_predictor_learns_from_tokens_of_its_own_context() -> None:

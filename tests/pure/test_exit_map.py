@@ -65,16 +65,6 @@ def low_rank_slope(rank: int, seed: int = 2) -> Tensor:
     return torch.randn(HIDDEN, rank) @ torch.randn(rank, HIDDEN) / 4
 
 
-@pytest.mark.parametrize("rank", [1, 5, HIDDEN])
-@pytest.mark.parametrize("n_rows", [1, 2, 3, 7])
-def test_a_rows_bits_do_not_depend_on_its_batch(rank: int, n_rows: int) -> None:
-    exit_map, rows = random_map(rank), torch.randn(9, HIDDEN)
-    whole = exit_map.apply(rows)
-    parts = [exit_map.apply(rows[first : first + n_rows]) for first in range(0, 9, n_rows)]
-    assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(exit_map.apply(rows[4:5])[0], whole[4])
-
-
 @pytest.mark.parametrize("rank", [3, HIDDEN])
 def test_a_map_is_what_its_factors_say(rank: int) -> None:
     exit_map, rows = random_map(rank), torch.randn(4, HIDDEN)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee import Engine, UsageError
+from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cpu import CpuKvCache
@@ -156,13 +156,3 @@ def test_an_unmeasured_head_is_checked_when_it_is_first_opened(tmp_path: Path, c
     kept.write_text('{"acceptance": [2, "x"]}')
     with opened():
         assert any("Checked" in each for each in said)  # what is damaged is made again
-
-
-@pytest.mark.sample(0)
-def test_a_mode_that_exits_refuses_a_head_of_three_layers(tmp_path: Path, cache: Path, kernels: Any) -> None:
-    config = json.loads((demo_model_folder() / "draft_head" / "config.json").read_text())
-    del config["draft_token_ids"]
-    config |= {"architectures": ["Eagle3LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="specee takes candidates from a head of EAGLE-1"):
-        Engine.from_pretrained(profile=LAPTOP, emulate=True, mode="specee", draft_head=tmp_path, progress=False)

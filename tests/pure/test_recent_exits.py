@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_ee.options.engine import SCHEDULES
 from hetero_ee.speculation.exits.recent_exits import RecentExits
 
 
@@ -22,3 +23,14 @@ def test_the_last_five_exits(chosen: set[int], exits: list[int]) -> None:
 
 def test_a_new_sequence_knows_only_what_was_chosen() -> None:
     assert RecentExits([3, 9], 12).active() == (3, 9)
+
+
+def test_each_group_of_layers_can_be_left_out() -> None:
+    found = {each: RecentExits([3, 9], 12, each) for each in SCHEDULES}
+    every = tuple(range(1, 12))
+    new = {"none": every, "offline": (3, 9), "online": every, "both": (3, 9)}
+    assert {each: recent.active() for each, recent in found.items()} == new
+    for recent in found.values():
+        recent.append(6)
+    near = {"none": every, "offline": (3, 9), "online": (4, 5, 6, 7, 8), "both": (3, 4, 5, 6, 7, 8, 9)}
+    assert {each: recent.active() for each, recent in found.items()} == near

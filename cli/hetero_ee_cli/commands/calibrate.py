@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee.options.engine import CALIBRATION_TOKENS, MODEL_OPTIONS, OFF, TOKENS, UNQUANTIZED
+from hetero_ee.options.engine import CALIBRATION_TOKENS, MODEL_OPTIONS, OFF, RUN_OPTIONS, TOKENS, UNQUANTIZED
 from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
-from hetero_ee_cli.options.flags import Json, with_options
+from hetero_ee_cli.options.flags import Json, typer_option, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hetero_ee.sparsity.job import PredictorOutcome, SparsityOutcome
     from hetero_ee.sparsity.predictor import NeuronPredictor
     from hetero_ee.sparsity.request import SparsityRequest
+    from hetero_ee.speculation.exits.calibration import DraftedExits
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
 
@@ -45,6 +46,8 @@ class CalibrateOptions:
         ),
     ] = None
     tokens: Annotated[int | None, typer.Option(*TOKENS.flags, help=TOKENS.full_help)] = None
+    draft_head: Annotated[str | None, typer_option(RUN_OPTIONS["draft_head"])] = None
+    draft_model: Annotated[str | None, typer_option(RUN_OPTIONS["draft_model"])] = None
     force: Annotated[bool, typer.Option("--force", help="Calibrate again even if there is a calibration.")] = False
     certify: Annotated[
         bool, typer.Option("--certify", help="Certify the exits too, for mode certified: takes longer than the rest.")
@@ -67,6 +70,8 @@ class CalibrateOptions:
         """Check that the options are compatible and that the plot can be written."""
         if self.full and self.tokens is not None:
             raise UsageError("--full is for the default number of tokens and --tokens for another; give one of them.")
+        if self.show and self.drafts:
+            raise UsageError("--show only prints the existing calibration; leave out the draft head or draft model.")
         if self.show and (self.force or self.certify or self.full or self.text or self.tokens is not None):
             others = "--force, --full, --certify, --text and --tokens"
             raise UsageError(f"--show only prints the existing calibration; drop {others}, or drop --show.")
@@ -75,6 +80,12 @@ class CalibrateOptions:
 
             picture_format(self.plot)  # refused now, not after minutes of work
             require_matplotlib()
+
+    @property
+    def drafts(self) -> dict[str, str]:
+        """The draft head and the draft model that the user names."""
+        named = {"draft_head": self.draft_head, "draft_model": self.draft_model}
+        return {name: value for name, value in named.items() if value is not None}
 
     def request(self) -> "CalibrationRequest":
         """Return the library's request. Reads the texts."""
@@ -97,6 +108,7 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
     interrupted, run it again: it resumes. An existing calibration is shown, not made again.
+    Exits for mode specee are also fitted for the candidates of the model's draft head, or of the draft named here.
     Without --tokens, --certify and --sparsity, a quick look at 2,048 tokens comes first. If exits clearly slow this
     model down, that is kept and the command ends; --full goes on all the same.
     With --certify, 1,500 prompts are then continued at full depth, and every exit layer judges each of their tokens:
@@ -158,7 +170,10 @@ def _made(
     from hetero_ee.sparsity.request import DENSE, UNPREDICTED
 
     laid_out = {} if asked is None else {"sparsity": UNPREDICTED if asked.first_in_rows else DENSE}
-    alone = options | {"profile": OFF} | laid_out  # a plan would be for other work
+    opened: dict[str, Any] = {"profile": OFF}  # a plan would be for other work
+    if wanted.drafts:
+        opened = {**wanted.drafts, "mode": "full", "gpu_layers": 0}
+    alone = options | opened | laid_out
     with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as engine:
         exits = engine.calibrate(request, progress)
         if asked is None or (asked.is_exact and not asked.is_predicted):
@@ -246,6 +261,8 @@ def _report(found: _Found) -> Iterator[str]:
         rows.append((str(each.exit_layer), f"{metrics.agreement:.3f}", mapped, *(f"{share:.3f}" for share in gate)))
     yield table(rows, numbers_from=0)
     yield f"\ncandidate exit layers: {', '.join(map(str, calibration.schedule)) or 'none'}"
+    if calibration.drafted is not None:
+        yield from _drafted_lines(calibration.drafted)
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
     yield f"{means} ({depths.oracle_mean_depth:.2f} with perfect predictors)"
@@ -261,6 +278,16 @@ def _report(found: _Found) -> Iterator[str]:
             f"{chosen.active_share:.1%} that are active; KL divergence {chosen.kl_nats:.5f} nats (rank "
             f"{found.predictor.rank})"
         )
+
+
+def _drafted_lines(drafted: "DraftedExits") -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("exit layer", "could exit", "exit rate", "precision", "recall")]
+    for exit_layer, each in enumerate(drafted.exit_layers, 1):
+        shares = each.metrics.oracle, each.metrics.exit_rate, each.metrics.precision, each.metrics.recall
+        rows.append((str(exit_layer), *(f"{share:.3f}" for share in shares)))
+    yield f"\ncandidates of {printable(drafted.draft)}, with the model's token among them at {drafted.coverage:.1%}:"
+    yield table(rows, numbers_from=0)
+    yield f"\ncandidate exit layers with them: {', '.join(map(str, drafted.schedule))}"
 
 
 def _certified(certificate: "Certificate") -> "dict[float, list[CertifiedExit]]":
@@ -326,11 +353,19 @@ def _document(model: str | None, found: _Found, gain: "Gain | None") -> dict[str
         "exit_layers": exit_layers,
         "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
+        "drafted": None if calibration.drafted is None else _drafted_document(calibration.drafted),
         "certificate": None if certificate is None else _certificate_document(certificate),
         "sparsity": None if found.curves is None else [asdict(each) for each in found.curves.measured],
         "gain": None if gain is None else asdict(gain),
         "predictor": predictor,
     }
+
+
+def _drafted_document(drafted: "DraftedExits") -> dict[str, Any]:
+    rows = enumerate(drafted.exit_layers, 1)
+    exit_layers = [{"exit_layer": n, "threshold": each.threshold, **asdict(each.metrics)} for n, each in rows]
+    known = {name: getattr(drafted, name) for name in ("draft", "coverage", "schedule", "depths")}
+    return known | {"exit_layers": exit_layers}
 
 
 def _certificate_document(certificate: "Certificate") -> dict[str, Any]:

@@ -169,7 +169,7 @@ def _own_statistics(
             if limits.mode == CERTIFIED and knowledge.calibration is not None:
                 knowledge = replace(knowledge, certificate=place.certificate(knowledge.calibration))
         threads = limits.threads or fastest_threads(spec, profile)
-        return knowledge.statistics(spec, profile, threads, limits.risk)
+        return knowledge.statistics(spec, profile, threads, limits.risk, limits.exit_schedule)
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")
         return Statistics()

@@ -10,7 +10,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.candidates import Candidate, best_candidate
 from hetero_ee.planning.placement import Placement
-from hetero_ee.planning.plan import EXIT, Prediction
+from hetero_ee.planning.plan import EXIT, SEQUENCE, Prediction
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.reports.explanation import sized
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
@@ -166,6 +166,11 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     other, rate = prediction.other_mode_tokens_per_s, prediction.generated_tokens_per_s
     if schedule.mode in EARLY_EXIT_MODES:
         yield _exit_reason(best, prediction)
+    elif schedule.drafts == SEQUENCE and known.drafts is None:
+        yield (
+            "Drafts are n-grams of the text, since nothing exits at any calibrated layer and no draft head or draft "
+            "model is known: no speed is promised except full mode's."
+        )
     elif not sources:
         yield (
             "Exact mode was not considered: this model has no calibration yet; hetero-ee calibrate measures its exits "

@@ -1,12 +1,13 @@
 """Calibration of a model's early exits: measurements, and the maps and predictors fitted to them."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_ee.options.engine import BOTH, NO_SCHEDULE, OFFLINE, ONLINE
 from hetero_ee.planning.statistics import DepthStatistics, ExitRates, ExitStatistics
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitPredictor
@@ -97,6 +98,37 @@ class ExitLayerCalibration(FittedExitLayer):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedMetrics:
+    """Metrics of one exit layer for candidates of a draft, measured on held-out tokens as if each was judged there."""
+
+    oracle: float  # share of tokens that could exit rightly: the likeliest token is a candidate and the full model's
+    exit_rate: float
+    precision: float  # share of the exits that are right
+    recall: float  # share of the tokens that could exit rightly that do
+
+    def __post_init__(self) -> None:
+        _check_shares(self.oracle, self.exit_rate, self.precision, self.recall)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedExitLayer:
+    predictor: ExitPredictor
+    threshold: float
+    metrics: DraftedMetrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedExits:
+    """Exits whose candidates come from a draft head or draft model, see calibration/drafted_fitting.py."""
+
+    draft: str  # its name, for people
+    coverage: float  # share of held-out tokens that are among the draft's candidates
+    exit_layers: tuple[DraftedExitLayer, ...]  # 1, 2, ... n_layers - 1
+    schedule: tuple[int, ...]
+    depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrationText:
     """Size and origin of the calibration text. Token counts exclude position 0 of each chunk."""
 
@@ -104,7 +136,7 @@ class CalibrationText:
     n_train_tokens: int
     n_threshold_tokens: int
     n_held_out_tokens: int
-    n_activation_tokens: int
+    n_activation_tokens: int = 0  # above 0 only in files of earlier versions
 
     @property
     def n_tokens(self) -> int:
@@ -121,8 +153,8 @@ class Calibration:
     exit_layers: tuple[ExitLayerCalibration, ...]
     schedule: tuple[int, ...]  # exit layers that judge every token, ascending; empty in files of earlier versions
     depths: DepthMetrics
-    activations: Mapping[str, NDArray[np.float32]]  # means per token by name, see calibration/stages.py
     specee_depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
+    drafted: DraftedExits | None = None  # None without a draft
 
     def at(self, exit_layer: int) -> ExitLayerCalibration:
         """Return the calibration of one exit layer, 1 to n_layers - 1."""
@@ -146,22 +178,29 @@ class Calibration:
             rates[each.exit_layer] = ExitRates(known.exit_rate, known.precision, known.refused_precision, rank)
         return ExitStatistics(self._source, self.n_layers, rates)
 
-    def depth_statistics(self, *, is_drafted: bool) -> tuple[DepthStatistics, ...]:
+    def schedule_of(self, *, is_drafted: bool) -> tuple[int, ...]:
+        """Return the schedule, for candidates of a draft if is_drafted and the calibration has exits for them."""
+        return self.drafted.schedule if is_drafted and self.drafted is not None else self.schedule
+
+    def depth_statistics(self, *, is_drafted: bool, scheduling: str = BOTH) -> tuple[DepthStatistics, ...]:
         """Return the exit depths that the planner needs for mode specee, or () if they were not measured.
 
-        The depths were measured without a draft head. Tokens are judged at the schedule's exit layers and near the last
-        exits.
+        They were measured with scheduling BOTH. Other schedulings are taken to exit alike and to judge at other layers.
 
         Args:
-            is_drafted: Whether a draft head provides candidates, so that any exit layer may judge.
+            is_drafted: Whether a draft provides candidates, so that any exit layer may judge. If the calibration has no
+                exits for them, tokens are taken to exit as without it.
         """
-        if not self.specee_depths:
+        has_own = is_drafted and self.drafted is not None and bool(self.drafted.depths)
+        depths = self.drafted.depths if has_own and self.drafted is not None else self.specee_depths
+        schedule = self.schedule_of(is_drafted=has_own)
+        if not depths:
             return ()
-        layers, n_tokens = range(1 if is_drafted else self.schedule[0], self.n_layers), sum(self.specee_depths)
-        shares = tuple(self.specee_depths[layer - 1] / n_tokens for layer in layers)
-        judged = tuple(1.0 if layer in self.schedule else self._chance_near(layer) for layer in layers)
+        layers, n_tokens = range(1 if is_drafted else schedule[0], self.n_layers), sum(depths)
+        shares = tuple(depths[layer - 1] / n_tokens for layer in layers)
+        judged = tuple(_chance_judged(layer, schedule, depths, scheduling) for layer in layers)
         made = DepthStatistics("specee", self._source, tuple(layers), shares, True, is_drafted, judged)
-        return (replace(made, schedule=self.schedule),)
+        return (replace(made, schedule=schedule),)
 
     def depths_at_schedule(self, mode: str) -> DepthStatistics | None:
         """Return an estimate for a mode that judges only at the schedule's exit layers, by the whole lm_head.
@@ -176,14 +215,17 @@ class Calibration:
         exits = (sum(self.specee_depths[layer - 1 : end]) for layer, end in zip(self.schedule, ends, strict=True))
         return DepthStatistics(mode, self._source, self.schedule, tuple(count / n_tokens for count in exits))
 
-    def _chance_near(self, exit_layer: int) -> float:
-        """Return the chance that one of a sequence's last exits was near this exit layer."""
-        near = sum(self.specee_depths[max(0, exit_layer - RADIUS - 1) : exit_layer + RADIUS])
-        return float(1 - (1 - near / sum(self.specee_depths)) ** N_LAST)
-
     @property
     def _source(self) -> str:
         return f"calibration on {self.text.description}"
+
+
+def _chance_judged(exit_layer: int, schedule: Sequence[int], depths: Sequence[int], scheduling: str) -> float:
+    """Return the chance that a token that reaches this exit layer is judged there."""
+    if scheduling == NO_SCHEDULE or (scheduling != ONLINE and exit_layer in schedule):
+        return 1.0
+    near = 0 if scheduling == OFFLINE else sum(depths[max(0, exit_layer - RADIUS - 1) : exit_layer + RADIUS])
+    return float(1 - (1 - near / sum(depths)) ** N_LAST)  # that one of the last exits was near
 
 
 def _check_shares(*shares: float) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hetero_ee.runtime.drafted import DraftEnd
-from hetero_ee.speculation.exits.calibration import NO_EXIT, Calibration, FittedExitLayer
+from hetero_ee.speculation.exits.calibration import NO_EXIT, Calibration, DraftedExitLayer, FittedExitLayer
 from hetero_ee.speculation.exits.predictor import ExitConfidence
 
 
@@ -20,11 +20,15 @@ class ExitHead:
     later_threshold: float = NO_EXIT
 
     @classmethod
-    def of(cls, fitted: FittedExitLayer, *, compiled: bool) -> "ExitHead":
-        end, partial = exit_end(fitted, compiled=compiled), fitted.partial_predictor
+    def of(cls, fitted: FittedExitLayer, drafted: DraftedExitLayer | None = None, *, compiled: bool) -> "ExitHead":
+        """Return the head of a fitted exit layer. `drafted` judges the candidates of a draft."""
+        end = exit_end(fitted, compiled=compiled)
+        partial, threshold = fitted.partial_predictor, fitted.partial_threshold
+        if drafted is not None:
+            partial, threshold = drafted.predictor, drafted.threshold
         later = None if partial is None else ExitConfidence(partial, compiled=compiled)
         assert isinstance(end.judge, ExitConfidence), "exit_end makes it"
-        return cls(end, end.judge, fitted.threshold, later, fitted.partial_threshold)
+        return cls(end, end.judge, fitted.threshold, later, threshold)
 
 
 ExitHeads = Mapping[int, ExitHead]  # by exit layer, ascending
@@ -36,5 +40,13 @@ def exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
     return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor, compiled=compiled))
 
 
-def exit_heads(calibration: Calibration, exit_layers: Iterable[int], *, compiled: bool) -> ExitHeads:
-    return {layer: ExitHead.of(calibration.at(layer), compiled=compiled) for layer in sorted(exit_layers)}
+def exit_heads(
+    calibration: Calibration, exit_layers: Iterable[int], *, compiled: bool, is_drafted: bool = False
+) -> ExitHeads:
+    """Return the heads of these exit layers. If is_drafted, they judge the candidates of the calibration's draft."""
+    drafted = calibration.drafted if is_drafted else None
+    found = {}
+    for layer in sorted(exit_layers):
+        of_draft = None if drafted is None else drafted.exit_layers[layer - 1]
+        found[layer] = ExitHead.of(calibration.at(layer), of_draft, compiled=compiled)
+    return found

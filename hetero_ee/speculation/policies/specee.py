@@ -1,25 +1,28 @@
 """SpecEE's policy: a predictor judges the logits of a few candidates.
 
 If the predictor is sure, the whole head chooses a token, and the token exits if that choice is a candidate. Candidates
-come from the draft head, or are the likeliest tokens of the whole head at the first layer that judges. Later layers
-compute only the candidates' logits. Two groups of layers judge: those of the offline schedule, and those near where the
+come from a draft, or are the likeliest tokens of the whole head at the first layer that judges. Later layers compute
+only the candidates' logits. Two groups of layers judge: those of the offline schedule, and those near where the
 request's last tokens exited (two-level scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hetero_ee.decoding.requests import Request
+from hetero_ee.options.engine import BOTH
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.features import N_CANDIDATES, Floats, likeliest
 from hetero_ee.speculation.exits.recent_exits import RecentExits
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
-from hetero_ee.speculation.policies.exit_head import ExitHeads
+from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.policies.policy import ExitJudge
 
 
@@ -40,10 +43,37 @@ class SpecEE:
     `draft` is the source of candidates. If it is None, the first layer that judges chooses them."""
 
     def __init__(
-        self, heads: ExitHeads, schedule: Sequence[int], n_layers: int, draft: DraftCandidates | None = None
+        self,
+        heads: ExitHeads,
+        schedule: Sequence[int],
+        n_layers: int,
+        draft: DraftCandidates | None = None,
+        scheduling: str = BOTH,
     ) -> None:
+        """Create the policy. `scheduling` is one of SCHEDULES."""
         self.heads, self.schedule, self.n_layers, self.draft = heads, schedule, n_layers, draft
-        self.ends = {exit_layer: head.end for exit_layer, head in heads.items()}
+        self.ends, self.scheduling = {exit_layer: head.end for exit_layer, head in heads.items()}, scheduling
+
+    @classmethod
+    def of(
+        cls,
+        calibration: Calibration,
+        draft: DraftCandidates | None,
+        schedule: Sequence[int] = (),
+        scheduling: str = BOTH,
+        *,
+        compiled: bool,
+    ) -> Self:
+        """Return the policy of a calibration, with its own schedule if none is given.
+
+        Without a draft, layers before the schedule's first layer don't judge, because their candidates would be poor.
+        """
+        is_drafted = draft is not None and calibration.drafted is not None
+        schedule = schedule or calibration.schedule_of(is_drafted=is_drafted)
+        first = 1 if draft is not None else min(schedule, default=calibration.n_layers)
+        layers = range(first, calibration.n_layers)
+        heads = exit_heads(calibration, layers, compiled=compiled, is_drafted=is_drafted)
+        return cls(heads, schedule, calibration.n_layers, draft, scheduling)
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_SpecEEJudge":
         return _SpecEEJudge(executor, sampler, self)
@@ -57,7 +87,7 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
 
     def exit_layers(self, request: Request) -> Sequence[int]:
         draft = self._policy.draft
-        ids = None if draft is None else draft.of(self._executor, request)
+        ids = None if draft is None else draft.of(self._executor, request.kv_sequence, request.token_ids)
         if ids is not None:
             self._candidates[request.index] = _Candidates.new(ids)
         return [layer for layer in self._recent_of(request).active() if layer in self._policy.heads]
@@ -78,12 +108,11 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
         super().given_out(request, depth, hidden)
         self._recent_of(request).append(depth)
         self._candidates.pop(request.index, None)
-        if self._policy.draft is not None:
-            last, normed = len(request.token_ids) - 1, self._executor.final_norm(hidden[None])
-            self._policy.draft.observe(request.kv_sequence, last, request.token_ids[last], normed)
 
     def _recent_of(self, request: Request) -> RecentExits:
-        return self._recent.setdefault(request.index, RecentExits(self._policy.schedule, self._policy.n_layers))
+        policy = self._policy
+        new = RecentExits(policy.schedule, policy.n_layers, policy.scheduling)
+        return self._recent.setdefault(request.index, new)
 
     def _judge_new(self, exit_layer: int, hidden: Tensor, requests: dict[int, Request]) -> dict[int, int]:
         """Choose candidates from the whole head's logits. Return the next tokens of requests that exit, by row."""

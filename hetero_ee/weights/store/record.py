@@ -60,6 +60,10 @@ class RecordArrays:
             raise ValueError(f"its array {shown(name)} has a value that is not finite")
         return found
 
+    def drop(self, prefix: str) -> None:
+        """Forget the arrays whose names begin with `prefix`."""
+        self._left = {name: array for name, array in self._left.items() if not name.startswith(prefix)}
+
     def refuse_others(self) -> None:
         """Check that every array of the record was taken. Raises: ValueError."""
         for name in self._left:
