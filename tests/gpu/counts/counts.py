@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee_kernels import activate, attention, draft, matmul, norm, sparse_ffn
+from hetero_ee_kernels import activate, attention, draft, gated_delta, matmul, norm, sparse_ffn
+from hetero_ee_kernels.delta_state import DeltaRows, DeltaShape, DeltaWeights, new_delta_state
 from hetero_ee_kernels.pages import new_pages
 from hetero_ee_kernels.row_matrix import RowMatrix
 from tests.gpu.counts.sass import Sass, assembled
@@ -57,6 +58,7 @@ def workloads() -> dict[str, Callable[[], Any]]:
     for m in (1, 4):
         found[f"fp16 cache, 4 heads per key head, m = {m}, no tensor cores"] = lambda m=m: _attend_by_lanes(m)
     found["10 % of the neurons"] = _sparse_ffn
+    found["gated delta rule"] = _gated_delta
     found["norm"] = lambda: norm.rms_norm(random(1, 4, N_COLUMNS), None, 1e-5, delta=random(3, 4, N_COLUMNS))
     found["silu"] = lambda: activate.activate(random(1, 1, 2 * 11008), "silu", gated=True)
     found["greedy draft"] = lambda: draft.draft(random(1, 1, N_LOGITS), int32(0, 0, 0, 0, 0)[None])
@@ -90,17 +92,29 @@ def _sparse_ffn() -> None:
     sparse_ffn.sparse_ffn(random(2, 1, N_COLUMNS), active, rows, rows)
 
 
+def _gated_delta() -> None:
+    """One token of one of Qwen3.6-27B's sequences, with a twelfth of the heads and a log of 12 rows."""
+    shape = DeltaShape(n_key_heads=1, n_value_heads=4, key_dim=128, value_dim=128, n_taps=4)
+    state = new_delta_state(shape, 1, 1, "cpu")
+    state.bases[:] = 24
+    vectors = [torch.rand(n) for n in (shape.n_value_heads, shape.n_value_heads, shape.value_dim)]
+    weights = DeltaWeights(random(1, shape.n_channels, shape.n_taps), *vectors, 1e-6)
+    rows = DeltaRows(int32(0), int32(36), int32(-1))
+    x, out = random(2, 1, shape.n_channels + shape.n_outputs), torch.empty(1, shape.n_outputs)
+    gated_delta.gated_delta(x, random(3, 1, 2 * shape.n_value_heads), weights, state, rows, 0, out)
+
+
 def counted(name: str, launcher: Launcher) -> list[Row]:
     """Execute a workload, and return a row for each kernel with at least MIN_SHARE of its instructions."""
     launcher.launches.clear()
     with launcher.installed():
         workloads()[name]()
-    most, rows = max(launch.n_instructions for launch in launcher.launches), []
+    most, rows = max(launch.counts.n_instructions for launch in launcher.launches), []
     for launch in launcher.launches:
-        if launch.n_instructions >= MIN_SHARE * most:
+        if launch.counts.n_instructions >= MIN_SHARE * most:
             counts = launch.counts
             n_bytes = SECTOR_BYTES * counts.n_touched_sectors
-            per_byte = 32 * launch.n_instructions / n_bytes
+            per_byte = 32 * launch.counts.n_instructions / n_bytes
             asked = counts.n_sectors / counts.n_touched_sectors
             sass = assembled(launch.program.text, launcher.architecture)
             rows.append(Row(name, launch.program.kernel.name, per_byte, asked, sass))

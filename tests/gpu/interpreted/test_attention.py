@@ -278,17 +278,27 @@ def test_rows_that_share_a_program_have_the_bits_of_one_row(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_spoils_no_row_that_does_not_see_it(kind: str) -> None:
-    """Its own key and value, and those that the other's window has left: rows that share a program."""
-    two = case(15, kind, (1, 1, 8), 20, [40], [(0, 38), (0, 39)])
-    pages = two.pages()
-    good = two.attend(pages)
-    for row, place in ((0, 39), (1, 19)):  # the row that keeps its bits; the position that only the other one sees
-        spoiled = two.pages()
-        page = spoiled.table[0, 0]
-        (spoiled.codes if spoiled.scales is None else spoiled.scales)[page, LAYER, :, :, place] = float("inf")
-        found = two.attend(spoiled)
-        assert_same_bits(found[[row]], good[[row]])
-        assert not found[1 - row].isfinite().all()
+    """A key or value that some of four rows see, which share a program."""
+    positions = (20, 35, 50, 63)
+    four = case(15, kind, (2, 4, 20), 44, [64], [(0, position) for position in positions])
+    pages = four.pages()
+    good = four.attend(pages)
+    assert four.is_accurate(good, pages)
+    for place in (3, 25, 40, 63):
+        sees = [position - 44 < place <= position for position in positions]
+        for part, feature in ((0, 3), (1, 0), (1, 5), (1, 10), (1, 17)):  # of its key, and of its value in some threads
+            spoiled = four.pages()
+            at = spoiled.table[0, 0], LAYER, part, 1, place
+            if spoiled.scales is None:
+                spoiled.codes[(*at, feature)] = float("inf" if part else "nan")
+            else:
+                spoiled.scales[at] = float("inf")
+            found = four.attend(spoiled)
+            for row, is_spoiled in enumerate(sees):
+                if is_spoiled:
+                    assert not found[row].isfinite().all()
+                else:
+                    assert_same_bits(found[row], good[row])
 
 
 def test_a_page_beyond_32_bits_of_elements() -> None:

@@ -14,25 +14,15 @@ FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 NAN32 = U32(0x7FFFFFFF)  # the NaN that NVIDIA's fp32 arithmetic returns
 WORD = 0xFFFFFFFF
 SMALLEST_NORMAL = np.float32(1.17549435e-38)
-ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-def shift_left(value: Any, by: Any) -> Any:
-    """Shift left. The result is 0 if `by` is at least the word's number of bits, unlike in NumPy."""
-    return _shifted(np.left_shift, value, by)
-
-
-def shift_right(value: Any, by: Any) -> Any:
-    """Shift right. Signed values keep their sign."""
-    return _shifted(np.right_shift, value, by)
-
-
-def _shifted(shift: Any, value: Any, by: Any) -> Any:
+def shifted(shift: Any, value: Any, by: Any) -> Any:
+    """Shift by np.left_shift or np.right_shift. By at least the word's bits, 0 or the sign is left."""
     bits = value.dtype.itemsize * 8
     if by.ndim == 0 and by < bits:
         return shift(value, value.dtype.type(by))
-    shifted = shift(value, np.minimum(by, bits - 1).astype(value.dtype))
-    return shifted if shift is np.right_shift and value.dtype.kind == "i" else np.where(by < bits, shifted, shifted * 0)
+    result = shift(value, np.minimum(by, bits - 1).astype(value.dtype))
+    return result if shift is np.right_shift and value.dtype.kind == "i" else np.where(by < bits, result, result * 0)
 
 
 def divide(a: Any, b: Any) -> Any:
@@ -48,9 +38,9 @@ def divide(a: Any, b: Any) -> Any:
 
 def mul_hi(a: Any, b: Any) -> Any:
     """Return the upper half of the double-width product."""
-    if a.dtype.itemsize == 4:
+    if a.dtype.itemsize <= 4:
         wide = np.int64 if a.dtype.kind == "i" else U64
-        return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+        return ((a.astype(wide) * b.astype(wide)) >> wide(8 * a.dtype.itemsize)).astype(a.dtype)
     assert a.dtype == U64, a.dtype
     mask, half = U64(0xFFFFFFFF), U64(32)
     low_a, high_a, low_b, high_b = a & mask, a >> half, b & mask, b >> half
@@ -97,18 +87,12 @@ def lop3(a: Any, b: Any, c: Any, table: int) -> Any:
     return result
 
 
-def dp4a(a: Any, b: Any, c: Any, kinds: str) -> Any:
-    """Add the products of the four bytes of a and b to c.
-
-    Args:
-        kinds: two letters, u for unsigned or s for signed bytes: first of a, then of b.
-    """
-    result = c
+def dp4a(a: Any, b: Any, c: Any) -> Any:
+    """Add the products of the four signed bytes of a and b to c."""
     for byte in range(4):
-        parts = [((word >> U32(8 * byte)) & U32(255)).astype(U8) for word in (a, b)]
-        left, right = (p.view(SIGNED[8]) if k == "s" else p for p, k in zip(parts, kinds, strict=True))
-        result = result + (left.astype(np.int32) * right.astype(np.int32)).astype(np.int32).view(U32)
-    return result
+        left, right = ((word >> U32(8 * byte)).astype(np.int8).astype(np.int32) for word in (a, b))
+        c = c + (left * right).view(U32)
+    return c
 
 
 def canonical(value: Any) -> Any:
@@ -141,18 +125,10 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return total.reshape(np.shape(product + wide)).astype(np.float32)
 
 
-def extreme(a: Any, b: Any, is_max: bool, keeps_nan: bool) -> Any:
-    """Return the maximum or minimum, with -0 below +0.
-
-    Args:
-        keeps_nan: return NaN if a or b is NaN. Otherwise NaN is ignored if the other one is a number.
-    """
-    result = (np.fmax if is_max else np.fmin)(a, b)
+def maximum(a: Any, b: Any) -> Any:
+    """Return the maximum, with -0 below +0. NaN is ignored if the other one is a number."""
     zeros = (a == 0) & (b == 0)
-    if zeros.any():
-        bits_a, bits_b = a.view(U32), b.view(U32)
-        result = np.where(zeros, (bits_a & bits_b if is_max else bits_a | bits_b).view(np.float32), result)
-    return canonical(np.where((a != a) | (b != b), np.float32(np.nan), result) if keeps_nan else result)
+    return canonical(np.where(zeros, (a.view(U32) & b.view(U32)).view(np.float32), np.fmax(a, b)))
 
 
 def rounded(function: Any, value: Any) -> Any:
@@ -182,11 +158,10 @@ def to_float(value: Any, kind: Any) -> Any:
     return canonical(result) if kind == np.float32 else result
 
 
-def to_integer(value: Any, mode: str, kind: Any) -> Any:
-    """Round to an integer type of at most 32 bits. Numbers out of range become the nearest in range, NaN becomes 0."""
+def to_integer(value: Any, kind: Any) -> Any:
+    """Round towards 0 to a type of at most 32 bits. Numbers out of range become the nearest in range, NaN becomes 0."""
     bounds = np.iinfo(kind)
-    assert bounds.bits <= 32, kind
-    whole = np.nan_to_num(ROUNDINGS[mode](value.astype(np.float64)), nan=0.0, posinf=1e30, neginf=-1e30)
+    whole = np.nan_to_num(np.trunc(value.astype(np.float64)), nan=0.0, posinf=1e30, neginf=-1e30)
     return np.clip(whole, float(bounds.min), float(bounds.max)).astype(kind)
 
 

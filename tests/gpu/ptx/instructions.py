@@ -7,18 +7,15 @@ from tests.gpu.ptx.parsing import BARRIER, Instruction
 from tests.gpu.ptx.translation import BlockWriter, raw, split_type, vector
 
 ALL_LANES = ("-1", "0xffffffff", "4294967295")
-FENCES = ("membar", "fence", "griddepcontrol")
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 INTEGER = {"add": "{0} + {1}", "sub": "{0} - {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}"}
 INTEGER |= {"not": "~{0}", "neg": "-({0})", "abs": "np.abs({0})"}
-INTEGER |= {"popc": "np.bitwise_count({0}).astype(U32)"}
 INTEGER |= {"min": "np.minimum({0}, {1})", "max": "np.maximum({0}, {1})", "div": "divide({0}, {1})"}
-INTEGER |= {"shl": "shift_left({0}, {1})", "shr": "shift_right({0}, {1})"}
+INTEGER |= {"shl": "shifted(np.left_shift, {0}, {1})", "shr": "shifted(np.right_shift, {0}, {1})"}
 FP32 = {"abs": "np.abs({0})", "neg": "-({0})", "fma": "canonical(fma({0}, {1}, {2}))"}
 FP32 |= {"add": "canonical({0} + {1})", "sub": "canonical({0} - {1})", "mul": "canonical({0} * {1})"}
 FP32 |= {"div": "canonical({0} / {1})", "rsqrt": "rounded(lambda v: 1 / np.sqrt(v), {0})"}
-FP32 |= {"ex2": "rounded(np.exp2, {0})", "lg2": "rounded(np.log2, {0})"}
+FP32 |= {"ex2": "rounded(np.exp2, {0})", "lg2": "rounded(np.log2, {0})", "max": "maximum({0}, {1})"}
 PAIRS = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "fma": "fma({}, {}, {})"}
 MMA = {  # number of 8-row halves of a matrix fragment, and type of its numbers
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": "2, np.int8",
@@ -52,7 +49,7 @@ def emit(w: BlockWriter, i: Instruction) -> None:
         w.assign(i, i.operands[0], f" {symbol} ".join(operands) if symbol else f"~{operands[0]}", "pred")
     elif kind == "f32":
         _float(w, i, name, parts)
-    elif name not in FENCES:
+    else:
         kinds = [kind, "u32" if name in ("shl", "shr") else kind]
         values = [w.source(operand, kind) for operand, kind in zip(i.operands[1:], kinds, strict=False)]
         w.assign(i, i.operands[0], INTEGER[name].format(*values), kind)
@@ -109,13 +106,11 @@ def _matrix(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None
 
 def _compare(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
     how, kind = parts[0], parts[-1]
-    assert len([part for part in parts if part != "ftz"]) == 2
+    assert len(parts) == 2
     kind = kind.replace("b", "u")
     a, b = (w.source(operand, kind) for operand in i.operands[1:])
-    if "ftz" in parts:
-        a, b = f"flush({a})", f"flush({b})"
-    if how in ("num", "nan"):
-        text = f"{'~' * (how == 'nan')}(({a} == {a}) & ({b} == {b}))"
+    if how == "num":
+        text = f"({a} == {a}) & ({b} == {b})"
     elif kind[0] == "f" and how == "ne":
         text = f"({a} != {b}) & ({a} == {a}) & ({b} == {b})"
     elif how.endswith("u"):
@@ -143,14 +138,13 @@ def _convert(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> Non
         value = f"flush({value})"
     kind = {"s": "I", "u": "U", "f": "F"}[to[0]] + to[1:]
     if of[0] == "f" and to[0] == "f":
-        assert int(to[1:]) > int(of[1:]) or "rn" in modes or to == of
-        value = f"ROUNDINGS[{modes[0]!r}]({value})" if to == of else value
+        assert int(to[1:]) > int(of[1:]) or "rn" in modes
         text = f"to_float({value}, {kind})"
     elif of[0] == "f":
-        text = f"to_integer({value}, {modes[0]!r}, {kind})"
+        assert "rzi" in modes
+        text = f"to_integer({value}, {kind})"
     else:
-        assert "rn" in modes or to[0] != "f"
-        assert "sat" not in modes
+        assert modes == ["rn"] * (to[0] == "f")
         text = f"({value}).astype({kind})"
     w.assign(i, o[0], text, to)
 
@@ -171,16 +165,11 @@ def _multiply(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> No
 
 def _float(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
     """Translate an fp32 instruction. Without a rounding mode, ptxas may fuse it, so its bits are undefined."""
-    assert parts[-1] == "f32" and not {"rz", "rm", "rp", "sat"} & set(parts)
+    assert parts[-1] == "f32" and not set(parts) - {"f32", "rn", "ftz", "approx", "full"}
     values = [w.source(operand, "f32") for operand in i.operands[1:]]
     values = [f"flush({value})" for value in values] if "ftz" in parts else values
-    if name in ("max", "min"):
-        text = values[0]
-        for value in values[1:]:
-            text = f"extreme({text}, {value}, {name == 'max'}, {'NaN' in parts})"
-    else:
-        assert len(values) == FP32[name].count("{")
-        text = FP32[name].format(*values)
+    assert len(values) == FP32[name].count("{")
+    text = FP32[name].format(*values)
     if "approx" in parts or "full" in parts:
         text = f"m.approximate({text})"
     w.assign(i, i.operands[0], f"flush({text})" if "ftz" in parts else text, "f32")
@@ -213,7 +202,8 @@ def _warp(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
 def _bits(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
     o, kind = i.operands, parts[-1]
     if name == "dp4a":
-        text = f"dp4a({', '.join(w.source(x, 'b32') for x in o[1:4])}, {parts[0][0] + parts[1][0]!r})"
+        assert parts == ["s32", "s32"]
+        text = f"dp4a({', '.join(w.source(x, 'b32') for x in o[1:4])})"
     elif name == "lop3":
         text = f"lop3({', '.join(w.source(x, 'b32') for x in o[1:4])}, {int(o[4], 0)})"
     else:

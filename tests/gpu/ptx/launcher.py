@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,16 +42,11 @@ class Program:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """One launch that was executed."""
 
     program: Program
     counts: Counts
-
-    @property
-    def n_instructions(self) -> int:
-        return self.counts.n_instructions
 
 
 @dataclass(slots=True)
@@ -100,7 +95,7 @@ class Launcher:
         self.launches.clear()
         with self.installed():
             yield self
-        node.user_properties.append(("ptx", [len(self.launches), sum(x.n_instructions for x in self.launches)]))
+        node.user_properties.append(("ptx", [len(self.launches), sum(x.counts.n_instructions for x in self.launches)]))
 
     def launch(self, function: Any, arguments: Any, grid: Any, options: dict[str, Any]) -> None:
         """Execute one launch.

@@ -18,8 +18,10 @@ class Races:
 
     def __init__(self, n_bytes: int, n_threads: int, in_step: bool) -> None:
         self.n_threads, self.in_step = n_threads, in_step
-        self.owners = np.full((2, n_bytes), -1, np.int64)  # the last writer and the last reader of each byte
-        self.program_times, self.warp_times = np.zeros((2, 2, n_bytes), np.int32)
+        self.last = np.zeros(
+            (2, 3, n_bytes), np.int64
+        )  # last write and read of each byte: thread and times, see record
+        self.last[:, 0] = -1
         self.has_many_readers = np.zeros(n_bytes, bool)  # several warps since the last barrier
 
     def record(self, at: Any, thread: Any, program_time: Any, warp_time: Any, *, is_store: bool) -> str:
@@ -35,31 +37,28 @@ class Races:
         problem = self._problem(*access, WRITER, is_store)
         if is_store:
             problem = problem or self._problem(*access, READER, is_store)
-            self._keep(*access, WRITER)
         else:
-            old, is_old = self.owners[READER][at], self.program_times[READER][at] < program_time
+            old, old_time, _ = self.last[READER][:, at]
+            is_old = old_time < program_time
             others = ~is_old & (old >= 0) & (old // 32 != thread // 32)
             self.has_many_readers[at] = (self.has_many_readers[at] & ~is_old) | others
-            self._keep(*access, READER)
-            late = self.owners[READER][at] // 32 != thread // 32
-            self.has_many_readers[at[late]] = True
+        kept = self.last[WRITER if is_store else READER]
+        for row, value in enumerate((thread, program_time, warp_time)):
+            kept[row][at] = np.broadcast_to(value, at.shape)
+        if not is_store:
+            self.has_many_readers[at[kept[0][at] // 32 != thread // 32]] = True
         return problem
 
     def _problem(self, at: Any, thread: Any, program_time: Any, warp_time: Any, role: int, is_store: bool) -> str:
-        who, verb = self.owners[role][at], ("wrote", "read")[role]
-        same_warp = (who // 32 == thread // 32) & (self.in_step | (self.warp_times[role][at] < warp_time))
+        (who, old_program_time, old_warp_time), verb = self.last[role][:, at], ("wrote", "read")[role]
+        same_warp = (who // 32 == thread // 32) & (self.in_step | (old_warp_time < warp_time))
         is_ordered = (who == thread) | same_warp
         if role == READER:
             is_ordered &= ~self.has_many_readers[at]
         same_program = who // self.n_threads == thread // self.n_threads
-        is_ordered |= (who < 0) | (same_program & (self.program_times[role][at] < program_time))
+        is_ordered |= (who < 0) | (same_program & (old_program_time < program_time))
         if is_ordered.all():
             return ""
         row, byte = np.argwhere(~is_ordered)[0]
         does = "writes" if is_store else "reads"
         return f"thread {thread[row, 0]} {does} what thread {who[row, byte]} {verb} without a barrier"
-
-    def _keep(self, at: Any, thread: Any, program_time: Any, warp_time: Any, role: int) -> None:
-        values = (self.owners, thread), (self.program_times, program_time), (self.warp_times, warp_time)
-        for kept, value in values:
-            kept[role][at] = np.broadcast_to(value, at.shape)

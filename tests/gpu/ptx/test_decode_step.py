@@ -1,6 +1,7 @@
 """Generates tokens with compiled GPU code: the operations of the GPU executor, launched one by one without a graph."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from hetero_ee.kv.batch import Batch
-from hetero_ee.kv.gpu import GpuKvCache
+from hetero_ee.kv.devices import gpu_cache
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.ops.gpu_operations import gpu_operations
 from hetero_ee.ops.registry import Registry
@@ -21,15 +22,16 @@ from tests.gpu_support import DEVICE
 __all__ = ["launcher"]
 pytestmark = [ONLY_HERE, pytest.mark.sample(0)]
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 2}
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
 PROMPT, N_TOKENS = [1, 17, 130, 3, 99], 3
 
 
-def test_the_tokens_are_the_cpus(launcher: Launcher, tmp_path: Path) -> None:
-    """A prompt and decode steps, embedding and head included."""
-    model = spec, weights = model_of("llama-tied", "int4", tmp_path, **SMALL)
+@pytest.mark.parametrize(("family", "sizes"), [("llama-tied", SMALL), ("qwen3-next", LAYERS)])
+def test_the_tokens_are_the_cpus(family: str, sizes: dict[str, Any], launcher: Launcher, tmp_path: Path) -> None:
+    """A prompt and decode steps, embedding and head included; also of a gated delta layer and mixtures of experts."""
+    model = spec, weights = model_of(family, "int4", tmp_path, **sizes)
     blocks, layers, device = decoder_blocks(spec), range(spec.n_layers), torch.device(DEVICE)
-    shape = (spec.n_layers, spec.n_kv_heads, spec.head_dim)
-    cache = GpuKvCache(shape, MAX_TOKENS, device, layers=layers, pool_tokens=1000, kind="fp32")
+    cache = gpu_cache(spec, MAX_TOKENS, device=device, layers=layers, kind="fp32", n_slots=2)
     gpu = GpuExecutor(spec, weights, blocks, cache, gpu_operations(Registry(), "cuda"), len(PROMPT))
     cpu = on_kernels(model)
     for each in (gpu, cpu):

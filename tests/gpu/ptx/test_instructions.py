@@ -45,10 +45,9 @@ def execute(body: str, words: Any, n_programs: int = 1) -> Any:
 
 
 def applied(instruction: str, *operands: Any) -> list[int]:
-    """Apply an instruction to operands %r0, %r1 and %r2. Return %d9 if it writes that register, else %r9."""
-    words = np.zeros((4, N), np.uint64)
-    words[: len(operands)] = operands
-    loads = "".join(f"ld.global.b64 %d{row}, [%d32+{8 * N * row}]; cvt.u32.u64 %r{row}, %d{row};" for row in range(3))
+    """Apply an instruction to operands %r0, %r1, and so on. Return %d9 if it writes that register, else %r9."""
+    words, rows = np.array(operands, np.uint64), range(len(operands))
+    loads = "".join(f"ld.global.b64 %d{row}, [%d32+{8 * N * row}]; cvt.u32.u64 %r{row}, %d{row};" for row in rows)
     result = "" if "%d9" in instruction else "cvt.u64.u32 %d9, %r9;"
     return [int(word) for word in execute(f"{loads} {instruction}; {result} st.global.b64 [%d32], %d9;", words)[0]]
 
@@ -73,7 +72,6 @@ INTEGERS: dict[str, Callable[[int, int, int], int]] = {
     "mul.hi.s32 %r9, %r0, %r1": lambda a, b, c: signed(a) * signed(b) >> 32,
     "div.s32 %r9, %r0, 7": lambda a, b, c: math.trunc(Fraction(signed(a), 7)),
     "shl.b32 %r9, %r0, %r1": lambda a, b, c: a << b if b < 32 else 0,
-    "popc.b32 %r9, %r0": lambda a, b, c: a.bit_count(),
     "shr.u32 %r9, %r0, 5": lambda a, b, c: a >> 5,
     "shr.s32 %r9, %r0, 5": lambda a, b, c: signed(a) >> 5,
     "min.s32 %r9, %r0, %r1": lambda a, b, c: min(signed(a), signed(b)),
@@ -81,7 +79,7 @@ INTEGERS: dict[str, Callable[[int, int, int], int]] = {
     "bfe.s32 %r9, %r0, 3, 9": lambda a, b, c: signed(a >> 3, 9),
     "bfe.u32 %r9, %r0, 3, 9": lambda a, b, c: a >> 3 & 511,
     "setp.lt.s32 %p0, %r0, %r1; selp.b32 %r9, 1, 2, %p0": lambda a, b, c: 1 if signed(a) < signed(b) else 2,
-    "setp.hi.u32 %p0, %r0, %r1; @!%p0 mov.b32 %r0, 5; mov.b32 %r9, %r0": lambda a, b, c: a if a > b else 5,
+    "setp.gt.u32 %p0, %r0, %r1; @!%p0 mov.b32 %r0, 5; mov.b32 %r9, %r0": lambda a, b, c: a if a > b else 5,
     "st.shared.b32 [%r31], %r0; ld.shared.s8 %h0, [%r31+1]; cvt.s32.s16 %r9, %h0": lambda a, b, c: signed(a >> 8, 8),
     "cvt.s8.s32 %h0, %r0; cvt.s32.s8 %r9, %h0": lambda a, b, c: signed(a, 8),
 }
@@ -110,9 +108,9 @@ def test_prmt(selector: int | None) -> None:
 
 
 def test_dp4a() -> None:
-    found = applied("dp4a.s32.u32 %r9, %r0, %r1, %r2", A, B, C)
+    found = applied("dp4a.s32.s32 %r9, %r0, %r1, %r2", A, B, C)
     for a, b, c, word in zip(A, B, C, found, strict=True):
-        assert word == (c + sum(signed(a >> 8 * i, 8) * (b >> 8 * i & 255) for i in range(4))) % 2**32
+        assert word == (c + sum(signed(a >> 8 * i, 8) * signed(b >> 8 * i, 8) for i in range(4))) % 2**32
 
 
 FLOATS = [np.float32(value) for value in RANDOM.standard_normal(N - 4)] + [np.float32(x) for x in (1, -1, 2**-60, 3e30)]
@@ -142,13 +140,10 @@ def test_floats_are_rounded_once(instruction: str, exact: Any) -> None:
         assert word == nearest(exact(*(Fraction(float(value)) for value in row))), row
 
 
-@pytest.mark.parametrize("instruction", ["cvt.rni.s32.f32 %r9, %r0", "cvt.rzi.s32.f32 %r9, %r0"])
-def test_conversions_to_integers(instruction: str) -> None:
+def test_conversions_to_integers() -> None:
     given = [0.5, 1.5, -2.5, 1e20, -1e20, math.nan] + [float(value) * 128 for value in FLOATS[6:]]
-    found = applied(instruction, bits(given))
-    for value, word in zip(given, found, strict=True):
-        whole = 0 if math.isnan(value) else round(float(value)) if "rni" in instruction else math.trunc(float(value))
-        assert signed(word) == max(-(2**31), min(2**31 - 1, whole))
+    for value, word in zip(given, applied("cvt.rzi.s32.f32 %r9, %r0", bits(given)), strict=True):
+        assert signed(word) == (0 if math.isnan(value) else max(-(2**31), min(2**31 - 1, math.trunc(value))))
 
 
 @np.errstate(over="ignore")
@@ -164,12 +159,10 @@ def test_halves_and_pairs() -> None:
 def test_mma_has_the_manuals_fragments() -> None:
     words = np.random.default_rng(1).integers(0, 2**32, (7, 32))
     expected = run_warp(MMA_PTX.value, 4, [*words.astype(np.uint32).view(np.int32).astype(np.int64)])
-    text = re.sub(r"\$(\d+)", r"%r\1", MMA_PTX.value)
-    padded = np.concatenate([words, words], 1)
-    loads = "".join(f"ld.global.b64 %d0, [%d32+{8 * N * row}]; cvt.u32.u64 %r{row + 4}, %d0;" for row in range(7))
+    text = re.sub(r"\$(\d+)", lambda number: f"%r{(int(number[1]) + 10) % 14}", MMA_PTX.value)  # $4 becomes %r0
     for place in range(4):
-        stored = execute(f"{loads} {text} cvt.u64.u32 %d9, %r{place}; st.global.b64 [%d32], %d9;", padded)
-        assert (stored[0, :32].astype(np.uint32) == np.asarray(expected[place]).astype(np.uint32)).all()
+        found = applied(f"{text} mov.b32 %r9, %r{10 + place}", *np.tile(words, 2))
+        assert found[:32] == np.asarray(expected[place]).astype(np.uint32).tolist()
 
 
 def test_mma_of_halves_has_the_manuals_fragments() -> None:
@@ -179,15 +172,11 @@ def test_mma_of_halves_has_the_manuals_fragments() -> None:
     lanes = [(lane // 4, lane % 4) for lane in range(32)]
     words = [[pairs[r + 8 * (p % 2), j + 4 * (p // 2)] for r, j in lanes] for p in range(4)]
     words += [[columns[r, j + 4 * p] for r, j in lanes] for p in range(2)]
-    padded = np.concatenate([words, words], 1)
-    loads = "".join(f"ld.global.b64 %d0, [%d32+{8 * N * row}]; cvt.u32.u64 %r{row}, %d0;" for row in range(6))
-    product = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-    product += " {%r6, %r7, %r8, %r9}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%r10, %r10, %r10, %r10};"
+    product = "mov.b32 %r8, 0; mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    product += " {%r10, %r11, %r12, %r13}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%r8, %r8, %r8, %r8};"
     for place in range(4):
-        store = f"cvt.u64.u32 %d9, %r{6 + place}; st.global.b64 [%d32], %d9;"
-        found = execute(f"{loads} mov.b32 %r10, 0; {product} {store}", padded)[0, :32].astype(np.uint32)
-        expected = [(a @ b)[r + 8 * (place // 2), 2 * j + place % 2] for r, j in lanes]
-        assert found.view(np.float32).tolist() == expected
+        found = applied(f"{product} mov.b32 %r9, %r{10 + place}", *np.tile(words, 2))[:32]
+        assert found == bits([(a @ b)[r + 8 * (place // 2), 2 * j + place % 2] for r, j in lanes])
 
 
 @pytest.mark.parametrize("lane", [0, 5, 31])

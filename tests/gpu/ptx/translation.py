@@ -13,7 +13,6 @@ from tests.gpu.ptx.arithmetic import FLOAT, SIGNED, UNSIGNED
 from tests.gpu.ptx.parsing import Block, Instruction, Kernel, PtxError, parse
 
 NAMES: dict[str, Any] = {name: value for name, value in vars(arithmetic).items() if callable(value)} | {"np": np}
-NAMES |= {"ROUNDINGS": arithmetic.ROUNDINGS}
 NAMES |= {f"U{bits}": kind for bits, kind in UNSIGNED.items()} | {f"I{bits}": kind for bits, kind in SIGNED.items()}
 NAMES |= {f"F{bits}": kind for bits, kind in FLOAT.items()}
 

@@ -9,7 +9,6 @@ from tests.gpu.ptx.parsing import PtxError
 
 LANE = np.arange(32)
 REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
-REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 class Warps:
@@ -53,14 +52,14 @@ class Warps:
         """Return the value of another lane, or the lane's own value if the other lane is outside its segment.
 
         Args:
-            by: offset, mask or index of the other lane, depending on `mode` (up, down, bfly, idx).
+            by: offset, mask or index of the other lane, depending on `mode` (up, bfly, idx).
             clamp: PTX's operand c, which encodes the segments.
         """
         whole(c, "shfl.sync")
         lane, by, clamp = c % 32, np.asarray(by, np.int64) & 31, np.asarray(clamp, np.int64)
         segment = clamp >> 8 & 31
         first, last = lane & segment, (lane & segment) | (clamp & 31 & ~segment)
-        wanted = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": first | (by & ~segment)}[mode]
+        wanted = {"up": lane - by, "bfly": lane ^ by, "idx": first | (by & ~segment)}[mode]
         wanted = np.where(wanted >= last if mode == "up" else wanted <= last, wanted, lane)
         return np.take_along_axis(self.full(c, value).reshape(-1, 32), wanted.reshape(-1, 32), 1).reshape(-1)
 
@@ -88,11 +87,9 @@ class Warps:
         product = left.reshape(n_warps, 8 * n_halves, -1) @ right.reshape(n_warps, -1, 8)
         product = product.reshape(n_warps, n_halves, 8, 4, 2)  # warp, half, r, j, token % 2
         parts = [product[:, place // 2, :, :, place % 2].reshape(-1) for place in range(2 * n_halves)]
-        if kind == np.float16:
-            return [
-                truncated(part + given.view(np.float32)).view(U32) for part, given in zip(parts, start, strict=True)
-            ]
-        return [part.astype(np.int32).view(U32) + given for part, given in zip(parts, start, strict=True)]
+        if kind == np.int8:
+            return [part.astype(np.int32).view(U32) + given for part, given in zip(parts, start, strict=True)]
+        return [truncated(part + given.view(np.float32)).view(U32) for part, given in zip(parts, start, strict=True)]
 
 
 def whole(c: Any, name: str) -> None:
