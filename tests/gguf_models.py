@@ -12,6 +12,7 @@ from torch import Tensor
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss"}
+ARCHITECTURES["lfm2_moe"] = "lfm2moe"
 ARCHITECTURES |= {"olmo3": "olmo2", "ministral3": "mistral3"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
@@ -47,6 +48,8 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         saved = f"{name}.weight" if name.endswith("layer_scalar") else name
         saved = f"{name}.weight" if name.endswith(".sinks") else saved.replace("dt_bias", "dt_proj.bias")
         found = names.get_name(saved, try_suffixes=(".weight", ".bias"))
+        if name.endswith(".expert_bias"):
+            found = f"{found}.bias"
         if name.endswith(("router.scale", "per_expert_scale")):
             place = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
             found = f"blk.{name.split('.')[2]}.{place}.scale"
@@ -168,7 +171,7 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         eps = config.norm_epsilon if arch == "starcoder2" else config.layer_norm_eps
         found["{arch}.attention.layer_norm_epsilon"] = float(eps)
     else:
-        eps = config.norm_eps if arch == "lfm2" else config.rms_norm_eps
+        eps = config.norm_eps if arch in ("lfm2", "lfm2moe") else config.rms_norm_eps
         found["{arch}.attention.layer_norm_rms_epsilon"] = float(eps)
     if arch not in ("stablelm", "gemma", "gemma2"):
         found["{arch}.rope.freq_base"] = float(full["rope_theta"])
@@ -204,9 +207,12 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         windows = {"{arch}.attention.sliding_window": config.sliding_window}
         return windows | {"{arch}.attention.sliding_window_pattern": pattern}
-    if arch == "lfm2":
+    if arch in ("lfm2", "lfm2moe"):
         n_kv_heads = config.num_key_value_heads
-        return {
+        experts = {} if arch == "lfm2" else _metadata_of_experts(config, config.moe_intermediate_size)
+        if experts:
+            experts["{arch}.leading_dense_block_count"] = config.num_dense_layers
+        return experts | {
             "{arch}.shortconv.l_cache": config.conv_L_cache,
             "{arch}.attention.head_count_kv": [0 if kind == "conv" else n_kv_heads for kind in config.layer_types],
         }

@@ -283,6 +283,13 @@ _LFM_2_NAMES = {
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
 }
+_LFM_2_EXPERTS = {
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.experts.w1": "ffn_gate_exps",
+    "feed_forward.experts.w3": "ffn_up_exps",
+    "feed_forward.experts.w2": "ffn_down_exps",
+}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _GEMMA_4_FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
@@ -338,6 +345,14 @@ ARCHITECTURES = {
         fields={"conv_L_cache": "shortconv.l_cache"},
         more=_lfm_2,
         names=_LFM_2_NAMES,
+        differs=("num_key_value_heads",),
+    ),
+    "lfm2moe": GgufArchitecture(
+        "Lfm2MoeForCausalLM",
+        ("norm_eps", RMS[1]),
+        fields=_QWEN_EXPERTS | {"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
+        more=_lfm_2,
+        names=_LFM_2_NAMES | _LFM_2_EXPERTS,
         differs=("num_key_value_heads",),
     ),
     "phi3": GgufArchitecture("Phi3ForCausalLM", rotates_part=True, has_rope_factors=True),
