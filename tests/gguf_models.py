@@ -12,7 +12,7 @@ from torch import Tensor
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss"}
-ARCHITECTURES["lfm2_moe"] = "lfm2moe"
+ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe"}
 ARCHITECTURES |= {"olmo3": "olmo2", "ministral3": "mistral3"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
@@ -46,10 +46,18 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         saved = f"{name}.weight" if name.endswith("layer_scalar") else name
+        saved = saved.replace("model.", "backbone.", 1) if arch == "nemotron_h_moe" else saved
         saved = f"{name}.weight" if name.endswith(".sinks") else saved.replace("dt_bias", "dt_proj.bias")
         found = names.get_name(saved, try_suffixes=(".weight", ".bias"))
-        if name.endswith(".expert_bias"):
-            found = f"{found}.bias"
+        if name.endswith((".expert_bias", "correction_bias")):
+            found = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+        if name.endswith(".mixer.A_log"):
+            writer.add_tensor(found, (-values.exp())[:, None].numpy())
+            continue
+        if name.endswith((".mixer.D", ".mixer.norm.weight")):
+            n_rows = len(values) if name.endswith("D") else config.n_groups
+            writer.add_tensor(found, values.view(n_rows, -1).numpy())
+            continue
         if name.endswith(("router.scale", "per_expert_scale")):
             place = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
             found = f"blk.{name.split('.')[2]}.{place}.scale"
@@ -165,13 +173,14 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         "{arch}.attention.head_count_kv": config.num_key_value_heads,
     }
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
     full = rope.get("full_attention", rope)
     if arch in ("starcoder2", "stablelm"):
         eps = config.norm_epsilon if arch == "starcoder2" else config.layer_norm_eps
         found["{arch}.attention.layer_norm_epsilon"] = float(eps)
     else:
-        eps = config.norm_eps if arch in ("lfm2", "lfm2moe") else config.rms_norm_eps
+        field = {"lfm2": "norm_eps", "lfm2moe": "norm_eps", "nemotron_h_moe": "layer_norm_epsilon"}
+        eps = getattr(config, field.get(arch, "rms_norm_eps"))
         found["{arch}.attention.layer_norm_rms_epsilon"] = float(eps)
     if arch not in ("stablelm", "gemma", "gemma2"):
         found["{arch}.rope.freq_base"] = float(full["rope_theta"])
@@ -207,6 +216,8 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         windows = {"{arch}.attention.sliding_window": config.sliding_window}
         return windows | {"{arch}.attention.sliding_window_pattern": pattern}
+    if arch == "nemotron_h_moe":
+        return _metadata_of_nemotron(config)
     if arch in ("lfm2", "lfm2moe"):
         n_kv_heads = config.num_key_value_heads
         experts = {} if arch == "lfm2" else _metadata_of_experts(config, config.moe_intermediate_size)
@@ -269,6 +280,8 @@ def _experts(writer: Any, name: str, values: Tensor, arch: str, types: Types, is
     ending = "bias" if is_bias else "weight"
     if "down" in name:
         parts = {"ffn_down_exps": rows}
+    elif name.endswith(".up_proj"):
+        parts = {"ffn_up_exps": rows}
     elif is_fused:
         parts = {"ffn_gate_up_exps": rows}
     else:
@@ -283,6 +296,29 @@ def _experts(writer: Any, name: str, values: Tensor, arch: str, types: Types, is
         held.append(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(of_part.shape))
     found = torch.stack(held, 2).flatten(1, 2) if len(held) == 2 and is_paired else torch.cat(held, 1)
     return found if is_bias or not is_paired else found.transpose(1, 2).contiguous()
+
+
+def _metadata_of_nemotron(config: Any) -> Mapping[str, Any]:
+    sizes = {"moe": config.moe_intermediate_size, "mlp": config.intermediate_size}
+    kinds, n_kv_heads = config.layers_block_type, config.num_key_value_heads
+    return {
+        "{arch}.attention.head_count_kv": [n_kv_heads if kind == "full_attention" else 0 for kind in kinds],
+        "{arch}.feed_forward_length": [sizes.get(kind, 0) for kind in kinds],
+        "{arch}.attention.key_length": config.head_dim,
+        "{arch}.attention.value_length": config.head_dim,
+        "{arch}.expert_count": config.n_routed_experts,
+        "{arch}.expert_used_count": config.num_experts_per_tok,
+        "{arch}.expert_shared_count": config.n_shared_experts,
+        "{arch}.expert_feed_forward_length": config.moe_intermediate_size,
+        "{arch}.expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "{arch}.expert_weights_norm": config.norm_topk_prob,
+        "{arch}.expert_weights_scale": float(config.routed_scaling_factor),
+        "{arch}.ssm.conv_kernel": config.conv_kernel,
+        "{arch}.ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "{arch}.ssm.state_size": config.ssm_state_size,
+        "{arch}.ssm.time_step_rank": config.mamba_num_heads,
+        "{arch}.ssm.group_count": config.n_groups,
+    }
 
 
 def _metadata_of_gemma_4(config: Any) -> Mapping[str, Any]:

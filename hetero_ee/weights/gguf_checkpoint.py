@@ -1,5 +1,6 @@
 """Read the weights of a GGUF file, one tensor at a time, as if they came from the model's Hugging Face checkpoint."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,7 +132,8 @@ class GgufCheckpoint:
         wrong = []
         for name, shape in expected.items():
             found = present[name]
-            if found.shape != shape and (1, *found.shape) != shape:
+            is_equal = found.shape == shape or (1, *found.shape) == shape
+            if not is_equal and (len(shape) > 1 or (math.prod(found.shape),) != shape):  # vectors may be in rows
                 wrong.append(f"{name} is {list(found.shape)}, expected {list(shape)}")
             elif len(shape) == 1 and found.type.name not in FLOATS:
                 wrong.append(f"{name} has type {found.type.name}, expected one of {', '.join(FLOATS)}")

@@ -3,7 +3,7 @@
 Source: llama.cpp's converter (conversion/) and graphs (src/models/), and the names of the gguf package.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +200,29 @@ def _lfm_2(header: GgufHeader, config: Config) -> Config:
     }
 
 
+def _nemotron_h(header: GgufHeader, config: Config) -> Config:
+    """Return Nemotron-H's fields. A layer's tensors tell what it is."""
+    letters = {"ssm_in": "M", "attn_q": "*", "ffn_gate_inp": "E", "ffn_up": "-"}
+    n_layers, n_heads, inner = config["num_hidden_layers"], config["mamba_num_heads"], header.get("ssm.inner_size")
+    if any(type(each) is not int or each < 1 for each in (n_layers, n_heads, inner)):
+        raise header.failure(f"it has {shown(n_layers)} layers and {shown(n_heads)} heads of {shown(inner)} features")
+    found = (
+        next((letter for name, letter in letters.items() if f"blk.{n}.{name}.weight" in header.tensors), "?")
+        for n in range(min(n_layers, len(header.tensors)))
+    )
+    return {
+        "hybrid_override_pattern": (pattern := "".join(found)),
+        "mamba_head_dim": inner // n_heads,
+        "use_conv_bias": f"blk.{pattern.find('M')}.ssm_conv1d.bias" in header.tensors,
+        "num_key_value_heads": _largest(header.each("attention.head_count_kv", n_layers)),
+        "intermediate_size": _largest(header.each("feed_forward_length", n_layers)),
+    }
+
+
+def _largest(values: Sequence[Any]) -> int | None:
+    return max((each for each in values if type(each) is int), default=0) or None
+
+
 def _theta(header: GgufHeader) -> Any:
     value = header.get(THETA)
     return DEFAULT_THETA if value is None else value
@@ -290,6 +313,41 @@ _LFM_2_EXPERTS = {
     "feed_forward.experts.w3": "ffn_up_exps",
     "feed_forward.experts.w2": "ffn_down_exps",
 }
+_NEMOTRON_FIELDS = _QWEN_EXPERTS | {
+    "n_routed_experts": "expert_count",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "n_groups": "ssm.group_count",
+    "ssm_state_size": "ssm.state_size",
+    "conv_kernel": "ssm.conv_kernel",
+}
+_NEMOTRON_NAMES = {
+    "norm": "attn_norm",
+    "mixer.in_proj": "ssm_in",
+    "mixer.conv1d": "ssm_conv1d",
+    "mixer.A_log": "ssm_a",
+    "mixer.dt_bias": "ssm_dt.bias",
+    "mixer.D": "ssm_d",
+    "mixer.norm": "ssm_norm",
+    "mixer.out_proj": "ssm_out",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.up_proj": "ffn_up_exps",
+    "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _GEMMA_4_FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
@@ -302,6 +360,16 @@ _GEMMA_4_NAMES = {
     "router.per_expert_scale": "ffn_down_exps.scale",
     "experts.gate_up_proj": "ffn_gate_up_exps",
 }
+_NEMOTRON_H = GgufArchitecture(
+    "NemotronHForCausalLM",
+    ("layer_norm_epsilon", RMS[1]),
+    fields=_NEMOTRON_FIELDS,
+    more=_nemotron_h,
+    names=_NEMOTRON_NAMES,
+    rotates_part=True,
+    differs=("num_key_value_heads", "intermediate_size"),
+    logarithms=(".A_log",),
+)
 # By general.architecture. Mistral's files use llama.
 ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", is_interleaved=True, has_rope_factors=True),
@@ -355,6 +423,8 @@ ARCHITECTURES = {
         names=_LFM_2_NAMES | _LFM_2_EXPERTS,
         differs=("num_key_value_heads",),
     ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "phi3": GgufArchitecture("Phi3ForCausalLM", rotates_part=True, has_rope_factors=True),
     "gemma": GgufArchitecture("GemmaForCausalLM"),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", fields=_CAPS, more=_gemma_2, names=_AFTER_ATTENTION),

@@ -57,6 +57,8 @@ _OF_A_LAYER = {
 }
 _OUTSIDE = {
     "model.embed_tokens": "token_embd",
+    "backbone.embeddings": "token_embd",
+    "backbone.norm_f": "output_norm",
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
@@ -67,7 +69,7 @@ _OUTSIDE = {
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")  # whose rows are a part of a tensor of all experts
 _FUSED = re.compile(r"blk\.(\d+)\.ffn_gate_up_exps\.weight")
 WITHOUT_ENDING = (".layer_scalar", ".sinks", ".experts.gate_up_proj")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 # Modules whose rows are in another order if an architecture is interleaved.
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 
