@@ -222,7 +222,7 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
         n_kv_heads = config.num_key_value_heads
         experts = {} if arch == "lfm2" else _metadata_of_experts(config, config.moe_intermediate_size)
         if experts:
-            experts["{arch}.leading_dense_block_count"] = config.num_dense_layers
+            experts |= {"{arch}.leading_dense_block_count": config.num_dense_layers, "{arch}.expert_gating_func": 2}
         return experts | {
             "{arch}.shortconv.l_cache": config.conv_L_cache,
             "{arch}.attention.head_count_kv": [0 if kind == "conv" else n_kv_heads for kind in config.layer_types],
@@ -302,6 +302,7 @@ def _metadata_of_nemotron(config: Any) -> Mapping[str, Any]:
     sizes = {"moe": config.moe_intermediate_size, "mlp": config.intermediate_size}
     kinds, n_kv_heads = config.layers_block_type, config.num_key_value_heads
     return {
+        "{arch}.attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "{arch}.attention.head_count_kv": [n_kv_heads if kind == "full_attention" else 0 for kind in kinds],
         "{arch}.feed_forward_length": [sizes.get(kind, 0) for kind in kinds],
         "{arch}.attention.key_length": config.head_dim,

@@ -101,7 +101,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", {"head_dim": 16, "swiglu_limit": 7.0}),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2-moe": ("lfm2-moe", {"moe_intermediate_size": 32}),
-    "nemotron-h": ("nemotron-h", {"moe_intermediate_size": 32, "mamba_head_dim": 32}),
+    "nemotron-h": (
+        "nemotron-h",
+        {"moe_intermediate_size": 32, "mamba_head_dim": 32}
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]},
+    ),
     "phi3": ("phi3", {}),
     "gemma": ("gemma", {"head_dim": 16, "attention_bias": False}),
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),

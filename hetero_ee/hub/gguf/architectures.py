@@ -362,7 +362,7 @@ _GEMMA_4_NAMES = {
 }
 _NEMOTRON_H = GgufArchitecture(
     "NemotronHForCausalLM",
-    ("layer_norm_epsilon", RMS[1]),
+    ("layer_norm_epsilon", LAYER),
     fields=_NEMOTRON_FIELDS,
     more=_nemotron_h,
     names=_NEMOTRON_NAMES,
