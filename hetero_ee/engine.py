@@ -96,6 +96,7 @@ class Engine(CalibratingEngine):
             kv_type: Type of the KV cache, "fp32", "fp16" or "int8". None: "fp16", or "fp32" with quantizer "none".
             mode: "full", "exact", or an early-exit mode, see options.engine.EARLY_EXIT_MODES.
             draft_length: Tokens verified at once in exact mode, or caught up at once in an early-exit mode.
+            draft_tree: Drafts of a draft head after the same token: 1 for chains, more for draft trees.
             risk: For mode "certified"; None is 0.05. exit_schedule: For mode "specee", the layers that judge a token.
             limits: All limits and pins of the plan in one object, instead of the options from vram_budget on.
             plan: A Plan or its JSON file, to run instead of making one.

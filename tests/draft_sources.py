@@ -13,7 +13,7 @@ from torch import Tensor
 from hetero_ee.runtime.choice import confidence_of
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.speculation.drafts import ABSENT
-from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
+from hetero_ee.speculation.sources.source import Choose, ChooseSeveral, Draft, DraftSource, Levels
 
 MAX_DRAFTS = 16
 Chooses = Callable[[Tensor, Sequence[int]], int | None]
@@ -116,6 +116,26 @@ class ScriptedSource:
 
     def _drafted(self, token_ids: Sequence[int], choose: Choose) -> Sequence[int] | Generator[int]:
         return self._propose(token_ids)
+
+
+class ScriptedTree(ScriptedSource):
+    """Drafts several tokens after each, those that `several` says of all tokens up to it."""
+
+    name = "scripted tree"
+
+    def __init__(self, several: Callable[[Sequence[int]], Sequence[int]], hidden_size: int, seed: int = 0) -> None:
+        self._several, self._draw = several, random.Random(seed)
+        super().__init__(lambda _: [], hidden_size, self._draw.random)
+
+    def levels(self, sequence: int, token_ids: Sequence[int], choose: ChooseSeveral) -> Levels:
+        assert list(token_ids[:-1]) == self.observed[sequence]
+        nodes = [list(token_ids)]
+        while True:
+            rows = [list(self._several(node)) for node in nodes]
+            drafts = [[Draft(token, self._draw.random()) for token in row] for row in rows]
+            self.n_drafts += sum(map(len, rows))
+            chosen = yield drafts
+            nodes = [[*nodes[node], rows[node][place]] for node, place in chosen]
 
 
 def repetition(token_ids: Sequence[int]) -> list[int]:

@@ -91,6 +91,8 @@ def _attention() -> list[Compilation]:
         }
         signature |= {name: "*fp32" for name, is_there in optional.items() if is_there}
         constants |= {name: None for name, is_there in optional.items() if not is_there}
+        constants |= {"PATH_NUMBERS": 17 if more == "_tree" else 0}
+        (signature if more == "_tree" else constants)["paths_ptr"] = "*i32" if more == "_tree" else None
         constants |= {"IS_CAPPED": more == "_capped"}
         name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}{more}{'' if isa == PTX else '_lanes'}"
         records.append(
@@ -203,11 +205,11 @@ def _kv_write() -> list[Compilation]:
     pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
     layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_PER_SLOT": 64}
     records = []
-    for kind, code, turns in (
-        ("fp16", "*fp16", True),
-        ("fp32", "*fp32", True),
-        ("int8", "*i8", True),
-        ("fp16", "*fp16", False),
+    for kind, code, turns, is_tree in (
+        ("fp16", "*fp16", True, False),
+        ("fp32", "*fp32", True, False),
+        ("int8", "*i8", True, False),
+        ("fp16", "*fp16", False, False),
     ):
         signature, constants = (
             pointers | {"codes_ptr": code},
@@ -216,13 +218,15 @@ def _kv_write() -> list[Compilation]:
         optional = (
             ("rotary_ptr", turns, "*fp32"),
             ("scales_ptr", kind == "int8", "*fp32"),
+            ("paths_ptr", is_tree, "*i32"),
         )
+        constants["PATH_NUMBERS"] = 17 if is_tree else 0
         for name, there, pointer in optional:
             if there:
                 signature[name] = pointer
             else:
                 constants[name] = None
-        name = f"kv_write_{kind}" + ("_with_rope" if turns else "")
+        name = f"kv_write_{kind}" + ("_with_rope" if turns else "") + ("_tree" if is_tree else "")
         records.append(Compilation(name, kv_write.kv_write_kernel, signature, constants, kv_write.N_WARPS))
     return records
 

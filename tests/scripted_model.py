@@ -82,6 +82,9 @@ class ScriptedModel:
     def make_room(self, ends: Mapping[int, int]) -> None:
         """It has all the room there is."""
 
+    def keep_path(self, sequence: int, first: int, slots: Sequence[int]) -> None:
+        self.cache.keep_path(sequence, first, slots)
+
     def hidden(self, batch: Batch) -> Tensor:
         return self.run(batch, None, range(N_LAYERS))
 

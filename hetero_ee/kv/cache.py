@@ -67,6 +67,18 @@ class KvCache(ABC):
         If a layer can't restore that length, all layers are rolled back further, to one that it can restore.
         """
 
+    def keep_path(self, sequence: int, first: int, slots: Sequence[int]) -> None:
+        """Make a path of a draft tree the sequence's last tokens, and forget the tree's other tokens.
+
+        Args:
+            first: the path's first position.
+            slots: ascending, from `first` on; at most as many as each position has.
+        """
+        moved = [(slot, at) for at, slot in enumerate(slots, first) if slot != at]
+        for part in self.parts if moved else ():
+            part.move(sequence, moved)
+        self.truncate(sequence, first + len(slots))
+
     @abstractmethod
     def admit(self, batch: Batch, layers: range | None = None) -> None:
         """Allocate memory for the batch's tokens in the given layers, once per pass; None means all layers.
@@ -158,6 +170,19 @@ class LayeredCache(KvCache, Generic[S]):
     @abstractmethod
     def _make_room(self, lengths: Mapping[int, int]) -> None:
         """Allocate memory for sequences of the given lengths. If that raises an error, no token is admitted."""
+
+    def move(self, sequence: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the state of some slots, in layers that hold them, to lower ones: pairs (from, to) in ascending order.
+
+        Raises: NotImplementedError: if the state is recurrent; such layers get no trees.
+        """
+        longest = max(self.lengths(sequence), default=0)
+        held = [(source, target) for source, target in moves if source < longest]
+        if held:
+            self._copy_slots(sequence, *zip(*held, strict=True))
+
+    def _copy_slots(self, sequence: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        raise NotImplementedError
 
     @abstractmethod
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:

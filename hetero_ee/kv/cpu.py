@@ -60,7 +60,7 @@ class CpuKvCache(WindowedCache[_Sequence]):
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (m, n_kv_heads, head_dim) of admitted tokens."""
         index = self.index(layer)
-        for row, sequence, position in batch.entries():
+        for row, sequence, slot in batch.entries():
             found: tuple[Tensor, ...] = keys[row], values[row]
             if self.kind == "fp16":
                 found = keys[row].clamp(-LARGEST, LARGEST), values[row].clamp(-LARGEST, LARGEST)
@@ -69,7 +69,7 @@ class CpuKvCache(WindowedCache[_Sequence]):
                 found = key_codes, value_codes, key_scales, value_scales
             held = self._sequences[sequence]
             for part, x in zip(held.parts, found, strict=True):
-                part[index, :, position - held.first] = x
+                part[index, :, slot - held.first] = x
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of positions first..end-1 as fp32 (n_kv_heads, end - first, head_dim).
@@ -93,6 +93,12 @@ class CpuKvCache(WindowedCache[_Sequence]):
         """See LayeredCache."""
         for ours, theirs in zip(self.stored(layer, sequence, first, first + parts[0].shape[1]), parts, strict=True):
             ours.copy_(theirs)
+
+    def _copy_slots(self, sequence: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        held = self._sequences[sequence]
+        for part in held.parts:
+            stored, first = part.numpy(), held.first
+            stored[:, :, [at - first for at in targets]] = stored[:, :, [at - first for at in sources]]
 
     def view(self, sequence: int, make: Callable[..., Any]) -> Any:
         """Return make(first, *parts), called with the sequence's whole storage, which begins at position `first`.

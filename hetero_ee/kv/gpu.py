@@ -104,6 +104,14 @@ class GpuKvCache(WindowedCache[_Sequence]):
         for ours, theirs in zip(self._parts(layer), parts, strict=True):
             ours[at] = theirs.transpose(0, 1).to(ours.device)
 
+    def _copy_slots(self, sequence: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        pages = self._sequences[sequence].pages
+        places = [[pages[at // PAGE_TOKENS] for at in slots] for slots in (sources, targets)]
+        lines = [[at % PAGE_TOKENS for at in slots] for slots in (sources, targets)]
+        for part in (self.pages.codes, self.pages.scales):
+            if part is not None:
+                part[places[1], :, :, :, lines[1]] = part[places[0], :, :, :, lines[0]]
+
     def _parts(self, layer: int) -> list[Tensor]:
         """Return keys, values, and int8's scales, in CpuKvCache's order: (n_pages, 64, n_kv_heads[, head_dim])."""
         index, scales = self.index(layer), self.pages.scales

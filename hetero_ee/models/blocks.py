@@ -11,7 +11,7 @@ from typing import Any
 from hetero_ee.layers.decoder import BoundBlock, LayerSpec
 from hetero_ee.layers.ffn import FfnSpec
 from hetero_ee.layers.ops import MixerSpec, Ops, Parameters
-from hetero_ee.layers.state import State
+from hetero_ee.layers.state import RecurrentState, State
 from hetero_ee.layers.tensors import MATRIX_LAYOUTS, TensorRole, Tensors, TensorSpec
 from hetero_ee.models.spec import ModelSpec
 
@@ -75,6 +75,11 @@ def layer_states(spec: ModelSpec) -> list[State | None]:
     """Return for each layer the state that it keeps of a sequence, None if it keeps none."""
     layers = map(spec.layer, range(spec.n_layers))
     return [next((each.state for each in layer.mixers if each.state is not None), None) for layer in layers]
+
+
+def has_trees(spec: ModelSpec) -> bool:
+    """Return whether a pass can verify a tree of drafts. A recurrent state follows a single path."""
+    return not any(isinstance(state, RecurrentState) for state in layer_states(spec))
 
 
 def layer_buffers(spec: ModelSpec) -> dict[str, int]:

@@ -35,6 +35,7 @@ class GpuRows:
     positions: Tensor
     may_skip: Tensor  # 0 for tokens that need all neurons
     earlier: Tensor  # the previous row of the same sequence, or -1; only if the model has recurrent layers
+    paths: Tensor | None = None  # (m, 1 + n), see hetero_ee_kernels.pages; None if the rows are no tree of drafts
     inputs: Any = None  # see Rows
     some_may_skip: bool = True  # kernel launches must not depend on this
 
@@ -62,6 +63,8 @@ class Arena:
             torch.zeros(n_rows, dtype=torch.int32, device=self.device) for _ in range(4)
         )
         self._rows = GpuRows(slots, positions, may_skip, earlier)
+        self._paths = torch.zeros(n_rows, 1 + MAX_ROWS, dtype=torch.int32, device=self.device)
+        self.is_tree = False  # whether the pass copied by `place` is a tree of drafts
         self._is_recurrent = any(isinstance(state, RecurrentState) for state in layer_states(spec))
         # Fields of NeuronCounts. The device counts the neurons used and predicted, the host all neurons.
         self.n_used, self.n_predicted = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
@@ -80,7 +83,8 @@ class Arena:
         """Return the first m tokens of the pass that was copied by `place`."""
         found, table = self._rows, self._table
         inputs = None if table is None else self._inputs(m, table)
-        return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m], found.earlier[:m], inputs)
+        paths = self._paths[:m] if self.is_tree else None
+        return GpuRows(found.slots[:m], found.positions[:m], found.may_skip[:m], found.earlier[:m], paths, inputs)
 
     def place_inputs(self, embedded: Tensor, table_rows: Tensor) -> None:
         """Copy what layers read of a pass's tokens from the host's memory to the GPU."""
@@ -91,12 +95,20 @@ class Arena:
     def _inputs(self, m: int, table: LayerTableSpec) -> tuple[Tensor, Tensor]:
         return self.rows(EMBEDDED, m, self._hidden_size), self.rows(TABLE_ROWS, m, table.width)
 
-    def place(self, slots: Sequence[int], positions: Sequence[int], may_skip: Sequence[bool] | None = None) -> None:
-        """Copy the slots and positions of a pass's tokens to the GPU. The host does not wait for the copy.
+    def place(
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        may_skip: Sequence[bool] | None = None,
+        paths: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Copy the slots, positions and paths of a pass's tokens to the GPU. The host does not wait for the copy.
 
         Args:
             may_skip: see Batch; None if FFNs are not neuron-major.
+            paths: see Batch.
         """
+        self.is_tree = bool(paths)
         some = self.tokens(len(slots))
         columns = [(some.slots, slots), (some.positions, positions)]
         if may_skip is not None:
@@ -107,6 +119,10 @@ class Arena:
         numbers = torch.tensor([values for _, values in columns], **pinned)
         for (column, _), values in zip(columns, numbers, strict=True):
             column.copy_(values, non_blocking=True)
+        if paths:
+            branches = (position + 1 - len(path) for path, position in zip(paths, positions, strict=True))
+            rows = [[at, *path, *[0] * (MAX_ROWS - len(path))] for at, path in zip(branches, paths, strict=True)]
+            self._paths[: len(paths)].copy_(torch.tensor(rows, **pinned), non_blocking=True)
 
 
 def _rope_tables(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpec | None, Any]:

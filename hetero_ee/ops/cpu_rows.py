@@ -44,7 +44,8 @@ class CpuRows:
         """Return where the cache holds the keys and values of each token, for all of its layers."""
         if cache not in self._places:
             sequences: Sequence[SequenceCache] = [cache.view(each, sequence_cache) for each in self.batch.sequences]
-            self._places[cache] = kv_table(sequences, self.batch.positions, cache_shape(cache), cache.kind)
+            positions, paths = self.batch.positions, self.batch.paths
+            self._places[cache] = kv_table(sequences, positions, cache_shape(cache), cache.kind, paths)
         return self._places[cache]
 
 

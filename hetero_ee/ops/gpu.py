@@ -212,7 +212,7 @@ class GpuOps(Ops):
             kernels.rms_norm_heads(qkv, scale, spec.norm_eps, first, n_heads)
         place = heads.cache.pages, rows.slots, rows.positions, heads.place
         starts = (spec.query_size, spec.query_size + spec.kv_size) if spec.kv_layer is None else (spec.query_size, None)
-        kernels.kv_write(qkv, *place, *starts, rotary_table=heads.angles)
+        kernels.kv_write(qkv, *place, *starts, rotary_table=heads.angles, paths=rows.paths)
         if heads.factors is not None:
             qkv[:, : spec.query_size] *= heads.factors.index_select(0, rows.positions)
         return qkv
@@ -220,7 +220,7 @@ class GpuOps(Ops):
     def attend(self, queries: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:
         spec, out = heads.spec, self.arena.rows(ATTENDED, len(queries), heads.spec.query_size)
         place = heads.cache.pages, rows.slots, rows.positions, heads.place, spec.window
-        scores: dict[str, Any] = {"scale": spec.scale, "cap": spec.cap, "sinks": heads.sinks}
+        scores: dict[str, Any] = {"scale": spec.scale, "cap": spec.cap, "sinks": heads.sinks, "paths": rows.paths}
         self.kernels.attention(queries, *place, out, workspace=self.arena.workspace, **scores)
         return out
 

@@ -29,9 +29,8 @@ def attend_by_row(
         sinks: a score per head (heads,) that takes part in the softmax and has no value.
     """
     outputs = []
-    for row, sequence, position in batch.entries():
-        first = 0 if window is None else max(0, position + 1 - window)
-        keys, values = cache.read(layer, sequence, first, position + 1)
+    for row in range(len(batch)):
+        keys, values = _seen(cache, layer, batch, row, window)
         outputs.append(_attended(queries[row : row + 1], keys, values, None, scale, cap, sinks))
     return torch.cat(outputs)
 
@@ -47,6 +46,8 @@ def attend_by_sequence(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention like `attend_by_row`, for all tokens of a sequence together."""
+    if batch.paths:
+        return attend_by_row(queries, cache, layer, batch, window, scale, cap, sinks)
     outputs = torch.empty_like(queries)
     positions = torch.tensor(batch.positions)
     for sequence in sorted(set(batch.sequences)):
@@ -62,6 +63,17 @@ def attend_by_sequence(
         attended = F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True, scale=scale)
         outputs[mine] = attended[0].transpose(0, 1)
     return outputs
+
+
+def _seen(cache: CpuKvCache, layer: int, batch: Batch, row: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return keys and values (kv_heads, n, head_dim) of the positions that a token sees, in their order."""
+    position, sequence = batch.positions[row], batch.sequences[row]
+    first = 0 if window is None else max(0, position + 1 - window)
+    if not batch.paths or not batch.paths[row]:
+        return cache.read(layer, sequence, first, position + 1)
+    slots = torch.tensor(batch.seen(row, first))
+    keys, values = cache.read(layer, sequence, int(slots.min()), int(slots.max()) + 1)
+    return keys[:, slots - slots.min()], values[:, slots - slots.min()]
 
 
 def _attended(

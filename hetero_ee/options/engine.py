@@ -23,6 +23,7 @@ NO_HEAD, MTP_HEAD, MTP_WORDS = "none", "mtp", ("mtp", "draft-mtp")  # words for 
 RISK = 0.05  # of mode certified
 NO_SCHEDULE, OFFLINE, ONLINE, BOTH = SCHEDULES = ("none", "offline", "online", "both")  # of mode specee
 MAX_DRAFT_LENGTH = 16
+MAX_TREE_WIDTH = 8
 MAX_CONTEXT_TOKENS, MAX_THREADS, MAX_LAYERS = 2**24, 1024, 1000
 MAX_GIB = 2**20
 N_SEQUENCES, MAX_SEQUENCES = 1, 65  # at most a server's, and one more
@@ -187,6 +188,15 @@ class PlanKeywords(TypedDict, total=False):
             default_text="what should be fastest",
         ),
         Range(1, MAX_DRAFT_LENGTH),
+    ]
+    draft_tree: Annotated[
+        int | None,
+        Option(
+            f"Drafts of a draft head after the same token, 1 to {MAX_TREE_WIDTH}: 1 drafts chains, more draft trees.",
+            ("--draft-tree",),
+            default_text="what should be fastest",
+        ),
+        Range(1, MAX_TREE_WIDTH),
     ]
     risk: Annotated[
         float | None,

@@ -28,7 +28,10 @@ OVERRIDE = PLAN_OPTIONS["override"]
 EACH_OVERRIDE = re.compile(r"(.+?=[^=,]+)(?:,|$)")
 CHECKED = {
     name: PLAN_OPTIONS[name]
-    for name in ("gpu_layers", "n_cpu_moe", "chunk_tokens", "kv_type", "mode", "draft_length", "exit_schedule")
+    for name in (
+        *("gpu_layers", "n_cpu_moe", "chunk_tokens", "kv_type", "mode"),
+        *("draft_length", "draft_tree", "exit_schedule"),
+    )
 }
 
 
@@ -54,6 +57,7 @@ class Limits:
     kv_type: str | None = None  # None: see costs/kv_types.py
     mode: str | None = None  # None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
+    draft_tree: int | None = None  # most drafts after the same token; 1 for chains; None: the planner's choice
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
     exit_schedule: str | None = None  # of mode specee: one of SCHEDULES; None: BOTH
     chunk_tokens: int | None = None  # tokens of a prompt per pass; None: the planner's choice

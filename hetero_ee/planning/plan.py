@@ -15,6 +15,7 @@ from hetero_ee.options.engine import (
     MAX_DRAFT_LENGTH,
     MAX_SEQUENCES,
     MAX_THREADS,
+    MAX_TREE_WIDTH,
     MODES,
     N_SEQUENCES,
 )
@@ -132,6 +133,7 @@ class Plan:
     # Chunks of a prompt with fewer tokens use the placements for decoding. None: those of MAX_DECODE_TOKENS or fewer.
     prefill_least_tokens: int | None = None
     n_sequences: int = N_SEQUENCES  # for whose states memory is counted
+    tree_width: int = 1  # most drafts after the same token; 1 for chains
     checksum: str | None = field(default=None, compare=False)  # in files: of all other fields; None in older ones
 
     ADDED_FIELDS: ClassVar = (
@@ -139,6 +141,7 @@ class Plan:
         "risk",
         "prefill_least_tokens",
         "n_sequences",
+        "tree_width",
         "checksum",
     )  # may be missing in files of this version
     # Fields of older files, with the values that mean what plans mean now.
@@ -182,6 +185,8 @@ class Plan:
             decided.append(self.prefill_least_tokens)
         if self.n_sequences != N_SEQUENCES:
             decided.append(("n_sequences", self.n_sequences))
+        if self.tree_width != 1:
+            decided.append(("tree_width", self.tree_width))
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     @property
@@ -240,7 +245,7 @@ def _stated(values: list[tuple[str, Any]]) -> dict[str, Any]:
     return {
         name: value
         for name, value in values
-        if value not in (None, ()) and (name, value) != ("n_sequences", N_SEQUENCES)
+        if value not in (None, ()) and (name, value) not in (("n_sequences", N_SEQUENCES), ("tree_width", 1))
     }
 
 
@@ -249,6 +254,7 @@ def _check_numbers(made: Plan) -> None:
         ("threads", 1, MAX_THREADS),
         ("context_tokens", 1, MAX_CONTEXT_TOKENS),
         ("draft_length", 1, MAX_DRAFT_LENGTH),
+        ("tree_width", 1, MAX_TREE_WIDTH),
         ("prefill_least_tokens", MAX_DECODE_TOKENS + 1, MAX_CONTEXT_TOKENS),
         ("prefill_chunk_tokens", 1, MAX_CONTEXT_TOKENS),
         ("n_sequences", 1, MAX_SEQUENCES),

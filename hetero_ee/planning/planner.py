@@ -72,6 +72,7 @@ def plan(
         exit_layers=best.schedule.exit_layers,
         prefill_least_tokens=best.placements.least_tokens,
         n_sequences=problem.limits.n_sequences,
+        tree_width=best.schedule.tree_width,
         risk=(problem.limits.risk or RISK) if best.schedule.mode == CERTIFIED else None,
     )
 

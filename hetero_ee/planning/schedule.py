@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
+from hetero_ee.models.blocks import has_trees
 from hetero_ee.options.engine import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, SEQUENCE
@@ -34,6 +35,7 @@ class Schedule:
     other_mode_s: float | None = None  # seconds of a token in the other mode, if that was considered
     exit_layers: tuple[int, ...] = ()  # of an early-exit mode, see Plan
     depths: DepthStatistics | None = None  # of an early-exit mode, that the step is derived from
+    tree_width: int = 1  # most drafts after the same token; 1 for chains
 
     @property
     def token_s(self) -> float:
@@ -167,8 +169,13 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
     drafts = problem.statistics.drafts
     if drafts is None:
         return []
-    return [_sequence_schedule(times, drafts, n) for n in _draft_lengths(problem)]
+    chains = [_sequence_schedule(times, drafts, n) for n in _draft_lengths(problem)]
+    width = problem.limits.draft_tree or 1
+    if width == 1 or not drafts.others or not has_trees(problem.spec):
+        return chains
+    return [_sequence_schedule(times, drafts, n, width) for n in _draft_lengths(problem)]
 
 
-def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int) -> Schedule:
-    return Schedule("exact", SEQUENCE, 0, length, times.sequence_step(drafts, length))
+def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int, width: int = 1) -> Schedule:
+    step = times.sequence_step(drafts, length) if width == 1 else times.tree_step(drafts, length, width)
+    return Schedule("exact", SEQUENCE, 0, length, step, tree_width=width)

@@ -128,6 +128,8 @@ class DraftRates:
     )
     verified_s: Callable[[Sequence[Placement], int], float] | None = None  # see after_verification_s
     memory_term: str = DRAFT_HEAD  # name of the term of memory_bytes
+    others: tuple[float, ...] = ()  # if a draft is wrong, the chances of its alternatives; () if there are no trees
+    placed_level_s: Callable[[bool, bool, int], float] | None = None  # placed_draft_s of the drafts of several tokens
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -142,6 +144,12 @@ class DraftRates:
         if self.placed_draft_s is None:
             return self.draft_s
         return self.placed_draft_s(placements[-1].on_gpu, placements[0].on_gpu)
+
+    def level_s(self, placements: Sequence[Placement], m: int) -> float:
+        """Return the seconds of a tree's level that is drafted after m tokens together."""
+        if self.placed_level_s is None:
+            return m * self.seconds(placements)
+        return self.placed_level_s(placements[-1].on_gpu, placements[0].on_gpu, m)
 
     def after_verification_s(self, placements: Sequence[Placement], m: int) -> float:
         """Return the seconds that the source needs between a verification of m tokens and its next draft."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from hetero_ee.decoding.requests import Request
 from hetero_ee.decoding.result import GRAMMAR
 from hetero_ee.decoding.sampling import RememberedNoise
+from hetero_ee.kv.batch import path_of
 from hetero_ee.runtime.choice import all_finite, confidence_of
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd, DraftNoise
 from hetero_ee.speculation.pending import PendingToken
@@ -18,22 +19,35 @@ from hetero_ee.speculation.sources.source import ABSENT, DraftsFromStates
 
 @dataclass(slots=True, eq=False)
 class DraftStep:
-    """Drafts of one request that are verified together."""
+    """Drafts of one request that are verified together: a chain, or a tree of several drafts after the same token."""
 
     request: Request
     max_drafts: int
-    tokens: list[PendingToken]  # the request's last token, then the drafts
+    tokens: list[PendingToken]  # the request's last token, then the drafts, each after its parent
     origins: list[str] = field(default_factory=list)  # the proposer of each draft
     chances: list[float] = field(default_factory=list)  # chance of each draft to be right if those before it are
-    judged: dict[int, tuple[int, float]] = field(
+    parents: list[int] = field(default_factory=list)  # of each draft, the index in `tokens` of the token before it
+    judged: dict[int, list[tuple[int, float]]] = field(
         default_factory=dict
-    )  # by i: token and confidence after tokens[i], drafted or not
+    )  # by i: tokens and confidences after tokens[i], drafted or not
     next_guess: int | None = None  # likeliest token after the last one, if it was not drafted
 
     @property
     def history(self) -> list[int]:
-        """Token ids of the request, followed by the drafts of this step."""
-        return [*self.request.token_ids, *(token.token_id for token in self.tokens[1:])]
+        """Token ids of the request, followed by the drafts up to this step's last one."""
+        return [*self.request.token_ids, *(self.tokens[index].token_id for index in self.path(len(self.origins))[1:])]
+
+    def path(self, index: int) -> list[int]:
+        """Return the indices of tokens[0] .. tokens[index] along the parents."""
+        found = [index]
+        while found[-1]:
+            found.append(self.parents[found[-1] - 1])
+        return found[::-1]
+
+    def child(self, index: int, token_id: int) -> int | None:
+        """Return the index of the draft of this token after tokens[index], None if there is none."""
+        drafts = enumerate(zip(self.parents, self.tokens[1:], strict=True), 1)
+        return next((at for at, (parent, each) in drafts if parent == index and each.token_id == token_id), None)
 
     @property
     def has_room(self) -> bool:
@@ -44,12 +58,17 @@ class DraftStep:
         """Stop drafting in this step."""
         self.max_drafts = len(self.origins)
 
-    def add(self, token_id: int, origin: str, chance: float) -> None:
-        last = self.tokens[-1]
-        self.tokens.append(PendingToken(token_id, last.sequence, last.position + 1))
+    def add(self, token_id: int, origin: str, chance: float, parent: int | None = None) -> int:
+        """Add a draft after tokens[parent], by default the last one, and return its index."""
+        parent = len(self.tokens) - 1 if parent is None else parent
+        before, slot = self.tokens[parent], self.tokens[0].position + len(self.tokens)
+        position = before.position + 1
+        self.tokens.append(PendingToken(token_id, before.sequence, position, path=path_of(before.path, slot, position)))
         self.origins.append(origin)
         self.chances.append(chance)
+        self.parents.append(parent)
         self.next_guess = None
+        return len(self.origins)
 
     def add_forced(self) -> bool:
         """Add the drafts that the grammar forces and return whether there are any. A complete grammar ends the step."""
@@ -62,10 +81,10 @@ class DraftStep:
             self.end()
         return bool(forced)
 
-    def judge(self, token_id: int, confidence: float) -> None:
-        """Record the likeliest token after the step's last token, whether or not it becomes a draft, and its
-        confidence."""
-        self.judged[len(self.tokens) - 1] = token_id, confidence
+    def judge(self, token_id: int, confidence: float, parent: int | None = None) -> None:
+        """Record a likely token after tokens[parent], by default the step's last token, whether or not it becomes a
+        draft, and its confidence."""
+        self.judged.setdefault(len(self.tokens) - 1 if parent is None else parent, []).append((token_id, confidence))
 
 
 class DraftSampler:
@@ -101,11 +120,30 @@ class DraftSampler:
         )
         if by_gpu and (is_verified or not any(request.params.is_filtered for request, _ in rows)):
             return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
-        logits = executor.draft_logits(hidden, end)
-        if end.vocabulary is not None:
-            whole = torch.full((len(logits), executor.spec.vocab_size), ABSENT)
-            logits = whole.index_copy_(1, end.vocabulary.token_ids, logits)
+        logits = _all_logits(executor, hidden, end)
         return [self._chosen(*row, end, each) for row, each in zip(rows, logits, strict=True)]
+
+    def several(
+        self,
+        executor: DraftsFromStates,
+        hidden: Tensor,
+        end: DraftEnd,
+        rows: Sequence[tuple[Request, Sequence[int]]],
+        n: int,
+    ) -> list[list[Drafted]]:
+        """Return the n tokens that sampling prefers after each of the states (m, hidden), the best one first.
+
+        All of them are chosen with the noise of their position, so that verification chooses among the same.
+        """
+        found = []
+        for (request, history), row in zip(rows, _all_logits(executor, hidden, end), strict=True):
+            chosen, rest = list[Drafted](), row
+            while len(chosen) < min(n, len(row)) and all_finite(row):
+                token_id = self.choose(request, history, rest)
+                chosen.append(Drafted(token_id, confidence_of(row, token_id, None)))
+                rest = rest.index_fill(0, torch.tensor([token_id]), ABSENT)
+            found.append(chosen)
+        return found
 
     def _noise_of(self, request: Request, history: Sequence[int]) -> DraftNoise:
         return DraftNoise(request.params.temperature, request.params.seed, request.index, len(history))
@@ -118,3 +156,12 @@ class DraftSampler:
         if allowed is not None and end.judge is None:  # a judge was fitted to the model's own logits
             logits = logits.masked_fill(torch.from_numpy(~allowed), ABSENT)
         return Drafted(token_id, confidence_of(logits, token_id, end.judge))
+
+
+def _all_logits(executor: DraftsFromStates, hidden: Tensor, end: DraftEnd) -> Tensor:
+    """Return the logits (m, vocab) after states (m, hidden), ABSENT for tokens that the end lacks."""
+    logits = executor.draft_logits(hidden, end)
+    if end.vocabulary is None:
+        return logits
+    whole = torch.full((len(logits), executor.spec.vocab_size), ABSENT)
+    return whole.index_copy_(1, end.vocabulary.token_ids, logits)

@@ -113,43 +113,43 @@ class ExactMode(Mode):
         """
         request, rule, n_verified = drafted.request, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
-        n_accepted = 0
-        for index in range(n_verified):
+        path: list[int] = []  # of tokens after which one was emitted
+        child: int | None = 0
+        while child is not None and not request.finished:
             # A token at which full mode would fail gets a step of its own, so that the tokens before it are emitted.
-            if index > 0 and not all_finite(logits[index]):
+            if child > 0 and not all_finite(logits[child]):
                 break
-            noise = self._sampler.noise.of_token
-            tokens.append(step(request, logits[index], self._clock(), noise))
+            path.append(child)
+            tokens.append(step(request, logits[child], self._clock(), self._sampler.noise.of_token))
             token_id = tokens[-1].token_id
-            if index in drafted.judged:
-                judged_id, confidence = drafted.judged[index]
+            for judged_id, confidence in drafted.judged.get(child, ()):
                 rule.audit(confidence, judged_id == token_id)
-            is_right = index + 1 < n_verified and drafted.tokens[index + 1].token_id == token_id
-            n_accepted += is_right
-            tokens[-1] = replace(tokens[-1], origin=self._origin(drafted, index, is_right=is_right))
-            if request.finished or not is_right:
-                break
-        self._roll_back(request, drafted.tokens[0].position, states)
+            child = drafted.child(child, token_id)
+            tokens[-1] = replace(tokens[-1], origin=self._origin(drafted, len(path) - 1, child))
+        n_accepted = len(path) - (child is None)
+        self._roll_back(drafted, path, states)
         rule.settle(n_verified, len(tokens), n_in_pass)
-        self._counts.add_step(drafted.origins, n_accepted, len(tokens))
+        self._counts.add_step(_accepted_first(drafted, path, child), n_accepted, len(tokens))
         if request.finished:
             self._sampler.noise.close(request.index)
         return tokens
 
-    def _origin(self, drafted: DraftStep, index: int, *, is_right: bool) -> TokenOrigin:
-        """Return the origin of the step's token at this index. If is_right, a draft predicted the token."""
-        name = drafted.origins[index] if is_right else FULL_MODEL
+    def _origin(self, drafted: DraftStep, place: int, child: int | None) -> TokenOrigin:
+        """Return the origin of the step's token at this place, which the draft `child` predicted; None if none did."""
+        name = FULL_MODEL if child is None else drafted.origins[child - 1]
         depth = self._drafting.exit_layer if name == EXIT else self._executor.spec.n_layers
-        return TokenOrigin(name, depth, index, len(drafted.origins))
+        return TokenOrigin(name, depth, place, len(drafted.origins))
 
-    def _roll_back(self, request: Request, first_position: int, states: Sequence[Tensor]) -> None:
-        """Cut the KV cache before the request's last token, unless a right guess has already started on that token."""
-        n_true = len(request.token_ids) - 1
+    def _roll_back(self, drafted: DraftStep, path: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Keep in the KV cache what precedes the request's last token, unless a right guess has already started on
+        that token."""
+        request, first = drafted.request, drafted.tokens[0].position
         if not self._guesses.keep_if_right(request):
-            self._executor.cache.truncate(request.kv_sequence, n_true)
-        token_ids = request.token_ids[first_position:n_true]
-        verified = [x[: len(token_ids)] for x in states]
-        self._observe(Batch.of_sequence(request.kv_sequence, first_position, token_ids), verified)
+            slots = [drafted.tokens[index].slot for index in path]
+            self._executor.keep_path(request.kv_sequence, first, slots)
+        token_ids = [drafted.tokens[index].token_id for index in path]
+        verified = [x[: len(path)] if path[-1] < len(path) else x[path] for x in states]
+        self._observe(Batch.of_sequence(request.kv_sequence, first, token_ids), verified)
 
     def _read(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """Let the sources read a chunk of a prompt, and measure the time of each source."""
@@ -183,6 +183,13 @@ class ExactMode(Mode):
         if self._drafting.warn is not None and not self._has_warned:
             self._drafting.warn(f"{what}; these tokens pass every layer one by one, as in mode full.")
         self._has_warned = True
+
+
+def _accepted_first(drafted: DraftStep, path: Sequence[int], child: int | None) -> list[str]:
+    """Return the drafts' origins, those on the accepted path first."""
+    accepted = [*path[1:], *([] if child is None else [child])]
+    others = [index for index in range(1, len(drafted.tokens)) if index not in accepted]
+    return [drafted.origins[index - 1] for index in (*accepted, *others)]
 
 
 @dataclass(slots=True)

@@ -209,7 +209,8 @@ def _sequences(request: DraftingRequest) -> Drafting:
     if request.profile is not None:
         times = step_times(request.opened.executor.spec, request.profile, request.opened.plan)
         rule = MarginalRule(0.0, partial(times.verify_s, 0))
-    return Drafting(0, request.draft_length, rule, None, sources, request.warn, request.switch)
+    width = request.opened.plan.tree_width
+    return Drafting(0, request.draft_length, rule, None, sources, request.warn, request.switch, tree_width=width)
 
 
 def _open_draft_head(request: DraftingRequest) -> DraftSource | None:

@@ -24,7 +24,12 @@ class PendingToken:
     position: int
     depth: int = 0  # layers passed
     hidden: Tensor | None = None  # (hidden,) after them; None before the embedding
+    path: tuple[int, ...] = ()  # in a draft tree, see Batch.paths
     captured: tuple[Tensor, ...] = ()  # (hidden,) before each of the capturing layers that it has passed
+
+    @property
+    def slot(self) -> int:
+        return self.path[-1] if self.path else self.position
 
     @classmethod
     def last_of(cls, request: Request) -> "PendingToken":
@@ -39,7 +44,7 @@ def advance(executor: Executor, tokens: Sequence[PendingToken], to_layer: int) -
     them.
 
     Args:
-        tokens: Grouped by sequence, each in order of position.
+        tokens: Grouped by sequence, each in order of slots.
 
     Returns: The states (m, hidden), or None if no layer was passed.
     """
@@ -63,6 +68,7 @@ def batch_of(tokens: Sequence[PendingToken]) -> Batch:
         tuple(token.token_id for token in tokens),
         tuple(token.sequence for token in tokens),
         tuple(token.position for token in tokens),
+        paths=tuple(token.path for token in tokens) if any(token.path for token in tokens) else (),
     )
 
 

@@ -12,12 +12,16 @@ from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.runtime.drafted import Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
-from hetero_ee.speculation.sources.source import Draft, DraftsFromStates, DraftSource
+from hetero_ee.speculation.sources.source import Draft, DraftsFromStates, DraftSource, TreeSource
 from hetero_ee.speculation.stop_rule import StopRule
+from hetero_ee.speculation.tree_grower import TreeGrower
 
 
 class SequenceDrafter:
-    """Drafts with computing sources, then free ones. A free source goes first if it is expected to save more time."""
+    """Drafts with computing sources, then free ones. A free source goes first if it is expected to save more time.
+
+    tree_width: drafts after the same token, and tokens that a source extends together; 1 for chains.
+    """
 
     def __init__(
         self,
@@ -26,16 +30,20 @@ class SequenceDrafter:
         rule: StopRule,
         sampler: DraftSampler,
         warn: Callable[[str], None],
+        tree_width: int = 1,
     ) -> None:
         self._free = [source for source in sources if source.is_free]
         self._computing = [source for source in sources if not source.is_free]
         self._executor, self._rule, self._sampler, self._warn = executor, rule, sampler, warn
+        self._grower = None if tree_width == 1 else TreeGrower(executor, rule, sampler, tree_width)
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
         """Add drafts to each step. Afterwards all tokens of the steps are pending before the first layer."""
         for step in steps:
             self._rule.n_beside = sum(len(each.tokens) for each in steps) - len(step.tokens)
             if self._computing and self._begun_by_a_free_source(step):
+                continue
+            if any(self._grows(step, source) for source in self._computing):
                 continue
             for source in (*self._computing, *self._free):
                 self._extend(step, source)
@@ -53,6 +61,16 @@ class SequenceDrafter:
                 step.add_forced()
                 return True
         return False
+
+    def _grows(self, step: DraftStep, source: DraftSource) -> bool:
+        """Add a tree of the source's drafts, if it can make one, and return whether it did."""
+        if self._grower is None or step.origins or step.request.constraint is not None:
+            return False
+        try:
+            return isinstance(source, TreeSource) and self._grower.grow(step, source)
+        except (DeviceMemoryError, DeviceLostError, UsageError) as error:
+            self._warn(f"{error} No drafts follow in this step")
+            return True
 
     def _extend(self, step: DraftStep, source: DraftSource) -> None:
         """Add the source's drafts while they are worth their time.

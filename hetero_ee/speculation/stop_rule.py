@@ -58,7 +58,7 @@ class FixedThreshold:
     def chance(self, confidence: float) -> float:
         return confidence
 
-    def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
+    def is_worth(self, chances: Sequence[float], draft_s: float, n_drafts: int | None = None) -> bool:
         return chances[-1] >= self._threshold
 
     def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
@@ -103,9 +103,14 @@ class MarginalRule:
         """Return the chance that a draft of this confidence is right: the mean of its bin's Beta posterior."""
         return self._chances.of(bisect_right(BIN_EDGES, confidence))
 
-    def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
-        """Return whether the last of these drafts is worth draft_s seconds and one more token in the verification."""
-        return prod(chances) * self.seconds_per_token > draft_s + self._token_s(len(chances))
+    def is_worth(self, chances: Sequence[float], draft_s: float, n_drafts: int | None = None) -> bool:
+        """Return whether the last of these drafts is worth draft_s seconds and one more token in the verification.
+
+        Args:
+            n_drafts: Number of the step's drafts with this one; None if it has only these, as a chain does.
+        """
+        n_drafts = len(chances) if n_drafts is None else n_drafts
+        return prod(chances) * self.seconds_per_token > draft_s + self._token_s(n_drafts)
 
     def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
         """Return the number of these drafts, draft_s seconds each, that saves most time, and the seconds saved."""

@@ -64,6 +64,7 @@ def attention_kernel(
     table_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    paths_ptr: tl.tensor,
     out_ptr: tl.tensor,
     states_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
@@ -85,6 +86,7 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     IS_CAPPED: tl.constexpr,
     PAGES_PER_SLOT: tl.constexpr,
+    PATH_NUMBERS: tl.constexpr,
     N_PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     PART: tl.constexpr,
@@ -92,10 +94,12 @@ def attention_kernel(
     """Attention of up to GROUP_BLOCK query heads of a key head for up to ROWS rows of one sequence.
 
     The grid is (m, n_kv_heads * ceil(GROUP / GROUP_BLOCK), parts). The first row of a group of ROWS computes the group.
+    In a draft tree each row computes only itself.
 
     Args:
         queries_ptr: fp32 (m, FEATURES), the query heads from feature FIRST.
         codes_ptr, scales_ptr, table_ptr: the fields of Pages. slots_ptr, positions_ptr: int32 (m,).
+        paths_ptr: int32 (m, PATH_NUMBERS), see pages.py, or None.
         out_ptr: attention (m, N_HEADS, HEAD_DIM), or with states_ptr each part's sums (m, N_HEADS, N_PARTS, HEAD_DIM).
         states_ptr: None, or fp32 (m, N_HEADS, N_PARTS, 2) for each part's greatest score and sum of weights.
         sinks_ptr: fp32 (N_HEADS,), or None.
@@ -110,6 +114,10 @@ def attention_kernel(
     row = first_row // ROWS * ROWS + query_number // GROUP_BLOCK
     inside = row < m
     inside = inside & (tl.load(slots_ptr + row, mask=inside, other=-1) == slot)
+    path_ptr = paths_ptr
+    if paths_ptr is not None:
+        inside = row == first_row
+        path_ptr = paths_ptr + first_row * PATH_NUMBERS
     if tl.min(tl.where(inside, row, LATEST), 0) == first_row:
         n_head_blocks: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
         N_HEADS: tl.constexpr = N_KV_HEADS * GROUP
@@ -144,12 +152,12 @@ def attention_kernel(
             low, high = tl.maximum(lowest, part * PART), tl.minimum(highest, (part + 1) * PART)
             if LANES == 0:
                 found = part_of_products(
-                    query, first, position, low, high, all_from, all_until, codes_ptr, scales_ptr, pages, cap,
-                    PAGE_VECTORS, VALUES, HEAD_DIM, STEP, IS_CAPPED, PAGE,
+                    query, first, position, low, high, all_from, all_until, codes_ptr, scales_ptr, pages, path_ptr,
+                    cap, PAGE_VECTORS, VALUES, HEAD_DIM, STEP, IS_CAPPED, PAGE,
                 )  # fmt: skip
             else:
                 found = part_of_lanes(
-                    query, first, position, low, high, codes_ptr, scales_ptr, pages, cap,
+                    query, first, position, low, high, codes_ptr, scales_ptr, pages, path_ptr, cap,
                     PAGE_VECTORS, VALUES, HEAD_DIM, STEP, IS_CAPPED, PAGE, LANES, ROWS,
                 )  # fmt: skip
             if states_ptr is not None:
@@ -214,6 +222,7 @@ def attention(
     scale: float | None = None,
     cap: float = 0.0,
     sinks: Any = None,
+    paths: Any = None,
 ) -> Any:
     """Compute attention of m rows whose keys and values are in the cache already; return out.
 
@@ -226,11 +235,12 @@ def attention(
         scale: factor of the scores, 1 / sqrt(head_dim) if None.
         cap: limit of the scores, 0 for none.
         sinks: fp32 (n_heads,), None for none.
+        paths: int32 (m, 1 + n) of rows in a draft tree, see pages.py; None if all rows are in chains.
 
     Raises:
         ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
     """
-    check_rows(queries, pages, slots, positions, layer)
+    check_rows(queries, pages, slots, positions, layer, paths)
     m, head_dim, group = queries.shape[0], pages.head_dim, _query_group(queries, pages, window, out, first)
     n_heads = group * pages.n_kv_heads
     check_given("sinks", sinks, (n_heads,))
@@ -242,12 +252,13 @@ def attention(
         "N_KV_HEADS": pages.n_kv_heads,
     }
     sizes |= {"FEATURES": queries.shape[1], "FIRST": first, "PAGES_PER_SLOT": pages.pages_per_slot}
+    sizes |= {"PATH_NUMBERS": 0 if paths is None else paths.shape[1]}
     common = {"WINDOW": window or 0, "N_PARTS": pages.n_parts, "PART": PART_TOKENS}
     grid = (m, pages.n_kv_heads * triton.cdiv(group, sizes["GROUP_BLOCK"]))
 
     def attend(sums: Any, states: Any, n_parts: int) -> None:
         attention_kernel[(*grid, n_parts)](
-            queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states,
+            queries, pages.codes, pages.scales, pages.table, slots, positions, paths, sums, states,
             sinks if states is None else None,
             1 / sqrt(head_dim) if scale is None else scale, cap, layer, m, **sizes, **common, IS_CAPPED=cap > 0,
             num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,

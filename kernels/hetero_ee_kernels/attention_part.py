@@ -5,7 +5,8 @@ and the sums of weight x value.
 
 Common arguments: query, fp32 (queries, features), scaled; first and position, int32 (queries,), which positions each
 one sees; low and high, the positions to read; codes_ptr and scales_ptr, the head's keys in page 0; pages, the
-sequence's row of the page table; PAGE_VECTORS and VALUES, vectors from a page to the next and from keys to values.
+sequence's row of the page table; path_ptr, the only row's path in a draft tree (see pages.py), else None; PAGE_VECTORS
+and VALUES, vectors from a page to the next and from keys to values.
 """
 
 from typing import Any
@@ -52,11 +53,30 @@ def add_part(best: tl.tensor, total: tl.tensor, sums: tl.tensor, part: tl.tensor
 
 
 @triton.jit
+def line_on_path(path_ptr: tl.tensor, position: tl.tensor, is_read: tl.tensor) -> Any:
+    """Return the lines of positions of a row in a draft tree. Those that are not read may be anything."""
+    branch = tl.load(path_ptr)
+    is_listed = is_read & (position >= branch)
+    return tl.where(is_listed, tl.load(path_ptr + 1 + position - branch, mask=is_listed, other=0), position)
+
+
+@triton.jit
+def vector_on_path(
+    path_ptr: tl.tensor, pages: tl.tensor, position: tl.tensor, is_read: tl.tensor, PAGE_VECTORS: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return the vector of each position of a row in a draft tree, int64; 0 for positions that are not read."""
+    line = tl.where(is_read, line_on_path(path_ptr, position, is_read), 0)
+    page = tl.load(pages + line // PAGE, mask=is_read, other=0).to(tl.int64)
+    return page * PAGE_VECTORS + line % PAGE
+
+
+@triton.jit
 def part_of_products(
     query: tl.tensor, first: tl.tensor, position: tl.tensor, low: tl.tensor, high: tl.tensor, all_from: tl.tensor,
-    all_until: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, pages: tl.tensor, cap: tl.tensor,
-    PAGE_VECTORS: tl.constexpr, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr, STEP: tl.constexpr,
-    IS_CAPPED: tl.constexpr, PAGE: tl.constexpr,
+    all_until: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, pages: tl.tensor, path_ptr: tl.tensor,
+    cap: tl.tensor, PAGE_VECTORS: tl.constexpr, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STEP: tl.constexpr, IS_CAPPED: tl.constexpr, PAGE: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Use matrix products of fp16, whose rows are the queries. All rows see positions all_from .. all_until."""
     N: tl.constexpr = query.shape[0]
@@ -68,16 +88,20 @@ def part_of_products(
     sums = tl.zeros((N, query.shape[1]), tl.float32)
     for step in range(low // STEP, (high + STEP - 1) // STEP):
         at = step * STEP + place
-        vector = tl.load(pages + step * STEP // PAGE).to(tl.int64) * PAGE_VECTORS + step * STEP % PAGE
         is_read = (at >= low) & (at < high)
         mask = is_read[:, None] & (feature[None, :] < HEAD_DIM)
-        codes = codes_ptr + vector * HEAD_DIM
-        key = tl.load(codes + code, mask=mask, other=0.0).to(tl.float16)
+        if path_ptr is None:
+            vector, line = tl.load(pages + step * STEP // PAGE).to(tl.int64) * PAGE_VECTORS + step * STEP % PAGE, place
+            codes, code_at = codes_ptr + vector * HEAD_DIM, code
+        else:
+            vector, line = vector_on_path(path_ptr, pages, at, is_read, PAGE_VECTORS, PAGE), place * 0
+            codes, code_at = codes_ptr, vector[:, None] * HEAD_DIM + feature[None, :]
+        key = tl.load(codes + code_at, mask=mask, other=0.0).to(tl.float16)
         score = add_product(tl.zeros((N, STEP), tl.float32), query, tl.trans(key)) * size[:, None]
-        value = tl.load(codes + VALUES * HEAD_DIM + code, mask=mask, other=0.0).to(tl.float16)
+        value = tl.load(codes + VALUES * HEAD_DIM + code_at, mask=mask, other=0.0).to(tl.float16)
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
         if scales_ptr is not None:
-            score *= tl.load(scales_ptr + vector + place, mask=is_read, other=0.0)[None, :]
+            score *= tl.load(scales_ptr + vector + line, mask=is_read, other=0.0)[None, :]
         elif (tl.maximum(low, step * STEP) < all_from) | (tl.minimum(high, step * STEP + STEP) > all_until + 1):
             # A value that only other rows see may be NaN, and 0 x NaN is NaN. Rows that see it become NaN as a whole.
             exact = value.to(tl.float32)
@@ -93,7 +117,7 @@ def part_of_products(
         total = total * correction + tl.sum(weight, 1)
         sums *= correction[:, None]
         if scales_ptr is not None:
-            scale = tl.load(scales_ptr + VALUES + vector + place, mask=is_read, other=0.0)
+            scale = tl.load(scales_ptr + VALUES + vector + line, mask=is_read, other=0.0)
             weight = tl.where(seen, weight * scale[None, :], 0.0)
             most = tl.maximum(tl.max(weight, 1), SMALLEST)
             products = add_product(tl.zeros_like(sums), weight * (1.0 / most * RANGE)[:, None], value)
@@ -106,7 +130,7 @@ def part_of_products(
 @triton.jit
 def part_of_lanes(
     query: tl.tensor, first: tl.tensor, position: tl.tensor, low: tl.tensor, high: tl.tensor,
-    codes_ptr: tl.tensor, scales_ptr: tl.tensor, pages: tl.tensor, cap: tl.tensor,
+    codes_ptr: tl.tensor, scales_ptr: tl.tensor, pages: tl.tensor, path_ptr: tl.tensor, cap: tl.tensor,
     PAGE_VECTORS: tl.constexpr, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr, STEP: tl.constexpr,
     IS_CAPPED: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ) -> Any:  # fmt: skip
@@ -116,13 +140,18 @@ def part_of_lanes(
     best, total = tl.full((N, LANES), float("-inf"), tl.float32), tl.zeros((N, LANES), tl.float32)
     sums = tl.zeros((N, LANES, query.shape[1]), tl.float32)
     for step in range(low // STEP, (high + STEP - 1) // STEP):
-        vector = tl.load(pages + step * STEP // PAGE).to(tl.int64) * PAGE_VECTORS + step * STEP % PAGE
-        codes = codes_ptr + vector * HEAD_DIM
         higher, turns = best, nothing()
+        if path_ptr is None:
+            vector = tl.load(pages + step * STEP // PAGE).to(tl.int64) * PAGE_VECTORS + step * STEP % PAGE
+            codes = codes_ptr + vector * HEAD_DIM
         for turn in tl.static_range(STEP // LANES):
-            place = turn * LANES + lane
-            at, code = step * STEP + place, place[None, :, None] * HEAD_DIM + features
+            line = turn * LANES + lane
+            at = step * STEP + line
             is_seen = (at >= low) & (at < high)
+            if path_ptr is not None:
+                vector, line = vector_on_path(path_ptr, pages, at, is_seen, PAGE_VECTORS, PAGE), line * 0
+                codes = codes_ptr + vector[None, :, None] * HEAD_DIM
+            code = line[None, :, None] * HEAD_DIM + features
             loaded = is_seen[None, :, None] & (features < HEAD_DIM)
             key = tl.load(codes + code, mask=loaded, other=0.0).to(tl.float32)
             value = tl.load(codes + VALUES * HEAD_DIM + code, mask=loaded, other=0.0)
@@ -131,8 +160,8 @@ def part_of_lanes(
                 seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
             score = tl.sum(dot_fours(query[:, None, :], key), 2)
             if scales_ptr is not None:
-                score *= tl.load(scales_ptr + vector + place, mask=is_seen, other=0.0)[None, :]
-                value_scale = tl.load(scales_ptr + VALUES + vector + place, mask=is_seen, other=0.0)[None, :]
+                score *= tl.load(scales_ptr + vector + line, mask=is_seen, other=0.0)[None, :]
+                value_scale = tl.load(scales_ptr + VALUES + vector + line, mask=is_seen, other=0.0)[None, :]
             if IS_CAPPED:
                 score = activated(score, cap, "softcap")
             score = tl.where(seen, score, float("-inf"))

@@ -17,6 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.attention_part import line_on_path
 from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages, check_rows
 
@@ -55,6 +56,7 @@ def kv_write_kernel(
     table_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    paths_ptr: tl.tensor,
     rotary_ptr: tl.tensor,
     layer: tl.tensor,
     N_LAYERS: tl.constexpr,
@@ -65,6 +67,7 @@ def kv_write_kernel(
     FIRST_KEY: tl.constexpr,
     FIRST_VALUE: tl.constexpr,
     PAGES_PER_SLOT: tl.constexpr,
+    PATH_NUMBERS: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -77,6 +80,7 @@ def kv_write_kernel(
         x_ptr: fp32 (m, FEATURES): query heads from feature 0, key heads from FIRST_KEY, value heads from FIRST_VALUE.
         codes_ptr, scales_ptr, table_ptr: the fields of Pages, of N_LAYERS, PAGES_PER_SLOT and PAGE positions per page.
         slots_ptr, positions_ptr: int32 (m,), each row's slot in the table and its position.
+        paths_ptr: int32 (m, PATH_NUMBERS), see pages.py, or None.
         rotary_ptr: rope_table(...), or None for no rotation.
         N_HEADS, N_KV_HEADS: query heads to rotate, 0 without a rotary table; key heads.
         HEAD_DIM, HALF: features of a head; pairs that rotate, the first 2 * HALF features.
@@ -104,8 +108,11 @@ def kv_write_kernel(
         low, high = rotated(low, high, cosine, sine)
         tl.store(source + pair, low, mask=pair < tl.where(is_query, HALF, 0))
         tl.store(source + HALF + pair, high, mask=pair < tl.where(is_query, HALF, 0))
-    page = tl.load(table_ptr + tl.load(slots_ptr + row) * PAGES_PER_SLOT + position // PAGE).to(tl.int64)
-    vector = (((page * N_LAYERS + layer) * 2 + part) * N_KV_HEADS + kv_head) * PAGE + position % PAGE
+    line = position
+    if paths_ptr is not None:
+        line = line_on_path(paths_ptr + row * PATH_NUMBERS, position, position >= 0)
+    page = tl.load(table_ptr + tl.load(slots_ptr + row) * PAGES_PER_SLOT + line // PAGE).to(tl.int64)
+    vector = (((page * N_LAYERS + layer) * 2 + part) * N_KV_HEADS + kv_head) * PAGE + line % PAGE
     inverse = 1.0
     if scales_ptr is not None:
         peak = tl.maximum(tl.max(tl.abs(low), 0), tl.maximum(tl.max(tl.abs(high), 0), tl.max(tl.abs(rest), 0)))
@@ -130,6 +137,7 @@ def kv_write(
     first_value: int | None,
     *,
     rotary_table: Any = None,
+    paths: Any = None,
 ) -> None:
     """Write the keys and values of m rows into the pages. With a rotary table, queries and keys are rotated first.
 
@@ -138,11 +146,12 @@ def kv_write(
         slots, positions: int32 (m,). The page table must have pages for these positions.
         first_value: first feature of the values; None if x has only queries, which are rotated, and nothing is written.
         rotary_table: rope_table(...), fp32 (positions, 2, pairs), or None.
+        paths: int32 (m, 1 + n) of rows in a draft tree, see pages.py; None if all rows are in chains.
 
     Raises:
         ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
     """
-    check_rows(x, pages, slots, positions, layer)
+    check_rows(x, pages, slots, positions, layer, paths)
     head_dim, n_kv_heads = pages.head_dim, pages.n_kv_heads
     n_written = 0 if first_value is None else n_kv_heads
     last = x.shape[1] - n_written * head_dim
@@ -164,9 +173,10 @@ def kv_write(
         "FIRST_KEY": first_key,
         "FIRST_VALUE": first_value,
         "PAGES_PER_SLOT": pages.pages_per_slot,
+        "PATH_NUMBERS": 0 if paths is None else paths.shape[1],
     }
     grid = (x.shape[0], n_heads + 2 * n_written)
-    place = (pages.codes, pages.scales, pages.table, slots, positions)
+    place = (pages.codes, pages.scales, pages.table, slots, positions, paths)
     kv_write_kernel[grid](x, *place, rotary_table, layer, **sizes, num_warps=N_WARPS, **UNFUSED)
 
 

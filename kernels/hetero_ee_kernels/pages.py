@@ -1,9 +1,10 @@
 """The paged KV cache on the GPU: keys and values of many sequences in one pool of 64-position pages, found by a table.
 
 codes (n_pages, n_layers, 2, n_kv_heads, 64, head_dim): keys, then values, fp32, fp16 or int8. int8 has fp32 scales
-(n_pages, n_layers, 2, n_kv_heads, 64). table (n_slots, pages_per_slot) int32: position p of the sequence in slot s is
-in page table[s, p // 64] at p % 64. Kernels read slots, positions and the table from device memory, so a recorded CUDA
-graph stays valid while contexts grow.
+(n_pages, n_layers, 2, n_kv_heads, 64). table (n_slots, pages_per_slot) int32: line p of the sequence in slot s is in
+page table[s, p // 64] at p % 64, and a position's line is its own number. Only a row of a draft tree has a path, int32
+(1 + n,): its branch, then the lines of the positions from the branch on, up to its own. Kernels read slots, positions,
+paths and the table from device memory, so a recorded CUDA graph stays valid while contexts grow.
 """
 
 from dataclasses import dataclass
@@ -78,11 +79,13 @@ def workspace_size(n_entries: int, head_dim: int) -> int:
     return -(-2 * n_entries // 4) * 4 + n_entries * head_dim
 
 
-def check_rows(x: Any, pages: Pages, slots: Any, positions: Any, layer: int) -> None:
-    """Check x, fp32 (m, features), slots and positions, int32 (m,), and the layer, or raise ValueError."""
+def check_rows(x: Any, pages: Pages, slots: Any, positions: Any, layer: int, paths: Any = None) -> None:
+    """Check x, fp32 (m, features), slots and positions, int32 (m,), paths and the layer, or raise ValueError."""
     m = x.shape[0]
     check("x", x, (m, x.shape[-1]))
     check("slots", slots, (m,), torch.int32)
     check("positions", positions, (m,), torch.int32)
+    if paths is not None:
+        check("paths", paths, (m, paths.shape[-1]), torch.int32)
     if not 0 <= layer < pages.n_layers:
         raise ValueError(f"Layer {layer} is outside the cache's {pages.n_layers} layers.")

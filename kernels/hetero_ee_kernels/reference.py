@@ -180,6 +180,7 @@ def kv_write(
     first_value: int | None,
     *,
     rotary_table: Any = None,
+    paths: Any = None,
 ) -> None:
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     width = n_kv_heads * head_dim
@@ -191,8 +192,9 @@ def kv_write(
     keys, values = (x[:, at : at + width].reshape(-1, n_kv_heads, head_dim) for at in (first_key, first_value))
     if rotary_table is not None:
         keys = rotated(keys, positions, rotary_table)
-    page = pages.table[slots.long(), positions.long() // PAGE_TOKENS].long()
-    within = positions.long() % PAGE_TOKENS
+    lines = positions.long() if paths is None else torch.stack([_lines(*row)[-1] for row in _rows(positions, paths)])
+    page = pages.table[slots.long(), lines // PAGE_TOKENS].long()
+    within = lines % PAGE_TOKENS
     for part, codes in enumerate((keys, values)):
         if pages.scales is not None:
             codes, scales = _int8(codes)
@@ -216,13 +218,15 @@ def attention(
     scale: float | None = None,
     cap: float = 0.0,
     sinks: Any = None,
+    paths: Any = None,
 ) -> Any:
     """Compute attention row by row, each with its whole softmax. The workspace is not used."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
     scale = 1 / sqrt(head_dim) if scale is None else scale
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         low = 0 if window is None else max(0, position + 1 - window)
-        keys, values = read(pages, slot, layer, low, position + 1)
+        lines = None if paths is None else _lines(position, paths[row])[low:]
+        keys, values = read(pages, slot, layer, low, position + 1, lines)
         grouped = queries[row, first : first + out.shape[1]].reshape(n_kv_heads, -1, head_dim)
         scores = torch.bmm(grouped, keys.transpose(1, 2)) * scale
         scores = cap * torch.tanh(scores / cap) if cap else scores
@@ -232,9 +236,22 @@ def attention(
     return out
 
 
-def read(pages: Pages, slot: int, layer: int, first: int, end: int) -> tuple[Any, Any]:
-    """Return a sequence's keys and values at positions first..end-1, fp32 (n_kv_heads, end - first, head_dim)."""
-    positions = torch.arange(first, end, device=pages.codes.device)
+def _rows(positions: Any, paths: Any) -> Any:
+    return zip(positions.tolist(), paths, strict=True)
+
+
+def _lines(position: int, path: Any) -> Any:
+    """Return the lines of positions 0 .. `position` of a row in a draft tree."""
+    branch = min(int(path[0]), position + 1)
+    return torch.cat([torch.arange(branch, device=path.device), path[1 : position + 2 - branch].long()])
+
+
+def read(pages: Pages, slot: int, layer: int, first: int, end: int, lines: Any = None) -> tuple[Any, Any]:
+    """Return a sequence's keys and values at positions first..end-1, fp32 (n_kv_heads, end - first, head_dim).
+
+    lines: where they are, int64 (end - first,); None at their own positions.
+    """
+    positions = torch.arange(first, end, device=pages.codes.device) if lines is None else lines
     page = pages.table[slot, positions // PAGE_TOKENS].long()
     codes = pages.codes[page, layer, :, :, positions % PAGE_TOKENS].float()  # (positions, 2, heads, features)
     if pages.scales is not None:

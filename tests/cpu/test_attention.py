@@ -56,10 +56,29 @@ class Case(AttentionCase):
     def shape(self):
         return N_LAYERS, self.n_kv_heads, self.head_dim
 
-    def attend(self, caches, rows=None, pool=None, window="own"):
+    def scattered(self, rng):
+        """Caches in which some rows have their last positions in slots of their own, and those rows' paths."""
+        caches, paths, writer = self.caches(spare=400), [], KvWrite(N_LAYERS, *self.shape[1:], self.kind)
+        free = {
+            number: list(rng.permutation(np.arange(len(text), len(text) + 400)))
+            for number, text in enumerate(self.texts)
+        }
+        for sequence, position in self.rows:
+            n = int(rng.integers(0, min(position + 1, 20) + 1))
+            path = tuple(int(free[sequence].pop()) for _ in range(n))
+            paths.append(path)
+            if n:
+                positions, text = range(position + 1 - n, position + 1), self.texts[sequence]
+                ways = [path[: end + 1] for end in range(n)]
+                table = kv_table([caches[sequence]] * n, positions, self.shape, self.kind, ways)
+                writer.write(text[position + 1 - n : position + 1], table, LAYER, 0, self.width)
+        return caches, paths
+
+    def attend(self, caches, rows=None, pool=None, window="own", paths=()):
         chosen = range(len(self.rows)) if rows is None else rows
         places = [self.rows[row] for row in chosen]
-        table = kv_table([caches[s] for s, _ in places], [p for _, p in places], self.shape, self.kind)
+        ways = [paths[row] for row in chosen] if paths else ()
+        table = kv_table([caches[s] for s, _ in places], [p for _, p in places], self.shape, self.kind, ways)
         n_heads = self.group * self.n_kv_heads
         attention = Attention(
             N_LAYERS, n_heads, self.n_kv_heads, self.head_dim, self.kind, pool, scale=self.scale, cap=self.cap
@@ -112,6 +131,17 @@ def test_bits_depend_on_the_row_alone():
             assert_same_bits(case.attend(other, pool=all_teams[seed % 3]), whole)
             for row in range(len(case.rows)):
                 assert_same_bits(case.attend(other, [row])[0], whole[row])
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_a_path_of_a_tree_has_the_bits_of_a_chain(kind):
+    with teams() as all_teams:
+        for seed in range(40):
+            case, rng = random_case(4000 + seed, kind), np.random.default_rng(seed)
+            whole, (caches, paths) = case.attend(case.caches(spare=0)), case.scattered(rng)
+            assert_same_bits(case.attend(caches, pool=all_teams[seed % 3], paths=paths), whole)
+            for row in range(len(case.rows)):
+                assert_same_bits(case.attend(caches, [row], paths=paths)[0], whole[row])
 
 
 @pytest.mark.parametrize("kind", DTYPES)

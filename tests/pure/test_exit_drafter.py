@@ -57,7 +57,7 @@ def ids(step: DraftStep) -> list[int]:
 @pytest.mark.parametrize("guesses_next", [False, True])
 def test_a_token_that_does_not_exit_has_a_guess(guesses_next: bool) -> None:
     ((step,), _) = drafted(confidence=0.0, guesses_next=guesses_next)
-    assert (ids(step), step.next_guess, step.judged) == ([6], 7, {0: (7, 0.0)})
+    assert (ids(step), step.next_guess, step.judged) == ([6], 7, {0: [(7, 0.0)]})
 
 
 def test_the_last_token_of_a_full_step_is_judged_for_its_guess_alone() -> None:

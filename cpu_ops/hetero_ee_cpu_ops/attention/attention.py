@@ -14,7 +14,10 @@ output feature adds the block's values in order of position.
 A work item is one key head and up to 64 queries: consecutive rows of one sequence with all their query heads. Items
 are smaller for long heads, or when threads would stay idle. An item's queries read and convert keys and values once,
 together (attention_block.py), in tiles of 2, 4 or 8 queries. Each size of tile is a function of its own, compiled when
-an item first needs it: one takes 5 s (AMD EPYC, AVX-512, Nov 2026). An item uses 146 KB of its thread's stack.
+an item first needs it: one takes 5 s (AMD EPYC, AVX-512, Nov 2026). An item uses 147 KB of its thread's stack.
+
+A row of a draft tree is an item of its own. From its branch on, its keys and values are gathered from the slots of its
+path, block by block, so that its bits are those of a chain along its path.
 
 Layout: docs/FORMAT.md describes the cache. Keys and values of one sequence are (n_layers, n_kv_heads, capacity, d),
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 has fp32 scales (n_layers, n_kv_heads, capacity). Queries are
@@ -41,18 +44,22 @@ from hetero_ee_cpu_ops.attention.attention_block import (
     MAX_FEATURES,
     MAX_HEAD_DIM,
     MAX_QUERIES,
+    SCALES,
     begin_query,
     block_scores,
     block_values,
     finish_query,
+    gather_scales,
 )
 from hetero_ee_cpu_ops.attention.block_weights import block_weights
 from hetero_ee_cpu_ops.attention.kv_table import (
+    BRANCH,
     CAPACITY,
     COLUMNS,
     DTYPES,
     KEY_SCALES,
     KEYS,
+    PATH,
     POSITION,
     VALUE_SCALES,
     VALUES,
@@ -127,6 +134,7 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
     row_bytes = head_dim * element_bytes(element)
     keys, values = word(line_at, KEYS) + line * row_bytes, word(line_at, VALUES) + line * row_bytes
     key_scales, value_scales = word(line_at, KEY_SCALES), word(line_at, VALUE_SCALES)
+    branch = word(line_at, BRANCH)
     for start in range(low & -BLOCK, high, BLOCK):
         seen, until, k, v = (
             max(low - start, 0),
@@ -137,9 +145,16 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
         k_scales = key_scales + 4 * (line + start) if key_scales else 0
         v_scales = value_scales + 4 * (line + start) if value_scales else 0
         next_keys = k + BLOCK * row_bytes if start + BLOCK < high else 0
-        block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, k, v, element)
+        path = word(line_at, PATH) if start + BLOCK > branch else 0
+        if path and key_scales:
+            gather_scales(start, seen, until, path, branch, k_scales, frame + SCALES)
+            gather_scales(start, seen, until, path, branch, v_scales, frame + SCALES + 4 * BLOCK)
+            k_scales, v_scales = frame + SCALES, frame + SCALES + 4 * BLOCK
+        block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, k, v, path, branch, element)
         block_weights(frame, n_queries, padded, start, factor, cap, k_scales, v_scales)
-        block_values(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, v, next_keys, element)
+        block_values(
+            tile, rows, frame, n_queries, head_dim, padded, start, seen, until, v, next_keys, path, branch, element
+        )
     for number in range(n_queries):
         query = first + number
         at = (query // group * n_kv_heads + head) * group + query % group

@@ -16,6 +16,7 @@ Parameters that many functions here share:
         lengths matter: a length is part of a Numba type, so each tile size is compiled for itself.
     frame: address of the frame.      number: index of a query in the frame.      padded: head_dim rounded up to 16.
     start: the block's first position.      first, end, low, high: ranges of positions, relative to `start` if so named.
+    path, branch: address of the slots of positions from `branch` on, see kv_table.py; path 0 if slots are positions.
     keys, values: addresses of fp32 or stored rows.      stride: bytes from one position's row to the next.
     ahead: address to prefetch from meanwhile, 0 for none; its rows have the type of `stored`.
     element, stored: any value of the type that keys and values are held in (fp32 0.0, uint16 0 for fp16, int8 0).
@@ -55,7 +56,8 @@ PIECES = 2 * SUMS
 SCORES = PIECES + 4 * PIECE * MAX_HEAD_DIM
 STATES = SCORES + 4 * BLOCK * MAX_QUERIES
 RANGES = STATES + 8 * MAX_QUERIES
-FRAME_BYTES = RANGES + 16 * MAX_QUERIES
+SCALES = RANGES + 16 * MAX_QUERIES  # of a block's keys, then of its values, if its positions are scattered
+FRAME_BYTES = SCALES + 8 * BLOCK
 ONE, FOUR = (0,), (0,) * 4
 
 
@@ -93,10 +95,30 @@ def _fetch(address: int, n_bytes: int) -> None:
 
 
 @inner
-def _unpack(source: int, stride: int, n: int, n_features: int, width: int, piece: int, element: Any) -> None:
-    """Convert `width` features of n positions to fp32, with zeros after the n_features that exist."""
+def slot_in_block(start: int, position: int, path: int, branch: int) -> int:
+    """Return the slot of position start + `position`, relative to slot `start`."""
+    return word(path, start + position - branch) - start if path and start + position >= branch else position
+
+
+@inner
+def gather_scales(start: int, low: int, high: int, path: int, branch: int, scales: int, target: int) -> None:
+    """Copy the scales of positions start + low .. start + high - 1; `scales` is the address of that of slot `start`."""
+    for position in range(low, high):
+        write_float(read_float(scales + 4 * slot_in_block(start, position, path, branch)), target + 4 * position)
+
+
+@inner
+def _unpack(
+    source: int, stride: int, start: int, low: int, n: int, path: int, branch: int, n_features: int, width: int,
+    piece: int, element: Any,
+) -> None:  # fmt: skip
+    """Convert `width` features of n positions from start + low on to fp32, with zeros after the n_features that exist.
+
+    `source` is the address of slot `start`.
+    """
     for position in range(n):
-        at, target = source + position * stride, piece + 4 * position * width
+        at = source + slot_in_block(start, low + position, path, branch) * stride
+        target = piece + 4 * position * width
         if n_features >= width:
             for i in range(0, width, 16):
                 store16(load16(at + i * element_bytes(element), element), target + 4 * i)
@@ -159,19 +181,20 @@ def _piece_scores(
 @inner
 def block_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
-    keys: int, ahead: int, element: Any,
+    keys: int, ahead: int, path: int, branch: int, element: Any,
 ) -> None:  # fmt: skip
     """Compute all queries' scores with positions start + low .. start + high - 1.
 
-    `keys` is the address of position `start`. As many bytes as the keys have are prefetched from `ahead`.
+    `keys` is the address of slot `start`. As many bytes as the keys have are prefetched from `ahead`.
     """
     row_bytes = head_dim * element_bytes(element)
     for piece in range(low & -PIECE, high, PIECE):
         at, n, then = keys + piece * row_bytes, min(PIECE, high - piece), ahead + piece * row_bytes if ahead else 0
-        if n == PIECE and head_dim == padded and (n_queries <= len(rows) or element_bytes(element) == 4):
+        is_direct = n == PIECE and head_dim == padded and (n_queries <= len(rows) or element_bytes(element) == 4)
+        if is_direct and path == 0:
             _piece_scores(tile, rows, frame, n_queries, padded, start, piece, at, row_bytes, then, element, element)
         else:
-            _unpack(at, row_bytes, n, head_dim, padded, frame + PIECES, element)
+            _unpack(keys, row_bytes, start, piece, n, path, branch, head_dim, padded, frame + PIECES, element)
             _piece_scores(
                 tile, rows, frame, n_queries, padded, start, piece, frame + PIECES, 4 * padded, then, element, F32
             )
@@ -276,25 +299,26 @@ def _weigh_all(
 @inner
 def block_values(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
-    values: int, ahead: int, element: Any,
+    values: int, ahead: int, path: int, branch: int, element: Any,
 ) -> None:  # fmt: skip
     """Add weight x value of positions start + low .. start + high - 1 to all queries' sums.
 
-    `values` is the address of position `start`.
+    `values` is the address of slot `start`.
     """
     row_bytes = head_dim * element_bytes(element)
-    if n_queries == 1 and head_dim == padded:
+    if n_queries == 1 and head_dim == padded and path == 0:
         at, weights = values + low * row_bytes, frame + SCORES + 4 * low
         _weigh(FOUR, ONE, weights, at, row_bytes, high - low, frame + SUMS, padded, padded, ahead, element, element)
-    elif n_queries <= len(rows) and head_dim == padded:
+    elif n_queries <= len(rows) and head_dim == padded and path == 0:
         _weigh_all(
             tile, rows, frame, n_queries, start, values, row_bytes, frame + SUMS, padded, padded, ahead, element,
             element,
         )  # fmt: skip
     else:
         for i in range(0, padded, WIDTH):
-            width, at = min(WIDTH, padded - i), values + i * element_bytes(element) + low * row_bytes
-            _unpack(at, row_bytes, high - low, head_dim - i, width, frame + PIECES + 4 * low * width, element)
+            width, at = min(WIDTH, padded - i), values + i * element_bytes(element)
+            target = frame + PIECES + 4 * low * width
+            _unpack(at, row_bytes, start, low, high - low, path, branch, head_dim - i, width, target, element)
             then, sums = ahead + BLOCK * i * element_bytes(element) if ahead else 0, frame + SUMS + 4 * i
             _weigh_all(
                 tile, rows, frame, n_queries, start, frame + PIECES, 4 * width, sums, width, padded, then,

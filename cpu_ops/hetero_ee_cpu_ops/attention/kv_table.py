@@ -1,9 +1,10 @@
 """The int64 table that gives kv_write and attention the addresses of each row's keys and values.
 
 Columns of a row: KEYS, VALUES, KEY_SCALES, VALUE_SCALES (addresses of layer 0; scales 0 if there are none), CAPACITY
-(slots) and POSITION (the row's own). Addresses are where position 0 would be: the memory may begin at a later one. Keys
-and values of one sequence are (n_layers, n_kv_heads, capacity, head_dim), contiguous; scales (n_layers, n_kv_heads,
-capacity). One table serves every layer of a pass.
+(slots), POSITION (the row's own), PATH and BRANCH. A position's slot is its own number, but for a row of a draft tree
+the slots of positions BRANCH .. POSITION are listed at the address PATH, int64; PATH is 0 for other rows. Addresses are
+where slot 0 would be: the memory may begin at a later one. Keys and values of one sequence are (n_layers, n_kv_heads,
+capacity, head_dim), contiguous; scales (n_layers, n_kv_heads, capacity). One table serves every layer of a pass.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-KEYS, VALUES, KEY_SCALES, VALUE_SCALES, CAPACITY, POSITION, COLUMNS = range(7)
+KEYS, VALUES, KEY_SCALES, VALUE_SCALES, CAPACITY, POSITION, PATH, BRANCH, COLUMNS = range(9)
 DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.uint16), "int8": np.dtype(np.int8)}
 
 
@@ -30,7 +31,13 @@ class SequenceCache:
     first: int = field(default=0, kw_only=True)
 
 
-def kv_table(caches: Sequence[SequenceCache], positions: Sequence[int], shape: tuple[int, int, int], kind: str) -> Any:
+def kv_table(
+    caches: Sequence[SequenceCache],
+    positions: Sequence[int],
+    shape: tuple[int, int, int],
+    kind: str,
+    paths: Sequence[Sequence[int]] = (),
+) -> Any:
     """Return the table for m rows, row r at positions[r] of caches[r].
 
     The table holds addresses, so the arrays must stay alive and in place while it is used.
@@ -38,22 +45,30 @@ def kv_table(caches: Sequence[SequenceCache], positions: Sequence[int], shape: t
     Args:
         shape: (n_layers, n_kv_heads, head_dim).
         kind: a key of DTYPES.
+        paths: by row of a draft tree, the slots of its last positions, its own included; () for other rows.
 
     Raises:
-        ValueError: if a cache has another shape, kind or layout, or a position is outside its capacity.
+        ValueError: if a cache has another shape, kind or layout, or a slot is outside its capacity.
     """
     if len(caches) != len(positions):
         raise ValueError(f"A KV table needs one cache per position, not {len(caches)} caches for {len(positions)}.")
-    table = np.empty((len(caches), COLUMNS), np.int64)
+    memory = np.zeros(len(caches) * COLUMNS + sum(map(len, paths)), np.int64)
+    table, listed = memory[: len(caches) * COLUMNS].reshape(-1, COLUMNS), len(caches) * COLUMNS
+    for row, path in enumerate(paths):
+        if path:
+            memory[listed : listed + len(path)] = path
+            table[row, PATH:] = memory.ctypes.data + 8 * listed, positions[row] + 1 - len(path)
+            listed += len(path)
     columns: dict[int, tuple[int, ...]] = {}
     for row, (cache, position) in enumerate(zip(caches, positions, strict=True)):
         if id(cache) not in columns:
             columns[id(cache)] = _columns(cache, shape, kind)
         table[row, :POSITION] = columns[id(cache)]
         table[row, POSITION] = position
-        if not cache.first <= position < cache.first + table[row, CAPACITY]:
+        path = paths[row] if paths and paths[row] else (position,)
+        if not cache.first <= min(path) <= max(path) < cache.first + table[row, CAPACITY]:
             raise ValueError(
-                f"Position {position} of row {row} is outside a KV cache of {table[row, CAPACITY]} slots from "
+                f"A slot of {tuple(path)} of row {row} is outside a KV cache of {table[row, CAPACITY]} slots from "
                 f"{cache.first} on."
             )
     return table

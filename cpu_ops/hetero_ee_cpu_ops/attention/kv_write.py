@@ -1,4 +1,4 @@
-"""Write the keys and values of m new rows into the KV cache at their positions.
+"""Write the keys and values of m new rows into the KV cache at their slots.
 
 fp32 is copied. fp16 rounds to nearest, ties to even, and clamps to +-65504. int8 uses, for each position and head,
 scale = max |x| / 127 and code = round(x / scale), ties to even; a head with all values below 1e-30 is stored as zero,
@@ -13,9 +13,19 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hetero_ee_cpu_ops.attention.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION
+from hetero_ee_cpu_ops.attention.kv_table import (
+    BRANCH,
+    CAPACITY,
+    COLUMNS,
+    DTYPES,
+    KEY_SCALES,
+    KEYS,
+    PATH,
+    POSITION,
+)
 from hetero_ee_cpu_ops.jit.kernel_files import inner
 from hetero_ee_cpu_ops.jit.lazy import array_in, entry
+from hetero_ee_cpu_ops.simd.bytes import word
 from hetero_ee_cpu_ops.simd.floats import (
     element_bytes,
     lane_maximum,
@@ -62,9 +72,11 @@ def _write(
     if table.shape != (m, COLUMNS) or not 0 <= first_key <= last or not 0 <= first_value <= last:
         return 1
     for row in range(m):
-        capacity, position = table[row, CAPACITY], table[row, POSITION]
+        capacity, own = table[row, CAPACITY], table[row, POSITION]
+        if table[row, PATH]:
+            own = word(table[row, PATH], own - table[row, BRANCH])
         for head in range(n_kv_heads):
-            slot = (layer * n_kv_heads + head) * capacity + position
+            slot = (layer * n_kv_heads + head) * capacity + own
             for part in range(2):
                 first = first_value if part else first_key
                 source = x.ctypes.data + 4 * (row * total + first + head * head_dim)

@@ -7,7 +7,7 @@ Parameters that the functions share:
 
 from typing import Any
 
-from hetero_ee_cpu_ops.attention.kv_table import COLUMNS, KEYS, POSITION
+from hetero_ee_cpu_ops.attention.kv_table import COLUMNS, KEYS, PATH, POSITION
 from hetero_ee_cpu_ops.jit.kernel_files import inner
 from hetero_ee_cpu_ops.simd.bytes import word
 
@@ -20,11 +20,14 @@ def _run_end(table: int, row: int, n_rows: int) -> int:
     """Return the end of the consecutive rows, starting at `row`, that belong to the same sequence.
 
     Positions are compared too: addresses of two sequences whose memory begins at different positions may be equal.
+    A row of a draft tree with a path of its own is alone.
     """
     line = table + 8 * COLUMNS * row
     end = row + 1
     while end < n_rows and word(table + 8 * COLUMNS * end, KEYS) == word(line, KEYS):
         if word(table + 8 * COLUMNS * end, POSITION) != word(line, POSITION) + end - row:
+            break
+        if word(line, PATH) or word(table + 8 * COLUMNS * end, PATH):
             break
         end += 1
     return end

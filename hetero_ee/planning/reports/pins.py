@@ -18,6 +18,8 @@ def pins(made: Plan, limits: Limits) -> list[Pin]:
     found.append(("--mode", made.mode))
     if limits.draft_length is not None:
         found.append(("--draft-tokens", str(limits.draft_length)))
+    if made.tree_width > 1 or limits.draft_tree is not None:
+        found.append(("--draft-tree", str(made.tree_width)))
     if made.prefill_chunk_tokens > max(PREFILL_CHUNKS):
         found.append(("-ub", str(made.prefill_chunk_tokens)))
     if made.risk:

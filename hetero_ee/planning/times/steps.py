@@ -95,6 +95,35 @@ def sequence_step(
     return Step((m - 1) * draft_s + pass_s(m), tokens, float(m))
 
 
+def tree_step(
+    m: int,
+    width: int,
+    acceptance_at: Callable[[int], float],
+    others: Sequence[float],
+    level_s: Callable[[int], float],
+    pass_s: Callable[[int], float],
+) -> Step:
+    """Return the average step that verifies the m - 1 likeliest drafts of a tree with the token before them.
+
+    Args:
+        width: drafts after the same token, and drafts of a level that are extended.
+        acceptance_at: as for sequence_step, for the best draft at each level.
+        others: if that is wrong, the chances that the second, third, ... draft is right.
+        level_s: function of m: seconds of a level that m drafts are made from.
+        pass_s: function of m: seconds of m tokens through all layers.
+    """
+    chances, depths, extended = list[float](), list[int](), [1.0]
+    for depth in range(m - 1):
+        best = acceptance_at(depth)
+        after = [best, *((1 - best) * chance for chance in others[: width - 1])]
+        found = sorted((before * chance for before in extended for chance in after), reverse=True)
+        chances, depths, extended = [*chances, *found], [*depths, *[depth] * len(found)], found[:width]
+    chosen = sorted(zip(chances, depths, strict=True), reverse=True)[: m - 1]
+    n_levels = 1 + max((depth for _, depth in chosen), default=-1)
+    drafts_s = sum(level_s(min(width, 1 + (width - 1) * level)) for level in range(n_levels))
+    return Step(drafts_s + pass_s(m), 1 + sum(chance for chance, _ in chosen), float(m))
+
+
 class StepTimes:
     """Seconds of drafts and verifications with given placements, at one context length.
 
@@ -169,6 +198,14 @@ class StepTimes:
         after_s = drafts.after_verification_s(self.placements, m)
         draft_s = drafts.seconds(self.placements)
         return sequence_step(m, drafts.acceptance_at, draft_s, lambda m: self.verify_s(0, m) + after_s)
+
+    def tree_step(self, drafts: DraftRates, m: int, width: int) -> Step:
+        """Return the average step of draft trees, with m tokens per verification."""
+        after_s = drafts.after_verification_s(self.placements, m)
+        level_s = partial(drafts.level_s, self.placements)
+        return tree_step(
+            m, width, drafts.acceptance_at, drafts.others, level_s, lambda m: self.verify_s(0, m) + after_s
+        )
 
     def layers_s(self, exit_layer: int) -> float:
         """Return the seconds of one token through the layers before the exit layer."""

@@ -163,6 +163,10 @@ class Executor(HeadExecutor, Protocol):
         """
         return
 
+    def keep_path(self, sequence: int, first: int, slots: Sequence[int]) -> None:
+        """Keep only this path of a draft tree, see KvCache.keep_path."""
+        self.cache.keep_path(sequence, first, slots)
+
     def hidden(self, batch: Batch) -> Tensor:
         """Run the batch through embedding and layers. Return the states (m, hidden) after the last layer."""
         return self.run(batch, None, range(self.spec.n_layers))

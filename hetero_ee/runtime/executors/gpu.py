@@ -128,6 +128,9 @@ class GpuExecutor(BlockExecutor):
         for sequence, mine in batch.by_sequence().items():
             n_known, n_rows = batch.positions[mine[0]], len(mine)
             here = visiting.bring(held, layer, sequence, n_known, n_rows)
+            if batch.paths:
+                positions, paths = zip(*((batch.positions[row], batch.paths[row]) for row in mine), strict=True)
+                here = replace(here, positions=positions, paths=paths)
             out[mine] = segment.run(hidden[mine], here)
             visiting.take_back(held, layer, sequence, n_known, n_known + n_rows)
         return out

@@ -1,6 +1,7 @@
 """An executor that continues with a smaller plan if GPU memory runs out, and without a GPU if it is lost."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
@@ -57,7 +58,8 @@ class ReplanningExecutor(Executor):
     ) -> None:
         self._replan, self._open, self._warn, self.growth = replan, open_plan, warn, growth
         self._reachable_bytes = reachable_bytes
-        self._token_ids: dict[int, list[int]] = {}  # by sequence: ids of the tokens in the cache, or more
+        self._token_ids: dict[int, list[int]] = {}  # by sequence: ids of the tokens in the cache's slots, or more
+        self._trees: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # by sequence and slot: position and path
         self._emptied: set[int] = set()  # open sequences whose tokens were lost
         self._is_telling = False  # an observer, inside a step
         inner, problem = self._opened(plan)
@@ -228,9 +230,20 @@ class ReplanningExecutor(Executor):
 
     def _remember(self, batch: Batch) -> None:
         """Store the ids of tokens that the first layer's cache does not have yet, to read them again if necessary."""
-        for row, sequence, position in batch.entries():
-            if sequence in self.cache.sequences and position >= self.cache.length_at(sequence, 0):
-                self._token_ids.setdefault(sequence, [])[position:] = [batch.token_ids[row]]
+        for row, sequence, slot in batch.entries():
+            if sequence in self.cache.sequences and slot >= self.cache.length_at(sequence, 0):
+                self._token_ids.setdefault(sequence, [])[slot:] = [batch.token_ids[row]]
+                if batch.paths:
+                    self._trees.setdefault(sequence, {})[slot] = batch.positions[row], batch.paths[row]
+                else:
+                    self._trees.pop(sequence, None)
+
+    def keep_path(self, sequence: int, first: int, slots: Sequence[int]) -> None:
+        """See Executor."""
+        token_ids = self._token_ids.get(sequence, [])
+        token_ids[first:] = [token_ids[slot] for slot in slots if slot < len(token_ids)]
+        self._trees.pop(sequence, None)
+        super().keep_path(sequence, first, slots)
 
     def _refuse_lost(self, batch: Batch) -> None:
         """Raise DeviceLostError if the batch continues a sequence whose cached tokens were lost with a device."""
@@ -295,8 +308,11 @@ class ReplanningExecutor(Executor):
             first, stop = positions[0], positions[-1] + 1
             while first < stop:
                 end = min(first + self.prompt_chunk_tokens, *(mark for mark in (*marks, stop) if mark > first))
-                token_ids = self._token_ids[sequence][first:end]
-                self.inner.run(Batch.of_sequence(sequence, first, token_ids), None, range(n_layers))
+                batch = Batch.of_sequence(sequence, first, self._token_ids[sequence][first:end])
+                if tree := self._trees.get(sequence):
+                    places = [tree.get(slot, (slot, ())) for slot in range(first, end)]
+                    batch = replace(batch, positions=tuple(at for at, _ in places), paths=tuple(p for _, p in places))
+                self.inner.run(batch, None, range(n_layers))
                 if end in marks:
                     self.cache.mark(sequence)
                 first = end

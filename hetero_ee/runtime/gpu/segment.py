@@ -1,8 +1,9 @@
 """Consecutive decoder blocks on a GPU, whose launches a CUDA graph can replay.
 
-Launches depend only on the number of rows: buffers stay in place, and lengths, positions and pages are read from device
-memory, so growing contexts need no new graph. Passes with many rows, as of prompts, are not recorded, since their
-launches are a small part of their time. Without a recorder all launches are made one by one, with the same results.
+Launches depend only on the number of rows and whether they are a tree of drafts: buffers stay in place, and lengths,
+positions, paths and pages are read from device memory, so growing contexts need no new graph. Passes with many rows, as
+of prompts, are not recorded, since their launches are a small part of their time. Without a recorder all launches are
+made one by one, with the same results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,28 +52,28 @@ class CudaGraphRecorder:
 
 
 class Replays:
-    """Recorded launches, by number of rows. Without `record`, nothing is recorded.
+    """Recorded launches, by number of rows and whether they are a tree. Without `record`, nothing is recorded.
 
     It must not reference its owner, which could then not be freed at once if memory runs out.
     """
 
     def __init__(self, record: Recorder | None) -> None:
         self._record = record
-        self._known: dict[int, Work] = {}
+        self._known: dict[tuple[int, bool], Work] = {}
 
-    def run(self, m: int, compute: Callable[[int], None]) -> None:
+    def run(self, m: int, compute: Callable[[int], None], *, is_tree: bool = False) -> None:
         """Launch compute(m), or replay the launches that it made before for m rows.
 
         They must be the same each time, on buffers that stay in place. The first call launches one by one, which
         compiles kernels (recording does not allow that), and then records for later calls. Recording computes nothing.
         """
-        replay = self._known.get(m)
+        replay = self._known.get((m, is_tree))
         if replay is not None:
             replay()
             return
         compute(m)
         if self._record is not None and m <= MAX_ROWS:
-            self._known[m] = self._record(lambda: compute(m))
+            self._known[m, is_tree] = self._record(lambda: compute(m))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class GpuSegment:
         with entered(self._device):
             out = torch.empty(hidden.shape, device=self._device)
             for rows, m in self._placed(hidden, batch):
-                self._current_replays().run(m, self._compute)
+                self._current_replays().run(m, self._compute, is_tree=self._arena.is_tree)
                 out[rows] = self._hidden(m)
         return out
 
@@ -160,7 +161,7 @@ class GpuSegment:
             if hidden is not None:
                 self._hidden(rows.stop - first).copy_(hidden[rows])
             skips = may_skip[rows] if may_skip is not None else None
-            self._arena.place(slots[rows], batch.positions[rows], skips)
+            self._arena.place(slots[rows], batch.positions[rows], skips, batch.paths[rows])
             if inputs is not None:
                 self._arena.place_inputs(*(each[rows] for each in inputs))
             with ExitStack() as passing:
@@ -180,7 +181,7 @@ class GpuSegment:
         return self._arena.rows(HIDDEN, m, self.spec.hidden_size)
 
     def _compute(self, m: int) -> None:
-        """Run m rows through the blocks, in place. The launches depend only on m."""
+        """Run m rows through the blocks, in place. The launches depend only on m and on whether they are a tree."""
         decoder.forward(self._ops, self._blocks, self._hidden(m), self._arena.tokens(m))
 
 

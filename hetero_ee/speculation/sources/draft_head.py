@@ -9,16 +9,17 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hetero_ee.kv.batch import Batch
+from hetero_ee.kv.batch import Batch, path_of
 from hetero_ee.runtime.devices.machine import BESIDE_ROWS
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd, DraftVocabulary
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
-from hetero_ee.speculation.sources.source import Choose, Draft
+from hetero_ee.speculation.sources.source import Choose, ChooseSeveral, Draft, Levels
 
 PIECE_ROWS = 256  # memory comes in such pieces, so that growing copies nothing
 NOT_FINITE = "the draft head computed values that are not finite; decoding continues without its drafts there."
@@ -77,6 +78,13 @@ class _Sequence:
             self.layer.cache.truncate(self.slot, len(self.inputs))
 
 
+class _Node(NamedTuple):
+    """A drafted token of a tree: all tokens up to it, and its entry of Batch.paths in the head's cache."""
+
+    history: list[int]
+    path: tuple[int, ...]
+
+
 class DraftHeadSource:
     """A DraftSource that computes drafts with a draft head. Verified states stay on the device of the head's layer. The
     device of the model's lm_head chooses the drafts. If that is a GPU, it returns only a draft's id and confidence."""
@@ -126,6 +134,36 @@ class DraftHeadSource:
                 yield drafted
                 if self._layer_now() is not held.layer:
                     return
+        finally:
+            held.cut()
+
+    @torch.inference_mode()
+    def levels(self, sequence: int, token_ids: Sequence[int], choose: ChooseSeveral) -> Levels:
+        """See TreeSource.levels. The nodes of a level pass the head together. A cache that forgets gets no tree."""
+        held = self._known(sequence, token_ids)
+        if held is None or held.layer.cache.is_bounded or len(token_ids) != held.end + 1:
+            return
+        cache, nodes = held.layer.cache, [_Node(list(token_ids), ())]
+        try:
+            self._catch_up(held, token_ids[-1])
+            states = held.tip
+            while states is not None:
+                drafted = choose(held.layer.normed(states), self.end, [node.history for node in nodes])
+                if not all(drafted):
+                    self._tell_not_finite()
+                chosen = yield [[Draft(*each) for each in row] for row in drafted]
+                first = cache.length(held.slot)
+                if not chosen or self._layer_now() is not held.layer or first + len(chosen) > cache.max_tokens:
+                    return
+                tokens, at = [drafted[node][number].token_id for node, number in chosen], [node for node, _ in chosen]
+                position = len(nodes[0].history) - 1 - held.first
+                nodes = [
+                    _Node([*nodes[node].history, token_id], path_of(nodes[node].path, slot, position))
+                    for slot, (node, token_id) in enumerate(zip(at, tokens, strict=True), first)
+                ]
+                places, paths = ((held.slot,) * len(at), (position,) * len(at)), tuple(node.path for node in nodes)
+                before = held.layer.on_device(partial(states.__getitem__, at))
+                states = self._predicted(held, Batch(tuple(tokens), *places, paths=paths), before)
         finally:
             held.cut()
 
@@ -192,17 +230,23 @@ class DraftHeadSource:
     def _after(self, held: _Sequence, token_id: int, state: Tensor) -> Tensor | None:
         """Return the state after a drafted token, computed from the head's prediction, or None if the cache is full."""
         cache = held.layer.cache
-        return None if cache.length(held.slot) == cache.max_tokens else self._predicted(held, [token_id], state)
+        length = cache.length(held.slot)
+        if length == cache.max_tokens:
+            return None
+        return self._predicted(held, Batch.of_sequence(held.slot, length, [token_id]), state)
 
     def _drafted(self, state: Tensor, history: list[int], choose: Choose) -> Draft | None:
         """Return the draft chosen from this state (1, hidden), or None if a number is not finite."""
         token_id, confidence = choose(state, self.end, history)
         if token_id != NO_TOKEN and math.isfinite(confidence):
             return Draft(token_id, confidence)
+        self._tell_not_finite()
+        return None
+
+    def _tell_not_finite(self) -> None:
         if self._warn and not self._has_warned:
             self._warn(NOT_FINITE)
         self._has_warned = True
-        return None
 
     @torch.inference_mode()
     def _catch_up(self, held: _Sequence, *newest: int) -> None:
@@ -222,7 +266,7 @@ class DraftHeadSource:
         for start in range(1, len(following), BESIDE_ROWS):
             tokens, first = following[start : start + BESIDE_ROWS], len(held.inputs)
             states = held.layer.on_device(partial(held.states.rows, first, first + len(tokens)))
-            predicted = self._predicted(held, tokens, states)
+            predicted = self._predicted(held, Batch.of_sequence(held.slot, first, tokens), states)
             if predicted is None:
                 held.tip = None
                 return
@@ -236,11 +280,10 @@ class DraftHeadSource:
             held.tip = None
             held.cut()
 
-    def _predicted(self, held: _Sequence, token_ids: list[int], states: Tensor) -> Tensor | None:
+    def _predicted(self, held: _Sequence, batch: Batch, states: Tensor) -> Tensor | None:
         """Return the next states (m, hidden), or None if the model changed its plan while it computed embeddings."""
         layer = held.layer
-        batch = Batch.of_sequence(held.slot, layer.cache.length(held.slot), token_ids)
-        embedded = layer.embed(token_ids)
+        embedded = layer.embed(list(batch.token_ids))
         if embedded is None:
             embedded = self._target.run(batch, None, range(0))
             if self._layer_now() is not layer:

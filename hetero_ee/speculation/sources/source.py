@@ -1,7 +1,7 @@
 """Draft sources, which propose tokens without running the model's layers; opening.py lists them."""
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -36,6 +36,15 @@ class Choose(Protocol):
             state: the state (1, hidden) after the last token.
             by: computes the logits; None for the model that verifies the draft.
         """
+
+
+class ChooseSeveral(Protocol):
+    """A function that samples several drafts after each of some states, as Choose samples one."""
+
+    def __call__(
+        self, states: Tensor, end: DraftEnd, histories: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[Drafted]]:
+        """Return for each state (m, hidden) and history the tokens that may follow, best first."""
 
 
 class Draft(NamedTuple):
@@ -85,3 +94,18 @@ class DraftSource(Protocol):
 
     def close(self, sequence: int) -> None:
         """Forget a sequence. Closing an unknown one does nothing."""
+
+
+Levels = Generator[Sequence[Sequence[Draft]], Sequence[tuple[int, int]]]
+
+
+@runtime_checkable
+class TreeSource(DraftSource, Protocol):
+    """A DraftSource that can also draft several tokens after the same one."""
+
+    def levels(self, sequence: int, token_ids: Sequence[int], choose: ChooseSeveral) -> Levels:
+        """Yield the drafts after each node of a level of the tree, beginning with the newest token of token_ids.
+
+        The caller sends the drafts that become the nodes of the next level: pairs of a node's number in its level and a
+        draft's number. Closing the iterator drops the tree's state.
+        """

@@ -47,12 +47,37 @@ class Case(AttentionCase):
             kv_write_quickly(text, pages, slots, positions, self.width)
         return pages
 
-    def attend(self, pages: Pages, rows: Any = None, dtype: Any = torch.float32, workspace: Any = None) -> Any:
+    def scattered(self, pages: Pages) -> tuple[Pages, Any]:
+        """The same pages and more, where the last positions of some rows are in lines of their own, and their paths."""
+        shape, more = (N_LAYERS, self.n_kv_heads, self.head_dim), -(-5 * len(self.rows) // PAGE_TOKENS)
+        n_old, (n_slots, n_first) = len(pages.codes), pages.table.shape
+        tree = new_pages(shape, self.kind, n_old + n_slots * more, (n_slots, n_first + more), DEVICE)
+        for new, old in ((tree.codes, pages.codes), (tree.scales, pages.scales)):
+            if old is not None:
+                new[:n_old] = old
+        tree.table[:, :n_first] = pages.table
+        tree.table[:, n_first:] = torch.arange(n_slots * more).view(n_slots, more) + n_old
+        paths = torch.zeros(len(self.rows), 6, dtype=torch.int32, device=DEVICE)
+        for row, (sequence, position) in enumerate(self.rows):
+            n = min(row % 6, position + 1)
+            lines = [n_first * PAGE_TOKENS + 5 * row + place for place in range(n)]
+            paths[row, : n + 1] = int32(position + 1 - n, *reversed(lines))
+            for end in range(n):
+                at, way = position + 1 - n + end, paths[row : row + 1].clone()
+                write = kv_write if row == 3 else reference.kv_write
+                text = self.texts[sequence][at : at + 1].clone()
+                write(text, tree, int32(sequence), int32(at), LAYER, 0, self.width, paths=way)
+        return tree, paths
+
+    def attend(
+        self, pages: Pages, rows: Any = None, dtype: Any = torch.float32, workspace: Any = None, paths: Any = None
+    ) -> Any:
         chosen = list(range(len(self.rows))) if rows is None else rows
         slots, positions = (int32(*[self.rows[row][part] for row in chosen]) for part in (0, 1))
         out = Guarded((len(chosen), self.group * self.width), dtype)
         queries = self.queries[chosen].contiguous()
         options = {"first": FIRST, "workspace": workspace, "scale": self.scale, "cap": self.cap, "sinks": self.sinks}
+        options |= {"paths": paths}
         assert attention(queries, pages, slots, positions, LAYER, self.window, out.tensor, **options) is out.tensor
         return out.check()
 
@@ -106,6 +131,27 @@ def test_scores_with_a_scale_and_a_cap(kind: str) -> None:
         mixed.queries, pages, slots, positions, LAYER, 7, plain, first=FIRST, scale=mixed.scale, cap=mixed.cap
     )
     assert mixed.is_accurate(plain, pages)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("n_rows", [5, FEW_ROWS + 1])
+@pytest.mark.parametrize(("kind", "heads"), [("fp32", (2, 3, 20)), ("fp16", (1, 2, 64)), ("int8", (3, 1, 8))])
+@pytest.mark.sample(3)
+def test_a_path_of_a_tree_has_the_bits_of_a_chain(
+    kind: str, heads: tuple[int, int, int], n_rows: int, window: int | None
+) -> None:
+    """The last positions of each row are in lines of its own, in other pages; some rows have none."""
+    rows = (MIXED * 4)[:n_rows]
+    mixed = case(5, kind, heads, window, [70, 1, 33], rows)
+    pages = mixed.pages()
+    whole = mixed.attend(pages)
+    tree, paths = mixed.scattered(pages)
+    assert_same_bits(mixed.attend(tree, paths=paths), whole)
+    plain, expected = torch.empty_like(whole), torch.empty_like(whole)
+    slots, positions = (int32(*[row[part] for row in rows]) for part in (0, 1))
+    for out, held, ways in ((plain, tree, paths), (expected, pages, None)):
+        reference.attention(mixed.queries, held, slots, positions, LAYER, window, out, first=FIRST, paths=ways)
+    assert_same_bits(plain, expected)
 
 
 @pytest.mark.parametrize(("kind", "heads"), [("fp32", (2, 3, 20)), ("fp16", (1, 8, 64)), ("int8", (3, 1, 8))])
