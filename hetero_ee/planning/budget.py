@@ -8,7 +8,7 @@ from hetero_ee.planning.chain import Chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.schedule import BEST_OF_DRAFTS
+from hetero_ee.planning.schedule import BEST_OF_DRAFTS, most_drafted
 from hetero_ee.planning.times.memory import (
     DRAFT_ROWS,
     GRAPH_BYTES,
@@ -40,7 +40,7 @@ def reserve_terms(problem: Problem, head: Placement, chunk_tokens: int) -> list[
     """Return the VRAM that a GPU needs in addition to its layers: head, workspaces, graphs and drafts."""
     spec, terms = problem.spec, list[MemoryTerm]()
     if head == Placement.GPU:
-        draft_length = max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
+        draft_length = max(most_drafted(problem), BEST_OF_DRAFTS)
         terms.append(MemoryTerm("gpu", "head", rounded(problem.head.cost.product_bytes)))
         terms.append(MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)))
         exits = problem.statistics.exits

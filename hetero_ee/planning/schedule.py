@@ -21,6 +21,8 @@ from hetero_ee.planning.times.steps import Step, StepTimes
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time, as predictions err by a few percent
 BEST_OF_DRAFTS = 8  # longer drafts and catch-ups are tried only on request
+TREE_LENGTHS, TREE_WIDTH = (4, 6, 8, 12, MAX_DRAFT_LENGTH), 4  # draft trees that are tried without a request
+TOKEN_S = attrgetter("token_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def _best_early(problem: Problem, placements: Sequence[Placement], context_token
         for each in problem.depths
         for n in lengths
     ]
-    best = min(found, key=attrgetter("token_s"), default=unknown)
+    best = min(found, key=TOKEN_S, default=unknown)
     if best.depths is None or not times.has_streams:
         return best
     return replace(best, step=early_step(make_times(), best.depths, best.draft_length, draft_s))
@@ -116,26 +118,34 @@ def _best_exact(problem: Problem, placements: Sequence[Placement], context_token
     exits, drafts = problem.statistics.exits, problem.statistics.drafts
     if exits is None and drafts is None:
         return None
-    make_times = _times_maker(problem, placements, context_tokens, max(_draft_lengths(problem)))
+    make_times = _times_maker(problem, placements, context_tokens, most_drafted(problem))
     rough = make_times(copies_ahead=False)
     choices = [*_exit_schedules(problem, rough), *_sequence_schedules(problem, rough)]
-    best = min(choices, key=attrgetter("token_s"), default=None)
+    best = min(choices, key=TOKEN_S, default=None)
     if best is None or best.exit_layer is None or not rough.has_streams:
         return best
     if best.drafts == SEQUENCE or exits is None:
-        return min(_sequence_schedules(problem, make_times()), key=attrgetter("token_s"))
+        return min(_sequence_schedules(problem, make_times()), key=TOKEN_S)
     return _exit_schedule(make_times(), best.exit_layer, exits.rates_at(best.exit_layer), _draft_lengths(problem))
 
 
 def neighbours(
     problem: Problem, placements: Sequence[Placement], context_tokens: int, chosen: Schedule
 ) -> dict[str, Schedule]:
-    """Return similar exact modes by description: exit one layer earlier or later, one token more or fewer."""
+    """Return similar exact modes by description: exit one layer earlier or later, one token more or fewer, or a chain
+    in place of a tree."""
     exits, drafts, length = problem.statistics.exits, problem.statistics.drafts, chosen.draft_length
-    times = _times_maker(problem, placements, context_tokens, length + 1)()
+    times = _times_maker(problem, placements, context_tokens, max(length + 1, most_drafted(problem)))()
     lengths = {f"with at most {n} tokens a step": n for n in (length - 1, length + 1) if 1 < n <= MAX_DRAFT_LENGTH}
     if chosen.drafts == SEQUENCE and drafts is not None:
-        return {words: _sequence_schedule(times, drafts, n) for words, n in lengths.items()}
+        found = {words: _sequence_schedule(times, drafts, n, chosen.tree_width) for words, n in lengths.items()}
+        is_tree = chosen.tree_width > 1
+        other = min(
+            _chains(problem, times, drafts) if is_tree else _trees(problem, times, drafts), key=TOKEN_S, default=None
+        )
+        if other is not None:
+            found[f"as a {'chain' if is_tree else 'tree'} of {other.draft_length} tokens"] = other
+        return found
     assert exits is not None and chosen.exit_layer is not None, "what drafts was chosen by"
     layers = {"a layer earlier": chosen.exit_layer - 1, "a layer later": chosen.exit_layer + 1}
     known = {words: (layer, length) for words, layer in layers.items() if 0 < layer < problem.spec.n_layers}
@@ -165,15 +175,37 @@ def _exit_schedule(times: StepTimes, exit_layer: int, rates: ExitRates, lengths:
 
 
 def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
-    """Return a schedule of draft sequences for each possible draft length."""
+    """Return a schedule of draft sequences for each possible draft length, and of trees that are worth it."""
     drafts = problem.statistics.drafts
     if drafts is None:
         return []
-    chains = [_sequence_schedule(times, drafts, n) for n in _draft_lengths(problem)]
-    width = problem.limits.draft_tree or 1
-    if width == 1 or not drafts.others or not has_trees(problem.spec):
-        return chains
-    return [_sequence_schedule(times, drafts, n, width) for n in _draft_lengths(problem)]
+    chains, trees = _chains(problem, times, drafts), _trees(problem, times, drafts)
+    if trees and problem.limits.draft_tree:
+        return trees
+    limit_s = WORTH_IT * min(chain.token_s for chain in chains)
+    return [*chains, *(tree for tree in trees if tree.token_s < limit_s)]
+
+
+def _chains(problem: Problem, times: StepTimes, drafts: DraftRates) -> list[Schedule]:
+    return [_sequence_schedule(times, drafts, n) for n in _draft_lengths(problem)]
+
+
+def _trees(problem: Problem, times: StepTimes, drafts: DraftRates) -> list[Schedule]:
+    """Return a schedule of draft trees for each possible number of tokens; none if the model or the source has none."""
+    width = problem.limits.draft_tree or TREE_WIDTH
+    return [_sequence_schedule(times, drafts, n, width) for n in _tree_lengths(problem)]
+
+
+def _tree_lengths(problem: Problem) -> Sequence[int]:
+    drafts, limits = problem.statistics.drafts, problem.limits
+    if drafts is None or not drafts.others or limits.draft_tree == 1 or not has_trees(problem.spec):
+        return ()
+    return TREE_LENGTHS if limits.draft_length is None else [limits.draft_length]
+
+
+def most_drafted(problem: Problem) -> int:
+    """Return the most tokens of a verification, over all drafts that are compared."""
+    return max([*_draft_lengths(problem), *_tree_lengths(problem)])
 
 
 def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int, width: int = 1) -> Schedule:

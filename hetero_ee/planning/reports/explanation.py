@@ -81,7 +81,8 @@ def _expected(plan: Plan) -> list[str]:
     how = "every token through all layers"
     brings = f"{found.tokens_per_pass:.1f} tokens from a batch of"
     if plan.drafts == SEQUENCE:
-        how = f"sequences of {most - 1} drafts from elsewhere, {brings} {most}"
+        what = "sequences" if plan.tree_width == 1 else "trees"
+        how = f"{what} of {most - 1} drafts from elsewhere, {brings} {most}"
     elif plan.drafts == EXIT:
         how = f"drafts exit after layer {plan.exit_layer}, {brings} {found.batch_per_pass:.1f} (at most {most})"
     elif found.mean_depth is not None:

@@ -131,7 +131,9 @@ def predicted_step(
         return None
     if made.drafts == EXIT and exits is not None:
         return times.exit_steps(exit_layer, exits.rates_at(exit_layer), n)[-1]
-    return times.sequence_step(drafts, n) if made.drafts == SEQUENCE and drafts is not None else None
+    if made.drafts != SEQUENCE or drafts is None:
+        return None
+    return times.tree_step(drafts, n, made.tree_width) if made.tree_width > 1 else times.sequence_step(drafts, n)
 
 
 def predicted_text_s(

@@ -46,17 +46,26 @@ class HeadCosts:
         by_gpu = None if self.profile.gpu is None else self._rates(source, on_gpu=True)
         return self._rates(source, on_gpu=False, by_gpu=by_gpu)
 
-    def draft_s(self, head_on_gpu: bool, embedding_on_gpu: bool, m: int = 1, *, on_gpu: bool) -> float:
-        """Return the seconds of the drafts after m tokens: the head's layer, the choice by the model's lm_head, and
-        three transfers at most."""
+    def draft_s(self, head_on_gpu: bool, embedding_on_gpu: bool, n_nodes: int = 0, *, on_gpu: bool) -> float:
+        """Return the seconds of one draft: the head's layer, the choice by the model's lm_head, and three transfers at
+        most.
+
+        Args:
+            n_nodes: tokens of a tree's level after which several drafts each are made, from logits on the CPU; 0 for
+                one draft of a chain.
+        """
+        m, link = max(1, n_nodes), self.profile.link
         batch = Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0] * m)
         spec = replace(self.spec, vocab_size=self.facts.n_draft_tokens)
         head = HeadCost(BlockCost.of(spec, decoder_blocks(spec)[-1]))
-        choice = head.draft(m) if head_on_gpu else head.logits(m)
+        choice = head.draft(1) if head_on_gpu and not n_nodes else head.logits(m)
         embedded_on_gpu = embedding_on_gpu and not self.facts.has_embedding
-        link, n_transfers = self.profile.link, (embedded_on_gpu != on_gpu) + (on_gpu != head_on_gpu) + head_on_gpu
+        n_transfers = (embedded_on_gpu != on_gpu) + (on_gpu != head_on_gpu) + head_on_gpu
         seconds = self._works_s(self.works.guess(batch), on_gpu=on_gpu) + self._works_s(choice, on_gpu=head_on_gpu)
-        return seconds + (n_transfers * link.transfer.value if link is not None else 0.0)
+        if link is None:
+            return seconds
+        logits_bytes = FLOAT_BYTES * n_nodes * self.facts.n_draft_tokens if head_on_gpu else 0
+        return seconds + n_transfers * link.transfer.value + logits_bytes / link.to_cpu_bytes_per_s.value
 
     def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
         """Return the seconds that the head's layer needs for m tokens, the last of a prompt of context_tokens."""
