@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from numba import config, types
+from numba.core.registry import cpu_target
 
 from hetero_ee.errors import DiskFullError
 from hetero_ee.runtime import kernel_cache
@@ -158,6 +159,34 @@ def test_two_processes_that_compile_at_once(filled: tuple[Path, str], tmp_path: 
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=300)[0] for process in running] == [filled[1]] * 2
     assert child(tmp_path).stdout == filled[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_inside_llvm_is_handled(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handler would run in a callback, which loses exceptions, and then Numba would find no code to cache."""
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    engine = cpu_target.target_context.codegen()._engine._ee
+    notify, double, arrived = engine._object_cache_notify, compiled(lambda x: x + x), list[int]()
+
+    def interrupted(*arguments: Any) -> None:
+        arrived.append(number)
+        signal.raise_signal(number)
+        notify(*arguments)
+
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, ended)
+    monkeypatch.setattr(engine, "_object_cache_notify", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            double(3)
+        assert arrived and signal.getsignal(number) is ended
+    finally:
+        signal.signal(number, before)
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1 and double(3) == 6
 
 
 def test_each_signature_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

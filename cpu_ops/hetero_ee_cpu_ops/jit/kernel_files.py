@@ -9,11 +9,13 @@ import hashlib
 import os
 import pickle
 import platform
+import signal
 import stat
+import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,28 @@ class KernelFiles(_Cache):
         return Path(self.cache_path) / f"{self._py_func.__name__}-{identity[:32]}{SUFFIX}"
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM, and let their handlers run at the end of the block.
+
+    Python would run them in a callback from LLVM, which loses their exceptions, and the code that it was called for.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread() or None in handlers.values():
+        yield
+        return
+    held: list[int] = []
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: held.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
 def compiled(function: Callable[..., Any] | None = None, *, signature: Any = None, nogil: bool = False) -> Any:
     """Decorate a function that Numba compiles and caches: at the first call, or now if `signature` is given.
 
@@ -85,6 +109,7 @@ def compiled(function: Callable[..., Any] | None = None, *, signature: Any = Non
         return lambda decorated: compiled(decorated, signature=signature, nogil=nogil)
     dispatcher = njit(nogil=nogil)(function)
     dispatcher._cache = KernelFiles(function)
+    dispatcher.compile = _signals_held()(dispatcher.compile)
     if signature is not None:
         dispatcher.compile(signature)
         dispatcher.disable_compile()
@@ -145,7 +170,7 @@ def compiled_chunk(function: Callable[[int, int], None]) -> Any:
     """Compile `function` now to a C function void(intp, intp) with an address (Numba's `cfunc`), and cache it."""
     callback: Any = CFunc(function, normalize_signature(types.void(types.intp, types.intp)), locals={}, options={})
     callback._cache = KernelFiles(function)
-    callback.compile()
+    _signals_held()(callback.compile)()
     return callback
 
 
