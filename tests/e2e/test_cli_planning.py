@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hetero_ee.models.known_shapes import PARAMETERS, known_shapes
 from hetero_ee_cli.reports.bench_table import footer
 from hetero_ee_profiles.hardware import HardwareProfile, MatmulTime
 from hetero_ee_profiles.host.process import physical_core_count, processor_count
@@ -46,6 +47,23 @@ def test_a_plan_on_paper_says_that_nothing_was_measured(cli: Cli, data: Path) ->
     assert re.search(
         r"^The VRAM budget is full: [\d.]+ MiB are left, and layers\.\d+\.(attention|ffn)", ended.out, re.M
     )
+
+
+def test_a_name_or_a_configuration_is_enough(cli: Cli, data: Path, tmp_path: Path) -> None:
+    """Of a model with known shapes, with nothing downloaded; and for the slots of a server."""
+    expected = cli("plan", *PAPER).out
+    machine, name = PAPER[:2], PAPER[3]
+    assert expected and cli("plan", name, *machine).out == cli("plan", "-m", name, *machine).out == expected
+    shape = {key: value for key, value in known_shapes()[name].items() if key != PARAMETERS}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape))
+    alone = cli("plan", file, *machine).out
+    assert alone.splitlines()[1:-1] == expected.splitlines()[1:-1]
+    assert "hetero-ee generate 'Once upon a time' -m " in alone.splitlines()[-1]
+    slots = cli("plan", file, *machine, "-np", 8)
+    assert slots.out.splitlines()[-1].startswith("hetero-ee serve -np 8 -m ")
+    assert json.loads(cli("plan", "qwen3.6-27b", *machine, "-np", 8, "--json").out)["n_sequences"] == 9
+    assert "-np / --parallel is 0" in cli("plan", name, "-np", 0).err
 
 
 def test_it_says_what_would_help(cli: Cli, data: Path) -> None:

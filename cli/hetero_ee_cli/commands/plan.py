@@ -10,9 +10,12 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError
+from hetero_ee.hub.model_id import local_folder
+from hetero_ee.models.known_shapes import known_shapes
 from hetero_ee.options.engine import CERTIFIED, RISK, UNQUANTIZED
+from hetero_ee.serving.settings import N_EXPRESS, SERVER_OPTIONS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
-from hetero_ee_cli.options.flags import Json, with_options
+from hetero_ee_cli.options.flags import Json, typer_option, with_options
 from hetero_ee_cli.options.placement import Hardware, LimitOptions
 from hetero_ee_cli.reports.plan_report import PROMPT, curve_text, save_curve, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -26,12 +29,18 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 
+N_SLOTS = replace(
+    SERVER_OPTIONS["n_slots"], help="Plan for a server that runs as many requests at a time.", default_text="no server"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCommandOptions:
     """Options for the machine and the drafts to plan with, and for the output."""
 
     random_weights: RandomWeights = None
     hardware: Hardware = None
+    n_slots: Annotated[int | None, typer_option(N_SLOTS)] = None
     published_exits: Annotated[
         bool, typer.Option(help="Use the exit rates published for Llama-2-7B, as if this model had them.")
     ] = False
@@ -74,12 +83,14 @@ class _Subject:
         weights = ["--random-weights", wanted.random_weights] if wanted.random_weights else []
         sparse = ["--sparsity", self.sparsity] if self.sparsity else []
         sparse += ["--activations", self.activations] if self.activations else []
-        if wanted.published_exits:
-            return ["plan", *(weights or named[1:]), "--published-exits", *machine, *sparse]
+        slots = [] if wanted.n_slots is None else ["-np", str(wanted.n_slots)]
+        if wanted.published_exits or (slots and weights):
+            exits = ["--published-exits"] if wanted.published_exits else []
+            return ["plan", *(weights or named[1:]), *exits, *machine, *slots, *sparse]
         if weights:
             return ["simulate" if machine else "bench", *weights, *machine, *sparse]
         unquantized = ["--quantizer", UNQUANTIZED] if self.quantizer == UNQUANTIZED else []
-        return ["generate", PROMPT, *named, *unquantized, *sparse]
+        return [*(["serve", *slots] if slots else ["generate", PROMPT]), *named, *unquantized, *sparse]
 
 
 @with_options(without={"profile": "it always plans with a profile"})
@@ -89,13 +100,18 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
     The last line of the output is a command that runs this plan. From -m or -c on, it pins the plan in other commands
     too.
     """
-    requested = limits.limits(engine)
+    requested, named = limits.limits(engine), engine.named(model)
+    if wanted.n_slots is not None:
+        N_SLOTS.check(wanted.n_slots)
+        requested = replace(requested, n_sequences=wanted.n_slots + N_EXPRESS)
+    if wanted.random_weights is None and named in known_shapes() and local_folder(named) is None:
+        named, wanted = None, replace(wanted, random_weights=named)
     if wanted.curve_file is not None:
         with ending_at_once():
             from hetero_ee.calibration.plot import picture_format
         picture_format(wanted.curve_file)  # refused now, not after a measurement
     weights = engine.arguments()["quantizer"], engine.given.get("sparsity"), engine.given.get("activations")
-    subject = _Subject(engine.named(model), wanted, *weights)
+    subject = _Subject(named, wanted, *weights)
     if wanted.plan_file is not None:
         limits.check_alone(wanted.plan_file)
         _explain_file(wanted.plan_file, subject, engine)

@@ -9,6 +9,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.options.engine import ACTIVATION_TERMS, MODEL, MODEL_OPTIONS, PROFILE, SETTINGS
 from hetero_ee_cli.options.flags import OptionGroup, model_names, shape_names
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -61,14 +62,20 @@ class ModelOptions(OptionGroup):
         return found
 
     def model_folder(self, model: str | None, progress: Progress, *, configuration_only: bool = False) -> Path:
-        """Return the model's folder. The model is downloaded if necessary."""
+        """Return the model's folder. The model is downloaded if necessary.
+
+        If configuration_only is true, only its configuration, and the folder's config.json may be named instead.
+        """
         with ending_at_once():
             from hetero_ee.weights.store.library import model_folder
         from hetero_ee.config import cache_folder
 
         given = self.arguments(model)
+        named = given["model"]
+        if configuration_only and named is not None and Path(named).name == CONFIG_FILE:
+            named = Path(named).parent
         return model_folder(
-            given["model"],
+            named,
             cache_folder(),
             revision=given.get("revision"),
             offline=given["offline"],
@@ -89,7 +96,7 @@ class ModelOptions(OptionGroup):
         from hetero_ee.models.known_shapes import known_spec
 
         if random_weights is not None:
-            if self.named(model) is not None:
+            if self.named(model) not in (None, random_weights):
                 raise UsageError("MODEL and --random-weights exclude each other; give one.")
             return self._requested(known_spec(random_weights), None), f"{random_weights} (random weights)", None
         folder = self.model_folder(model, progress, configuration_only=configuration_only)
