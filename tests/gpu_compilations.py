@@ -16,6 +16,7 @@ from hetero_ee_kernels import (
     norm,
     quantize,
     row_products,
+    short_conv,
     sliced_head,
     sparse_ffn,
 )
@@ -39,7 +40,7 @@ PRODUCTS_SIZE = {"NEURONS": row_products.NEURONS, "UNROLLED": row_products.UNROL
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
     first = (_activate, _attention, _draft, _embed, _gated_delta, _kv_write, _masked_linear)
-    for listed in (*first, _matmul, _norm, _quantize, _sliced_head, _sparse_ffn):
+    for listed in (*first, _matmul, _norm, _quantize, _short_conv, _sliced_head, _sparse_ffn):
         yield from listed()
 
 
@@ -197,6 +198,21 @@ def _gated_delta() -> list[Compilation]:
             n_warps,
             is_memory_bound=True,
         ),
+    ]
+
+
+def _short_conv() -> list[Compilation]:
+    """Both launches for LFM2-1.2B's channels."""
+    sizes = {"N_LAYERS": 10, "N_CHANNELS": 2048, "TAPS": 3, "N_INPUTS": 26, "BLOCK": short_conv.BLOCK}
+    floats, rows = (
+        dict.fromkeys(("x_ptr", "inputs_ptr"), "*fp32"),
+        dict.fromkeys(("slots_ptr", "positions_ptr"), "*i32"),
+    )
+    conv = floats | rows | {"taps_ptr": "*fp32", "out_ptr": "*fp32", "earlier_ptr": "*i32", "layer": "i32"}
+    keep = floats | rows | {"bases_ptr": "*i32", "layer": "i32", "n_bases": "i32"}
+    return [
+        Compilation("short_conv", short_conv.conv_kernel, conv, sizes, short_conv.N_WARPS),
+        Compilation("short_conv_keep", short_conv.keep_kernel, keep, sizes, short_conv.N_WARPS),
     ]
 
 

@@ -44,7 +44,9 @@ class GpuRecurrentCache(LayeredCache[_Sequence]):
         super().__init__(len(layers), max_tokens, layers)
         heads = state.n_key_heads, state.n_value_heads, state.key_dim, state.value_dim
         self.device, self.version = device, 0
-        self.pool = new_delta_state(DeltaShape(*heads, state.kernel, LOG_TOKENS), n_sequences, len(layers), device)
+        shape = DeltaShape(*heads, state.kernel, LOG_TOKENS)
+        shape = shape._replace(n_headless=state.n_channels - shape.n_channels)
+        self.pool = new_delta_state(shape, n_sequences, len(layers), device)
 
     @contextmanager
     def passing(self, sequences: Sequence[int], positions: Sequence[int], layers: Sequence[int]) -> Iterator[None]:
@@ -106,7 +108,8 @@ class GpuRecurrentCache(LayeredCache[_Sequence]):
         index, held = self.index(layer), self._sequences[sequence]
         matrices, inputs, *logs = (part[held.slot, index] for part in self._tensors())
         n_heads, key_dim, value_dim = matrices.shape
-        padded = F.pad(matrices, (0, -value_dim % LANES)).view(n_heads, key_dim, -1, LANES).transpose(1, 2)
+        blocks = n_heads, key_dim, -(-value_dim // LANES), LANES
+        padded = F.pad(matrices, (0, -value_dim % LANES)).view(blocks).transpose(1, 2)
         found = padded.contiguous(), inputs, *(log.flatten(1) for log in logs), torch.tensor(held.bases[index])
         return tuple(each[None] for each in found)
 

@@ -6,7 +6,7 @@ The input's matrix computes three parts b, c and x of each token; the output is 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hetero_ee.layers.ops import DELTA, QKV, Array, Mixer, MixerSpec, Ops, Parameters, Rows
+from hetero_ee.layers.ops import ATTENDED, DELTA, QKV, Array, Mixer, MixerSpec, Ops, Parameters, Rows
 from hetero_ee.layers.state import RecurrentState
 from hetero_ee.layers.tensors import Tensors
 
@@ -26,7 +26,7 @@ class ShortConvSpec(MixerSpec):
 
     @property
     def buffers(self) -> dict[str, int]:
-        return {QKV: 3 * self.n_channels}
+        return {QKV: 3 * self.n_channels, ATTENDED: self.n_channels}
 
     def declare(self, tensors: Tensors, hidden_size: int) -> None:
         """Declare input, whose rows are those of b, c and x, the convolution's weights, and the output's matrix."""

@@ -57,11 +57,6 @@ class State(ABC):
         """Return the bytes that passes of up to pass_tokens tokens add to n_bytes()."""
         return 0
 
-    @property
-    def runs_on_gpu(self) -> bool:
-        """Whether GPUs have kernels for mixers with such a state."""
-        return True
-
 
 @dataclass(frozen=True, slots=True)
 class KvState(State):
@@ -146,10 +141,6 @@ class RecurrentState(State):
     def n_inputs(self) -> int:
         """Number of tokens whose inputs of the convolution are kept."""
         return LOG_TOKENS + self.kernel - 1
-
-    @property
-    def runs_on_gpu(self) -> bool:
-        return self.n_value_heads > 0
 
     @property
     def matrix_bytes(self) -> int:

@@ -19,7 +19,7 @@ from hetero_ee.layers.state import RecurrentState
 from hetero_ee.models.blocks import layer_buffers, layer_states
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.ops.torch_ops import query_factors
-from hetero_ee_kernels.delta_state import earlier_rows
+from hetero_ee_kernels.delta_state import DeltaRows, earlier_rows
 from hetero_ee_kernels.pages import FEW_ROWS, workspace_size
 from hetero_ee_kernels.rope_table import rope_table
 
@@ -38,6 +38,11 @@ class GpuRows:
     paths: Tensor | None = None  # (m, 1 + n), see hetero_ee_kernels.pages; None if the rows are no tree of drafts
     inputs: Any = None  # see Rows
     some_may_skip: bool = True  # kernel launches must not depend on this
+
+    @property
+    def in_slots(self) -> DeltaRows:
+        """The tokens as kernels of recurrent layers read them."""
+        return DeltaRows(self.slots, self.positions, self.earlier)
 
 
 class Arena:

@@ -37,7 +37,7 @@ from hetero_ee.weights.rows import UNIT_COLUMNS, RowWeight
 from hetero_ee.weights.sections import BLOCK, MAX_SECTIONS
 from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_kernels.delta_state import DeltaRows, DeltaWeights
+from hetero_ee_kernels.delta_state import DeltaWeights
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
@@ -80,12 +80,12 @@ class GpuHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuDelta:
-    """One layer's gated delta rule, and the location of its state in the cache."""
+class GpuRecurrence:
+    """One layer's gated delta rule or short convolution, and the location of its state in the cache."""
 
     cache: GpuRecurrentCache
     place: int
-    weights: DeltaWeights
+    weights: Any  # DeltaWeights, or those of the convolution (channels, kernel)
 
 
 class GpuOps(Ops):
@@ -274,18 +274,17 @@ class GpuOps(Ops):
 
     def delta_rule(
         self, spec: GatedDeltaSpec, layer: int, cache: GpuRecurrentCache, vectors: Sequence[Tensor], norm: Norm
-    ) -> GpuDelta:
+    ) -> GpuRecurrence:
         conv, a_log, dt_bias = vectors
         assert norm.scale is not None, "a gated delta layer has a norm with a scale"
         weights = DeltaWeights(conv, -a_log.exp(), dt_bias, norm.scale, norm.eps, spec.is_tiled)
-        return GpuDelta(cache, cache.index(layer), weights)
+        return GpuRecurrence(cache, cache.index(layer), weights)
 
-    def gated_delta(self, inputs: Tensor, gates: Tensor, rule: GpuDelta, rows: GpuRows) -> Tensor:
+    def gated_delta(self, inputs: Tensor, gates: Tensor, rule: GpuRecurrence, rows: GpuRows) -> Tensor:
         m, state = len(inputs), rule.cache.pool
         out = self.arena.rows(ATTENDED, m, state.shape.n_outputs)
         workspace = self.arena.rows(MIXED, m, state.shape.workspace_size).flatten()
-        place = DeltaRows(rows.slots, rows.positions, rows.earlier)
-        self.kernels.gated_delta(inputs, gates, rule.weights, state, place, rule.place, out, workspace)
+        self.kernels.gated_delta(inputs, gates, rule.weights, state, rows.in_slots, rule.place, out, workspace)
         return out
 
     def mamba_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Tensor, ...], norm: Norm) -> Any:
@@ -294,11 +293,13 @@ class GpuOps(Ops):
     def mamba(self, inputs: Tensor, rule: Any, rows: GpuRows) -> Tensor:
         raise NotImplementedError("MambaSpec.runs_on_gpu is false")
 
-    def conv(self, layer: int, cache: Any, weights: Tensor) -> Any:
-        raise NotImplementedError("RecurrentState.runs_on_gpu is false for it")
+    def conv(self, layer: int, cache: GpuRecurrentCache, weights: Tensor) -> GpuRecurrence:
+        return GpuRecurrence(cache, cache.index(layer), weights)
 
-    def short_conv(self, inputs: Tensor, conv: Any, rows: GpuRows) -> Tensor:
-        raise NotImplementedError("RecurrentState.runs_on_gpu is false for it")
+    def short_conv(self, inputs: Tensor, conv: GpuRecurrence, rows: GpuRows) -> Tensor:
+        out = self.arena.rows(ATTENDED, len(inputs), len(conv.weights))
+        self.kernels.short_conv(inputs, conv.weights, conv.cache.pool, rows.in_slots, conv.place, out)
+        return out
 
     def masked_linear(self, x: Tensor, matrix: GpuMatrix, scores: Tensor | None, rows: GpuRows) -> Tensor:
         if matrix.multiply is not None:

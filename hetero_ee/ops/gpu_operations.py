@@ -15,6 +15,7 @@ NAMES = (
     "kv_write",
     "attention",
     "gated_delta",
+    "short_conv",
     "sliced_head",
     "masked_linear",
     "sparse_ffn",
@@ -41,6 +42,7 @@ class GpuOperations:
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
     gated_delta: Callable[..., Any]
+    short_conv: Callable[..., Any]
     sliced_head: Callable[..., Any]
     masked_linear: Callable[..., Any]
     sparse_ffn: Callable[..., Any]

@@ -135,4 +135,5 @@ IMPLEMENTATIONS = (
     *_pair("kv_write", "kv_write:kv_write"),
     *_pair("attention", "attention:attention"),
     *_pair("gated_delta", "gated_delta:gated_delta", "delta_reference"),
+    *_pair("short_conv", "short_conv:short_conv", "delta_reference"),
 )

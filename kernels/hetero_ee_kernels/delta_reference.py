@@ -1,4 +1,4 @@
-"""Gated DeltaNet in plain torch on the kernels' tensors, as the reference for tests and as the fallback."""
+"""Gated DeltaNet and short convolutions in plain torch on the kernels' tensors: reference and fallback."""
 
 from typing import Any
 
@@ -40,6 +40,19 @@ def gated_delta(
     return out
 
 
+def short_conv(x: Any, taps: Any, state: DeltaState, rows: DeltaRows, layer: int, out: Any) -> Any:
+    """See hetero_ee_kernels.short_conv. Nothing is checked, and `rows.earlier` is not needed."""
+    b, c, x = x.chunk(3, 1)
+    running: dict[int, Any] = {}
+    for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
+        recent = running[slot] if slot in running else _recent(state, slot, layer, position)
+        running[slot] = recent = torch.cat([recent[1:], (b[row] * x[row])[None]])
+        out[row] = c[row] * (recent * taps.T).sum(0)
+    for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
+        _keep(state, slot, layer, position, b[row] * x[row])
+    return out
+
+
 def _replayed(state: DeltaState, weights: DeltaWeights, slot: int, layer: int, length: int) -> tuple[Any, Any]:
     """Return the matrices (value heads, key_dim, value_dim) after `length` tokens, and the inputs of the last ones.
 
@@ -53,9 +66,14 @@ def _replayed(state: DeltaState, weights: DeltaWeights, slot: int, layer: int, l
         key = _per_value_head(state.keys[slot, layer, entry], weights, state)
         update = key[..., None] * state.deltas[slot, layer, entry][:, None]
         matrix = matrix * state.decays[slot, layer, entry][:, None, None] + update
-    recent = torch.arange(length - shape.n_taps, length, device=matrix.device)
-    inputs = state.inputs[slot, layer, recent % shape.n_inputs]
-    return matrix, torch.where(recent[:, None] >= 0, inputs, 0.0)
+    return matrix, _recent(state, slot, layer, length)
+
+
+def _recent(state: DeltaState, slot: int, layer: int, length: int) -> Any:
+    """Return the inputs of the last n_taps tokens (n_taps, n_channels) before position `length`."""
+    recent = torch.arange(length - state.shape.n_taps, length, device=state.inputs.device)
+    inputs = state.inputs[slot, layer, recent % state.shape.n_inputs]
+    return torch.where(recent[:, None] >= 0, inputs, 0.0)
 
 
 def _convolved(recent: Any, weights: DeltaWeights, state: DeltaState) -> tuple[Any, Any, Any]:
@@ -87,9 +105,14 @@ def _log(state: DeltaState, slot: int, layer: int, position: int, parts: tuple[A
     """Log a row's input, key, delta and decay, unless the stored state already contains it."""
     shape, stored_at = state.shape, int(state.bases[1, slot, layer])
     x, key, delta, decay = parts
-    if position > stored_at - shape.n_taps:
-        state.inputs[slot, layer, position % shape.n_inputs] = x
+    _keep(state, slot, layer, position, x)
     if position >= stored_at:
         entry = position % shape.n_logged
         for log, value in ((state.keys, key), (state.deltas, delta), (state.decays, decay)):
             log[slot, layer, entry] = value
+
+
+def _keep(state: DeltaState, slot: int, layer: int, position: int, x: Any) -> None:
+    """Keep a row's input of the convolution, unless a later row of the pass takes its place."""
+    if position > int(state.bases[1, slot, layer]) - state.shape.n_taps:
+        state.inputs[slot, layer, position % state.shape.n_inputs] = x

@@ -1,4 +1,4 @@
-"""The state that gated DeltaNet layers keep of each sequence, and their small weights.
+"""The state that gated DeltaNet layers and short convolutions keep of each sequence, and DeltaNet's small weights.
 
 A layer's state of a sequence is a matrix per value head, S (key_dim, value_dim), at the sequence's position `base`,
 and a log of the rows since then. A row's log entry is its rank-1 update of S (key, delta, decay) and its input of the
@@ -21,7 +21,7 @@ L2_EPS = 1e-6  # of the norms of queries and keys
 
 
 class DeltaShape(NamedTuple):
-    """Numbers of heads and features of a gated DeltaNet layer."""
+    """Numbers of heads and features of a gated DeltaNet layer, or of a short convolution, which has no heads."""
 
     n_key_heads: int
     n_value_heads: int
@@ -30,11 +30,12 @@ class DeltaShape(NamedTuple):
     n_taps: int  # positions that the convolution reads, the token's own included
     n_logged: int = 24  # most rows in the log
     n_kept: int = 17  # rows that a rollback may forget; S is written once in n_logged - n_kept decoded tokens
+    n_headless: int = 0  # features of a short convolution
 
     @property
     def n_channels(self) -> int:
         """Features of the convolution: those of all queries, all keys and all values."""
-        return 2 * self.n_key_heads * self.key_dim + self.n_value_heads * self.value_dim
+        return 2 * self.n_key_heads * self.key_dim + self.n_value_heads * self.value_dim + self.n_headless
 
     @property
     def n_outputs(self) -> int:
@@ -109,6 +110,13 @@ class DeltaRows(NamedTuple):
     positions: Any
     earlier: Any  # the previous row in the same slot, or -1; see earlier_rows()
 
+    def check(self, m: int, layer: int, state: DeltaState) -> None:
+        """Raises: ValueError: if a shape or dtype does not fit, or the state lacks the layer."""
+        for name, each in self._asdict().items():
+            check(name, each, (m,), torch.int32)
+        if not 0 <= layer < state.n_layers:
+            raise ValueError(f"Layer {layer} is outside the state's {state.n_layers} layers.")
+
 
 def check_delta_rows(
     x: Any,
@@ -124,11 +132,8 @@ def check_delta_rows(
     check("x", x, (m, shape.n_channels + shape.n_outputs))
     check("gates", gates, (m, 2 * shape.n_value_heads))
     check("out", out, (m, shape.n_outputs))
-    for name, each in rows._asdict().items():
-        check(name, each, (m,), torch.int32)
     weights.check(shape)
-    if not 0 <= layer < state.n_layers:
-        raise ValueError(f"Layer {layer} is outside the state's {state.n_layers} layers.")
+    rows.check(m, layer, state)
 
 
 def new_delta_state(shape: DeltaShape, n_slots: int, n_layers: int, device: Any) -> DeltaState:

@@ -262,8 +262,8 @@ def test_a_table_of_per_layer_embeddings_takes_no_memory_of_the_gpu(tmp_path: Pa
     assert "head" in found and table.name not in found
 
 
-def test_short_convolutions_draft_on_the_cpu(tmp_path: Path) -> None:
-    drafts = DraftModel("lfm2", *model_of("lfm2", "int4", tmp_path), NO_TOKENIZER)
+def test_models_without_kernels_draft_on_the_cpu(tmp_path: Path) -> None:
+    drafts = DraftModel("mamba", *model_of("nemotron-h", "int4", tmp_path), NO_TOKENIZER)
     assert drafts.rates(reference_profile(LAPTOP), 1, (0.5,)).by_gpu is None
 
 

@@ -200,12 +200,12 @@ def test_texts_that_exit_are_near_a_slow_reference(model: Model, placement: str)
     executor.close()
 
 
-@pytest.mark.parametrize(("family", "mixer"), [("lfm2", "short_conv"), ("nemotron-h", "mamba")])
-def test_mixers_without_kernels_stay_on_the_cpu(family: str, mixer: str, tmp_path: Path) -> None:
-    """Whatever else is on the GPU."""
+@pytest.mark.parametrize(("family", "mixer", "place"), [("lfm2", "short_conv", "gpu"), ("nemotron-h", "mamba", "cpu")])
+def test_mixers_without_kernels_stay_on_the_cpu(family: str, mixer: str, place: str, tmp_path: Path) -> None:
+    """Whatever else is on the GPU, as short convolutions are."""
     model = model_of(family, "int4", tmp_path)
     plan = planned(model[0], gpu_layers=99, context_tokens=CONTEXT_TOKENS)
-    assert {part.decode_placement for part in plan.parts if part.name.endswith(mixer)} == {"cpu"}
+    assert {part.decode_placement for part in plan.parts if part.name.endswith(mixer)} == {place}
     assert {part.decode_placement for part in plan.parts if part.name.endswith(("ffn", "attention"))} == {"gpu"}
     executor = on_stand_in(*model, plan)
     sequence = executor.cache.open_new()
@@ -214,5 +214,9 @@ def test_mixers_without_kernels_stay_on_the_cpu(family: str, mixer: str, tmp_pat
     expected = reference.hidden(Batch.of_sequence(reference.cache.open_new(), 0, PROMPT))
     assert (found - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
     executor.close()
-    with pytest.raises(UsageError, match="is pinned to gpu, and only the CPU computes such layers"):
-        planned(model[0], overrides=((f".*{mixer}", "gpu"),))
+    pins = ((f".*{mixer}", "gpu"), (".*", "cpu"))
+    if place == "cpu":
+        with pytest.raises(UsageError, match="is pinned to gpu, and only the CPU computes such layers"):
+            planned(model[0], overrides=pins)
+    else:
+        assert {part.name for part in planned(model[0], overrides=pins).parts if part.decode_placement == place}

@@ -325,10 +325,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llama: Model) -> None:
 
 
 @pytest.mark.sample(0)
-def test_recurrent_layers(tmp_path: Path) -> None:
-    """A gated delta layer and an attention: near the executor, and with the same bits however a prompt is cut."""
-    kinds: Any = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
-    hybrid = model_of("qwen3.5", tmp_path, **kinds)
+@pytest.mark.parametrize(("family", "kind"), [("qwen3.5", "linear_attention"), ("lfm2", "conv")])
+def test_recurrent_layers(family: str, kind: str, tmp_path: Path) -> None:
+    """A recurrent layer and an attention: near the executor, and with the same bits however a prompt is cut."""
+    kinds: Any = {"layer_types": [kind, "full_attention"]}
+    hybrid = model_of(family, tmp_path, **kinds, **({"linear_num_value_heads": 2} if family == "qwen3.5" else {}))
     whole, cut, executor = segment(hybrid), segment(hybrid), ReferenceExecutor(*hybrid, MAX_TOKENS, BatchedTorchOps())
     for owner in (whole, cut, executor):
         owner.cache.open(0)

@@ -16,12 +16,14 @@ pytest.importorskip("triton")
 from hetero_ee_kernels.delta_state import DeltaShape
 from hetero_ee_kernels.gated_delta import gated_delta
 from hetero_ee_kernels.masked_linear import masked_linear
+from hetero_ee_kernels.short_conv import short_conv
 from hetero_ee_kernels.sparse_ffn import sparse_ffn
 from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
 
 pytestmark = ONLY_HERE
 ARCHITECTURES = (86, 120)
 DELTA = DeltaShape(n_key_heads=1, n_value_heads=2, key_dim=6, value_dim=8, n_taps=3, n_logged=7, n_kept=4)
+CONV = DeltaShape(0, 0, 0, 0, n_taps=4, n_logged=7, n_kept=4, n_headless=300)
 QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("quantize", "codes_and_scales", (2, 1056), torch.float32),
     ("norm", "heads_in_place_and_nothing_beside_them", 80),
@@ -31,6 +33,7 @@ QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("rope", "turns_and_touches_nothing_else", 64, 32),
     ("attention", "accurate_for_every_shape", (1, 8, 64), None),
     ("gated_delta", "outputs_are_the_formulas", DELTA, False, gated_delta),
+    ("short_conv", "outputs_are_the_formula", CONV, short_conv),
     ("draft", "a_draft_vocabulary_has_its_tokens_noise"),
     ("sparse_ffn", "bits_of_any_shape_are_the_definitions", (70, 200), 2, True),
 ]
@@ -51,6 +54,8 @@ MORE: list[tuple[Any, ...]] = [
     ("gated_delta", "a_wide_head"),
     ("gated_delta", "bits_depend_neither_on_cuts_nor_on_other_slots", gated_delta),
     ("gated_delta", "a_rollback_replays_what_is_left", gated_delta),
+    ("short_conv", "bits_depend_neither_on_cuts_nor_on_other_slots", short_conv),
+    ("short_conv", "a_rollback_forgets_drafts", short_conv),
     ("draft", "the_token_that_sampling_draws", 1.0),
     ("draft", "the_network_judges_the_four_largest", 5000, 33, ""),
     ("draft", "the_noise_is_finite_and_accurate_at_its_ends"),
