@@ -20,13 +20,17 @@ from hetero_ee_profiles.reference import ATTENTION_CLOCKS, FP32_LANES, VRAM_SHAR
 from scripts.compare_published import (
     DECODE,
     EXPERTS,
+    OLD_PC,
     PROMPTS,
     RATIO_GOAL,
+    SPLITS,
     Settings,
+    geometric_mean,
     main,
     predicted,
     predicted_settings,
     shortfalls,
+    split,
     table,
 )
 from tests.shipped import MACHINES, SHAPES
@@ -42,6 +46,15 @@ def test_decoding_agrees_with_what_is_published(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     print(printed)
     assert "goals held" in printed and all(row.source in printed for row in (*DECODE, *PROMPTS))
+
+
+def test_splits_of_one_machine_are_predicted_alike() -> None:
+    """Seven of nine models within 15 % of the machine's mean ratio of predicted to published speeds."""
+    rows = [row[1:] for row in SPLITS if row[0] is OLD_PC]
+    speeds = [split(known_spec(model), OLD_PC, layers).prediction.generated_tokens_per_s for model, layers, _ in rows]
+    ratios = [found / published for found, (*_, published) in zip(speeds, rows, strict=True)]
+    errors = sorted(abs(ratio / geometric_mean(ratios) - 1) for ratio in ratios)
+    assert errors[6] <= RATIO_GOAL and errors[-1] <= 0.25 and len(errors) == 9
 
 
 def test_prompts_are_promised_with_care() -> None:
