@@ -118,6 +118,7 @@ def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model:
             assert squared_error(found, expected) <= INT8_ACTIVATIONS
 
 
+@pytest.mark.sample(0)
 def test_layers_that_share_keys_and_values_and_read_tokens(tmp_path: Path) -> None:
     spec, weights = model = model_of("gemma4-e", tmp_path, num_hidden_layers=6)
     cache = gpu_cache(spec, MAX_TOKENS, "fp16", torch.device(DEVICE), n_slots=4)

@@ -72,6 +72,7 @@ def test_bits_of_any_shape_are_the_definitions(shape: tuple[int, int], m: int, i
 
 
 @pytest.mark.parametrize("name", ["even blocks", "alternating"])
+@pytest.mark.sample(1)
 def test_sections_of_two_blocks(name: str) -> None:
     """Sections with neurons in one block, and in both."""
     case = Case((4200, 32), 1, is_gated=False)
@@ -81,6 +82,7 @@ def test_sections_of_two_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize(("n_neurons", "is_gated"), [(700, True), (4200, False)])
+@pytest.mark.sample(1)
 def test_the_first_sections_are_added_to_the_rest(n_neurons: int, is_gated: bool) -> None:
     """Wherever the sum is cut, its bits are the same; only the first rows need to be there."""
     case = Case((n_neurons, 32), 2, is_gated=is_gated)
