@@ -19,6 +19,7 @@ from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import ACTIVATION_TERMS, CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS, UNQUANTIZED
 from hetero_ee.options.sampling import SamplingParams
+from hetero_ee.planning.problem import check_experts
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
 from hetero_ee.planning.times.threads import fastest_threads
 from hetero_ee.profiling.automatic import automatic_profile
@@ -95,6 +96,8 @@ def open_named(
     revision = options.get("revision")
     folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
     threads = running_threads(options.get("threads", 0), tell)
+    if not is_store(folder):  # before minutes of conversion
+        check_experts(request.limits, read_spec(folder))
     files, draft_model = read_model(folder, quantizer, threads, tell, sparsity, compilation), None
     n_terms = ACTIVATION_TERMS[options.get("activations", MODEL_OPTIONS["activations"].default)]
     spec, weights = replace(files.spec, activation_terms=n_terms), with_terms(files.weights, n_terms)

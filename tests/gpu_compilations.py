@@ -8,6 +8,8 @@ from hetero_ee_kernels import (
     attention,
     draft,
     embed,
+    expert_pairs,
+    experts,
     gated_delta,
     kv_write,
     masked_linear,
@@ -15,6 +17,7 @@ from hetero_ee_kernels import (
     noise,
     norm,
     quantize,
+    route,
     row_products,
     short_conv,
     sliced_head,
@@ -34,13 +37,17 @@ MATRIX = {"words_ptr": "*i32", "scales_ptr": "*i32", "table_ptr": "*i32"}  # in 
 LISTS = {"neurons_ptr": "*i32", "counts_ptr": "*i32"}
 PRODUCTS = MATRIX | LISTS | {"codes_ptr": "*i32", "code_scales_ptr": "*fp32", "factor": "fp32"}
 PRODUCTS |= dict.fromkeys(("n_neurons", "n_units", "n_quads", "n_blocks", "one"), "i32")
+MATMUL = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
+MATMUL |= {"code_scales_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
+MATMUL |= dict.fromkeys(("m", "n_rows", "n_groups", "n_experts", "one"), "i32")
+QUANTIZE = {"codes_ptr": "*i8", "scales_ptr": "*fp32", "n_columns": "i32", "n_groups": "i32"}
 PRODUCTS_SIZE = {"NEURONS": row_products.NEURONS, "UNROLLED": row_products.UNROLLED}
 
 
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
-    first = (_activate, _attention, _draft, _embed, _gated_delta, _kv_write, _masked_linear)
-    for listed in (*first, _matmul, _norm, _quantize, _short_conv, _sliced_head, _sparse_ffn):
+    first = (_activate, _attention, _draft, _embed, _experts, _gated_delta, _kv_write, _masked_linear)
+    for listed in (*first, _matmul, _norm, _quantize, _route, _short_conv, _sliced_head, _sparse_ffn):
         yield from listed()
 
 
@@ -166,6 +173,33 @@ def _embed() -> list[Compilation]:
     ]
 
 
+def _experts() -> list[Compilation]:
+    """The product of pairs with 4-bit tiles, of a decode pass and of prompts; and the sum for 8 experts per token."""
+    signature = MATMUL | dict.fromkeys(("experts_ptr", "bias_ptr"), "*fp32")
+    sums = dict.fromkeys(("outputs_ptr", "routes_ptr", "sums_ptr", "out_ptr"), "*fp32")
+    sums |= {"start": "i32", "n_experts": "i32"}
+    sizes = {"N_ACTIVE": 8, "N": 2048, "WIDTH": experts.WIDTH}
+    most, pairs = expert_pairs.MOST_PER_PROGRAM, {"pairs_ptr": "*i32"}
+    cases = [(kind, 1, 1, PTX) for kind in KINDS] + [(KINDS[0], *width, PTX) for width in ((8, 1), (16, 1))]
+    cases += [(kind, most, matmul.MAX_PAIRS, PTX) for kind in KINDS[:2]] + [(KINDS[1], 1, 1, GCN)]
+    return [
+        *(
+            Compilation(
+                f"experts_{name}_{n_tokens}{'_prompt' if n_pairs > 1 else ''}{'' if isa == PTX else '_amd'}",
+                matmul.matmul_kernel,
+                signature | (pairs if n_tokens > 1 else {}),
+                {"TOKENS": n_tokens, "TERMS": 1, "PAIRS": n_pairs, "KIND": kind}
+                | ({} if n_tokens > 1 else dict.fromkeys(pairs)),
+                SLOTS.value,
+                is_memory_bound=True,
+                isa=isa,
+            )
+            for (kind, name), n_tokens, n_pairs, isa in cases
+        ),
+        Compilation("experts_add", experts.add_kernel, sums, sizes, experts.N_WARPS, is_memory_bound=True),
+    ]
+
+
 def _gated_delta() -> list[Compilation]:
     """The three launches for Qwen3.6-27B's heads."""
     shape = DeltaShape(n_key_heads=16, n_value_heads=48, key_dim=128, value_dim=128, n_taps=4)
@@ -267,9 +301,7 @@ def _masked_linear() -> list[Compilation]:
 
 def _matmul() -> list[Compilation]:
     """Every kind of tile, one also for two terms, and every number of tokens, with more row blocks for prompts."""
-    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
-    signature |= {"code_scales_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
-    signature |= dict.fromkeys(("m", "n_rows", "n_groups", "one"), "i32")
+    whole = dict.fromkeys(("experts_ptr", "pairs_ptr", "bias_ptr"))
     most = 8 * matmul.MAX_EIGHTS
     widths = [(1, 1, PTX), *((n_tokens, 1, PTX) for n_tokens in (8, 16, 32) if n_tokens <= most)]
     prompt, amd = (most, matmul.MAX_PAIRS, PTX), (1, 1, GCN)
@@ -280,8 +312,8 @@ def _matmul() -> list[Compilation]:
         Compilation(
             f"matmul_{name}_{n_tokens}{'_prompt' if n_pairs > 1 else ''}{'' if isa == PTX else '_amd'}{TERMS[n_terms]}",
             matmul.matmul_kernel,
-            signature,
-            {"TOKENS": n_tokens, "TERMS": n_terms, "PAIRS": n_pairs, "KIND": kind},
+            MATMUL,
+            whole | {"TOKENS": n_tokens, "TERMS": n_terms, "PAIRS": n_pairs, "KIND": kind},
             SLOTS.value,
             is_memory_bound=True,
             isa=isa,
@@ -321,11 +353,36 @@ def _quantize() -> list[Compilation]:
         Compilation(
             f"quantize_{dtype}{TERMS[n_terms]}",
             quantize.quantize_kernel,
-            {"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", "n_columns": "i32", "n_groups": "i32"},
-            {"GROUPS": quantize.GROUPS, "TERMS": n_terms},
+            QUANTIZE | {"x_ptr": f"*{dtype}"},
+            {"GROUPS": quantize.GROUPS, "TERMS": n_terms, "sources_ptr": None, "n_shared": 1},
             quantize.N_WARPS,
         )
         for dtype, n_terms in (("fp32", 1), ("fp16", 1), ("fp32", 2))
+    ]
+
+
+def _route() -> list[Compilation]:
+    """Logits of 256 experts for few and for many tokens, and the choice of 8 by each kind of score."""
+    pointers = dict.fromkeys(("x_ptr", "weights_ptr", "out_ptr"), "*fp32") | {"m": "i32", "n_experts": "i32"}
+    choice = dict.fromkeys(("logits_ptr", "out_ptr"), "*fp32") | {"scale": "fp32", "added": "fp32", "n_experts": "i32"}
+    biases: dict[str, Any] = dict.fromkeys(("bias_ptr", "choice_bias_ptr", "factors_ptr"))
+    sizes = {"N_ACTIVE": 8, "E": 256, "K": 16, "RENORMALIZES": True}
+    return [
+        *(
+            Compilation(
+                f"route_logits_{name}",
+                route.logits_kernel,
+                pointers,
+                {"WIDTH": 2048, "TOKENS": n_tokens, "EXPERTS": n_experts},
+                n_warps,
+                is_memory_bound=name == "few",
+            )
+            for name, (n_tokens, n_experts, n_warps) in (("few", route.FEW), ("many", route.MANY))
+        ),
+        *(
+            Compilation(f"route_{kind}", route.choose_kernel, choice, biases | sizes | {"KIND": kind}, 1)
+            for kind in route.KINDS
+        ),
     ]
 
 

@@ -49,6 +49,11 @@ class RouterSpec:
     scale: float = 1.0  # of the weights
     has_factors: bool = False  # multiplies each expert's weight by a factor of its own
 
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """How a token's weights follow from its scores, as keyword arguments of the devices' routers."""
+        return {"renormalizes": self.renormalizes, "scale": self.scale, "added": self.added}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec(MixerSpec):

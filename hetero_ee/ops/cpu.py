@@ -256,8 +256,8 @@ class CpuOps(Ops):
         rule = self._rules.get(router)
         if rule is None:
             spec, vectors = router.spec, (router.bias, router.choice_bias, router.factors)
-            more = {"renormalizes": spec.renormalizes, "scale": spec.scale, "added": spec.added}
-            self._rules[router] = rule = RouterRule(router.weights, vectors, spec.n_active, spec.scores, **more)
+            rule = RouterRule(router.weights, vectors, spec.n_active, spec.scores, **spec.weighting)
+            self._rules[router] = rule
         return route(x, rule, self.pool)
 
     def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> ExpertOutputs:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -32,12 +31,11 @@ from hetero_ee.layers.ops import (
 )
 from hetero_ee.ops.arena import MAX_ROWS, Arena, GpuRows
 from hetero_ee.ops.gpu_operations import GpuOperations
-from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.weights.rows import UNIT_COLUMNS, RowWeight
 from hetero_ee.weights.sections import BLOCK, MAX_SECTIONS
-from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_kernels.delta_state import DeltaWeights
+from hetero_ee_kernels.expert_pairs import pairs_of
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
@@ -229,48 +227,30 @@ class GpuOps(Ops):
         return x.mul_(gates.sigmoid_())
 
     def route(self, x: Tensor, router: Router) -> Tensor:
-        logits = _fp32_product(x, router.weights)
-        if router.bias is not None:
-            logits += router.bias
-        return self.arena.rows(ROUTES, len(x), 2 * router.spec.n_active).copy_(TorchOps().choose(logits, router))
+        spec, vectors = router.spec, (router.bias, router.choice_bias, router.factors)
+        out = self.arena.rows(ROUTES, len(x), 2 * spec.n_active)
+        self.kernels.route(x, router.weights, vectors, spec.n_active, spec.scores, out, **spec.weighting)
+        return out
 
     def expert_outputs(self, x: Tensor, routes: Tensor, experts: Experts) -> Tensor:
-        """Return the outputs (m, n_active, hidden); those of other experts are undefined.
-
-        Few tokens are multiplied one by one by all of their experts, since recorded launches must not depend on the
-        routes. Many are sorted by their experts, for which the host waits.
-        """
-        chosen = routes.chunk(2, 1)[0].long() - experts.start
-        outputs = self.arena.rows(OUTPUTS, len(x), chosen.shape[1] * x.shape[1]).view(*chosen.shape, x.shape[1])
-        if experts.n and len(x) <= MAX_ROWS:
-            for row, ids in enumerate(chosen.clamp(0, experts.n - 1)):
-                inner = _of_experts(experts.first, experts.n_first_rows, ids, x[row : row + 1])
-                active = self.activate(inner.view(len(ids), -1), experts.activation)
-                for place, one in enumerate(active.chunk(len(active))):
-                    outputs[row, place] = _of_experts(experts.down, experts.n_down_rows, ids[place : place + 1], one)[0]
-        elif experts.n:
-            flat, order = outputs.flatten(0, 1), chosen.flatten().argsort(stable=True)
-            counts = torch.bincount(chosen.flatten().clamp(-1, experts.n) + 1, minlength=experts.n + 2).tolist()
-            ends = [*accumulate(counts)]
-            for expert, rows in enumerate(order[first:end] for first, end in pairwise(ends[:-1])):
-                if len(rows):
-                    inner = _of_expert(experts.first, experts.n_first_rows, expert, x[rows // chosen.shape[1]])
-                    active = self.activate(inner, experts.activation)
-                    flat[rows] = _of_expert(experts.down, experts.n_down_rows, expert, active)
+        """Return the outputs of all pairs of a token and its choices, (m * n_active, hidden); see Ops."""
+        (m, width), n_active, multiply = x.shape, routes.shape[1] // 2, self.kernels.expert_matmul
+        outputs = self.arena.rows(OUTPUTS, m * n_active, width)
+        if experts.n:
+            first, down = map(_expert_tiles, (experts.first, experts.down))
+            pairs = pairs_of(routes, experts.start, experts.n, first)
+            inner = self.arena.rows(INNER, m * n_active, experts.n_first_rows)
+            multiply(x, first, pairs, inner, experts.first.bias)
+            multiply(self.activate(inner, experts.activation), down, pairs, outputs, experts.down.bias)
         return outputs
 
     def add_experts(self, outputs: Tensor, routes: Tensor, experts: Experts, sums: Tensor | None) -> Tensor:
-        chosen, weights = routes.chunk(2, 1)
-        is_here = (chosen >= experts.start) & (chosen < experts.start + experts.n)
-        found = self.arena.rows(DELTA, len(outputs), outputs.shape[2])
-        found = found.zero_() if sums is None else found.copy_(sums)
-        for place in range(chosen.shape[1]):
-            more = outputs[:, place] * weights[:, place : place + 1]  # rounded before it is added
-            torch.where(is_here[:, place : place + 1], found + more, found, out=found)
-        return found
+        out = self.arena.rows(DELTA, len(routes), outputs.shape[1])
+        self.kernels.add_experts(outputs, routes, experts.start, experts.n, sums, out)
+        return out
 
     def gate_rows(self, x: Tensor, inputs: Tensor, weights: Tensor) -> Tensor:
-        return x.mul_(_fp32_product(inputs, weights).sigmoid_())
+        return x.mul_(self.kernels.fp32_product(inputs, weights).sigmoid_())
 
     def delta_rule(
         self, spec: GatedDeltaSpec, layer: int, cache: GpuRecurrentCache, vectors: Sequence[Tensor], norm: Norm
@@ -362,40 +342,12 @@ class GpuOps(Ops):
         return {"least": neurons.least, "may_skip": rows.may_skip, "n_used": self.arena.n_used}
 
 
-def _fp32_product(x: Tensor, weights: Tensor) -> Tensor:
-    """Return x W^T in fp32, MAX_ROWS rows at a time, so that a row's bits don't depend on the others."""
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % MAX_ROWS)).view(-1, MAX_ROWS, x.shape[1])
-    return torch.cat([block @ weights.T for block in padded])[: len(x)]
-
-
-def _of_expert(matrix: GpuMatrix, n_rows: int, expert: int, x: Tensor) -> Tensor:
-    """Multiply x (m, K) by the n_rows rows of one expert: (m, n_rows)."""
-    tiles, n_blocks = _expert_tiles(matrix), n_rows // TILE_ROWS
-    blocks, rows = (slice(expert * size, (expert + 1) * size) for size in (n_blocks, n_rows))
-    found: Tensor = _multiplied(matrix, tiles.with_tiles(tiles.tiles[blocks], tiles.scales[blocks]), x)
-    return found if matrix.bias is None else found.add_(matrix.bias[rows])
-
-
-def _of_experts(matrix: GpuMatrix, n_rows: int, ids: Tensor, x: Tensor) -> Tensor:
-    """Multiply one row x (1, K) by the rows of some experts, whose tiles are copied: (1, n * n_rows)."""
-    tiles, n_blocks = _expert_tiles(matrix), n_rows // TILE_ROWS
-    parts = (part.view(-1, n_blocks, *part.shape[1:])[ids].flatten(0, 1) for part in (tiles.tiles, tiles.scales))
-    found = _multiplied(matrix, tiles.with_tiles(*parts), x)
-    return found if matrix.bias is None else found.add_(matrix.bias.view(-1, n_rows)[ids].flatten())
-
-
 def _expert_tiles(matrix: GpuMatrix) -> TileMatrix:
     if not isinstance(matrix.matrix, TileMatrix):
         raise UsageError(
             "experts need Triton on the GPU, which can't be imported; install triton, or plan with -ngl 0."
         )
     return matrix.matrix
-
-
-def _multiplied(matrix: GpuMatrix, tiles: TileMatrix, x: Tensor) -> Tensor:
-    assert matrix.multiply is not None, "experts are in tiles"
-    found: Tensor = matrix.multiply(x, tiles)
-    return found
 
 
 def _up_and_down(neurons: Neurons) -> tuple[RowMatrix | None, RowMatrix]:

@@ -22,6 +22,10 @@ NAMES = (
     "first_sections",
     "fold_sections",
     "draft",
+    "route",
+    "fp32_product",
+    "expert_matmul",
+    "add_experts",
     "matmul_int4",
     "matmul_int8",
 )
@@ -49,6 +53,10 @@ class GpuOperations:
     first_sections: Callable[..., Any]
     fold_sections: Callable[..., Any]
     draft: Callable[..., Any]
+    route: Callable[..., Any]
+    fp32_product: Callable[..., Any]
+    expert_matmul: Callable[..., Any]
+    add_experts: Callable[..., Any]
     matmul_int4: Callable[..., Any]
     matmul_int8: Callable[..., Any]
     add: Callable[..., Any]

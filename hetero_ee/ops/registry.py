@@ -136,4 +136,8 @@ IMPLEMENTATIONS = (
     *_pair("attention", "attention:attention"),
     *_pair("gated_delta", "gated_delta:gated_delta", "delta_reference"),
     *_pair("short_conv", "short_conv:short_conv", "delta_reference"),
+    *_pair("route", "route:route", "experts_reference"),
+    *_pair("fp32_product", "route:fp32_product", "experts_reference"),
+    *_pair("expert_matmul", "experts:expert_matmul", "experts_reference"),
+    *_pair("add_experts", "experts:add_experts", "experts_reference"),
 )

@@ -21,7 +21,6 @@ from hetero_ee.kv.recurrent import RecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
 from hetero_ee.layers.mamba import MambaSpec
-from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID
 from hetero_ee.layers.ops import CLAMPED_SILU, Activation, Experts, LookUp, Neurons, Norm, Ops, Router
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.ops.neurons import NeuronCounts
@@ -29,6 +28,7 @@ from hetero_ee.ops.torch_attention import attend_by_row, attend_by_sequence
 from hetero_ee.ops.torch_delta import TorchConv, TorchDelta, TorchMamba
 from hetero_ee.weights.weight import DenseWeight, Weight
 from hetero_ee_kernels.activation_reference import activated
+from hetero_ee_kernels.experts_reference import choose
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
 
@@ -213,26 +213,10 @@ class TorchOps(Ops):
 
     @torch.inference_mode()
     def route(self, x: Tensor, router: Router) -> Tensor:
+        spec, vectors = router.spec, (router.choice_bias, router.factors)
         logits = self.product(x, DenseWeight(router.weights), router.bias)
-        return torch.cat([self.choose(row[None].clone(), router) for row in logits])
-
-    def choose(self, logits: Tensor, router: Router) -> Tensor:
-        """Choose experts by a router's logits (m, n_experts). See Ops.route."""
-        spec = router.spec
-        scores = torch.sigmoid(logits) if spec.scores == SIGMOID else logits
-        keys = scores if router.choice_bias is None else scores + router.choice_bias
-        chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, : spec.n_active]
-        chosen = chosen.sort(dim=-1, descending=True).values
-        if spec.scores == OF_CHOSEN:
-            weights = torch.softmax(logits.gather(1, chosen), -1)
-        else:
-            weights = (scores if spec.scores == SIGMOID else torch.softmax(logits, -1)).gather(1, chosen)
-        if spec.renormalizes:
-            weights = weights / (weights.sum(-1, keepdim=True) + spec.added)
-        weights = weights * spec.scale
-        if router.factors is not None:
-            weights = weights * router.factors[chosen]
-        return torch.cat([chosen.float(), weights], 1)
+        how: Any = spec.n_active, spec.scores
+        return torch.cat([choose(row[None].clone(), vectors, *how, **spec.weighting) for row in logits])
 
     @torch.inference_mode()
     def expert_outputs(self, x: Tensor, routes: Tensor, experts: Experts) -> Tensor:

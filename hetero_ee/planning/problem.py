@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import PLAN_OPTIONS, RUN_OPTIONS
@@ -135,6 +136,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
     _check_statistics(known, spec)
     if profile.gpu is None:  # its layers are the CPU's, as in llama.cpp
         limits = replace(limits, gpu_layers=None)
+    check_experts(limits, spec)
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError(
             "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a ",
@@ -215,11 +217,16 @@ def _readable(n_bytes: int) -> int:
     return min(n_bytes, int(hundredths / 100 * GIB))
 
 
+def check_experts(limits: Limits, spec: ModelSpec) -> None:
+    """Check that a model whose experts shall stay in RAM has experts. Raises: UsageError: if it has none."""
+    has_experts = any(isinstance(spec.layer(number).ffn, MoeSpec) for number in range(spec.n_layers))
+    if limits.n_cpu_moe is not None and not has_experts:
+        raise UsageError(PLAN_OPTIONS["n_cpu_moe"], " keeps experts in RAM, and this model has none; leave it out.")
+
+
 def _checked_overrides(limits: Limits, parts: Sequence[Part]) -> Overrides:
     """Return the overrides by names of parts. Check that each matches a part that can have that placement."""
     overrides = translated(limits.overrides, limits.n_cpu_moe, parts)
-    if limits.n_cpu_moe is not None and not any(part.has_experts for part in parts):
-        raise UsageError(PLAN_OPTIONS["n_cpu_moe"], " keeps experts in RAM, and this model has none; leave it out.")
     for pattern, placement in overrides.pins:
         names = [part.name for part in parts if re.fullmatch(pattern, part.name)]
         if not names:

@@ -171,7 +171,7 @@ def add_quads(
     return (even, odd), at
 
 
-@triton.jit(do_not_specialize=["m", "n_rows", "n_groups", "one"])
+@triton.jit(do_not_specialize=["m", "n_rows", "n_groups", "n_experts", "one"])
 def matmul_kernel(
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -179,10 +179,14 @@ def matmul_kernel(
     codes_ptr: tl.tensor,
     code_scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     factor: tl.tensor,
     m: tl.tensor,
     n_rows: tl.tensor,
     n_groups: tl.tensor,
+    n_experts: tl.tensor,
     one: tl.tensor,
     TOKENS: tl.constexpr,
     TERMS: tl.constexpr,
@@ -193,11 +197,16 @@ def matmul_kernel(
     """Multiply 32 x PAIRS rows by TOKENS tokens: a multiple of 8, or 1, which stands for all TERMS of one.
 
     Programs of the same rows are adjacent in the grid, so that the later ones read the weights from the L2 cache.
+    In a product with experts, programs of the same tokens multiply with the rows of one expert.
 
     Args:
         words_ptr, scales_ptr, table_ptr: TileMatrix.words, scales and table.
         codes_ptr, code_scales_ptr: quantize(x), the codes as int32 words.
         out_ptr: fp32 (m / TERMS, n_rows), multiplied by `factor`.
+        experts_ptr: None, or fp32 with the index of each program's expert; those outside of n_experts have no rows.
+        pairs_ptr: int32 (m / TERMS,), the rows of `out`, none if below 0; None for rows in order.
+        bias_ptr: None, or fp32 (n_experts * n_rows,), added to the products with experts.
+        n_rows: rows of an expert, if there are experts.
         one: 1, which the compiler does not know; see load_table.
         KIND, ISA: constants of tile_matrix.py.
     """
@@ -213,11 +222,18 @@ def matmul_kernel(
     n_quads = (n_groups + STEP - 1) // STEP * SLOTS
     first_row = tl.program_id(0) // n_parts * (32 * PAIRS)
     first = tl.program_id(0) % n_parts * N_TOKENS
+    if experts_ptr is not None:
+        expert = tl.load(experts_ptr + tl.program_id(0) % n_parts).to(tl.int32)
+        if (expert < 0) | (expert >= n_experts):
+            return
+        before = expert * ((n_rows + 15) // 16)  # blocks of rows
+    else:
+        before = 0
     thread = tl.arange(0, 32 * SLOTS)
     row, j, slot = thread % 32 // 4, thread % 4, thread // 32
     four = tl.arange(0, 4)[None, None, None, :]
     block = first_row // 16 + 2 * tl.arange(0, PAIRS)[:, None] + (row // 4)[None, :]
-    tile = tl.minimum(block, (n_rows + 15) // 16 - 1).to(tl.int64) * n_groups + (4 * slot)[None, :]
+    tile = (before + tl.minimum(block, (n_rows + 15) // 16 - 1)).to(tl.int64) * n_groups + (4 * slot)[None, :]
     words_at = words_ptr + (tile * TILE + (16 * j + row % 4 * 4)[None, :])[:, None, :, None] + four
     scales_at = scales_ptr + (tile * SCALES + (row % 4 * 4)[None, :])[:, None, :, None] + four
     eight = first + EIGHT * tl.arange(0, EIGHTS)[:, None]
@@ -249,9 +265,16 @@ def matmul_kernel(
         y = high + low
     n = first_row + tl.arange(0, PAIRS * 32)
     local = tl.arange(0, EIGHTS * 4 * EACH // TERMS)
-    out_at = out_ptr + ((first // TERMS + local).to(tl.int64)[:, None] * n_rows + n[None])
+    row_of_out = first // TERMS + local
     is_token = local < tl.minimum(N_TOKENS, m - first) // TERMS
-    tl.store(out_at, y * factor, mask=is_token[:, None] & (n < n_rows)[None])
+    if pairs_ptr is not None:
+        row_of_out = tl.load(pairs_ptr + row_of_out, mask=is_token, other=-1)
+        is_token = row_of_out >= 0
+    y *= factor
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + before.to(tl.int64) * 16 + n, mask=n < n_rows, other=0.0)[None]
+    out_at = out_ptr + (row_of_out.to(tl.int64)[:, None] * n_rows + n[None])
+    tl.store(out_at, y, mask=is_token[:, None] & (n < n_rows)[None])
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
@@ -268,15 +291,37 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     m = len(x)
     out = output(out, x, (m, weight.n_rows))
     if m:
-        codes, code_scales = quantize(x, weight.n_terms)
-        m = len(codes)
+        quantized = quantize(x, weight.n_terms)
+        m = len(quantized[0])
         eights = min(MAX_EIGHTS, triton.next_power_of_2(-(-m // 8)))
         n_tokens = 1 if m == 1 or weight.isa == GCN else 8 * eights
-        n_pairs = MAX_PAIRS if m > n_tokens > 1 else 1
-        grid = -(-weight.n_blocks // (2 * n_pairs)) * -(-m // (weight.n_terms if n_tokens == 1 else n_tokens))
-        operands = weight.words, weight.scales, weight.table, codes.view(torch.int32), code_scales, out
-        sizes = weight.quantized_factor, m, weight.n_rows, weight.n_groups, 1
-        constants = {"TOKENS": n_tokens, "TERMS": weight.n_terms, "PAIRS": n_pairs, "KIND": weight.kind}
-        constants["ISA"] = weight.isa
-        matmul_kernel[(grid,)](*operands, *sizes, **constants, num_warps=SLOTS.value, **UNFUSED)
+        launch(weight, quantized, out, n_tokens, has_more=m > n_tokens > 1)
     return out
+
+
+def launch(
+    weight: TileMatrix,
+    quantized: tuple[Any, Any],
+    out: Any,
+    n_tokens: int,
+    of_experts: tuple[Any, Any, Any, int] = (None, None, None, 0),
+    *,
+    has_more: bool,
+) -> None:
+    """Launch the product.
+
+    Args:
+        quantized: codes and scales of the activations.
+        n_tokens: rows of codes per program, 1 or a multiple of 8.
+        of_experts: the kernel's experts, pairs, bias and n_experts.
+        has_more: whether several programs of many tokens multiply with the same rows.
+    """
+    codes, code_scales = quantized
+    n_rows, n_pairs = out.shape[-1], MAX_PAIRS if has_more else 1
+    n_parts = -(-len(codes) // (weight.n_terms if n_tokens == 1 else n_tokens))
+    *pointers, n_experts = of_experts
+    operands = weight.words, weight.scales, weight.table, codes.view(torch.int32), code_scales, out, *pointers
+    sizes = weight.quantized_factor, len(codes), n_rows, weight.n_groups, n_experts, 1
+    constants = {"TOKENS": n_tokens, "TERMS": weight.n_terms, "PAIRS": n_pairs, "KIND": weight.kind}
+    grid = (-(-n_rows // (32 * n_pairs)) * n_parts,)
+    matmul_kernel[grid](*operands, *sizes, **constants, ISA=weight.isa, num_warps=SLOTS.value, **UNFUSED)

@@ -48,15 +48,19 @@ def quantize_kernel(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
     n_columns: tl.tensor,
     n_groups: tl.tensor,
+    n_shared: tl.tensor,
     GROUPS: tl.constexpr,
     TERMS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
+    source = row if sources_ptr is None else tl.load(sources_ptr + row).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 32 + tl.arange(0, 32)[None]
-    x = tl.load(x_ptr + row * n_columns + column, mask=column < n_columns, other=0.0).to(tl.float32)
+    inside = column < tl.where(source >= 0, n_columns, 0)
+    x = tl.load(x_ptr + source // n_shared * n_columns + column, mask=inside, other=0.0).to(tl.float32)
     inverse, scale = steps_of(tl.max(magnitude(x), 1))
     scaled = x * inverse[:, None]
     within = column % 32
@@ -71,21 +75,24 @@ def quantize_kernel(
         scale = tl.div_rn(scale, tl.full(scale.shape, TERM_RATIO, tl.float32))
 
 
-def quantize(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
+def quantize(x: Any, n_terms: int = 1, sources: Any = None, n_shared: int = 1) -> tuple[Any, Any]:
     """Quantize contiguous fp32 or fp16 x (m, K); return codes and scales, with n_terms rows for each row of x.
+
+    Args:
+        sources: int32 (n,), numbers of rows to quantize instead of all in order; those below 0 count as zeros.
+        n_shared: row i of x has the numbers i n_shared .. (i + 1) n_shared - 1.
 
     Raises:
         ValueError: for any other x.
     """
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.float16) or not x.is_contiguous() or not x.shape[1]:
         raise ValueError(f"Activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
-    m, n_columns = x.shape
+    n_columns, m = x.shape[1], n_shared * len(x) if sources is None else len(sources)
     n_quads = -(-n_columns // STEP) * STEP // (QUAD * GROUP)
     codes = torch.empty((m * n_terms, n_quads, 2, 4, 2, 8), dtype=torch.int8, device=x.device)
     scales = torch.empty((-(-len(codes) // 2), n_quads, 2, QUAD), dtype=torch.float32, device=x.device)
     if m:
         grid = (m, n_quads * QUAD // GROUPS)
-        quantize_kernel[grid](
-            x, codes, scales, n_columns, n_quads * QUAD, GROUPS, n_terms, num_warps=N_WARPS, **UNFUSED
-        )
+        sizes = n_columns, n_quads * QUAD, n_shared, GROUPS, n_terms
+        quantize_kernel[grid](x, codes, scales, sources, *sizes, num_warps=N_WARPS, **UNFUSED)
     return codes, scales

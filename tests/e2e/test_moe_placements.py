@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_ee import Engine, UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache
@@ -15,6 +16,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
 from hetero_ee.weights.store.reader import open_store
+from tests.bad_models import leftovers
 from tests.emulation import emulated, planned, prompt_of
 from tests.executor_support import Model, on_kernels
 from tests.families import random_model, save_checkpoint
@@ -72,3 +74,13 @@ def test_a_gpu_runs_the_steps_that_are_emulated(model: Model, places: str, kerne
     assert (found - expected).norm() < 0.01 * expected.norm()
     read(emulated(*model, plan, wrap=charged.machine))
     assert charged.names == log.names, "an emulated GPU is charged for other steps"
+
+
+def test_experts_that_a_model_lacks_are_refused_before_it_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(tmp_path / "cache"))
+    folder = save_checkpoint(random_model("llama"), tmp_path / "model")
+    with pytest.raises(UsageError, match="this model has none"):
+        Engine.from_pretrained(folder, cpu_moe=True)
+    assert leftovers(tmp_path / "cache") == []

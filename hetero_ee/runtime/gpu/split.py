@@ -128,8 +128,7 @@ class GpuMoeSplit(GpuSplit):
         return self._arena.rows(ROUTES, m, 2 * self._moe.router.spec.n_active)
 
     def _outputs(self, m: int) -> Tensor:
-        n_active, hidden_size = self._moe.router.spec.n_active, self.spec.hidden_size
-        return self._arena.rows(OUTPUTS, m, n_active * hidden_size).view(m, n_active, hidden_size)
+        return self._arena.rows(OUTPUTS, m * self._moe.router.spec.n_active, self.spec.hidden_size)
 
     def _enter(self, m: int) -> None:
         self._ops.route(self._ops.add_norm(self._hidden(m), None, self._block.norm), self._moe.router)

@@ -29,6 +29,8 @@ QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("norm", "heads_in_place_and_nothing_beside_them", 80),
     ("activate", "bits_depend_on_the_row_alone"),
     ("matmul", "products_equal_float64", "linear", (70, 1100, 3)),
+    ("experts", "a_decode_pass", "codebook", True),
+    ("route", "bits_are_the_cpus", "all", 2),
     ("embed", "rows_are_the_matrix_s", "codebook", 1056),
     ("rope", "turns_and_touches_nothing_else", 64, 32),
     ("attention", "accurate_for_every_shape", (1, 8, 64), None),
@@ -38,6 +40,11 @@ QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("sparse_ffn", "bits_of_any_shape_are_the_definitions", (70, 200), 2, True),
 ]
 MORE: list[tuple[Any, ...]] = [
+    ("experts", "a_prompt", 1, 16),
+    ("route", "bits_are_the_cpus", "many of all", 18),
+    ("route", "bits_are_the_cpus", "many chosen", 2),
+    ("route", "bits_are_the_cpus", "sigmoid", 18),
+    ("experts", "sums_are_added_from_the_highest_expert_to_the_lowest"),
     ("quantize", "two_terms"),
     ("quantize", "codes_and_scales", (5, 250), torch.float16),
     ("norm", "accurate_and_the_residual_is_added", "rms", 1000),
