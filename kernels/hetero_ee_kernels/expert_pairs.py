@@ -20,7 +20,7 @@ MOST_PER_PROGRAM = 32  # rows of codes
 class Pairs:
     """A batch's pairs, in the order in which programs multiply them."""
 
-    experts: Any  # fp32 (n_programs,): index of each program's expert on this device; none if it is no such index
+    experts: Any  # fp32 (n_programs,): index of each program's expert; outside of this device's for others
     order: Any  # int32 (n,): number of the pair in each place, -1 for none; None if all are in order
     n_pairs: int
     n_tokens: int  # rows of codes per program

@@ -3,7 +3,8 @@
     python tests/bench/bench_expert_routes.py --text FILE [--model tests/assets/hybrid_moe] [--tokens 32768] [--json]
 
 Routes are transformers' (fp32, windows of 512 tokens). Hot sets are the likeliest experts of each layer in the first
-half of the text; their hits are counted in the second. The union of m neighbouring tokens is compared with that of m
+half of the text; their hits are counted in the second, and so are those of a cache of equal size per layer that evicts
+the least recently used expert. The union of m neighbouring tokens is compared with that of m
 tokens that choose independently and evenly, n (1 - (1 - k/n)^m). The last line is one JSON document.
 """
 
@@ -70,9 +71,28 @@ def statistics(chosen: Tensor, k: int) -> dict[str, Any]:
         "overlap": round(float((chosen[:, 1:] & chosen[:, :-1]).sum() / (n_layers * (n_tokens - 1) * k)), 3),
         "overlap_if_independent": round(float((frequency.square().sum(1) * k).mean()), 3),
         "hit_rates": {str(share): round(float(late[:, : round(share * n)].sum(1).mean()), 3) for share in SHARES},
+        "lru_hit_rates": {str(share): round(lru_hits(chosen, round(share * n)), 3) for share in SHARES},
         "unions": {str(m): round(union(chosen, m), 2) for m in WIDTHS},
         "unions_if_even": {str(m): round(n * (1 - (1 - k / n) ** m), 2) for m in WIDTHS},
     }
+
+
+def lru_hits(chosen: Tensor, capacity: int) -> float:
+    """The share of choices in the second half of the text that find their expert in a layer's cache."""
+    n_hits = n_choices = 0
+    for layer in chosen:
+        cache: dict[int, None] = {}  # the least recently used first
+        for number, token in enumerate(layer):
+            experts = token.nonzero()[:, 0].tolist()
+            if number >= len(layer) // 2:
+                n_hits += sum(expert in cache for expert in experts)
+                n_choices += len(experts)
+            for expert in experts:
+                cache.pop(expert, None)
+                cache[expert] = None
+            while len(cache) > capacity:
+                del cache[next(iter(cache))]
+    return n_hits / n_choices
 
 
 def union(chosen: Tensor, m: int) -> float:
@@ -92,7 +112,8 @@ def table(found: dict[str, Any]) -> str:
         f"({found['overlap_if_independent']} of independent tokens)"
     )
     lines += [
-        f"hot set of {float(share):.0%} of experts: {hits:.1%} hits" for share, hits in found["hit_rates"].items()
+        f"{float(share):.0%} of experts: {hits:.1%} hits if fixed, {found['lru_hit_rates'][share]:.1%} if the last used"
+        for share, hits in found["hit_rates"].items()
     ]
     pairs = zip(found["unions"].items(), found["unions_if_even"].values(), strict=True)
     lines += [f"experts of {m} tokens: {own} measured, {even} if independent and even" for (m, own), even in pairs]
