@@ -1,16 +1,18 @@
 """What splitting every layer's experts between GPU and CPU brings over splitting a model by whole layers, emulated.
 
-    python -m tests.bench.bench_expert_plans [--model tests/assets/hybrid_moe] [--hardware rtx-3060-12gb] [--json]
+    python -m tests.bench.bench_expert_plans [--model tests/assets/hybrid_moe] [--hardware rtx-3060-12gb]
+        [--routes FILE] [--json]
 
 Each share of the routed experts is on the GPU twice: as the first experts of each layer, beside everything else, and as
-the whole of the first layers, the others wholly on the CPU. Steps are run on the emulated machine and charged the times
-of its profile; their rate is compared with what the plan promised. --model may also name a known shape, such as
-qwen3.6-35b-a3b. The last line is one JSON document.
+the whole of the first layers, the others wholly on the CPU. With --routes, the JSON line of bench_expert_routes.py,
+there is a third row: each layer's most popular experts, with the hits that were counted in that text. Steps are run on
+the emulated machine and charged the times of its profile; their rate is compared with what the plan promised. --model
+may also name a known shape, such as qwen3.6-35b-a3b. The last line is one JSON document.
 """
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hetero_ee.decoding.simulation import of_shapes
@@ -42,10 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(MODEL), help="a folder, or a known shape's name")
     parser.add_argument("--hardware", default="rtx-3060-12gb", help="a shipped profile")
+    parser.add_argument("--routes", type=Path, help="a file whose last line bench_expert_routes.py printed")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     arguments = parser.parse_args()
     folder = Path(arguments.model)
-    rows = rows_of(read_spec(folder) if folder.is_dir() else known_spec(arguments.model), arguments.hardware)
+    curve = () if arguments.routes is None else json.loads(arguments.routes.read_text().splitlines()[-1])["hot_curve"]
+    spec = read_spec(folder) if folder.is_dir() else known_spec(arguments.model)
+    rows = rows_of(spec, arguments.hardware, tuple(curve))
     if not arguments.json:
         print("| split | experts on the GPU | emulated, tokens/s | predicted |\n|---|---|---|---|")
         for row in rows:
@@ -54,13 +59,15 @@ def main() -> None:
     print(json.dumps([asdict(row) for row in rows]))
 
 
-def rows_of(spec: ModelSpec, hardware: str) -> list[Row]:
-    """Both ways to split, at every share."""
+def rows_of(spec: ModelSpec, hardware: str, hot_curve: tuple[float, ...] = ()) -> list[Row]:
+    """Every way to split, at every share."""
     rows = []
     for share in SHARES:
         n_hot, n_layers = round(share * PARTS), round(share * spec.n_layers)
         experts = "gpu" if n_hot == PARTS else f"hot-{n_hot}"
-        rows.append(row_of("experts", n_hot / PARTS, spec, hardware, ((".*moe", experts), (".*", "gpu"))))
+        ways = {"experts": spec} | ({"popular experts": replace(spec, hot_curve=hot_curve)} if hot_curve else {})
+        for name, each in ways.items():
+            rows.append(row_of(name, n_hot / PARTS, each, hardware, ((".*moe", experts), (".*", "gpu"))))
         first = "|".join(rf"layers\.{number}\..*" for number in range(n_layers))
         layers = (
             ((first, "gpu"), ("layers.*", "cpu"), (".*", "gpu")) if n_layers else (("layers.*", "cpu"), (".*", "gpu"))

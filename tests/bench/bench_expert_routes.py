@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WINDOW = 512
 SHARES = (0.1, 0.25, 0.5)  # of a layer's experts that are hot
+PARTS = 32  # of which a split placement names how many are on the GPU
 WIDTHS = (1, 2, 4, 8)  # tokens whose union is counted
 MODEL = Path(__file__).parents[1] / "assets" / "hybrid_moe"
 
@@ -71,6 +72,7 @@ def statistics(chosen: Tensor, k: int) -> dict[str, Any]:
         "overlap": round(float((chosen[:, 1:] & chosen[:, :-1]).sum() / (n_layers * (n_tokens - 1) * k)), 3),
         "overlap_if_independent": round(float((frequency.square().sum(1) * k).mean()), 3),
         "hit_rates": {str(share): round(float(late[:, : round(share * n)].sum(1).mean()), 3) for share in SHARES},
+        "hot_curve": [round(float(late[:, : n * i // PARTS].sum(1).mean()), 4) for i in range(1, PARTS + 1)],
         "lru_hit_rates": {str(share): round(lru_hits(chosen, round(share * n)), 3) for share in SHARES},
         "unions": {str(m): round(union(chosen, m), 2) for m in WIDTHS},
         "unions_if_even": {str(m): round(n * (1 - (1 - k / n) ** m), 2) for m in WIDTHS},

@@ -56,7 +56,9 @@ def test_the_preferred_one_is_told_by_nobody() -> None:
 
 
 def test_what_is_not_there_is_said() -> None:
-    with pytest.raises(UsageError, match="no operation is called 'convolve' on 'cuda'; there are activate, attention"):
+    with pytest.raises(
+        UsageError, match="no operation is called 'convolve' on 'cuda'; there are activate, add_experts, attention"
+    ):
         Registry().choose("convolve", "cuda")
     with pytest.raises(UsageError, match="on 'tpu'; there are none"):
         Registry().choose("matmul_int4", "tpu")
