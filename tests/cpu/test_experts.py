@@ -8,7 +8,10 @@ import torch
 
 from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID, SOFTMAX, RouterSpec
 from hetero_ee.layers.ops import Activation, Experts, Router
+from hetero_ee.ops.cpu import CpuOps
 from hetero_ee.ops.torch_ops import TorchMatrix, TorchOps
+from hetero_ee.weights.gguf_blocks import MXFP4_CODEBOOK
+from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops import expert_pairs, grouped_matmul
 from hetero_ee_cpu_ops.expert_pairs import MIN_SHARED_VALUES, Pairs, add_outputs, pairs_of
 from hetero_ee_cpu_ops.grouped_matmul import GroupedMatmul
@@ -65,6 +68,24 @@ def test_threads_and_other_tokens_change_no_bit(matmul: Matmul, kind: str) -> No
     fewer = pairs_of(routes[few], 0, N_EXPERTS)
     part = grouped(matmul, threads=3)(case.x[few], case.matrix(), (0, 2048), fewer, gather=True)
     assert_same_bits(part[fewer.places.ravel()], alone[pairs.places[few].ravel()])
+
+
+def test_mxfp4_experts_of_gpt_oss_s_shape() -> None:
+    """2,880 columns are 90 groups, which neither devices' steps nor pages divide."""
+    n, width, draw = 3, 2880, torch.Generator().manual_seed(0)
+    tiles = torch.randint(0, 256, (n * width // 16, width // 32, 256), generator=draw, dtype=torch.uint8)
+    scales = 2.0 ** torch.randint(-4, 3, (*tiles.shape[:2], 16), generator=draw)
+    weight = TileWeight(tiles, scales.half(), -9, MXFP4_CODEBOOK, n * width, width, n_terms=2)
+    ops, routes = CpuOps(ThreadPool(1)), drawn_routes(2, 2, n_experts=n)
+    x = np.random.default_rng(0).standard_normal((2, width), np.float32)
+
+    def summed(ops: Any, matrix: Any, *arrays: Any) -> Any:
+        experts = Experts(matrix, matrix, Activation("relu", 0.0, False), width, width, n)
+        return ops.add_experts(ops.expert_outputs(*arrays, experts), arrays[1], experts, None)
+
+    expected = summed(TorchOps(), TorchMatrix(weight, None), torch.from_numpy(x), torch.from_numpy(routes)).numpy()
+    found = summed(ops, ops.matrix("experts", weight, None), x, routes)
+    assert np.linalg.norm(found - expected) < 1e-4 * np.linalg.norm(expected)
 
 
 def test_rows_of_pairs_are_multiplied_without_gathering(matmul: Matmul) -> None:
