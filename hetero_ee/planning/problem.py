@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.layers.moe import MoeSpec
+from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import PLAN_OPTIONS, RUN_OPTIONS
@@ -219,7 +220,7 @@ def _readable(n_bytes: int) -> int:
 
 def check_experts(limits: Limits, spec: ModelSpec) -> None:
     """Check that a model whose experts shall stay in RAM has experts. Raises: UsageError: if it has none."""
-    has_experts = any(isinstance(spec.layer(number).ffn, MoeSpec) for number in range(spec.n_layers))
+    has_experts = any(isinstance(block.mixer, MoeSpec) for block in decoder_blocks(spec))
     if limits.n_cpu_moe is not None and not has_experts:
         raise UsageError(PLAN_OPTIONS["n_cpu_moe"], " keeps experts in RAM, and this model has none; leave it out.")
 
