@@ -56,7 +56,7 @@ def test_bits_are_the_cpus(name: str, m: int) -> None:
     how = HOW | {"renormalizes": case.renormalizes}
     pool, out = ThreadPool(1), Guarded((m, 2 * case.n_active))
     try:
-        expected = cpu_route(x, RouterRule(weights, tuple(vectors), case.n_active, case.kind, **how), pool)
+        expected = cpu_route(x, RouterRule(weights, (*vectors, None), case.n_active, case.kind, **how), pool)
     finally:
         pool.close()
     given = on_device(x, weights)
