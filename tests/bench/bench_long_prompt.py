@@ -18,15 +18,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from exit_demo import KNOWLEDGE, Stories
-from specee_subjects import OPENINGS
+from specee_subjects import OPENINGS, this_profile
 
-from hetero_ee.config import cache_folder, data_folder
+from hetero_ee.config import demo_model_folder
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.request import PlanRequest
-from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.opening import Opened, open_planned
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.opening import open_drafting
@@ -160,19 +159,6 @@ class LongPrompts:
         return replace(opened, request=placement)  # exact mode was asked for, so that every step drafts
 
 
-def this_profile(stories: Stories) -> HardwareProfile:
-    """Return a rough profile of this machine's CPU, by which drafts are planned."""
-    return machine_profile(
-        stories.engine.spec,
-        Wanted(quick=True, refresh=False, threads=(1,), command="bench_long_prompt"),
-        data_folder=data_folder(),
-        cache_folder=cache_folder(),
-        disk_file=None,
-        clock=time.perf_counter,
-        open_gpu=lambda model: None,
-    )
-
-
 def _learned_alike(drafting: Drafting, learned: list[Any]) -> None:
     """Rule and n-grams know what they knew at the first call, which keeps it in `learned`."""
     known = [drafting.rule, *(source._precision for source in drafting.sources if isinstance(source, NgramSource))]
@@ -207,7 +193,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the rows as JSON instead of a table")
     arguments = parser.parse_args()
     stories = Stories.opened(1, arguments.tokens)
-    bench = LongPrompts(stories, this_profile(stories), arguments.runs)
+    bench = LongPrompts(stories, this_profile(demo_model_folder()), arguments.runs)
     rows = []
     if not arguments.json:
         print(HEADING)

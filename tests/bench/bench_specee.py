@@ -32,7 +32,7 @@ from specee_subjects import (
     Machine,
     Subject,
     Way,
-    machines,
+    laptops,
     questions,
     subject,
     written,
@@ -70,6 +70,7 @@ PAPER_SPEED = [
     ["Llama-2-7B", PAPER, "laptop, half of the layers on the GPU", "specee", "8.29", "1.47", "-", "-"],
     ["Llama-2-7B", PAPER, "laptop, half of the layers on the GPU", "specee, trees", "13.7", "2.43", "-", "-"],
 ]
+TABLES = ("depths", "quality", "speed", "replay")
 REPLAY_HEADING = "shape | label | machine | statistics | mode | tokens/s | over full"
 
 
@@ -153,13 +154,13 @@ class QualityRow:
 
 def quality_rows(model: Subject, size: Size) -> Iterator[QualityRow]:
     """Yield the rows of full mode and of the ways that may change the text. Exact mode's text is full mode's."""
-    cpu = machines(model.n_layers)[0]
     params = Material(model.prompts, None, "full mode's own texts")
     ways = [way for way in WAYS if way.mode == "specee"]
     results = {
-        each.variant.name: each for each in evaluate(params, ways, lambda way: model.mode(cpu, way), size.n_new_tokens)
+        each.variant.name: each
+        for each in evaluate(params, ways, lambda way: model.mode(model.cpu, way), size.n_new_tokens)
     }
-    with Engine.from_pretrained(model.file, **model.options(cpu, WAYS[0])) as engine:
+    with Engine.from_pretrained(model.file, **model.options(model.cpu, WAYS[0])) as engine:
         texts = model.texts or tuple(written(engine, size.n_questions))
         asked = questions(texts, size.n_questions, has_arithmetic=engine.has_chat_template)
         tokenizer = engine.tokenizer
@@ -169,7 +170,7 @@ def quality_rows(model: Subject, size: Size) -> Iterator[QualityRow]:
         if not isinstance(result, ModeResult):
             yield QualityRow(way.name, None, None, None, 0, 0, 0, result.reason)
             continue
-        with model.mode(cpu, way) as mode:
+        with model.mode(model.cpu, way) as mode:
             answers = answered(mode, tokenizer, asked)
         reference = reference or answers
         yield QualityRow(
@@ -199,7 +200,7 @@ def replay_rows(model: Subject, size: Size) -> Iterator[ReplayRow]:
     known = () if model.calibration is None else model.calibration.depth_statistics(is_drafted=drafts is not None)
     own = Statistics(None, drafts, tuple(scaled(each, model.n_layers, spec.n_layers) for each in known))
     published = Statistics(None, None, published_depths(spec.n_layers, 0.05))
-    for machine in machines(spec.n_layers)[1:]:
+    for machine in laptops(spec.n_layers):
         options = {name: value for name, value in machine.options.items() if name not in ("profile", "emulate")}
         limits = replace(Limits.of(options), context_tokens=512, kv_type="fp16")
         if drafts is not None and "override" not in options:
@@ -243,16 +244,23 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="texts for passages and questions")
     parser.add_argument("--head", type=Path, help="draft head of SmolLM2")
     parser.add_argument("--models", help="demo, smollm2 or both, separated by a comma")
+    parser.add_argument("--tables", default=",".join(TABLES), help="those to measure, separated by commas")
+    for name in ("prompts", "new-tokens", "questions"):
+        parser.add_argument(f"--{name}", type=int, help="how many, instead of the default number")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     given = parser.parse_args()
     size = QUICK if given.quick else Size()
-    names = given.models.split(",") if given.models else size.models
-    documents = [document(name, given.head, given.text, size, prints=not given.json) for name in names]
+    numbers = {f"n_{name}": getattr(given, name) for name in ("prompts", "new_tokens", "questions")}
+    size = replace(size, **{name: number for name, number in numbers.items() if number})
+    names, tables = given.models.split(",") if given.models else size.models, given.tables.split(",")
+    documents = [document(name, given.head, given.text, size, tables, prints=not given.json) for name in names]
     if given.json:
         print(json.dumps(documents, indent=1))
 
 
-def document(name: str, head: Path | None, texts: Sequence[Path], size: Size, *, prints: bool) -> dict[str, Any]:
+def document(
+    name: str, head: Path | None, texts: Sequence[Path], size: Size, wanted: Sequence[str], *, prints: bool
+) -> dict[str, Any]:
     """Measure one model's tables, print each as soon as it is there, and return all rows."""
     model = subject(name, head, texts, size.n_prompts, size.n_new_tokens)
     if model is None:
@@ -265,6 +273,8 @@ def document(name: str, head: Path | None, texts: Sequence[Path], size: Size, *,
         ("speed", SPEED_HEADING, _speeds(model, size), _speed_cells, PAPER_SPEED),
         ("replay", REPLAY_HEADING, replay_rows(model, size), _replay_cells, []),
     ):
+        if title not in wanted:
+            continue
         if prints:
             print(f"\n| {heading} |\n" + "|---" * len(heading.split("|")) + "|")
         tables[title] = []
@@ -291,7 +301,7 @@ def _schedules(model: Subject, size: Size) -> Iterator[ScheduleRow | str]:
 
 
 def _speeds(model: Subject, size: Size) -> Iterator[SpeedRow]:
-    for machine in machines(model.n_layers):
+    for machine in (model.cpu, *laptops(model.n_layers)):
         yield from speed_rows(model, machine, size)
 
 

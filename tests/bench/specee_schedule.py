@@ -4,20 +4,20 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from specee_subjects import Subject, Way, machines
+from specee_subjects import Subject, Way
 from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.requests import Request
+from hetero_ee.options.engine import SCHEDULES
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.early_exit import score_early
-from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.speculation.policies.policy import ExitJudge
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.statistics import ExitCounts
 
-SCHEDULES = {"none": "every layer judges", "offline": "offline", "online": "online", "both": "both"}
+Ids = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,34 +75,20 @@ class Timed:
 
 def schedule_rows(subject: Subject, n_new_tokens: int) -> Iterator[ScheduleRow]:
     """Yield a row for each source of candidates and each schedule. Raises: HeteroError: if mode specee is refused."""
-    cpu = machines(subject.n_layers)[0]
-    texts = []
-    with subject.mode(cpu, Way("full")) as full:
+    with subject.mode(subject.cpu, Way("full")) as full:
         params = SamplingParams(max_new_tokens=n_new_tokens, ignore_eos=True)
         texts = [(prompt, full.generate(prompt, params).token_ids) for prompt in subject.prompts]
     for head in dict.fromkeys((None, subject.draft_head)):
-        options = replace(subject, draft_head=head).options(cpu, Way("specee"))
-        with Engine.from_pretrained(subject.file, **options) as engine:
-            for schedule in SCHEDULES:
-                yield _row(engine, subject, texts, "first layer" if head is None else "draft head", schedule)
+        options = replace(subject, draft_head=head).options(subject.cpu, Way("specee"))
+        for schedule in SCHEDULES:
+            with Engine.from_pretrained(subject.file, **{**options, "exit_schedule": schedule}) as engine:
+                yield _row(engine, texts, "first layer" if head is None else "draft head", schedule)
 
 
-def _row(
-    engine: Engine,
-    subject: Subject,
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
-    candidates: str,
-    schedule: str,
-) -> ScheduleRow:
-    calibration, n_layers, exits = subject.calibration, subject.n_layers, engine.exits
-    assert calibration is not None and exits is not None, "mode specee is calibrated"
-    offline = (
-        tuple(engine.plan.exit_layers) if engine.plan is not None and engine.plan.exit_layers else calibration.schedule
-    )
-    first = 1 if exits.candidates is not None or schedule == "online" else offline[0]
-    chosen = {"none": tuple(range(first, n_layers)), "online": ()}.get(schedule, offline)
-    heads = exit_heads(calibration, offline if schedule == "offline" else range(first, n_layers), compiled=True)
-    policy, counts = Timed(SpecEE(heads, chosen, n_layers, exits.candidates)), ExitCounts()
+def _row(engine: Engine, texts: Sequence[tuple[Ids, Ids]], candidates: str, schedule: str) -> ScheduleRow:
+    n_layers, exits = engine.spec.n_layers, engine.exits
+    assert exits is not None and isinstance(exits.policy, SpecEE), "the engine is in mode specee"
+    policy, counts = Timed(exits.policy), ExitCounts()
     n_right = n_exits = 0
     start_s = time.process_time()
     for prompt, text in texts:

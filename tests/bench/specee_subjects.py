@@ -2,6 +2,7 @@
 
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee import Engine
-from hetero_ee.config import demo_model_folder
+from hetero_ee.config import cache_folder, data_folder, demo_model_folder
 from hetero_ee.errors import UsageError
 from hetero_ee.evaluation.open_mode import EngineMode, Variant
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.request import EngineOptions
+from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
 from hetero_ee.text.chat_prompt import chat_ids, open_template
 from hetero_ee.text.chat_template import Message
+from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_profile
 from tests.real_model import smollm2_file
 
@@ -27,7 +32,8 @@ from stories import SEPARATOR
 
 HARDWARE = "rtx-4060-laptop-8gb"
 MEASURED, EMULATED, REPLAYED = "measured", "emulated", "replayed"
-TREE_OPTION = "draft_tree"
+TREE_OPTION, TREE_WIDTH = "draft_tree", 4
+N_CONTEXT_WORDS, N_CHOICE_WORDS = 24, 6  # of a question which continuation follows
 GPU_SHARES = (0.25, 0.5, 0.75)
 STREAMED = r"layers\..*=stream"
 OPENINGS = (
@@ -65,8 +71,8 @@ class Machine:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def machines(n_layers: int) -> list[Machine]:
-    """Return this CPU, and the emulated laptop with a share of the layers on the GPU, or with all layers streamed."""
+def laptops(n_layers: int) -> list[Machine]:
+    """Return the emulated laptop with a share of the layers on the GPU, and with all layers streamed."""
     laptop = {"profile": reference_profile(HARDWARE), "emulate": True}
     shares = [
         Machine(
@@ -75,7 +81,7 @@ def machines(n_layers: int) -> list[Machine]:
         for share in GPU_SHARES
     ]
     streamed = Machine("laptop, layers streamed to the GPU", EMULATED, laptop | {"override": STREAMED})
-    return [Machine("this CPU", MEASURED, {"profile": "auto"}), *shares, streamed]
+    return [*shares, streamed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +96,25 @@ class Subject:
     context_tokens: int
     n_layers: int
     calibration: Calibration | None
+    profile: HardwareProfile  # of this machine, by which its plans are made
+
+    @property
+    def cpu(self) -> Machine:
+        return Machine("this CPU", MEASURED, {"profile": self.profile})
 
     def options(self, machine: Machine, way: Variant) -> EngineOptions:
         """Return the options of an engine. Trees are an option that not every version has."""
         found: Any = {"mode": way.mode, "draft_head": str(self.draft_head or "none"), "threads": 1}
         found |= {"context_tokens": self.context_tokens} | machine.options
-        if isinstance(way, Way) and way.has_tree:
-            found[TREE_OPTION] = True
+        if isinstance(way, Way) and way.mode != "full":
+            found[TREE_OPTION] = TREE_WIDTH if way.has_tree else 1
+        if TREE_OPTION not in EngineOptions.__annotations__ and found.pop(TREE_OPTION, 1) > 1:
+            raise UsageError("this version has no trees of drafts.")
         return found
 
     @contextmanager
     def mode(self, machine: Machine, way: Variant) -> Iterator[EngineMode]:
         """Open the model on a machine. Raises: HeteroError: if the way is refused there."""
-        if isinstance(way, Way) and way.has_tree and TREE_OPTION not in EngineOptions.__annotations__:
-            raise UsageError("this version has no trees of drafts.")
         with Engine.from_pretrained(self.file, **self.options(machine, way)) as engine:
             yield EngineMode(engine, emulates=machine.label == EMULATED)
 
@@ -115,13 +126,36 @@ def subject(name: str, head: Path | None, texts: Sequence[Path], n_prompts: int,
         return None
     if name == "demo":
         head = demo_model_folder() / DRAFT_HEAD_FOLDER
-    with Engine.from_pretrained(file, threads=1, profile="off") as engine:
-        engine.calibrate()
-        calibration = engine.calibrations and engine.calibrations.find()
+    profile = this_profile(file)
+    options: EngineOptions = {"threads": 1, "profile": profile, "mode": "full", "draft_head": str(head or "none")}
+    with Engine.from_pretrained(file, **options) as engine:
+        calibration = calibrated(engine, head)
         passages = tuple(read_passages(list(texts), SEPARATOR))
         prompts = tuple(map(tuple, _prompts(engine, passages, n_prompts)))
         n_context = max(256, max(map(len, prompts)) + n_new_tokens + 1)
-        return Subject(name, file, head, prompts, passages, n_context, engine.spec.n_layers, calibration)
+        return Subject(name, file, head, prompts, passages, n_context, engine.spec.n_layers, calibration, profile)
+
+
+def this_profile(file: Path) -> HardwareProfile:
+    """Measure this machine's CPU once, roughly: a busy machine's profile is not kept from one engine to the next."""
+    return machine_profile(
+        read_spec(resolve_model(file)),
+        Wanted(quick=True, refresh=False, threads=(1,), command="a benchmark"),
+        data_folder=data_folder(),
+        cache_folder=cache_folder(),
+        disk_file=None,
+        clock=time.perf_counter,
+        open_gpu=lambda model: None,
+    )
+
+
+def calibrated(engine: Engine, head: Path | None) -> Calibration | None:
+    """Return the model's calibration, made first if there is none, or none with the draft head's candidates."""
+    assert engine.calibrations is not None, "a converted model has a store"
+    found = engine.calibrations.find()
+    if found is None or (head is not None and found.drafted is None):
+        engine.calibrate(force=True)
+    return engine.calibrations.find()
 
 
 def _prompts(engine: Engine, passages: Sequence[str], n_prompts: int) -> list[list[int]]:
@@ -157,19 +191,18 @@ class Question:
 def questions(texts: Sequence[str], n_questions: int, *, has_arithmetic: bool, seed: int = 3) -> list[Question]:
     """Return questions which of four continuations follows a text, and, every other one, which result is right."""
     draw, found = random.Random(seed), list[Question]()
-    pieces = [words for text in texts if len(words := text.split()) >= 45]
+    pieces = [words for text in texts if len(words := text.split()) > N_CONTEXT_WORDS + N_CHOICE_WORDS]
     while len(found) < n_questions:
         if has_arithmetic and len(found) % 2:
             found.append(_sum(draw))
             continue
         chosen = draw.sample(range(len(pieces)), 4)
         place = draw.randrange(4)
-        starts = [draw.randrange(len(pieces[number]) - 41) for number in chosen]
-        choices = [
-            " " + " ".join(pieces[number][start + 32 : start + 42])
-            for number, start in zip(chosen, starts, strict=True)
-        ]
-        context = pieces[chosen[place]][starts[place] : starts[place] + 32]
+        n_words = N_CONTEXT_WORDS + N_CHOICE_WORDS
+        starts = [draw.randrange(len(pieces[number]) - n_words) for number in chosen]
+        windows = [pieces[number][start : start + n_words] for number, start in zip(chosen, starts, strict=True)]
+        choices = [" " + " ".join(words[N_CONTEXT_WORDS:]) for words in windows]
+        context = windows[place][:N_CONTEXT_WORDS]
         found.append(Question(" ".join(context), tuple(choices), place))
     return found
 
