@@ -205,7 +205,8 @@ def replay_rows(model: Subject, size: Size) -> Iterator[ReplayRow]:
         options = {name: value for name, value in machine.options.items() if name not in ("profile", "emulate")}
         limits = replace(Limits.of(options), context_tokens=512, kv_type="fp16")
         if drafts is not None and "override" not in options:
-            replay = Replay(spec, BIG_SHAPE, profile, limits, size.n_prompts, size.n_new_tokens)
+            chains = replace(limits, draft_tree=1)
+            replay = Replay(spec, BIG_SHAPE, profile, chains, size.n_prompts, size.n_new_tokens)
             row = replay.row("draft head", Statistics(None, drafts), "exact")
             yield ReplayRow(REPLAYED, machine.name, f"{model.name}'s head", "exact", 1 / row.exact_token_s, row.speedup)
         full = make_plan(spec, profile, replace(limits, mode="full")).prediction.generated_tokens_per_s
@@ -215,8 +216,10 @@ def replay_rows(model: Subject, size: Size) -> Iterator[ReplayRow]:
             ("specee", "published exits", published),
         ):
             if found is not None:
-                rate = make_plan(spec, profile, replace(limits, mode=mode), found).prediction.generated_tokens_per_s
-                yield ReplayRow(PREDICTED, machine.name, source, mode, rate, rate / full)
+                made = make_plan(spec, profile, replace(limits, mode=mode), found)
+                way = f"{mode}, trees of {made.tree_width}" if made.tree_width > 1 else mode
+                rate = made.prediction.generated_tokens_per_s
+                yield ReplayRow(PREDICTED, machine.name, source, way, rate, rate / full)
 
 
 def read_facts(model: Subject) -> DraftHeadFacts | None:
