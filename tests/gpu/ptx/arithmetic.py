@@ -163,13 +163,3 @@ def to_integer(value: Any, kind: Any) -> Any:
     bounds = np.iinfo(kind)
     whole = np.nan_to_num(np.trunc(value.astype(np.float64)), nan=0.0, posinf=1e30, neginf=-1e30)
     return np.clip(whole, float(bounds.min), float(bounds.max)).astype(kind)
-
-
-def half_of(pair: Any, at: int) -> Any:
-    """Return the fp32 number at place `at` (0 or 1) of a 64-bit word."""
-    return ((pair >> U64(at)) & U64(0xFFFFFFFF)).astype(U32).view(np.float32)
-
-
-def pack_halves(high: Any, low: Any) -> Any:
-    parts = [to_float(x, np.float16).view(U16).astype(U32) for x in (high, low)]
-    return parts[0] << U32(16) | parts[1]

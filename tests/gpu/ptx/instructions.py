@@ -131,7 +131,8 @@ def _convert(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> Non
     modes = [part for part in parts if part not in (to, of)]
     if to == "f16x2":
         assert of == "f32" and modes == ["rn"]
-        w.assign(i, o[0], f"pack_halves({w.source(o[1], 'f32')}, {w.source(o[2], 'f32')})", "b32")
+        high, low = (f"to_float({w.source(part, 'f32')}, F16).view(U16).astype(U32)" for part in o[1:])
+        w.assign(i, o[0], f"{high} << U32(16) | {low}", "b32")
         return
     value = w.source(o[1], of)
     if "ftz" in modes and of == "f32":
@@ -180,7 +181,7 @@ def _pairs(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
     assert parts == ["rn", "f32x2"]
     halves = []
     for at in (0, 32):
-        values = [f"half_of({w.source(operand, 'b64')}, {at})" for operand in i.operands[1:]]
+        values = [f"({w.source(operand, 'b64')} >> U64({at})).astype(U32).view(F32)" for operand in i.operands[1:]]
         halves.append(f"canonical({PAIRS[name].format(*values)}).view(U32).astype(U64)")
     w.assign(i, i.operands[0], f"{halves[0]} | {halves[1]} << U64(32)", "b64")
 
