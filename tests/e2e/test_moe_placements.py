@@ -16,6 +16,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
 from hetero_ee.weights.store.reader import open_store
+from hetero_ee_profiles.reference import reference_profile
 from tests.bad_models import leftovers
 from tests.emulation import emulated, planned, prompt_of
 from tests.executor_support import Model, on_kernels
@@ -82,5 +83,5 @@ def test_experts_that_a_model_lacks_are_refused_before_it_is_converted(
     monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(tmp_path / "cache"))
     folder = save_checkpoint(random_model("llama"), tmp_path / "model")
     with pytest.raises(UsageError, match="this model has none"):
-        Engine.from_pretrained(folder, cpu_moe=True)
+        Engine.from_pretrained(folder, cpu_moe=True, profile=reference_profile("rtx-3060-12gb"))
     assert leftovers(tmp_path / "cache") == []
