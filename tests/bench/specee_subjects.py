@@ -32,7 +32,7 @@ from stories import SEPARATOR
 
 HARDWARE = "rtx-4060-laptop-8gb"
 MEASURED, EMULATED, REPLAYED = "measured", "emulated", "replayed"
-TREE_WIDTH = 4
+TREE_WIDTH, TREE_TOKENS = 4, 12
 N_CONTEXT_WORDS, N_CHOICE_WORDS = 24, 6  # of a question which continuation follows
 GPU_SHARES = (0.25, 0.5, 0.75)
 STREAMED = r"layers\..*=stream"
@@ -108,6 +108,8 @@ class Subject:
         found |= {"context_tokens": self.context_tokens} | machine.options
         if isinstance(way, Way) and way.mode != "full":
             found["draft_tree"] = TREE_WIDTH if way.has_tree else 1
+        if isinstance(way, Way) and way.mode == "specee" and way.has_tree:
+            found["draft_length"] = TREE_TOKENS
         return found
 
     @contextmanager
