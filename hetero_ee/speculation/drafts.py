@@ -44,6 +44,22 @@ class DraftStep:
             found.append(self.parents[found[-1] - 1])
         return found[::-1]
 
+    def paths(self) -> list[list[int]]:
+        """Return the indices of each path from tokens[0] to a token without drafts after it."""
+        return [self.path(index) for index in range(len(self.tokens)) if index not in self.parents]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Keep these tokens, ascending and with their parents, in the slots from that of tokens[0] on."""
+        new, first = {old: place for place, old in enumerate(indices)}, self.tokens[0].position
+        parents = [new[self.parents[old - 1]] for old in indices[1:]]
+        self.tokens = [self.tokens[old] for old in indices]
+        for place, (token, parent) in enumerate(zip(self.tokens[1:], parents, strict=True), 1):
+            token.path = path_of(self.tokens[parent].path, first + place, token.position)
+        self.origins = [self.origins[old - 1] for old in indices[1:]]
+        self.chances = [self.chances[old - 1] for old in indices[1:]]
+        self.judged = {new[old]: judged for old, judged in self.judged.items() if old in new}
+        self.parents = parents
+
     def child(self, index: int, token_id: int) -> int | None:
         """Return the index of the draft of this token after tokens[index], None if there is none."""
         drafts = enumerate(zip(self.parents, self.tokens[1:], strict=True), 1)

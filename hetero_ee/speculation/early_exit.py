@@ -25,6 +25,7 @@ from hetero_ee.speculation.pending import PendingToken, advance, batch_of, captu
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.statistics import ExitCounts
+from hetero_ee.speculation.stop_rule import StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class EarlyExits:
     candidates: DraftCandidates | None = None  # the policy's draft head, which also reads prompts
     audit: ExitAudit | None = None  # compares some exits with the full model; once it is breached nothing exits
     warn: Callable[[str], None] | None = None  # called when the audit is breached
+    tree_width: int = 1  # of mode specee: most drafts after the same token; 1 judges single tokens
+    rule: StopRule | None = None  # which drafts a tree gets
 
     def close(self, sequence: int) -> None:
         if self.candidates is not None:
@@ -167,7 +170,7 @@ class EarlyExitMode(Mode):
         )
 
     def _judged(self, exit_layer: int, requests: Sequence[Request]) -> list[Passed]:
-        hidden = _states([self._pending[request.kv_sequence][-1] for request in requests])
+        hidden = states_of([self._pending[request.kv_sequence][-1] for request in requests])
         self._counts.n_judged[exit_layer] += len(requests)
         chosen = self._judge.judge(exit_layer, hidden, requests)
         rows = zip(requests, hidden.unbind(), chosen, strict=True)
@@ -182,7 +185,7 @@ class EarlyExitMode(Mode):
         self._observe(requests)
         audited = [(request, *each) for request in requests for each in self._audited.pop(request.kv_sequence, ())]
         last = [self._pending[request.kv_sequence][-1] for request in requests]
-        hidden = _states([*last, *(token for _, token, _ in audited)])
+        hidden = states_of([*last, *(token for _, token, _ in audited)])
         logits = self._executor.to_logits(hidden)
         self._audit(audited, logits[len(requests) :])
         rows = zip(requests, hidden.unbind(), logits.unbind(), strict=False)
@@ -194,7 +197,7 @@ class EarlyExitMode(Mode):
             return
         for request in requests:
             tokens = self._pending[request.kv_sequence]
-            normed = self._executor.final_norm(_states(tokens))
+            normed = self._executor.final_norm(states_of(tokens))
             self._exits.candidates.observe(batch_of(tokens), normed, *captured_states(tokens))
 
     def _audit(self, audited: Sequence[tuple[Request, PendingToken, int]], logits: Tensor) -> None:
@@ -235,7 +238,7 @@ def _fail(error: HeteroError) -> list[GeneratedToken]:
     raise error
 
 
-def _states(tokens: Sequence[PendingToken]) -> Tensor:
+def states_of(tokens: Sequence[PendingToken]) -> Tensor:
     """Return the tokens' hidden states (m, hidden). Every token must have passed at least one layer."""
     hidden = stacked(tokens)
     assert hidden is not None, "they have passed a layer"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
+from hetero_ee.models.blocks import has_trees
 from hetero_ee.options.engine import BOTH, EARLY_EXIT_MODES, UNQUANTIZED
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.early_exits import early_step
@@ -15,7 +16,8 @@ from hetero_ee.speculation.audit import ExitAudit
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
-from hetero_ee.speculation.opening import DraftKnowledge
+from hetero_ee.speculation.exits.features import N_CANDIDATES
+from hetero_ee.speculation.opening import DraftKnowledge, sequence_rule
 from hetero_ee.speculation.policies.calm import CalmPolicy
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import exit_end
@@ -82,7 +84,10 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
     policy = POLICIES[plan.mode](PolicyRequest(*known, scheduling or BOTH))
     _warn_if_slower(opened, calibration, warn)
     audit = ExitAudit(policy.most_different) if isinstance(policy, Certified) else None
-    return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn)
+    width = 1 if candidates is None or not has_trees(opened.executor.spec) else min(plan.tree_width, N_CANDIDATES)
+    profile = None if opened.request is None else opened.request.profile
+    rule = sequence_rule(opened, profile) if width > 1 else None
+    return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn, width, rule)
 
 
 def open_candidates(

@@ -8,6 +8,7 @@ from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
 from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics, ExitCounts, ExitStatistics
+from hetero_ee.speculation.tree_exits import TreeExitMode
 
 
 class Modes:
@@ -45,4 +46,5 @@ class Modes:
         return None if self.exits is None else self._exit_counts.statistics(n_layers)
 
     def _early_exit(self, executor: Executor, exits: EarlyExits) -> EarlyExitMode:
-        return EarlyExitMode(executor, exits, self._exit_counts, self.clock)
+        mode = TreeExitMode if exits.tree_width > 1 else EarlyExitMode
+        return mode(executor, exits, self._exit_counts, self.clock)

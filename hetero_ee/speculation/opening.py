@@ -205,12 +205,17 @@ def _exits(request: DraftingRequest, exit_layer: int) -> Drafting:
 def _sequences(request: DraftingRequest) -> Drafting:
     """Return drafting by all sources that can be opened."""
     sources = tuple(source for open_source in SOURCES if (source := open_source(request)) is not None)
-    rule: StopRule = FixedThreshold(UNPRICED_CHANCE)
-    if request.profile is not None:
-        times = step_times(request.opened.executor.spec, request.profile, request.opened.plan)
-        rule = MarginalRule(0.0, partial(times.verify_s, 0))
+    rule = sequence_rule(request.opened, request.profile)
     width = request.opened.plan.tree_width
     return Drafting(0, request.draft_length, rule, None, sources, request.warn, request.switch, tree_width=width)
+
+
+def sequence_rule(opened: Opened, profile: HardwareProfile | None) -> StopRule:
+    """Return the rule for drafts that pass all layers in the verification."""
+    if profile is None:
+        return FixedThreshold(UNPRICED_CHANCE)
+    times = step_times(opened.executor.spec, profile, opened.plan)
+    return MarginalRule(0.0, partial(times.verify_s, 0))
 
 
 def _open_draft_head(request: DraftingRequest) -> DraftSource | None:

@@ -37,8 +37,12 @@ class _Candidate:
 class TreeGrower:
     """Adds trees of drafts to steps. `width`: drafts after the same token, and drafts of a level that are extended."""
 
-    def __init__(self, executor: Executor, rule: StopRule, sampler: DraftSampler, width: int) -> None:
+    def __init__(
+        self, executor: Executor, rule: StopRule, sampler: DraftSampler, width: int, n_judged: int = 0
+    ) -> None:
+        """Create a grower. `n_judged`: least tokens after each extended one that a step's `judged` lists."""
         self._executor, self._rule, self._sampler, self._width = executor, rule, sampler, width
+        self._n_judged = max(width, n_judged)
 
     def grow(self, step: DraftStep, source: TreeSource) -> bool:
         """Add a tree of the source's drafts to a step without drafts. Return whether the source could make one."""
@@ -47,7 +51,7 @@ class TreeGrower:
 
         def choose(states: Tensor, end: DraftEnd, histories: Sequence[Sequence[int]]) -> list[list[Drafted]]:
             rows = [(step.request, history) for history in histories]
-            return self._sampler.several(self._executor, states, end, rows, self._width)
+            return self._sampler.several(self._executor, states, end, rows, self._n_judged)
 
         found, nodes = list[_Candidate](), list[_Candidate | None]([None])
         with closing(source.levels(step.request.kv_sequence, step.history, choose)) as levels:
@@ -78,7 +82,9 @@ class TreeGrower:
 
     def _extended(self, step: DraftStep, source: TreeSource, new: Sequence[_Candidate], depth: int) -> list[_Candidate]:
         """Return the candidates of a level that are extended together; none if another level is not worth its time."""
-        going = [each for each in new if not step.request.ends_with(each.draft.token_id)]
+        going = [
+            each for each in new if each.place[1] < self._width and not step.request.ends_with(each.draft.token_id)
+        ]
         best = sorted(going, key=lambda each: -each.chance)[: self._width]
         chances = [sum(each.chance for each in best), self._rule.mean_chance]  # at most one of the paths is right
         return best if self._rule.is_worth(chances, source.draft_s, depth + 1) else []
@@ -91,7 +97,7 @@ class TreeGrower:
         chosen: list[_Candidate | None] = [None]
         for each in sorted(found, key=lambda each: -each.chance):
             is_last = len(chosen) > step.max_drafts or step.request.ends_with(each.draft.token_id)
-            if is_last or each.parent not in chosen:
+            if is_last or each.place[1] >= self._width or each.parent not in chosen:
                 continue
             if len(chosen) == 1 or self._rule.is_worth(each.chances, 0.0, len(chosen)):
                 chosen.append(each)

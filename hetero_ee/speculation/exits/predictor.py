@@ -88,6 +88,10 @@ class ExitConfidence:
             return self._compiled(logits, softmax, False)
         return self._reference(logits, softmax)
 
+    def of_features(self, features: Floats) -> Floats:
+        """Return the confidences (m,) from features (m, 12)."""
+        return self._predictor.probability(features)
+
     def _reference(self, logits: Floats, softmax: Floats) -> float:
         return float(self._predictor.probability(exit_features(logits[None], softmax[None]))[0])
 

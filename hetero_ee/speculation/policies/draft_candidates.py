@@ -27,7 +27,7 @@ class DraftCandidates:
 
     def __init__(self, source: DraftSource, warn: Callable[[str], None], title: str = "") -> None:
         """Create candidates. `title` is the source's name for people."""
-        self._source, self._warn, self.title = source, warn, title or source.name
+        self.source, self._warn, self.title = source, warn, title or source.name
 
     def of(self, executor: Executor, sequence: int, token_ids: Sequence[int]) -> Tensor | None:
         """Return candidates for the token after these, int64 (k,), or None if the source can't draft."""
@@ -41,7 +41,7 @@ class DraftCandidates:
             found.append(ids if end.vocabulary is None else end.vocabulary.token_ids[ids])
             return Drafted(int(found[0][0]), 1.0)
 
-        with self._surviving(), closing(self._source.drafts(sequence, token_ids, choose)) as drafts:
+        with self.surviving(), closing(self.source.drafts(sequence, token_ids, choose)) as drafts:
             next(drafts, None)
         return found[0] if found else None
 
@@ -68,20 +68,20 @@ class DraftCandidates:
 
     def read_prompt(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """Read a chunk of one sequence's prompt. See Observe."""
-        with self._surviving():
-            self._source.truncate(batch.sequences[0], batch.positions[0])
-            self._source.read_prompt(batch.sequences[0], batch.positions[0], batch.token_ids, normed, *captured)
+        with self.surviving():
+            self.source.truncate(batch.sequences[0], batch.positions[0])
+            self.source.read_prompt(batch.sequences[0], batch.positions[0], batch.token_ids, normed, *captured)
 
     def observe(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """Pass tokens of one sequence that have passed every layer. See Observe."""
-        with self._surviving():
-            self._source.observe(batch.sequences[0], batch.positions[0], batch.token_ids, normed, *captured)
+        with self.surviving():
+            self.source.observe(batch.sequences[0], batch.positions[0], batch.token_ids, normed, *captured)
 
     def close(self, sequence: int) -> None:
-        self._source.close(sequence)
+        self.source.close(sequence)
 
     @contextmanager
-    def _surviving(self) -> Iterator[None]:
+    def surviving(self) -> Iterator[None]:
         try:
             yield
         except (DeviceMemoryError, DeviceLostError, UsageError) as error:

@@ -43,6 +43,10 @@ class ExitJudge(ABC, Generic[P]):
 
     def exit_layers(self, request: Request) -> Sequence[int]:
         """Return the layers that judge the sequence's last token, in ascending order. Called once per token."""
+        return self.active_layers(request)
+
+    def active_layers(self, request: Request) -> Sequence[int]:
+        """Return the layers that judge the sequence's next tokens, in ascending order, without preparing for one."""
         return sorted(self._policy.ends)
 
     @abstractmethod

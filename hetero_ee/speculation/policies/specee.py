@@ -90,6 +90,10 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
         ids = None if draft is None else draft.of(self._executor, request.kv_sequence, request.token_ids)
         if ids is not None:
             self._candidates[request.index] = _Candidates.new(ids)
+        return self.active_layers(request)
+
+    def active_layers(self, request: Request) -> Sequence[int]:
+        """See ExitJudge."""
         return [layer for layer in self._recent_of(request).active() if layer in self._policy.heads]
 
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:

@@ -141,12 +141,14 @@ class DraftHeadSource:
     def levels(self, sequence: int, token_ids: Sequence[int], choose: ChooseSeveral) -> Levels:
         """See TreeSource.levels. The nodes of a level pass the head together. A cache that forgets gets no tree."""
         held = self._known(sequence, token_ids)
-        if held is None or held.layer.cache.is_bounded or len(token_ids) != held.end + 1:
+        if held is None or held.layer.cache.is_bounded:
             return
         cache, nodes = held.layer.cache, [_Node(list(token_ids), ())]
         try:
-            self._catch_up(held, token_ids[-1])
+            self._catch_up(held, token_ids[held.end])
             states = held.tip
+            for token_id in token_ids[held.end + 1 :]:
+                states = None if states is None else self._after(held, token_id, states)
             while states is not None:
                 drafted = choose(held.layer.normed(states), self.end, [node.history for node in nodes])
                 if not all(drafted):

@@ -104,6 +104,27 @@ def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.cpu() - expected).square().sum() / expected.square().sum())
 
 
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_a_trees_rows_have_the_bits_of_chains_and_an_accepted_path_stays(llama: Model, kind: str) -> None:
+    part, (root, *tree) = segment(llama, kind=kind), (17, 3, 99, 42, 7)
+    for sequence in (0, 1, 2):
+        part.cache.open(sequence)
+        run(part, llama, Batch.of_sequence(sequence, 0, PROMPT))
+    n = len(PROMPT)
+    slots, paths = (n, n + 1, n + 2, n + 1, n + 2), ((), (), (), (n + 3,), (n + 3, n + 4))
+    found = run(part, llama, Batch((root, *tree), (0,) * 5, slots, paths=paths))
+    first = run(part, llama, Batch.of_sequence(1, n, [root, *tree[:2]]))
+    second = run(part, llama, Batch.of_sequence(2, n, [root, *tree[2:]]))
+    assert_same_bits(found[:3], first)
+    assert_same_bits(found[[0, 3, 4]], second)
+    part.cache.keep_path(0, n, [n, n + 3, n + 4])
+    assert part.cache.length(0) == n + 3
+    for layer in range(2):
+        pairs = zip(*(read_back(part.cache, layer, each, 0, n + 3) for each in (0, 2)), strict=True)
+        for mine, theirs in pairs:
+            assert_same_bits(mine, theirs)
+
+
 @pytest.mark.sample(1)
 def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model: Model) -> None:
     part, executor = segment(model), ReferenceExecutor(*model, MAX_TOKENS, BatchedTorchOps())
