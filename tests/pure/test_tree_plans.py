@@ -13,6 +13,8 @@ from hetero_ee.planning.reports.pins import pins
 from hetero_ee.planning.statistics import DraftRates, Statistics
 from hetero_ee.planning.times.prediction import predicted_step
 from hetero_ee.planning.times.steps import tree_step
+from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
+from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
 from hetero_ee_profiles.reference import reference_profile
 
 SPEC, PROFILE = known_spec("llama-2-7b"), reference_profile("rtx-4060-laptop-8gb")
@@ -54,3 +56,11 @@ def test_a_tree_step_counts_the_likeliest_paths() -> None:
     assert step.tokens == pytest.approx(1 + 0.6 + 0.36 + 0.2160)
     assert tree_step(3, 2, lambda _: 0.4, (0.5,), lambda _: 1.0, lambda _: 1.0).tokens == pytest.approx(1 + 0.4 + 0.3)
     assert step.seconds == 40 + 1 + 2 + 2
+
+
+def test_a_head_that_is_right_more_often_has_likelier_alternatives() -> None:
+    seconds = []
+    for acceptance in (0.3, 0.56, 0.82):
+        facts = DraftHeadFacts(replace(SPEC, n_layers=1), SPEC.vocab_size, False, (acceptance,))
+        seconds.append(HeadCosts(facts, SPEC, PROFILE, 1).rates("a head").others[0])
+    assert seconds == sorted(seconds) and seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import numpy as np
+
 from hetero_ee.costs.block_cost import BlockCost
 from hetero_ee.costs.head_cost import HeadCost
 from hetero_ee.costs.product import FLOAT_BYTES, tensor_bytes
@@ -22,9 +24,9 @@ from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHeadWorks
 from hetero_ee_profiles.hardware import HardwareProfile
 
-# If a head's best draft is wrong, the chances of its next ones. Measured: 299 wrong drafts of the demo model's head at
-# depths 1 to 5, greedy, 2026-11-28.
-OTHERS = (0.6, 0.2, 0.07, 0.04, 0.02, 0.01, 0.0)
+# If a head's best draft is wrong, the chances of its next ones, by the first draft's acceptance. Measured, greedy: 146
+# wrong drafts of SmolLM2's head and 299 of the demo model's, 2026-11-28.
+OTHERS = {0.3: (0.14, 0.11, 0.06, 0.03, 0.05, 0.01, 0.01), 0.82: (0.6, 0.2, 0.07, 0.04, 0.02, 0.01, 0.0)}
 TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned
 
 
@@ -123,10 +125,16 @@ class HeadCosts:
         alone_s = draft_s(False, False)
         verified_s = partial(self.verified_s, on_gpu=on_gpu)
         placed = source, self.facts.acceptance, alone_s, reading, memory, rows_bytes, by_gpu, draft_s, verified_s
-        return DraftRates(*placed, others=OTHERS, placed_level_s=draft_s)
+        return DraftRates(*placed, others=_others(self.facts.acceptance[0]), placed_level_s=draft_s)
 
     def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
         return works_s(works, self.facts.spec, self.profile, self.threads, on_gpu=on_gpu)
+
+
+def _others(acceptance: float) -> tuple[float, ...]:
+    """Return the chances of a head's next drafts if its best one is wrong, interpolated between measured heads."""
+    columns = zip(*OTHERS.values(), strict=True)
+    return tuple(float(np.interp(acceptance, list(OTHERS), column)) for column in columns)
 
 
 def prompt_pieces(m: int, context_tokens: int) -> Iterator[Batch]:
