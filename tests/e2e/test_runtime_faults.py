@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Ending
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
+from hetero_ee.kv.batch import Batch
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
@@ -135,6 +137,28 @@ def test_out_of_memory_at_every_point_is_planned_around(
         assert text_of(executor) == expected
         executor.close()
     assert n_replanned > 0
+
+
+def test_out_of_memory_inside_a_pruned_tree_changes_no_state(model: Model) -> None:
+    """A root with three drafts after it; the first leaves the tree, and the second gets one more after it."""
+    tree = Batch((5, 6, 7, 8, 9), (0,) * 5, (20, 21, 21, 21, 22), paths=((), (), (22,), (23,), (22, 24)))
+    pruned = Batch((5, 7, 8, 9), (0,) * 4, (20, 21, 21, 22), paths=((), (), (22,), (21, 23)))
+    found = list[Any]()
+    for n in (0, 1):
+        points = Points(no_memory, n, only_once=True)
+        executor = opened(model, points, "gpu")
+        executor.cache.open(0)
+        executor.hidden(Batch.of_sequence(0, 0, PROMPTS[0][:20]))
+        before = executor.run(tree, None, range(1))
+        executor.keep_path(0, 20, [20, 22, 23, 24])
+        points.armed = True
+        states = executor.run(pruned, before[[0, 2, 3, 4]], range(1, executor.spec.n_layers))
+        assert len(points.notices) == n
+        executor.keep_path(0, 20, [20, 21, 23])
+        found.append((states.cpu(), executor.hidden(Batch.of_sequence(0, 23, [11])).cpu()))
+        executor.close()
+    for expected, states in zip(*found, strict=True):
+        assert torch.equal(states, expected)
 
 
 @pytest.mark.parametrize("stride", EVERY_OR_SOME)

@@ -126,7 +126,7 @@ class GpuExecutor(BlockExecutor):
         held = cast(CpuKvCache, owner.cache.part(layer))
         out = torch.empty(hidden.shape, device=self._device)
         for sequence, mine in batch.by_sequence().items():
-            n_known, n_rows = batch.positions[mine[0]], len(mine)
+            n_known, n_rows = batch.slots[mine[0]], len(mine)
             here = visiting.bring(held, layer, sequence, n_known, n_rows)
             if batch.paths:
                 positions, paths = zip(*((batch.positions[row], batch.paths[row]) for row in mine), strict=True)

@@ -240,9 +240,14 @@ class ReplanningExecutor(Executor):
 
     def keep_path(self, sequence: int, first: int, slots: Sequence[int]) -> None:
         """See Executor."""
-        token_ids = self._token_ids.get(sequence, [])
+        token_ids, tree = self._token_ids.get(sequence, []), self._trees.pop(sequence, {})
         token_ids[first:] = [token_ids[slot] for slot in slots if slot < len(token_ids)]
-        self._trees.pop(sequence, None)
+        new = {slot: at for at, slot in enumerate(slots, first)}
+        kept = {
+            at: (tree[slot][0], tuple(new[each] for each in tree[slot][1])) for slot, at in new.items() if slot in tree
+        }
+        if any(at != position for at, (position, _) in kept.items()):  # several paths are left
+            self._trees[sequence] = kept
         super().keep_path(sequence, first, slots)
 
     def _refuse_lost(self, batch: Batch) -> None:
