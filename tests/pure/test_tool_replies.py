@@ -116,6 +116,7 @@ def read(text: str, form: ToolFormat | None, draw: random.Random, **more: Any) -
         ("<|channel|>analysis<|message|>Cut off <", [(THOUGHT, "Cut off <", 0)]),
         ("<|channel|>analysis<|message|>Cut off<|start|>assistant<|chan", [(THOUGHT, "Cut off", 0)]),
         ("<|channel|>ana", []),
+        ("<", [(SAID, "<", 0)]),
         ('{"a": 1}', [(SAID, '{"a": 1}', 0)]),
         ("<b>Yes</b>", [(SAID, "<b>Yes</b>", 0)]),
     ],

@@ -66,6 +66,8 @@ class ReplyReader:
             return _piece(THOUGHT, rest)
         if self._state == self._message:
             return _piece(self._kind, rest)
+        if self._state == self._head and not rest.startswith((CHANNEL, START)):
+            return _piece(SAID, rest)
         return _piece(SAID, rest) if self._state in (self._begin, self._say, self._say_all) else []
 
     def _take(self, n_characters: int) -> str:
