@@ -11,8 +11,8 @@ from hetero_ee.calibration.stages import Chunk
 from hetero_ee.config import Progress, warner
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.layers.tensors import TensorRole
-from hetero_ee.models.blocks import all_tensors
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import MODEL_OPTIONS
@@ -85,10 +85,11 @@ def make_rounded_store(
             f" {DEFAULT_QUANTIZER} to replace them.",
         )
     how: dict[str, Any] = {"threads": threads, "progress": progress}
+    n_bytes = _budget_bytes(spec, chosen, rounding) if rounding.deals else 0  # before texts, which need minutes
     windows = _windows(folder, spec, chosen, rounding, cache, how)
     if rounding.deals:
         with worker_threads(threads) as workers:
-            chosen = _dealt(folder, chosen, rounding, windows, workers, progress)
+            chosen = _dealt(folder, chosen, n_bytes, windows, workers, progress)
     if not rounding.calibrates:
         return make_quantized(folder, chosen, cache=cache, output=output, **how)
     identity = hashlib.sha256(json.dumps([METHOD_VERSION, windows]).encode()).hexdigest()[:16]
@@ -123,19 +124,14 @@ def measured_windows(windows: Sequence[Chunk]) -> list[Chunk]:
     return [window[:MEASURED_WINDOW] for window in some]
 
 
-def _dealt(
-    folder: Path,
-    plain: Quantization,
-    rounding: Rounding,
-    windows: Sequence[Chunk],
-    workers: Workers,
-    progress: Progress | None,
-) -> Quantization:
-    """Return the quantization with the layouts that the budget allows. Raises: UsageError: if it is too small."""
-    spec, read = opened(folder)
-    model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
-    matrices = [each for block in model.layer_blocks() for each in block.tensors.values()]
-    matrices = [each for each in matrices if each.role is TensorRole.MATRIX]
+def _layer_matrices(spec: ModelSpec) -> list[TensorSpec]:
+    layers = (block for block in decoder_blocks(spec) if block.layer is not None)
+    return [each for block in layers for each in block.tensors.values() if each.role is TensorRole.MATRIX]
+
+
+def _budget_bytes(spec: ModelSpec, plain: Quantization, rounding: Rounding) -> int:
+    """Return the bytes for the layers' matrices. Raises: UsageError: if they are too few."""
+    matrices = _layer_matrices(spec.in_plain_int4)
     n_weights, least = sum(each.n_elements for each in matrices), sum(layout_bytes(each, "int4") for each in matrices)
     if rounding.n_bytes is None:
         n_bytes = int((rounding.bits or 0.0) * n_weights / 8)
@@ -147,7 +143,24 @@ def _dealt(
         raise UsageError(
             f"the size is {missing:,.2f} MiB too small: the layers' matrices need {least_bits:.2f} bits or more."
         )
+    return n_bytes
+
+
+def _dealt(
+    folder: Path,
+    plain: Quantization,
+    n_bytes: int,
+    windows: Sequence[Chunk],
+    workers: Workers,
+    progress: Progress | None,
+) -> Quantization:
+    """Return the quantization with the layouts that n_bytes for the layers' matrices allow."""
+    spec, read = opened(folder)
+    model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
     layouts = dealt_layouts(rounding_costs(model, plain.matrices, workers, progress), n_bytes)
-    bits = 8 * sum(layout_bytes(each, layouts[each.name]) for each in matrices) / n_weights
+    matrices = _layer_matrices(model.spec)
+    bits = (
+        8 * sum(layout_bytes(each, layouts[each.name]) for each in matrices) / sum(each.n_elements for each in matrices)
+    )
     wider = tuple(sorted((name, layout) for name, layout in layouts.items() if layout != "int4"))
     return replace(plain, bits=round(bits, 2), layouts=wider)

@@ -96,5 +96,7 @@ def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path
 def test_what_cannot_be_dealt_is_refused(cli: Cli, tiny: Path) -> None:
     assert "leave one out" in complaint(cli("convert", tiny, "--bits", 5, "--size", "6GiB"), 2)
     assert "expected a number of GiB" in complaint(cli("convert", tiny, "--size", "6 apples"), 2)
+    assert "expected a number of GiB" in complaint(cli("convert", tiny, "--size", "9" * 400), 2)
+    assert "MiB too small" in complaint(cli("convert", tiny, "--size", "0.01MiB"), 2)  # before texts are written
     assert "leave out --quantizer" in complaint(cli("convert", tiny, "--bits", 5, "--quantizer", "int6"), 2)
     assert cli("convert", tiny, "--bits", 3).code == 2

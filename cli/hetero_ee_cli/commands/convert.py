@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STANDARD_INPUT = "-"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
-SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})?")
+SIZE = re.compile(rf"(\d{{1,9}}(?:\.\d+)?)\s*({'|'.join(UNITS)})?")
 HEAD = ("in the file", "here", "matrices", "weights", "relative squared error")
 NOT_HERE = dict.fromkeys(("activations", "context_tokens", "profile"), "nothing is run")
 
