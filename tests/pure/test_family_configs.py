@@ -74,6 +74,7 @@ def test_a_pattern_of_letters_ends_with_a_layer_that_sees_all() -> None:
     assert spec.sliding_windows == (4096, None, 4096, None)
 
 
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED = [
     (named("Lfm2", **SIZES, num_key_value_heads=2, full_attn_idxs=2), "full_attn_idxs is 2, expected a list of layers"),
     (named("Qwen3_5", **SIZES, linear_key_head_dim=512), "linear_key_head_dim is 512, expected a whole number from 1"),
@@ -96,6 +97,9 @@ REFUSED = [
     (named("Helium", **SIZES, num_key_value_heads=2, head_dim=8), "are not hidden_size 64"),
     (named("Glm", **SIZES, partial_rotary_factor=0.01), "partial_rotary_factor 0.01"),
     (named("Starcoder2", **SIZES, use_bias=1), "use_bias is 1"),
+    (named("NemotronH", **SIZES, layers_block_type=[["moe"]]), "layers_block_type is [['moe']]"),
+    (named("DeepseekV2", **SIZES, **ROUTED, mlp_layer_types=[[]] * 4), "mlp_layer_types is [[], [], [], []]"),
+    (named("DeepseekV2", **SIZES, qk_nope_head_dim=2**24), "qk_nope_head_dim is 16777216"),
 ]
 
 

@@ -18,6 +18,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 _ATTENTION, _MLP = "model.layers.{n}.self_attn.", "model.layers.{n}.mlp."
+MAX_FEATURES = 512  # of each part of a head
 ADDED = 1e-20  # to the sum of a token's weights
 MOE_NAMES = experts.TENSOR_NAMES | {
     "layers.{n}.moe.choice": (_MLP + "gate.e_score_correction_bias",),
@@ -67,17 +68,19 @@ def read_moe(fields: Fields, spec: ModelSpec, **router: Any) -> MoeSpec:
 def _dense_layers(fields: Fields, spec: ModelSpec) -> set[int]:
     n_first = fields.integer("first_k_dense_replace", 0, smallest=0)
     kinds = fields.get("mlp_layer_types", ["dense" if layer < n_first else "sparse" for layer in range(spec.n_layers)])
-    if not isinstance(kinds, list | tuple) or len(kinds) != spec.n_layers or not set(kinds) <= {"dense", "sparse"}:
+    known = isinstance(kinds, list | tuple) and all(kind in ("dense", "sparse") for kind in kinds)
+    if not known or len(kinds) != spec.n_layers:
         raise fields.fail(f"mlp_layer_types is {shown(kinds)}, expected dense or sparse for {spec.n_layers} layers.")
     return {layer for layer, kind in enumerate(kinds) if kind == "dense"}
 
 
 def _read_latent(fields: Fields, architecture: str) -> ModelSpec:
     fields.refuse_flag("attention_bias", "a bias of latent attention")
-    n_turning = fields.integer("qk_rope_head_dim", 64)
+    n_turning = fields.integer("qk_rope_head_dim", 64, largest=MAX_FEATURES)
     plain = fields.with_values(head_dim=n_turning, num_key_value_heads=fields.get("num_attention_heads"))
     spec = llama.read_spec(plain, architecture, interleaved=fields.flag("rope_interleave", True))
-    head_dim, value_dim = fields.integer("qk_nope_head_dim", 128) + n_turning, fields.integer("v_head_dim", 128)
+    head_dim = fields.integer("qk_nope_head_dim", 128, largest=MAX_FEATURES) + n_turning
+    value_dim = fields.integer("v_head_dim", 128)
     if value_dim > head_dim:
         raise fields.fail(f"v_head_dim is {value_dim}, and values longer than keys ({head_dim}) are not supported.")
     attention = LatentAttentionSpec(

@@ -79,8 +79,8 @@ def _read_kinds(fields: Fields) -> list[str]:
     """Return each layer's kind."""
     pattern = fields.text("hybrid_override_pattern", "")
     kinds = fields.get("layers_block_type", fields.get("layer_types", [LETTERS.get(each, each) for each in pattern]))
-    kinds = [OLDER.get(kind, kind) for kind in kinds] if isinstance(kinds, list | tuple) else []
-    if not kinds or not set(kinds) <= set(KINDS):
+    kinds = [OLDER.get(str(kind), kind) for kind in kinds] if isinstance(kinds, list | tuple) else []
+    if not kinds or any(kind not in KINDS for kind in kinds):
         name = "hybrid_override_pattern" if pattern else "layers_block_type"
         raise fields.fail(f"{name} is {shown(fields.get(name))}, expected one of {', '.join(KINDS)} for each layer.")
     return kinds
