@@ -19,6 +19,7 @@ import torch
 from hetero_ee.decoding.loop import Take
 from hetero_ee.decoding.requests import Request, step, taken
 from hetero_ee.decoding.result import EXIT, GeneratedToken, TokenOrigin
+from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftStep
 from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits, states_of
@@ -139,6 +140,8 @@ class TreeExitMode(EarlyExitMode):
         tokens, path = list[GeneratedToken](), list[int]()
         child: int | None = 0
         while child is not None and not request.finished:
+            if path and not all_finite(logits[child]):  # full mode would fail here: it gets a step of its own
+                break
             path.append(child)
             tokens.append(step(request, logits[child], self._clock()))
             child = tree.child(child, tokens[-1].token_id)

@@ -75,6 +75,23 @@ def test_a_tree_that_never_exits_gives_the_full_text(engine: Engine, sampling: d
     assert sum(found.reached) < len(tokens) - 1  # a pass gives several tokens
 
 
+def test_tokens_before_one_that_is_not_finite_are_emitted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, sequence = engine.executor, engine.executor.cache.open_new()
+    expected, _ = run(engine, NEVER, sequence)
+    executor.cache.close(sequence)
+    to_logits = executor.to_logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = to_logits(hidden).clone()
+        logits[1:] = torch.nan  # of drafts
+        return logits
+
+    monkeypatch.setattr(executor, "to_logits", broken)
+    sequence = executor.cache.open_new()
+    assert run(engine, NEVER, sequence)[0] == expected
+    executor.cache.close(sequence)
+
+
 def test_keys_and_values_are_exact_when_paths_exit(engine: Engine) -> None:
     executor, sequence = engine.executor, engine.executor.cache.open_new()
     tokens, found = run(engine, ALWAYS, sequence)
