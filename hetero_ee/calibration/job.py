@@ -206,17 +206,13 @@ def calibrate(job: CalibrationJob) -> CalibrationOutcome:
         """Return an existing calibration. The checkpoint's own is ignored if the caller gave texts."""
         is_others = job.request.texts is not None and job.place.where() != job.place.folder
         found = None if is_others else found_calibration(job.place)
-        lacks_draft = job.needs_draft and found is not None and not _is_of(found.calibration, job.draft)
+        draft = job.draft if job.needs_draft else None
+        lacks_draft = found is not None and draft is not None and not found.calibration.suits(draft.title)
         return None if lacks_draft else found
 
     with job.locked():
         outcome = job.usable(find) or _calibrated(job)
         return replace(outcome, certificate=_certified(job, outcome.calibration)) if job.request.certify else outcome
-
-
-def _is_of(calibration: Calibration, draft: DraftCandidates | None) -> bool:
-    """Return whether the calibration has exits for the draft's candidates."""
-    return draft is None or (calibration.drafted is not None and calibration.drafted.draft == draft.title)
 
 
 def _calibrated(job: CalibrationJob) -> CalibrationOutcome:

@@ -76,7 +76,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         raise UsageError(f"mode {plan.mode} needs a model whose exits were measured; run hetero-ee calibrate.")
     opens = plan.mode == "specee"
     candidates = open_candidates(knowledge, opened.executor, warn, opened.running) if opens else None
-    if candidates is not None and knowledge.is_asked and calibration.drafted is None:
+    if candidates is not None and knowledge.is_asked and not calibration.suits(candidates.title):
         warn(f"The exits were calibrated without {candidates.title}; calibrate with it for exits that suit it.")
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
     known = calibration, plan, compiled, candidates, knowledge.certificate, opened.executor.spec.activation_terms

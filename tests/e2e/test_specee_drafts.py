@@ -1,5 +1,6 @@
 """Mode specee with candidates of a draft: an EAGLE-3 head, which reads states of several layers, and a draft model."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,9 @@ def test_a_head_that_reads_several_layers_calibrates_and_runs(tiny: Path, tmp_pa
         with Engine.from_pretrained(tiny, **early, **options) as engine:
             engine.generate("Once", max_new_tokens=12)
             assert engine.exit_statistics is not None and engine.exit_statistics.n_tokens == 11
+    early["draft_head"] = shutil.copytree(head, tmp_path / "other")
+    with pytest.warns(UserWarning, match="calibrated without the draft head in other"):
+        Engine.from_pretrained(tiny, **early, **options).close()
 
 
 @pytest.mark.sample(0)

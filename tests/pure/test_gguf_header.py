@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee.errors import CheckpointError
+from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.gguf.header import MAX_TENSORS, read_gguf_header
 from hetero_ee.hub.gguf.tensor_types import TENSOR_TYPES
 from tests.gguf_files import F16, F32, Q4_0, described, entry, gguf_bytes, text
@@ -103,6 +103,8 @@ def test_a_good_header_is_read(tmp_path: Path) -> None:
     assert header.metadata["tokenizer.ggml.tokens"] == ["<s>", "a", "ä"]
     assert header.metadata["tokenizer.ggml.scores"] == [0.0, -1.0, -2.5]
     assert header.metadata["llama.block_count"] == 1 and header.metadata["tokenizer.ggml.add_bos_token"] is True
+    with pytest.raises(ModelError, match="expected one for each layer"):
+        header.each("rope.freq_base", 2**62)
     first = len(GOOD) - len(DATA)
     found = [(t.name, t.type.name, t.shape, t.start - first, t.n_bytes) for t in header.tensors.values()]
     assert found == [

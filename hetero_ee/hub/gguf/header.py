@@ -75,7 +75,8 @@ class GgufHeader:
     def each(self, key: str, n_layers: Any) -> list[Any]:
         """Return a metadata value for each layer: the same one, or those in the file. Raises: ModelError."""
         value = self.get(key)
-        values = value if isinstance(value, list) else [value] * (n_layers if type(n_layers) is int else 0)
+        is_count = type(n_layers) is int and n_layers <= len(self.tensors)  # a list of more would need the memory
+        values = value if isinstance(value, list) else [value] * (n_layers if is_count else 0)
         if len(values) != n_layers:
             raise self.failure(f"{self.architecture}.{key} has {len(values)} values, expected one for each layer")
         return values

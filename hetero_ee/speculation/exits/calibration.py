@@ -178,6 +178,10 @@ class Calibration:
             rates[each.exit_layer] = ExitRates(known.exit_rate, known.precision, known.refused_precision, rank)
         return ExitStatistics(self._source, self.n_layers, rates)
 
+    def suits(self, draft: str) -> bool:
+        """Return whether there are exits for the candidates of the draft with this name."""
+        return self.drafted is not None and self.drafted.draft == draft
+
     def schedule_of(self, *, is_drafted: bool) -> tuple[int, ...]:
         """Return the schedule, for candidates of a draft if is_drafted and the calibration has exits for them."""
         return self.drafted.schedule if is_drafted and self.drafted is not None else self.schedule
