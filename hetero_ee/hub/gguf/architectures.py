@@ -8,6 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_ee.errors import shown
+from hetero_ee.hub.gguf.architecture_names import (
+    AFTER_ATTENTION,
+    CAPS,
+    EXPERTS,
+    FUSED,
+    GEMMA_4_FIELDS,
+    GEMMA_4_NAMES,
+    LFM_2_EXPERTS,
+    LFM_2_NAMES,
+    LINEAR,
+    LINEAR_NAMES,
+    NEMOTRON_FIELDS,
+    NEMOTRON_NAMES,
+    QWEN_EXPERTS,
+)
 from hetero_ee.hub.gguf.header import GgufHeader
 from hetero_ee.models.families.qwen3_5 import TILED_FIELD
 
@@ -21,8 +36,6 @@ DEFAULT_THETA = 10000.0
 LARGEST_DIVISOR = 1e20  # of frequencies of features that rotate; llama.cpp divides the others by 1e30
 MAX_PREDICTING = 16
 GEMMA_2_27B_LAYERS, GEMMA_3_27B_LAYERS = 46, 62
-# Some files name the norm after attention as Llama's checkpoints name the one before the FFN.
-_AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,101 +284,12 @@ def _gpt_oss(header: GgufHeader, config: Config) -> Config:
     }
 
 
-_EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-_QWEN_EXPERTS = _EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"}
-_FUSED = {"mlp.experts.gate_up_proj": "ffn_gate_up_exps"}
-_LINEAR = {
-    "full_attention_interval": "full_attention_interval",
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-}
-_LINEAR_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-}
-_LFM_2_NAMES = {
-    "operator_norm": "attn_norm",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "self_attn.out_proj": "attn_output",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-}
-_LFM_2_EXPERTS = {
-    "feed_forward.gate": "ffn_gate_inp",
-    "feed_forward.expert_bias": "exp_probs_b.bias",
-    "feed_forward.experts.w1": "ffn_gate_exps",
-    "feed_forward.experts.w3": "ffn_up_exps",
-    "feed_forward.experts.w2": "ffn_down_exps",
-}
-_NEMOTRON_FIELDS = _QWEN_EXPERTS | {
-    "n_routed_experts": "expert_count",
-    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "n_shared_experts": "expert_shared_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-    "mamba_num_heads": "ssm.time_step_rank",
-    "n_groups": "ssm.group_count",
-    "ssm_state_size": "ssm.state_size",
-    "conv_kernel": "ssm.conv_kernel",
-}
-_NEMOTRON_NAMES = {
-    "norm": "attn_norm",
-    "mixer.in_proj": "ssm_in",
-    "mixer.conv1d": "ssm_conv1d",
-    "mixer.A_log": "ssm_a",
-    "mixer.dt_bias": "ssm_dt.bias",
-    "mixer.D": "ssm_d",
-    "mixer.norm": "ssm_norm",
-    "mixer.out_proj": "ssm_out",
-    "mixer.q_proj": "attn_q",
-    "mixer.k_proj": "attn_k",
-    "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
-    "mixer.gate": "ffn_gate_inp",
-    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mixer.experts.up_proj": "ffn_up_exps",
-    "mixer.experts.down_proj": "ffn_down_exps",
-    "mixer.shared_experts.up_proj": "ffn_up_shexp",
-    "mixer.shared_experts.down_proj": "ffn_down_shexp",
-    "mixer.up_proj": "ffn_up",
-    "mixer.down_proj": "ffn_down",
-}
-_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-_GEMMA_4_FIELDS = {
-    "final_logit_softcapping": "final_logit_softcapping",
-    "num_experts": "expert_count",
-    "top_k_experts": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
-_GEMMA_4_NAMES = {
-    "router.scale": "ffn_gate_inp.scale",
-    "router.per_expert_scale": "ffn_down_exps.scale",
-    "experts.gate_up_proj": "ffn_gate_up_exps",
-}
 _NEMOTRON_H = GgufArchitecture(
     "NemotronHForCausalLM",
     ("layer_norm_epsilon", LAYER),
-    fields=_NEMOTRON_FIELDS,
+    fields=NEMOTRON_FIELDS,
     more=_nemotron_h,
-    names=_NEMOTRON_NAMES,
+    names=NEMOTRON_NAMES,
     rotates_part=True,
     differs=("num_key_value_heads", "intermediate_size"),
     logarithms=(".A_log",),
@@ -377,34 +301,34 @@ ARCHITECTURES = {
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", has_rope_factors=True),
     "qwen35": GgufArchitecture(
         "Qwen3_5ForCausalLM",
-        fields=_LINEAR,
+        fields=LINEAR,
         more=_qwen_3_5,
-        names=_LINEAR_NAMES,
+        names=LINEAR_NAMES,
         rotates_part=True,
         logarithms=(".A_log",),
     ),
     "qwen3moe": GgufArchitecture(
         "Qwen3MoeForCausalLM",
-        fields=_QWEN_EXPERTS,
+        fields=QWEN_EXPERTS,
         more=_qwen_3_moe,
-        names=_FUSED,
+        names=FUSED,
         has_rope_factors=True,
         differs=("intermediate_size",),
     ),
     "qwen35moe": GgufArchitecture(
         "Qwen3_5MoeForCausalLM",
-        fields=_LINEAR | _QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        fields=LINEAR | QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
         more=_qwen_3_5_moe,
-        names=_LINEAR_NAMES | _FUSED,
+        names=LINEAR_NAMES | FUSED,
         rotates_part=True,
         differs=("intermediate_size",),
         logarithms=(".A_log",),
     ),
     "gpt-oss": GgufArchitecture(
         "GptOssForCausalLM",
-        fields=_EXPERTS,
+        fields=EXPERTS,
         more=_gpt_oss,
-        names=_AFTER_ATTENTION | {"mlp.router": "ffn_gate_inp"},
+        names=AFTER_ATTENTION | {"mlp.router": "ffn_gate_inp"},
         differs=("intermediate_size",),
     ),
     "lfm2": GgufArchitecture(
@@ -412,38 +336,38 @@ ARCHITECTURES = {
         ("norm_eps", RMS[1]),
         fields={"conv_L_cache": "shortconv.l_cache"},
         more=_lfm_2,
-        names=_LFM_2_NAMES,
+        names=LFM_2_NAMES,
         differs=("num_key_value_heads",),
     ),
     "lfm2moe": GgufArchitecture(
         "Lfm2MoeForCausalLM",
         ("norm_eps", RMS[1]),
-        fields=_QWEN_EXPERTS | {"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
+        fields=QWEN_EXPERTS | {"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
         more=_lfm_2,
-        names=_LFM_2_NAMES | _LFM_2_EXPERTS,
+        names=LFM_2_NAMES | LFM_2_EXPERTS,
         differs=("num_key_value_heads",),
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "phi3": GgufArchitecture("Phi3ForCausalLM", rotates_part=True, has_rope_factors=True),
     "gemma": GgufArchitecture("GemmaForCausalLM"),
-    "gemma2": GgufArchitecture("Gemma2ForCausalLM", fields=_CAPS, more=_gemma_2, names=_AFTER_ATTENTION),
-    "gemma3": GgufArchitecture("Gemma3ForCausalLM", fields=_CAPS, more=_gemma_3, names=_AFTER_ATTENTION),
+    "gemma2": GgufArchitecture("Gemma2ForCausalLM", fields=CAPS, more=_gemma_2, names=AFTER_ATTENTION),
+    "gemma3": GgufArchitecture("Gemma3ForCausalLM", fields=CAPS, more=_gemma_3, names=AFTER_ATTENTION),
     "gemma4": GgufArchitecture(
         "Gemma4ForCausalLM",
-        fields=_GEMMA_4_FIELDS,
+        fields=GEMMA_4_FIELDS,
         more=_gemma_4,
-        names=_AFTER_ATTENTION | _GEMMA_4_NAMES,
+        names=AFTER_ATTENTION | GEMMA_4_NAMES,
         has_rope_factors=True,
         differs=("num_key_value_heads", "intermediate_size"),
     ),
     "mistral3": GgufArchitecture("Ministral3ForCausalLM", more=_mistral_3, is_interleaved=True),
-    "olmo2": GgufArchitecture("Olmo2ForCausalLM", more=_olmo, names=_AFTER_ATTENTION),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", more=_olmo, names=AFTER_ATTENTION),
     "granite": GgufArchitecture("GraniteForCausalLM", more=_granite, is_interleaved=True, has_rope_factors=True),
     "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", ("norm_epsilon", LAYER), more=_use_bias),
     "stablelm": GgufArchitecture("StableLmForCausalLM", ("layer_norm_eps", LAYER), more=_stablelm, rotates_part=True),
     "glm4": GgufArchitecture("Glm4ForCausalLM", more=_glm_4, rotates_part=True),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", is_interleaved=True),
-    "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=_seed_oss, names=_AFTER_ATTENTION),
+    "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=_seed_oss, names=AFTER_ATTENTION),
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", more=_use_bias),
 }
