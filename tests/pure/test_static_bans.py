@@ -40,6 +40,7 @@ KEYWORDS = {("trust_remote_code", True), ("shell", True), ("allow_pickle", True)
 # (file, name): a use that reads nothing from outside, or builds tensors and nothing else.
 ALLOWED = {
     ("scripts/training_run.py", "torch.load"),  # its own state, weights alone, to go on after an interruption
+    ("scripts/train_draft_head.py", "torch.load"),  # its own traces, weights alone, to train on them again
     ("scripts/convert_draft_head.py", "torch.load"),  # a published head, weights alone
     ("cpu_ops/hetero_ee_cpu_ops/jit/kernel_files.py", "pickle"),  # compiled by this user, after its digest
     ("cpu_ops/hetero_ee_cpu_ops/jit/bus_error.py", "ctypes.CDLL"),  # the C library that is loaded already
