@@ -26,6 +26,7 @@ from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.compiling import Compilation
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_planned
+from hetero_ee.sparsity.expert_order import ExpertOrder
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import EarlyExits
@@ -248,10 +249,14 @@ def _placed(
         return None
     if request.chooses_threads and profile is not None and _is_of_this_machine(profile):
         threads = usable_threads(fastest_threads(spec, profile))
-    if files.order is not None and (profile is None or profile.gpu is not None):  # a plan may divide FFNs by it
-        files = _in_order(files, files.order, warn)
-        spec = files.spec
     calibration = _calibration(files, request.mode, warn)
+    popularity = None if calibration is None else ExpertOrder.of(spec, calibration.routes)
+    if popularity is not None:
+        files = replace(files, spec=replace(spec, independent_tokens=popularity.independent_tokens))
+    for order in (files.order, popularity):
+        if order is not None and (profile is None or profile.gpu is not None):  # a plan may divide FFNs by it
+            files = _in_order(files, order, warn)
+    spec = files.spec
     if draft_model is not None:
         knowledge = DraftKnowledge(calibration, draft_model=draft_model, is_asked=True)
     else:
@@ -288,16 +293,16 @@ def _is_of_this_machine(profile: HardwareProfile) -> bool:
     return profile.kind == MEASURED and profile.machine.n_cores == physical_core_count()
 
 
-def _in_order(files: ModelFiles, order: "NeuronOrder", warn: Warn) -> ModelFiles:
-    """Return the files with the sparse FFNs copied so that the most active neurons come first.
+def _in_order(files: ModelFiles, order: "NeuronOrder | ExpertOrder", warn: Warn) -> ModelFiles:
+    """Return the files with the FFNs copied so that the most active neurons, or the most popular experts, come first.
 
     FFNs stay unchanged if the copy does not fit in RAM, since a copy can't be read from the disk during inference.
     """
     n_bytes, available_bytes = files.weights.n_bytes, memory_info(this_host()).available_bytes
     if n_bytes > available_bytes:
         warn(
-            f"FFNs are not divided into hot and cold neurons: the model takes {n_bytes / 2**30:.2f} GiB of RAM and "
-            f"{available_bytes / 2**30:.2f} GiB are available."
+            "FFNs are not divided into hot and cold neurons or experts: the model takes "
+            f"{n_bytes / 2**30:.2f} GiB of RAM and {available_bytes / 2**30:.2f} GiB are available."
         )
         return files
     spec, weights = order.applied(files.spec, files.weights)

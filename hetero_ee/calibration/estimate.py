@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hetero_ee.calibration.predictor_fitting import PredictorTraining, fit_predictor
+from hetero_ee.calibration.routes import route_shapes
 from hetero_ee.calibration.run import CalibrationSettings
 from hetero_ee.calibration.stages import SPLIT_CHUNKS, Chunk
 from hetero_ee.calibration.traces import trace
@@ -41,7 +42,8 @@ def estimated_s(
     spec, quarter = executor.spec, n_tokens // SPLIT_CHUNKS
     n_probed = min(PROBE_TOKENS, executor.cache.max_tokens)
     n_selected = min(quarter, settings.n_selection_tokens)
-    n_passes = n_tokens + 2 * quarter + n_selected
+    n_routed = min(2 * quarter, settings.n_route_tokens) if route_shapes(spec) else 0
+    n_passes = n_tokens + 2 * quarter + n_selected + n_routed
     n_heads = (spec.n_layers - 1) * (n_tokens + quarter + HEAD_PASSES * n_selected)
     states = torch.ones(n_probed, spec.hidden_size)
     seconds = timed(lambda: trace(executor, [1] * n_probed)) * n_passes / n_probed

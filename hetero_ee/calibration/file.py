@@ -7,12 +7,14 @@ and calibration.safetensors, which can still be read.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
+from hetero_ee.calibration.routes import route_shapes
 from hetero_ee.errors import shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import (
@@ -47,6 +49,7 @@ MAX_JSON_BYTES = 4 * 2**20
 HEADER_BYTES = 256  # most that describe an array in the file's header, names being as short as ours
 MAX_HIDDEN = 4096  # units of a predictor
 ACTIVATIONS = "activations."  # prefix of arrays that earlier versions wrote and nothing read
+ROUTES = "routes."  # prefix of the names of Calibration.routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,11 @@ def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | N
         arrays.drop(ACTIVATIONS)
         same = {each.name: getattr(header, each.name) for each in fields(header)}
         own = {"exit_layers": exit_layers, "drafted": header.drafted and _drafted(header.drafted, arrays)}
-        return Calibration(**same | own)
+        shapes = route_shapes(spec)
+        if all(arrays.shape(ROUTES + name) is None for name in shapes):  # of an earlier version
+            shapes = {}
+        routes = {name: arrays.take(ROUTES + name, np.float32, shape) for name, shape in shapes.items()}
+        return Calibration(**same | own, routes=routes)
 
     file = calibration_file(folder)
     if file is None:
@@ -219,7 +226,7 @@ def _arrays(calibration: Calibration) -> Arrays:
     for number, drafted in enumerate(calibration.drafted.exit_layers if calibration.drafted else (), 1):
         prefix = f"exit_layers.{number}.drafted_predictor"
         arrays |= {f"{prefix}.{name}": part for name, part in drafted.predictor.parts.items()}
-    return arrays
+    return arrays | {ROUTES + name: array for name, array in calibration.routes.items()}
 
 
 def _most_bytes(spec: ModelSpec) -> int:
@@ -227,7 +234,7 @@ def _most_bytes(spec: ModelSpec) -> int:
     map_bytes = 2 * spec.hidden_size * (2 * spec.hidden_size + 1)
     network_bytes = 4 * (MAX_HIDDEN * (N_FEATURES + 2) + 1)
     n_arrays = 32 * spec.n_layers  # a map has up to 3, each of 4 networks 4, and there may be some of earlier versions
-    array_bytes = spec.n_layers * (map_bytes + 4 * network_bytes)
+    array_bytes = spec.n_layers * (map_bytes + 4 * network_bytes) + 4 * sum(map(prod, route_shapes(spec).values()))
     return array_bytes + HEADER_BYTES * (n_arrays + 1) + MAX_JSON_BYTES
 
 

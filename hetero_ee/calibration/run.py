@@ -10,6 +10,7 @@ from functools import partial
 from hetero_ee.calibration.drafted_fitting import DraftedParts, fit_drafted
 from hetero_ee.calibration.fitting import fit_calibration, judging, of_part
 from hetero_ee.calibration.predictor_fitting import PredictorTraining
+from hetero_ee.calibration.routes import recorded_routes, route_shapes
 from hetero_ee.calibration.schedule import ReadBytes, own_bytes
 from hetero_ee.calibration.stages import (
     CHOOSE,
@@ -32,7 +33,7 @@ from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.weights.store.record import Arrays
 
-ALGORITHM_VERSION = 6  # increases when the numbers or the steps change; runs of other versions are not resumed
+ALGORITHM_VERSION = 7  # increases when the numbers or the steps change; runs of other versions are not resumed
 CALIBRATING = "Calibrating"
 MAP_SUMS = "map sums"  # a step
 
@@ -44,6 +45,7 @@ class CalibrationSettings:
     precision: float = 0.9  # share of exits that have to be right when thresholds are chosen
     n_selection_tokens: int = 1024  # to choose ranks by
     n_schedule_tokens: int = 4096  # to choose the schedule by
+    n_route_tokens: int = 4096  # whose experts are counted
     max_equations_bytes: int = 2 * 2**30  # of normal equations; limits how many exit layers of a wide model get a map
     training: PredictorTraining = field(default_factory=PredictorTraining)
     save_every_s: float = 5.0  # at least, between two saves
@@ -96,6 +98,7 @@ class CalibrationRun:
         )
         text = CalibrationText(description, n_train, n_choose, n_held_out)
         made = fit_calibration(executor, drafts, logits, maps, text, settings.precision, settings.training)
+        made = replace(made, routes=self._routes())
         if self._draft is None:
             return made
         parts = DraftedParts(*(joined(of_part(drafted, part)) for part in (TRAIN, CHOOSE, HELD_OUT)))
@@ -103,6 +106,13 @@ class CalibrationRun:
         fit = partial(judging, precision=settings.precision, training=settings.training)
         own = [own_bytes(each, read) for each in made.exit_layers]
         return replace(made, drafted=fit_drafted(self._draft.title, parts, own, read, fit))
+
+    def _routes(self) -> Arrays:
+        pool = self._executor.pool
+        if pool is None or not route_shapes(self._executor.spec):
+            return {}
+        chunks = [self._chunks[number] for number in first_numbers(self._chunks, TRAIN, self._settings.n_route_tokens)]
+        return self._steps.once("routes", partial(recorded_routes, self._executor, pool, chunks))
 
     def _fitted_maps(self, numbers: Sequence[int]) -> Arrays:
         sums = MapSums(self._executor, self._chunks, self._map_exit_layers())

@@ -5,7 +5,7 @@ neurons that it reads, its attention and its memory per token. The planner adds 
 them step by step, as the executor runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_ee.costs.experts import ExpertRows
 from hetero_ee.costs.kv_types import KV_TYPE
@@ -35,6 +35,8 @@ class BlockCost:
     def of(cls, spec: ModelSpec, block: Block, kv_type: str = KV_TYPE) -> "BlockCost":
         """Derive the costs of a block from its parameters and state."""
         units = units_of(block)
+        if isinstance(units, ExpertRows):
+            units = replace(units, independent_tokens=spec.independent_tokens)
         chosen = block.mixer.expert_matrices if isinstance(block.mixer, MoeSpec) else ()
         matrices = [
             tensor for short, tensor in block.tensors.items() if is_multiplied(tensor.role) and short not in chosen

@@ -1,8 +1,8 @@
 """Estimate how many experts of a mixture of experts a batch needs, and the cost of reading and multiplying them.
 
 A token uses n_active of n experts, and experts that several tokens use are read once. If tokens choose independently,
-m tokens use n (1 - (1 - n_active / n)^m) different experts. This is an upper bound, as for neurons: consecutive tokens
-tend to choose the same experts.
+m tokens use n (1 - (1 - n_active / n)^m) different experts. Consecutive tokens tend to choose the same experts, so a
+calibration measures how many independent tokens would need as many as m adjacent ones.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from hetero_ee.costs.neurons import NeuronShares
 from hetero_ee.costs.product import FLOAT_BYTES, VOCABULARY_LAYOUT, Product, tensor_product
 from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.models.blocks import Block
-from hetero_ee_profiles.hardware import DeviceTimes, needed_share
+from hetero_ee_profiles.hardware import DeviceTimes, interpolated, needed_share
 
 SECTIONS = 32  # a split placement has a number of 32nds of the experts on the GPU
 ROUTE_VALUES = 2  # per chosen expert that are sent to the CPU: its index and its weight
@@ -27,6 +27,7 @@ class ExpertRows:
     n_active: int  # experts per token, of all
     products: tuple[Product, ...]  # of one expert
     router: Product
+    independent_tokens: tuple[float, ...] = ()  # see ModelSpec
 
     @classmethod
     def of(cls, block: Block) -> Self | None:
@@ -51,19 +52,24 @@ class ExpertRows:
 
     def read_bytes(self, shares: NeuronShares, m: int) -> int:
         """Return the expected bytes of the experts that m tokens use."""
-        return int(needed_share(shares.active, m) * self.n_bytes)
+        return int(self._needed_share(shares, m) * self.n_bytes)
 
     def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int, n_terms: int) -> float:
         """Return the seconds that a device needs to multiply m tokens by their experts, as one product of all of them.
 
         Each needed expert multiplies the same number of tokens, on average.
         """
-        needed = needed_share(shares.active, m)
+        needed = self._needed_share(shares, m)
         if not needed:
             return 0.0
         n_rows = n_terms * m * shares.active / needed
         products = (product._replace(n_rows=self.n_units * product.n_rows) for product in self.products)
         return sum((times.matmul_s(*product, n_rows, needed) for product in products), 0.0)
+
+    def _needed_share(self, shares: NeuronShares, m: int) -> float:
+        """Return the share of the experts that m adjacent tokens use."""
+        n_tokens = interpolated(list(enumerate(self.independent_tokens, 1)), m) if self.independent_tokens else m
+        return needed_share(shares.active, n_tokens)
 
     def first_units(self, n_sections: int) -> int:
         """Return how many experts the first n_sections of SECTIONS have."""

@@ -60,6 +60,7 @@ class ModelSpec:
     )
     predictor_rank: int = 0  # of the predictor that selects neurons before the gate; 0 for none
     hot_curve: tuple[float, ...] = ()  # share of needed neurons that are among the first 1/n, 2/n, ... of all
+    independent_tokens: tuple[float, ...] = ()  # that choose as many experts as 1, 2, ... adjacent ones; () if unknown
     predicted_share: float = 1.0  # expected share of neurons that the predictor selects for decoded tokens
     matrix_layouts: tuple[tuple[str, str], ...] = ()  # names and layouts of layers' matrices that are not plain int4
     layer_table: LayerTableSpec | None = None  # of per-layer embeddings, if layers have them

@@ -120,7 +120,7 @@ def shapes_sha256(spec: ModelSpec) -> str:
     """
     values, rope = asdict(spec), spec.rope
     # Not shapes of the blocks that are placed.
-    for other in ("active_shares", "predicted_share", "hot_curve", "activation_terms", "mtp"):
+    for other in ("active_shares", "predicted_share", "hot_curve", "independent_tokens", "activation_terms", "mtp"):
         del values[other]
     for field in fields(spec):
         if field.name not in FIRST_FIELDS and values.get(field.name) == field.default and field.name in values:

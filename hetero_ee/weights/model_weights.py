@@ -1,6 +1,7 @@
 """Hold all weights of a model, in memory or mapped from files, by this engine's names."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class ModelWeights:
     quantizer: str = UNQUANTIZED  # name of the quantizer that made the matrices
     watch: FileWatch | None = None  # watches the files that the weights are mapped from
     held_bytes: int = 0  # memory that copied, not mapped, weights use
+    expert_orders: Mapping[str, Tensor] = field(default_factory=dict)  # numbers of moved experts, by block name
 
     @property
     def n_bytes(self) -> int:

@@ -283,7 +283,7 @@ class HardwareProfile:
         return min(self.cpu, key=lambda times: abs(times.threads - threads)) if threads else self.cpu[-1]
 
 
-def needed_share(active_share: float, m: int) -> float:
+def needed_share(active_share: float, m: float) -> float:
     """Return the share of neurons that at least one of m tokens needs, if each needs active_share at random.
 
     This is an upper bound, since consecutive tokens tend to need the same neurons.

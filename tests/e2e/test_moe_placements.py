@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
+from hetero_ee.calibration.routes import route_shapes
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
+from hetero_ee.sparsity.expert_order import ExpertOrder
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
@@ -37,13 +40,21 @@ TEXT = [1, 17, 30, 3, 99, 42, 7, 12, 9, 31, 5, 61, 8, 2, 77, 4, 23, 50, 6, 88, 1
 PROMPT = 18  # tokens; more than a step may have
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "qwen3.5-moe", "gpt-oss", "gemma4-moe"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = save_checkpoint(
-        random_model(request.param, **SIZES | MORE.get(request.param, {})), tmp_path_factory.mktemp(request.param)
-    )
+def made(family: str, folder: Path) -> Model:
+    save_checkpoint(random_model(family, **SIZES | MORE.get(family, {})), folder)
     spec = read_spec(folder)
     return spec, open_store(convert(folder, spec, folder / "store", Quantization(matrices="rtn")), spec)
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen3.5-moe", "gpt-oss", "gemma4-moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Experts with biases, and a router with one."""
+    return made("gpt-oss", tmp_path_factory.mktemp("ordered"))
 
 
 def kernels_cpu(spec: ModelSpec, weights: ModelWeights, cache: KvCache) -> HostExecutor:
@@ -64,6 +75,21 @@ def read(executor: Executor) -> torch.Tensor:
 def test_logits_are_the_cpu_s_bit_by_bit(model: Model, places: str, kernels: Path) -> None:
     plan = planned(model[0], overrides=PLACES[places], context_tokens=64, kv_type="fp32")
     assert torch.equal(read(emulated(*model, plan)), read(on_kernels(model)))
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_experts_in_order_of_popularity_give_the_same_tokens_in_any_placement(
+    gpt_oss: Model, places: str, kernels: Path
+) -> None:
+    spec, weights = gpt_oss
+    draw = np.random.default_rng(0)
+    order = ExpertOrder.of(spec, {name: draw.random(shape) for name, shape in route_shapes(spec).items()})
+    assert order is not None
+    ordered = order.applied(spec, weights)
+    plan = planned(ordered[0], overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    found = read(emulated(*ordered, plan))
+    assert torch.equal(found, read(on_kernels(ordered)))
+    assert torch.equal(found.argmax(1), read(on_kernels(gpt_oss)).argmax(1)), "the order changes tokens"
 
 
 @pytest.mark.parametrize("places", PLACES)

@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 
 from hetero_ee.calibration.file import read_calibration, write_calibration
+from hetero_ee.calibration.routes import route_shapes
 from hetero_ee.errors import DiskFullError, StoreError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.store import record
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, RECORD_FILE, TWO_FILES, calibration_folder
 from hetero_ee.weights.store.record import Arrays, checksummed, parsed_checksummed
 from tests.calibration_support import KEY, FailingDisk, same, small_spec, some_calibration
+from tests.families import config_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "records"
 SPEC = small_spec()
@@ -285,6 +288,24 @@ def test_tensors_that_are_not_what_they_have_to_be_are_refused(
 def test_arrays_that_only_earlier_versions_wrote_are_left_out(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"activations.layers.0.ffn.down": np.zeros(3, np.float32)}))
     assert same(read_calibration(folder, SPEC, KEY), some_calibration(SPEC))  # type: ignore[arg-type]
+
+
+def test_routes_of_experts_come_back_whole_and_may_lack_in_files_of_earlier_versions(tmp_path: Path) -> None:
+    spec = read_spec(config_of("qwen3-moe", num_hidden_layers=5))
+    shapes = route_shapes(spec)
+    assert len(shapes) == 2 * 4 and set(shapes.values()) == {(2, 7), (8,)}
+    made = some_calibration(spec)
+    write_calibration(made, KEY, tmp_path / "old")
+    assert read_calibration(tmp_path / "old", spec, KEY).routes == {}  # type: ignore[union-attr]
+    random = np.random.default_rng(0)
+    routes = {name: random.random(shape, np.float32) for name, shape in shapes.items()}
+    write_calibration(replace(made, routes=routes), KEY, tmp_path)
+    found = read_calibration(tmp_path, spec, KEY)
+    assert found is not None and found.routes.keys() == routes.keys()
+    assert all(np.array_equal(found.routes[name], array) for name, array in routes.items())
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(f"routes.{next(iter(shapes))}"))
+    with pytest.raises(StoreError, match=r"damaged.*hetero-ee calibrate"):
+        read_calibration(tmp_path, spec, KEY)
 
 
 @pytest.mark.parametrize("n_bytes", [0, 4, 8, 200, -1])

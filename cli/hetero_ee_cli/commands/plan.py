@@ -155,15 +155,15 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
         depths = published_depths(spec.n_layers, limits.risk or RISK)
         statistics = Statistics(published_statistics(spec.n_layers), depths=depths)
     elif subject.wanted.own_drafts and folder is not None:
-        statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
+        spec, statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
     made = make_plan(spec, profile, limits, statistics)
     return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
 
 
 def _own_statistics(
     spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", subject: _Subject, progress: Progress
-) -> "Statistics":
-    """Return the statistics from the calibration and the draft head that opening this model would find.
+) -> "tuple[ModelSpec, Statistics]":
+    """Return the model and the statistics by the calibration and the draft head that opening this model would find.
 
     If they can't be read, `progress` receives a notice.
     """
@@ -172,6 +172,7 @@ def _own_statistics(
     from hetero_ee.hub.gguf.folder import gguf_files
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.planning.times.threads import fastest_threads
+    from hetero_ee.sparsity.expert_order import ExpertOrder
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.store.reader import is_store
 
@@ -182,13 +183,15 @@ def _own_statistics(
             layout = {"neuron_major": spec.neuron_major, "first_in_rows": spec.first_in_rows}
             place = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer, **layout)
             knowledge = replace(knowledge, calibration=place.find_or_warn(warn))
+            if knowledge.calibration is not None and (order := ExpertOrder.of(spec, knowledge.calibration.routes)):
+                spec = order.expected(spec)
             if limits.mode == CERTIFIED and knowledge.calibration is not None:
                 knowledge = replace(knowledge, certificate=place.certificate(knowledge.calibration))
         threads = limits.threads or fastest_threads(spec, profile)
-        return knowledge.statistics(spec, profile, threads, limits.risk, limits.exit_schedule)
+        return spec, knowledge.statistics(spec, profile, threads, limits.risk, limits.exit_schedule)
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")
-        return Statistics()
+        return spec, Statistics()
 
 
 def _explain_file(file: Path, subject: _Subject, engine: ModelOptions) -> None:

@@ -1,8 +1,8 @@
 """Calibration of a model's early exits: measurements, and the maps and predictors fitted to them."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,6 +155,7 @@ class Calibration:
     depths: DepthMetrics
     specee_depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
     drafted: DraftedExits | None = None  # None without a draft
+    routes: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # see calibration/routes.py
 
     def at(self, exit_layer: int) -> ExitLayerCalibration:
         """Return the calibration of one exit layer, 1 to n_layers - 1."""
