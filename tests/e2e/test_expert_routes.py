@@ -1,12 +1,29 @@
 """Routes that a calibration records: which experts a text chose, in the numbers of the model's files."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hetero_ee.calibration.routes import CHOSEN, N_RECENT, NEW, _new_experts, expert_blocks, recorded_routes
+from hetero_ee import Engine
+from hetero_ee.calibration.file import write_calibration
+from hetero_ee.calibration.predictor_fitting import PredictorTraining
+from hetero_ee.calibration.routes import (
+    CHOSEN,
+    N_RECENT,
+    NEW,
+    _new_experts,
+    expert_blocks,
+    recorded_routes,
+    route_shapes,
+)
+from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.sparsity.expert_order import ExpertOrder
+from hetero_ee_profiles.reference import reference_profile
+from tests.calibration_support import some_calibration
+from tests.command_line import Cli
 from tests.executor_support import Model, model_of, on_kernels
 
 CHUNKS = np.random.default_rng(0).integers(0, 90, (4, 40)).tolist()
@@ -34,6 +51,44 @@ def test_recorded_routes_keep_the_files_numbers_in_any_order(model: Model, kerne
     assert any(not np.array_equal(each, np.arange(7)) for each in order.order.values())
     for name, array in plain.items():  # sums in another order may change a close choice
         assert np.abs(again[name] - array).max() < 0.05, name
+
+
+def test_a_calibration_records_the_routes_of_its_first_training_text(model: Model, kernels: Path) -> None:
+    executor, training = on_kernels(model), PredictorTraining(n_hidden=4, n_steps=5)
+    chunks = [tuple(chunk) for chunk in (*CHUNKS, *CHUNKS)]
+    made = CalibrationRun(executor, CalibrationSettings(n_route_tokens=40, training=training)).calibrate(chunks, "text")
+    expected = recorded_routes(executor, executor.pool, chunks[:2])
+    executor.close()
+    assert made.routes.keys() == route_shapes(model[0]).keys()
+    assert all(np.array_equal(made.routes[name], array) for name, array in expected.items())
+
+
+def test_a_calibrated_model_is_planned_and_opened_with_popular_experts_first(
+    cli: Cli, tmp_path: Path, kernels: Path
+) -> None:
+    folder = tmp_path / "calibrated_moe"
+    shutil.copytree(Path(__file__).parents[1] / "assets" / "hybrid_moe", folder)
+    options = {"threads": 1, "mode": "full", "context_tokens": 64, "override": [".*moe=hot-8", ".*=gpu"]}
+    machine = {"profile": reference_profile("rtx-3060-12gb"), "emulate": True}
+
+    def opened() -> tuple[str, int]:
+        with Engine.from_pretrained(folder, **options, **machine) as engine:
+            text = engine.generate("Once upon a time", max_new_tokens=24, temperature=0.0)
+            place, spec = engine.calibrations, engine.executor.spec
+            orders = engine.executor.weights.expert_orders
+            if not orders and place is not None:
+                draw = np.random.default_rng(0)
+                routes = {name: draw.random(shape, np.float32) for name, shape in route_shapes(spec).items()}
+                for name in routes:
+                    routes[name] /= routes[name][0] if name.endswith(NEW) else routes[name].sum(1, keepdims=True)
+                write_calibration(replace(some_calibration(spec), routes=routes), place.key, place.folder)
+            return str(text), len(orders)
+
+    plain, again = opened(), opened()
+    assert plain == (again[0], 0) and again[1] == 8
+    pins = ("-ot", ".*moe=hot-8", "-ot", ".*=gpu")
+    ended = cli("plan", folder, "--hardware", "rtx-3060-12gb", "--mode", "full", "-c", 64, *pins)
+    assert "25% of their experts, the ones most often active" in " ".join(ended.out.split()), ended.err
 
 
 def test_new_experts_are_those_of_no_recent_token() -> None:
