@@ -107,12 +107,13 @@ def test_a_text_that_is_closed_while_a_token_arrives_ends(server: RunningServer)
 
 def test_who_finds_no_room_is_told_when_to_come_back(engine: Engine, slowly: list[Any]) -> None:
     with serving(engine, n_slots=1, queue_size=1) as server, ThreadPoolExecutor(2) as clients:
+        message = {"max_tokens": 1, "messages": [{"role": "user", "content": "c"}]}
+        assert server.post("/v1/messages", message).status_code == 200  # a busy machine renders the first one slowly
         first, second = (clients.submit(server.completion, word, max_tokens=40, ignore_eos=True) for word in "ab")
         eventually(lambda: server.served.scheduler.n_running == server.served.scheduler.n_waiting == 1)
         refused = server.post("/v1/completions", {"prompt": "c"})
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         assert "1 requests wait already" in refused.json()["error"]["message"]
-        message = {"max_tokens": 1, "messages": [{"role": "user", "content": "c"}]}
         assert server.post("/v1/messages", message).json()["error"]["type"] == "overloaded_error"
         assert server.get("/health").status_code == 200
         assert first.result()["usage"]["completion_tokens"] == second.result()["usage"]["completion_tokens"] == 40

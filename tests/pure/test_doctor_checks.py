@@ -222,7 +222,7 @@ def test_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_what_the_cache_holds(tmp_path: Path) -> None:
     assert storage.stores(tmp_path) == ok("0 converted models, 0.0 GiB")
-    assert storage.kernel_cache(tmp_path).text.startswith("empty")
+    assert storage.kernel_cache(tmp_path).text.startswith("not complete")
     (tmp_path / "stores" / "a").mkdir(parents=True)
     (tmp_path / "stores" / "stray").write_text("")
     with (tmp_path / "stores" / "a" / "weights.bin").open("wb") as weights:
