@@ -169,6 +169,8 @@ def _float(w: BlockWriter, i: Instruction, name: str, parts: list[str]) -> None:
     assert parts[-1] == "f32" and not set(parts) - {"f32", "rn", "ftz", "approx", "full"}
     values = [w.source(operand, "f32") for operand in i.operands[1:]]
     values = [f"flush({value})" for value in values] if "ftz" in parts else values
+    if name == "max" and len(values) == 3:  # Blackwell has it
+        values = [FP32[name].format(*values), values[2]]
     assert len(values) == FP32[name].count("{")
     text = FP32[name].format(*values)
     if "approx" in parts or "full" in parts:

@@ -131,6 +131,7 @@ def nearest(value: Fraction) -> int:
         ("mul.rn.f32 %r9, %r0, %r1", lambda a, b, c: a * b),
         ("fma.rn.f32 %r9, %r0, %r1, %r2", lambda a, b, c: a * b + c),
         ("div.rn.f32 %r9, %r0, %r1", lambda a, b, c: a / b),
+        ("max.f32 %r9, %r0, %r1, %r2", lambda a, b, c: max(a, b, c)),
     ],
 )
 def test_floats_are_rounded_once(instruction: str, exact: Any) -> None:
