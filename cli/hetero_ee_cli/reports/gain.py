@@ -65,11 +65,18 @@ class Gain:
         return " ".join([found, *(self.reasons if is_same else ()), *self._forced_words()])
 
     def _forced_words(self) -> list[str]:
+        from hetero_ee.planning.schedule import is_worth_it
+
         if self.forced is None:
             return []
-        expected = self.forced.expected_tokens_per_s
+        expected, measured = self.forced.expected_tokens_per_s, self.forced.measured_tokens_per_s
         expectation = "" if expected is None else f"{expected:.1f} tokens/s expected, "
-        return [f"Forced, exact mode has {expectation}{self.forced.measured_tokens_per_s:.1f} measured."]
+        full = self.after.measured_tokens_per_s
+        against = f", {measured / full - 1:+.0%} against full mode" if full else ""
+        found = [f"Forced, exact mode has {expectation}{measured:.1f} measured{against}."]
+        if full and is_worth_it(measured, full):
+            found.append("The measurement speaks for it, which a busy machine can distort: compare with --mode exact.")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
