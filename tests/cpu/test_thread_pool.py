@@ -120,3 +120,19 @@ def test_threads_that_the_system_refuses_are_done_without(
     pool.run(count.address, arguments_for(counts), 50)
     assert (counts == 1).all() and pool.n_threads == 1 + n_given
     pool.close()
+
+
+def test_a_waiter_that_an_interrupted_wake_left_does_not_hold_up_close(count: Any) -> None:
+    """Ctrl-C inside Condition.notify, between a waiter's release and its removal, leaves it to take a later one."""
+    pool, counts = ThreadPool(2), np.zeros(10, np.int64)
+    pool.run(count.address, arguments_for(counts), 10)
+    waiters: Any = pool._wake._cond._waiters  # type: ignore[attr-defined]
+    while not waiters:  # until the worker sleeps
+        time.sleep(0.001)
+    left = threading.Lock()
+    left.acquire()
+    waiters.appendleft(left)
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()

@@ -24,6 +24,7 @@ MASK = MAX_CHUNKS
 # Byte offsets in the shared array; each word that workers write has a cache line (64 bytes) of its own.
 TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192
 SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model's gap between two shared operations
+JOIN_S = 0.05  # time after which close() wakes a worker again that still sleeps
 
 
 @inner
@@ -118,10 +119,10 @@ class ThreadPool:
         with self._lock:
             self._stopping = True
             self._memory[(self._shared - self._memory.ctypes.data + STOP) // 8] = 1
-            for _ in self._threads:
-                self._wake.release()
             for thread in self._threads:
-                thread.join()
+                while thread.is_alive():  # Ctrl-C inside release() may leave a waiter that takes a later one
+                    self._wake.release()
+                    thread.join(JOIN_S)
             self._threads, self.n_threads = [], 1
 
     def _wake_workers(self) -> None:
