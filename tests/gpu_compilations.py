@@ -86,7 +86,7 @@ def _attention() -> list[Compilation]:
     cases = [("fp16", group, whole, "", PTX) for whole in (False, True) for group in (1, 2, 4, 8)]
     cases += [("fp16", 2, whole, "_capped", PTX) for whole in (False, True)]
     cases += [("int8", 1, whole, "", PTX) for whole in (False, True)]
-    cases += [("fp16", 8, True, "_sinks", PTX)]
+    cases += [("fp16", 8, True, "_sinks", PTX), ("fp16", 4, False, "_tree", PTX)]
     cases += [(kind, 1, whole, "", PLAIN) for kind in types for whole in (False, True)]
     cases += [("fp16", group, False, "", PLAIN) for group in (2, 4)]
     for kind, group, whole, more, isa in cases:
@@ -260,6 +260,7 @@ def _kv_write() -> list[Compilation]:
         ("fp32", "*fp32", True, False),
         ("int8", "*i8", True, False),
         ("fp16", "*fp16", False, False),
+        ("fp16", "*fp16", True, True),
     ):
         signature, constants = (
             pointers | {"codes_ptr": code},
