@@ -11,6 +11,8 @@ from hetero_ee.layers.per_layer import LayerTableSpec
 from hetero_ee.layers.rope import RopeSpec
 from hetero_ee.layers.sparse_ffn import SparseFfnSpec
 
+CURVE_POINTS = 32  # of ModelSpec.hot_curve
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.calibration.routes import CHOSEN, NEW, expert_blocks
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.sparsity.order import CURVE_POINTS
+from hetero_ee.models.spec import CURVE_POINTS, ModelSpec
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.models.blocks import Block, least_activations, neuron_blocks
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.models.spec import CURVE_POINTS, ModelSpec
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.recorder import FfnRecorder
 from hetero_ee.weights.first_units import BY_NEURON
@@ -28,7 +28,6 @@ from hetero_ee.weights.tiles import permuted_rows
 from hetero_ee.weights.weight import TileWeight, Weight
 
 MEASURED_TOKENS = 1024  # for the order, and the same number for the curve
-CURVE_POINTS = 32
 WORTH_IT = 0.9  # a token must need a smaller share of its neurons, or an order gains nothing
 HEADER_BYTES = 2**16  # maximum bytes of a file without the order
 ORDERED = (*BY_NEURON, "predictor_out")  # matrices with a row per neuron

@@ -12,11 +12,10 @@ from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import FIRST_SPARSE, Batch
 from hetero_ee.kv.cache import KvCache
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.models.spec import CURVE_POINTS, ModelSpec
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.sparsity.order import CURVE_POINTS
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.host.memory import MemoryInfo
 from tests.e2e.test_calibration import text_of

@@ -9,7 +9,8 @@ import torch
 
 from hetero_ee.errors import StoreError
 from hetero_ee.models.blocks import least_activations, neuron_blocks
-from hetero_ee.sparsity.order import CURVE_POINTS, NeuronOrder, fitted_order, read_order, write_order
+from hetero_ee.models.spec import CURVE_POINTS
+from hetero_ee.sparsity.order import NeuronOrder, fitted_order, read_order, write_order
 from hetero_ee.weights.rows import RowWeight
 from tests.executor_support import Model, hidden_alone, reference
 from tests.families import random_model, save_checkpoint
