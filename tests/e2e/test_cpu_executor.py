@@ -19,7 +19,7 @@ from tests.e2e.test_families import PROMPT, greedy
 from tests.families import DISTINCT, random_model, save_checkpoint
 
 INT8_ACTIVATIONS = 2e-3  # normalised squared error of logits after 3 layers: 7 products of 3e-5 each, and their spread
-RECURRENT = 40  # times as much for recurrent layers, which norm each head's output, however small: 32 with qwen3.5-even
+RECURRENT = 4  # times as much for recurrent layers, which norm each head's output, however small it is
 
 
 @pytest.fixture(scope="module", params=DISTINCT)
@@ -27,8 +27,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A random model of each family in int4, matrices and vocabulary by every kind of tile alternately."""
     folder = save_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
     spec = read_spec(folder)
-    kinds = [("codebook", "int8"), ("rtn", "int8"), ("codebook", "codebook")][DISTINCT.index(request.param) % 3]
-    return spec, tiled(spec, Checkpoint(folder, spec), *kinds)
+    kinds = [("codebook", "int8"), ("rtn", "int8"), ("codebook", "codebook")]
+    if spec.own_layers:  # a token's 4-bit embedding can leave a recurrent head next to nothing, which its norm enlarges
+        kinds.pop()
+    return spec, tiled(spec, Checkpoint(folder, spec), *kinds[DISTINCT.index(request.param) % len(kinds)])
 
 
 def tiled(spec: ModelSpec, checkpoint: Checkpoint, matrices: str, vocabulary: str) -> ModelWeights:
