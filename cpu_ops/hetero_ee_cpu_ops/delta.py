@@ -45,7 +45,7 @@ from hetero_ee_cpu_ops.simd.floats import (
     write_integer,
 )
 
-F32 = np.float32(0)  # type of a loaded value
+F32, F32_ONE = np.float32(0), np.float32(1)
 KEY_EPS = 1e-6  # added to the squared length of queries and keys
 MAX_KEY_DIM, MATRIX_BYTES = 256, 256 * 64
 MAX_KERNEL, KERNEL_BYTES = 16, 128
@@ -200,25 +200,6 @@ def _advance_and_read(
 
 
 @inner
-def _read(source: int, n: int, new_key: int, query: int) -> Any:
-    """Return the products of 16 columns with a new token's key and query."""
-    a = b = c = d = spread(F32)
-    i = 0
-    while i + 2 <= n:
-        even, odd = load16(source + 64 * i, F32), load16(source + 64 * i + 64, F32)
-        a = multiply_add(spread(read_float(new_key + 4 * i)), even, a)
-        b = multiply_add(spread(read_float(new_key + 4 * i + 4)), odd, b)
-        c = multiply_add(spread(read_float(query + 4 * i)), even, c)
-        d = multiply_add(spread(read_float(query + 4 * i + 4)), odd, d)
-        i += 2
-    if i < n:
-        even = load16(source + 64 * i, F32)
-        a = multiply_add(spread(read_float(new_key + 4 * i)), even, a)
-        c = multiply_add(spread(read_float(query + 4 * i)), even, c)
-    return add(a, b), add(c, d)
-
-
-@inner
 def _columns(arguments: int, line: int, head: int, key_head: int, block: int, work: int) -> None:
     """Take a sequence's rows through 16 columns of a head's matrix. Write outputs before their norm, and the log."""
     n, n_key_heads, n_heads = word(arguments, KEY_DIM), word(arguments, KEY_HEADS), word(arguments, VALUE_HEADS)
@@ -226,7 +207,7 @@ def _columns(arguments: int, line: int, head: int, key_head: int, block: int, wo
     first, base, new_base = word(line, FIRST), word(line, BASE), word(line, NEW_BASE)
     count, at = min(16, size - 16 * block), 4 * (head * size + 16 * block)
     stored = word(line, MATRICES) + 64 * n * (head * (-(-size // 16)) + block)
-    source, key, decay, delta, skips = stored, 0, spread(F32), spread(F32), word(arguments, SKIPS)
+    source, key, decay, delta, skips = stored, 0, spread(F32_ONE), spread(F32), word(arguments, SKIPS)
     for position in range(base, first + word(line, ROWS)):
         slot = position % n_log
         log_delta = word(line, LOG_DELTAS) + 4 * n_heads * size * slot + at
@@ -238,11 +219,10 @@ def _columns(arguments: int, line: int, head: int, key_head: int, block: int, wo
             row = word(word(arguments, ORDER), word(line, START) + position - first)
             query = word(arguments, MIXED) + 4 * (channels * row + n * key_head)
             new_key, value = query + 4 * n * n_key_heads, query + 4 * (n * (2 * n_key_heads - key_head)) + at
-            if position > base:
-                replaced, seen = _advance_and_read(source, work, n, key, decay, delta, new_key, query)
-                source = work
-            else:
-                replaced, seen = _read(source, n, new_key, query)
+            if position == base:
+                key = new_key  # with decay 1 and delta 0: no earlier token's update is missing
+            replaced, seen = _advance_and_read(source, work, n, key, decay, delta, new_key, query)
+            source = work
         if position == new_base and position > base:
             for i in range(n):
                 store16(load16(work + 64 * i, F32), stored + 64 * i)
