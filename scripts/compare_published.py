@@ -11,8 +11,10 @@ RTX 4090 tinyllama is published with 762 tokens/s, Llama-3.2-1B, of a third more
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from hetero_ee.models.hf_config import spec_from_hf
@@ -20,12 +22,14 @@ from hetero_ee.models.known_shapes import PARAMETERS, known_shapes, known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import MTP_HEAD
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan, Prediction
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.speculation.opening import DraftKnowledge
 from hetero_ee_profiles.data_sheets import DataSheet
 from hetero_ee_profiles.reference import derived_profile, reference_profile
+from hetero_ee_profiles.units import GIB
 
 MEAN_GOAL, ROW_GOAL = (0.92, 1.08), (0.75, 1.3)
 CONTEXT_TOKENS, LONG_CONTEXT_TOKENS = 128, 1024  # of llama-bench's tg128, and of LocalScore's tests
@@ -82,13 +86,22 @@ PROMPTS = (
     Published(CARD_3060, "qwen2.5-14b", 846, LOCALSCORE, LONG_CONTEXT_TOKENS),
     Published(CARD_4090, "llama-3-8b", 10358.8, "llama.cpp pull request 7676, Q4_0", PROMPT_TOKENS),
 )
-# Models split between a GPU and the CPU, at 4.85 bits a weight (Q4_K_M): layers on the GPU, None for what fits, and
-# tokens per second. Source: AlexsJones/llmfit, pull requests 773 to 778 and 787. Absolute speeds say little here: the
-# RAM's bandwidth is the rated one, and llama.cpp's CPU kernels reach less of it than this engine's. So each machine's
-# ratios are compared: those of two models are the ratio of their predictions where the last column is the same.
-# With -ngl N or less, llama.cpp leaves the lm_head of a model of N layers on the CPU: a 14B model took 28.8 ms for a
-# token with -ngl 48, and 14.0 ms with 49 (its issue 11752). What is left of the RTX 2080's times then fits one rate of
-# RAM, 46 to 57 GB/s, for all six splits. Where the layers are not published, the usual margin of VRAM stays free.
+# Bits per weight of a GGUF file by kind of part, "" for all others. Q4_K_M keeps half of the value and down projections
+# and the head in Q6_K, of 6.56 bits, and the rest in Q4_K, of 4.5; gpt-oss's files keep experts in MXFP4 and the rest
+# in Q8_0. A part takes longer to read by as much as it has more bits than this engine's.
+ENGINE: Mapping[str, float] = {"head": 8.5, "": 4.5}
+Q4_K_M: Mapping[str, float] = {"head": 6.56, "": 4.8}
+IQ4_XS: Mapping[str, float] = {"": 4.25}
+GPT_OSS: Mapping[str, float] = {"moe": 4.25, "": 8.5}
+# llmfit's benchmark of a llama.cpp server divides a reply's tokens by the time of the whole request. Its prompts have
+# 20 to 40 tokens with their templates; a reply ends itself or has 300, which it doesn't publish: 200 are assumed.
+REQUEST_TOKENS, REPLY_TOKENS = 32, 200
+# Models split between a GPU and the CPU in Q4_K_M: layers on the GPU, None for the most that fit, and tokens per second
+# of requests. Source: AlexsJones/llmfit, pull requests 773 to 778 and 787. Each machine's ratios are compared, as the
+# RAM's bandwidth is the rated one, and llama.cpp's CPU kernels reach less of it than this engine's. With -ngl N or
+# less, llama.cpp leaves the lm_head of a model of N layers on the CPU: a 14B model took 28.8 ms for a token with
+# -ngl 48, and 14.0 ms with 49 (its issue 11752). What is left of the RTX 2080's times is the CPU's: 50 to 68 GB/s.
+# The RTX 5070's split models have no published layers, so theirs are speeds that no split of whole layers exceeds.
 OLD_PC = DataSheet(
     "Intel Core i9-10900X", 10, 4.3, 64, True, 64, 102.4, 3.5, "rtx-2080-8gb", "RTX 2080", 8, 448, 10.1, 15.8
 )
@@ -116,10 +129,9 @@ SPLITS: tuple[tuple[DataSheet, str, int | None, float], ...] = (
     (NEW_PC, "mistral-small-24b", None, 7.6),
     (NEW_PC, "gemma-3-27b", None, 4.8),
     (NEW_PC, "qwen3-32b", None, 4.4),
-    # Qwen3.8-27B, of these shapes, in IQ4_XS at a context of 64k: 25 and 38 of its layers, of 4.25 bits, are as many
-    # bytes as 23 and 35 of this engine's. Source: qwen38-mtp. The laptops' RAM is not named; that of the first CPU.
-    (LAPTOP_8GB, "qwen3.6-27b", 23, 4.2),
-    (LAPTOP_12GB, "qwen3.6-27b", 35, 5.3),
+    # Qwen3.8-27B, of these shapes, in IQ4_XS. Source: qwen38-mtp. The laptops' RAM is not named; that of the first CPU.
+    (LAPTOP_8GB, "qwen3.6-27b", 25, 4.2),
+    (LAPTOP_12GB, "qwen3.6-27b", 38, 5.3),
 )
 # The last two with drafts of two tokens by their MTP layer: acceptance of a draft, and tokens per second.
 DRAFTED = ((LAPTOP_8GB, 0.90, 7.3), (LAPTOP_12GB, 0.85, 10.8))
@@ -145,6 +157,8 @@ class Setting:
     limits: Mapping[str, Any]
     tokens_per_s: float
     model: str = ""  # if it is not that of all settings
+    bits: Mapping[str, float] = field(default_factory=lambda: Q4_K_M)
+    gpu_share: float = 0.0  # of each layer's experts, if GPU and CPU compute one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +172,7 @@ class Settings:
     source: str
     context_tokens: int = 4096
     at_tokens: int = CONTEXT_TOKENS  # for which speeds are predicted
+    is_request: bool = False  # the speed is that of whole requests
 
 
 def on_gpu(n_cpu_moe: int, **more: Any) -> dict[str, Any]:
@@ -186,7 +201,9 @@ EXPERTS = (
         "text",
         (
             Setting("all experts on the CPU", on_gpu(40), 42.3),
-            Setting("124 of 256 experts", {"overrides": ((".*moe", "hot-15"), (".*", "gpu"))}, 51.3),
+            Setting(
+                "124 of 256 experts", {"overrides": ((".*moe", "hot-15"), (".*", "gpu"))}, 51.3, gpu_share=124 / 256
+            ),
         ),
         "thecodacus/llama.cpp pull request 5",
     ),
@@ -196,9 +213,10 @@ EXPERTS = (
         "text",
         (
             Setting("-ngl 32", NGL_32, 16.9),
-            Setting("-ncmoe 36", on_gpu(36), 36.7, "qwen3-30b-a3b"),
+            Setting("-ncmoe 36", on_gpu(36), 33.7, "qwen3-30b-a3b"),
         ),
-        "AlexsJones/llmfit pull requests 773 to 778",
+        "AlexsJones/llmfit pull requests 755 and 773 to 778",
+        is_request=True,
     ),
     Settings(
         PC_3090,
@@ -208,14 +226,15 @@ EXPERTS = (
         "r/LocalLLaMA",
     ),
 )
-# No test holds these. MXFP4 next to Q4_K_M: of the RTX 2080's machine, only gpt-oss is predicted 1.7 times too fast.
-# Prompts by their chunk: llama.cpp computes after it has copied, and this engine meanwhile.
+# No test holds these. gpt-oss is predicted a third too fast next to the same machine's Q4_K_M; which bits that file's
+# attention has is not published. Prompts by their chunk: llama.cpp computes after it has copied, this engine meanwhile.
 FORMATS = Settings(
     OLD_PC,
     "qwen3-14b",
     "text",
-    (Setting("-ngl 32", NGL_32, 16.9), Setting("-ncmoe 12", on_gpu(12), 36.4, "gpt-oss-20b")),
+    (Setting("-ngl 32", NGL_32, 16.9), Setting("-ncmoe 12", on_gpu(12), 36.4, "gpt-oss-20b", GPT_OSS)),
     "AlexsJones/llmfit pull requests 773 to 778",
+    is_request=True,
 )
 CHUNKS = Settings(
     PC_3090,
@@ -301,22 +320,59 @@ def splits() -> Iterator[str]:
     """Yield a table of split models: published and predicted speeds, and their ratio."""
     yield f"\n| machine | model | layers on the GPU | published t/s | predicted | ratio |\n{'|---' * 6}|"
     for sheet, model, gpu_layers, tokens_per_s in SPLITS:
-        made = split(known_spec(model), sheet, gpu_layers)
-        found = made.prediction.generated_tokens_per_s
-        layers = f"{made.gpu_layers} of {known_spec(model).n_layers}"
-        yield f"| {sheet.name} | {model} | {layers} | {tokens_per_s:g} | {found:.1f} | {found / tokens_per_s:.2f} |"
+        found, n_layers = split_speed(sheet, model, gpu_layers), known_spec(model).n_layers
+        layers = f"{most_layers(known_spec(model), sheet)} at most" if gpu_layers is None else min(gpu_layers, n_layers)
+        yield (
+            f"| {sheet.name} | {model} | {layers} of {n_layers} | {tokens_per_s:g} | {found:.1f} "
+            f"| {found / tokens_per_s:.2f} |"
+        )
 
 
-def split(
-    spec: ModelSpec, sheet: DataSheet, gpu_layers: int | None, drafts: Statistics | None = None, **more: Any
-) -> Plan:
-    """Return a plan with gpu_layers layers on the GPU, by llama.cpp's rules; None for what fits."""
-    chosen: dict[str, Any] = {"mode": "full", "kv_type": "fp16", "context_tokens": 2048} | more
-    if gpu_layers is not None:
-        chosen |= {"gpu_layers": min(gpu_layers, spec.n_layers), "vram_margin_bytes": 0}
-        chosen |= {"overrides": (("head", "cpu"),) if gpu_layers <= spec.n_layers else ()}
+def split_speed(sheet: DataSheet, model: str, gpu_layers: int | None) -> float:
+    """Return a split model's predicted tokens per second, as its source counts them."""
+    spec, is_laptop = known_spec(model), sheet in (LAPTOP_8GB, LAPTOP_12GB)
+    made = partial(split, spec, sheet, most_layers(spec, sheet) if gpu_layers is None else gpu_layers)
+    return stored_speed(made, IQ4_XS) if is_laptop else request_speed(made, Q4_K_M)
+
+
+def split(spec: ModelSpec, sheet: DataSheet, gpu_layers: int, drafts: Statistics | None = None, **more: Any) -> Plan:
+    """Return a plan with gpu_layers layers on the GPU, by llama.cpp's rules."""
+    at_tokens = more.pop("at_tokens", CONTEXT_TOKENS)
+    chosen: dict[str, Any] = {"mode": "full", "kv_type": "fp16", "context_tokens": 2048, "vram_margin_bytes": 0} | more
+    chosen |= {"gpu_layers": min(gpu_layers, spec.n_layers)}
+    chosen |= {"overrides": (("head", "cpu"),) if gpu_layers <= spec.n_layers else ()}
     profile = derived_profile(sheet, "")
-    return plan(spec, profile, Limits(**chosen), drafts or Statistics(), predict_at_tokens=CONTEXT_TOKENS)
+    return plan(spec, profile, Limits(**chosen), drafts or Statistics(), predict_at_tokens=at_tokens)
+
+
+def most_layers(spec: ModelSpec, sheet: DataSheet) -> int:
+    """Return the -ngl of the most layers whose weights and KV cache leave llama.cpp's margin of 1 GiB free."""
+    parts, gpu = model_parts(spec, "fp16"), derived_profile(sheet, "").gpu
+    assert gpu is not None
+    sizes = [0.0] * (spec.n_layers + 1)
+    for part in parts[1:]:
+        number = spec.n_layers if part.layer is None else part.layer
+        weights = sum(product.n_bytes for product in part.cost.products)
+        sizes[number] += weights * more_bits(part.label, Q4_K_M) + part.cost.state_bytes(PROMPT_CONTEXT)
+    return sum(total <= gpu.free_bytes - GIB for total in accumulate(sizes))
+
+
+def more_bits(kind: str, bits: Mapping[str, float]) -> float:
+    """Return how many times the bits of this engine a kind of part has."""
+    return bits.get(kind, bits[""]) / ENGINE.get(kind, ENGINE[""])
+
+
+def stored_speed(made: Callable[..., Plan], bits: Mapping[str, float]) -> float:
+    """Return a plan's tokens per second in text if its weights had these bits."""
+    found = made()
+    more_s = sum(part.decode_s * (more_bits(part.kind, bits) - 1) for part in found.parts)
+    return 1 / (1 / found.prediction.generated_tokens_per_s + more_s)
+
+
+def request_speed(made: Callable[..., Plan], bits: Mapping[str, float]) -> float:
+    """Return a reply's tokens per second of the whole request; `made` makes the plan, by the tokens of a prediction."""
+    prompt_s = REQUEST_TOKENS / made(at_tokens=REQUEST_TOKENS).prediction.prompt_tokens_per_s
+    return REPLY_TOKENS / (prompt_s + REPLY_TOKENS / stored_speed(made, bits))
 
 
 def drafted() -> Iterator[str]:
@@ -335,14 +391,25 @@ def drafted() -> Iterator[str]:
 
 def predicted_settings(row: Settings) -> list[float]:
     """Return the predicted tokens per second of each setting."""
-    found = []
-    for setting in row.settings:
-        every: dict[str, Any] = {"mode": "full", "kv_type": "fp16", "vram_margin_bytes": 0, **setting.limits}
-        limits, spec = Limits(context_tokens=row.context_tokens, **every), known_spec(setting.model or row.model)
-        made = plan(spec, derived_profile(row.sheet, ""), limits, predict_at_tokens=row.at_tokens)
-        expected = made.prediction
-        found.append(expected.prompt_tokens_per_s if row.what == "prompt" else expected.generated_tokens_per_s)
-    return found
+    return [_predicted_setting(row, setting) for setting in row.settings]
+
+
+def _predicted_setting(row: Settings, setting: Setting) -> float:
+    every: dict[str, Any] = {"mode": "full", "kv_type": "fp16", "vram_margin_bytes": 0, **setting.limits}
+    limits, spec = Limits(context_tokens=row.context_tokens, **every), known_spec(setting.model or row.model)
+
+    def made(at_tokens: int = row.at_tokens) -> Plan:
+        return plan(spec, derived_profile(row.sheet, ""), limits, predict_at_tokens=at_tokens)
+
+    if row.what == "prompt":
+        return made().prediction.prompt_tokens_per_s
+    speed = (request_speed if row.is_request else stored_speed)(made, setting.bits)
+    if not setting.gpu_share:
+        return speed
+    roomy = replace(limits, overrides=((".*", "gpu"),))
+    whole = plan(spec, derived_profile(replace(row.sheet, vram_gib=64), ""), roomy, predict_at_tokens=row.at_tokens)
+    more_s = setting.gpu_share * sum(part.decode_s for part in whole.parts if part.kind == "moe")
+    return 1 / (1 / speed + more_s)
 
 
 def experts() -> Iterator[str]:

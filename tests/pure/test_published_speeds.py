@@ -30,7 +30,7 @@ from scripts.compare_published import (
     predicted,
     predicted_settings,
     shortfalls,
-    split,
+    split_speed,
     table,
 )
 from tests.shipped import MACHINES, SHAPES
@@ -49,12 +49,12 @@ def test_decoding_agrees_with_what_is_published(capsys: pytest.CaptureFixture[st
 
 
 def test_splits_of_one_machine_are_predicted_alike() -> None:
-    """Seven of nine models within 15 % of the machine's mean ratio of predicted to published speeds."""
+    """Eight of nine models within 15 % of the machine's mean ratio of predicted to published speeds."""
     rows = [row[1:] for row in SPLITS if row[0] is OLD_PC]
-    speeds = [split(known_spec(model), OLD_PC, layers).prediction.generated_tokens_per_s for model, layers, _ in rows]
+    speeds = [split_speed(OLD_PC, model, layers) for model, layers, _ in rows]
     ratios = [found / published for found, (*_, published) in zip(speeds, rows, strict=True)]
     errors = sorted(abs(ratio / geometric_mean(ratios) - 1) for ratio in ratios)
-    assert errors[6] <= RATIO_GOAL and errors[-1] <= 0.25 and len(errors) == 9
+    assert errors[7] <= RATIO_GOAL and errors[-1] <= 0.25 and len(errors) == 9
 
 
 def test_prompts_are_promised_with_care() -> None:
