@@ -140,8 +140,8 @@ class CalibrationRun:
             self._progress(CALIBRATING, self._n_done, self._n_all)
 
     def _map_exit_layers(self) -> list[int]:
-        """Return the exit layers that get a map: those after a quarter of the layers, before which hardly a token is
-        known, or as many evenly spread ones of them as fit in memory."""
+        """Return the exit layers that get a map: all after a quarter of the layers, or evenly spread ones that fit in
+        memory. Earlier layers predict hardly any token."""
         n_layers, hidden_size = self._executor.spec.n_layers, self._executor.spec.hidden_size
         exit_layers = range(max(1, n_layers // 4), n_layers)
         equation_bytes = 8 * (hidden_size + 1) * (2 * hidden_size + 1)

@@ -72,7 +72,7 @@ class KvCache(ABC):
 
         Args:
             first: the path's first position.
-            slots: ascending, from `first` on; at most as many as each position has.
+            slots: the slots of the path's tokens, ascending, none before its token's position.
         """
         moved = [(slot, at) for at, slot in enumerate(slots, first) if slot != at]
         for part in self.parts if moved else ():

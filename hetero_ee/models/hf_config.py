@@ -12,7 +12,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.saved_format import MXFP4, SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
-SUFFIX, MOE = "ForCausalLM", "Moe"
+SUFFIX = "ForCausalLM"
 # Field that this engine adds to config.json when it translates other formats: layouts of matrices that are not int4.
 LAYOUTS_FIELD = "hetero_ee_matrix_layouts"
 DOWN, EXPERTS = ".ffn.down", ".moe."
@@ -68,9 +68,12 @@ def _text_fields(fields: Fields, architecture: str, text_types: tuple[str, ...])
 
 
 def _supported() -> str:
-    names = {name.removesuffix(SUFFIX) for name in FAMILIES if name.endswith(SUFFIX)}
-    dense = sorted(name for name in names if name.removesuffix(MOE) not in names - {name})
-    return f"{', '.join(f'{name}({MOE})' if name + MOE in names else name for name in dense)} (each with {SUFFIX})"
+    """List the families' class names without their common ending, each name's variants in brackets after it."""
+    names = sorted(name.removesuffix(SUFFIX) for name in FAMILIES if name.endswith(SUFFIX))
+    stems = [name for name in names if not any(name != stem and name.startswith(stem) for stem in names)]
+    variants = {stem: [name[len(stem) :] for name in names if name != stem and name.startswith(stem)] for stem in stems}
+    listed = (f"{stem}({'|'.join(found)})" if found else stem for stem, found in variants.items())
+    return f"{', '.join(listed)} (each with {SUFFIX})"
 
 
 def _by_format(spec: ModelSpec, saved: SavedFormat) -> dict[str, str]:

@@ -123,7 +123,7 @@ def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: in
             weight_bytes += cold_bytes(part, placement)
         if not placement.on_gpu:
             kv_bytes += problem.kv_bytes(part) + _pass_bytes(problem, part, chunk_tokens)
-    pinned = max(pinned_buffer_bytes(problem.parts, each) for each in (decode, prefill))
+    pinned = max(pinned_buffer_bytes(problem.parts, each) for each in {decode, prefill})
     return [
         MemoryTerm("cpu", "weights", weight_bytes),
         MemoryTerm("cpu", "keys and values", kv_bytes),
@@ -141,7 +141,7 @@ def _gpu_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: in
     context_tokens, head = problem.context_tokens, decode[-1]
     weights = sum(part_gpu_bytes(part, placement, 0) for part, placement in layers)
     kv_bytes = sum(rounded(problem.kv_bytes(part)) for part, placement in layers if placement.on_gpu)
-    buffers = max(stream_buffer_bytes(problem.parts, each, context_tokens) for each in (decode, prefill))
+    buffers = max(stream_buffer_bytes(problem.parts, each, context_tokens) for each in {decode, prefill})
     embedding = embedding_bytes(problem, head) if decode[0] == Placement.GPU else 0
     terms = [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
     terms += [MemoryTerm("gpu", "stream buffers", buffers)] if buffers else []

@@ -41,7 +41,7 @@ class ServerSettings:
         ),
     ] = ()
     n_slots: Annotated[
-        int, Option(help="Requests that run at a time.", least=1, most=64, flags=("-np", "--parallel"))
+        int, Option(help="Number of requests that run at a time.", least=1, most=64, flags=("-np", "--parallel"))
     ] = 4
     queue_size: Annotated[
         int, Option(help="Requests that may wait in addition.", least=0, most=10_000, flags=("--queue",))

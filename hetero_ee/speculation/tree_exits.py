@@ -51,7 +51,7 @@ class TreeExitMode(EarlyExitMode):
         return [partial(list, self._through(grown))]
 
     def _grown(self, request: Request) -> DraftStep | None:
-        """Return a step with a tree of drafts, None if there is no room for one, or nothing that makes one."""
+        """Draft a tree for the request and return it as a step, or None if nothing drafts a tree for it."""
         candidates, n_pending = self._exits.candidates, len(self._pending_of(request))
         source = None if candidates is None else candidates.source
         room = min(self._exits.max_pending + 1 - n_pending, request.tokens_left) - 1

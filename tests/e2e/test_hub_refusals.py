@@ -20,7 +20,7 @@ def refusal(model: str | Path = ID, **options: object) -> HeteroError:
     with pytest.raises(HeteroError) as caught:
         resolve(model, **options)
     message = str(caught.value)
-    assert "\n" not in message and "\x1b" not in message and message.endswith(".") and len(message) < 700
+    assert "\n" not in message and "\x1b" not in message and message.endswith(".") and len(message) < 600
     return caught.value
 
 

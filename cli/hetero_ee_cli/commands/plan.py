@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 N_SLOTS = replace(
-    SERVER_OPTIONS["n_slots"], help="Plan for a server that runs as many requests at a time.", default_text="no server"
+    SERVER_OPTIONS["n_slots"],
+    help="Plan for a server that runs this many requests at a time.",
+    default_text="no server",
 )
 
 

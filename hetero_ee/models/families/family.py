@@ -8,6 +8,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 MAX_LAYERS = 1000
+MAX_KERNEL, MAX_KEY_DIM = 16, 256  # of the CPU's kernel for recurrent layers
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 TANH_GELU = "gelu_pytorch_tanh"
 ACTIVATIONS = {
@@ -39,6 +40,13 @@ class Family:
         """Name of the head's tensor. Checkpoints of models with a tied head may contain it, too."""
         [module] = self.tensor_names["head.tokens"]
         return module + ".weight"
+
+
+def recurrent_names(mixer: str, prefix: str, **own: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return tensor names of gated delta layers or Mamba-2: the usual modules after `prefix`, and the family's own."""
+    usual = {"conv": "conv1d", "a_log": "A_log", "dt": "dt_bias", "gated_norm": "norm", "output": "out_proj"}
+    modules = {name: (module,) for name, module in usual.items()} | own
+    return {f"layers.{{n}}.{mixer}.{name}": tuple(prefix + each for each in modules[name]) for name in modules}
 
 
 def layer_count(fields: Fields) -> int:

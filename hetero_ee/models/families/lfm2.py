@@ -7,12 +7,11 @@ from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.moe import SIGMOID
 from hetero_ee.layers.short_conv import ShortConvSpec
 from hetero_ee.models.families import experts, llama
-from hetero_ee.models.families.family import FULL, layer_count, read_layer_kinds
+from hetero_ee.models.families.family import FULL, MAX_KERNEL, layer_count, read_layer_kinds
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 CONV = "conv"
-MAX_KERNEL = 16
 ADDED = 1e-6  # to the sum of a token's weights; source: transformers' Lfm2MoeTopKRouter
 _LAYER = "model.layers.{n}."
 TENSOR_NAMES = llama.TENSOR_NAMES | {

@@ -13,25 +13,19 @@ from hetero_ee.layers.mamba import MambaSpec
 from hetero_ee.layers.moe import SIGMOID
 from hetero_ee.layers.ops import MixerSpec
 from hetero_ee.models.families import deepseek, llama
+from hetero_ee.models.families.family import MAX_KERNEL, MAX_KEY_DIM, recurrent_names
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 MAMBA, ATTENTION, MOE, MLP = KINDS = "linear_attention", "full_attention", "moe", "mlp"
 LETTERS = dict(zip("M*E-", KINDS, strict=True))  # in older files
 OLDER = {"mamba": MAMBA, "attention": ATTENTION}
-MAX_KERNEL, MAX_KEY_DIM = 16, 256  # of the CPU's kernel
 _LAYER = "backbone.layers.{n}."
 _MIXER = _LAYER + "mixer."
 TENSOR_NAMES = {
     "embedding.tokens": ("backbone.embeddings",),
     **{f"layers.{{n}}.{name}.norm": (_LAYER + "norm",) for name in ("mamba", "attention", "moe", "ffn")},
-    "layers.{n}.mamba.input": (_MIXER + "in_proj",),
-    "layers.{n}.mamba.conv": (_MIXER + "conv1d",),
-    "layers.{n}.mamba.a_log": (_MIXER + "A_log",),
-    "layers.{n}.mamba.dt": (_MIXER + "dt_bias",),
-    "layers.{n}.mamba.skips": (_MIXER + "D",),
-    "layers.{n}.mamba.gated_norm": (_MIXER + "norm",),
-    "layers.{n}.mamba.output": (_MIXER + "out_proj",),
+    **recurrent_names("mamba", _MIXER, input=("in_proj",), skips=("D",)),
     "layers.{n}.attention.qkv": tuple(f"{_MIXER}{part}_proj" for part in "qkv"),
     "layers.{n}.attention.output": (_MIXER + "o_proj",),
     "layers.{n}.moe.router": (_MIXER + "gate",),

@@ -6,7 +6,15 @@ from hetero_ee.errors import shown
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.models.families.family import FULL, LINEAR, layer_count, read_layer_kinds
+from hetero_ee.models.families.family import (
+    FULL,
+    LINEAR,
+    MAX_KERNEL,
+    MAX_KEY_DIM,
+    layer_count,
+    read_layer_kinds,
+    recurrent_names,
+)
 from hetero_ee.models.families.llama import NORMED_HEADS
 from hetero_ee.models.families.rope_fields import without_mrope
 from hetero_ee.models.families.variants import Variant, values
@@ -14,19 +22,12 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 TILED_FIELD = "hetero_ee_tiled_value_heads"  # added to config.json for files whose value heads are in another order
-MAX_KERNEL, MAX_KEY_DIM = 16, 256  # of the CPU's kernel
 NEXT, MTP_FIELD = "Qwen3NextForCausalLM", "mtp_num_hidden_layers"
 _DELTA = "model.layers.{n}.linear_attn."
 TENSOR_NAMES = NORMED_HEADS | {
     "layers.{n}.attention.qkv": tuple(f"model.layers.{{n}}.self_attn.{part}_proj" for part in "qkvq"),
     "layers.{n}.delta.norm": ("model.layers.{n}.input_layernorm",),
-    "layers.{n}.delta.input": (_DELTA + "in_proj_qkv", _DELTA + "in_proj_z"),
-    "layers.{n}.delta.gates": (_DELTA + "in_proj_b", _DELTA + "in_proj_a"),
-    "layers.{n}.delta.conv": (_DELTA + "conv1d",),
-    "layers.{n}.delta.a_log": (_DELTA + "A_log",),
-    "layers.{n}.delta.dt": (_DELTA + "dt_bias",),
-    "layers.{n}.delta.gated_norm": (_DELTA + "norm",),
-    "layers.{n}.delta.output": (_DELTA + "out_proj",),
+    **recurrent_names("delta", _DELTA, input=("in_proj_qkv", "in_proj_z"), gates=("in_proj_b", "in_proj_a")),
     "layers.{n}.mtp.fc": ("model.layers.{n}.eh_proj",),
     "layers.{n}.mtp.embedding_norm": ("model.layers.{n}.enorm",),
     "layers.{n}.mtp.hidden_norm": ("model.layers.{n}.hnorm",),
