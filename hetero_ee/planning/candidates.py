@@ -354,7 +354,7 @@ def _with_disk(problem: Problem, decode: Chain, chunk: int) -> Chain:
     def fits(n_parts: int) -> bool:
         return fits_ram(problem, moved(n_parts), chunk)
 
-    return moved(bisect_left(range(len(movable)), True, key=fits))
+    return decode if fits(0) else moved(bisect_left(range(len(movable)), True, key=fits))
 
 
 def _with_embedding(problem: Problem, decode: Chain, chunk: int) -> Iterator[Trial]:

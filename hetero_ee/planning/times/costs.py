@@ -46,6 +46,7 @@ class Costs:
     profile: HardwareProfile
     threads: int = 0  # of the CPU; 0 for the most that were measured
     _known: dict[object, float] = field(default_factory=dict, compare=False, repr=False)
+    _splits: dict[object, tuple[float, float, float]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def cpu(self) -> DeviceTimes:
@@ -74,12 +75,18 @@ class Costs:
         return self._work_s(work, self._device(placement))
 
     def split_s(self, part: Part, placement: Placement, m: int) -> tuple[float, float, float]:
-        """Return the seconds of m tokens in a part with a "hot-N" placement.
+        """Return the seconds of m tokens in a part with a "hot-N" placement, cached as in `part_s`.
 
         Returns:
             The GPU's first step; its neurons or experts; and the CPU's, computed meanwhile, with the transfers of input
             and sum.
         """
+        key = part.shape, placement, m
+        if key not in self._splits:
+            self._splits[key] = self._split_s(part, placement, m)
+        return self._splits[key]
+
+    def _split_s(self, part: Part, placement: Placement, m: int) -> tuple[float, float, float]:
         gpu, cpu, work = self._device(placement), self.cpu, split_work(self.spec, part, placement, m)
         transfers_s = self._transfer_s(m, work.input_values) + self.transfer_s(m)
         cold_s = transfers_s + work.cold.overhead_s(cpu, self.spec) + work.cold.products_s(cpu)

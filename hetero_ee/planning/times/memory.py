@@ -52,7 +52,11 @@ def part_gpu_bytes(part: Part, placement: Placement, kv_bytes: int) -> int:
 
 def cold_bytes(part: Part, placement: Placement) -> int:
     """Return the bytes of the matrices that a "hot-N" placement leaves to the CPU."""
-    return part.cost.work(part.name, 1).split(part.n_hot(placement)).cold.matrix_bytes
+    units = part.cost.units
+    assert units is not None, "has no units that two devices could share"
+    n_cold = units.n_units - part.n_hot(placement)
+    products = units.group_products(part.cost.products, n_cold, is_first=False)
+    return sum(product.n_bytes for product in products) + (units.group(n_cold).n_bytes if n_cold else 0)
 
 
 @dataclass(frozen=True, slots=True)
