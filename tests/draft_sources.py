@@ -125,7 +125,7 @@ class ScriptedTree(ScriptedSource):
 
     def __init__(self, several: Callable[[Sequence[int]], Sequence[int]], hidden_size: int, seed: int = 0) -> None:
         self._several, self._draw = several, random.Random(seed)
-        super().__init__(lambda _: [], hidden_size, self._draw.random)
+        super().__init__(lambda token_ids: several(token_ids)[:1], hidden_size, self._draw.random)
 
     def levels(self, sequence: int, token_ids: Sequence[int], choose: ChooseSeveral) -> Levels:
         assert list(token_ids[:-1]) == self.observed[sequence]

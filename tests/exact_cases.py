@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import hetero_ee
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.decoding.loop import generate
@@ -26,10 +28,11 @@ from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
 from tests.draft_heads import random_head_source
-from tests.draft_sources import Propose, ScriptedSource, alternately, garbage, oracle, repetition
+from tests.draft_sources import Propose, ScriptedSource, ScriptedTree, alternately, garbage, oracle, repetition
 from tests.drafted_generation import generate_exact
 from tests.e2e.test_trained_models import OPENINGS
 
+DEMO_HEAD = Path(hetero_ee.__file__).parent / "assets" / "demo" / "draft_head"
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy penalty": {"repeat_penalty": 1.3},
@@ -71,8 +74,11 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
         "n-grams and head",
         "n-grams, head and oracle",
         "draft model",
+        "n-grams and draft model",
+        *("tree", "tree of duplicates", "n-grams and tree", "tree and oracle", "n-grams, tree and head"),
     ),
-    "n_drafts": (1, 2, 3, 4, 5, 6, 7, 8),
+    "tree_width": (1, 2, 7),
+    "n_drafts": (1, 2, 3, 4, 5, 6, 8, 15),
     "depth": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "rule": ("always", "threshold", "marginal"),
     "mapped": (False, True),
@@ -84,6 +90,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "grammar": ("", "", "", "schema", "tags"),
     "activations": ("int8", "int16"),
 }
+MIXED = ("drafts", "tree_width", "ending")  # their numbers of values have no common divisor: all mixtures are drawn
 
 
 @dataclass(frozen=True)
@@ -106,15 +113,18 @@ class Case:
     kv_type: str = KV_TYPE  # in either mode
     grammar: str = ""  # of GRAMMARS, that the texts keep to
     activations: str = "int8"
+    tree_width: int = 1  # most drafts after the same token, from sources that can draft trees
 
 
 def drawn_cases(n_cases: int) -> list[Case]:
-    """Random combinations in which each dimension's values come equally often, but for one."""
+    """Random combinations in which each dimension's values come equally often, but for one, and every mixture of
+    sources, widths of trees and endings once in 285 cases."""
     draw = random.Random(n_cases)
     columns = {}
     for name, values in DIMENSIONS.items():
         columns[name] = [values[i % len(values)] for i in range(n_cases)]
-        draw.shuffle(columns[name])
+        if name not in MIXED:
+            draw.shuffle(columns[name])
     return [Case(seed, **{name: column[seed] for name, column in columns.items()}) for seed in range(n_cases)]
 
 
@@ -177,7 +187,8 @@ def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Draftin
     }
     n_layers, rule = run.engine.spec.n_layers, rules[case.rule]
     if case.drafts != "exit":
-        return Drafting(0, case.n_drafts + 1, rule, None, sources_of(case, run, texts))
+        sources = sources_of(case, run, texts)
+        return Drafting(0, case.n_drafts + 1, rule, None, sources, tree_width=case.tree_width)
     exit_layer = 1 + round(case.depth * (n_layers - 2))
     spec, compiled = run.engine.spec, run.engine.executor.weights.quantizer != UNQUANTIZED
     head = DraftEnd(state_map=nearly_itself(spec.hidden_size, compiled=compiled) if case.mapped else None)
@@ -193,6 +204,9 @@ def sources_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> tuple[Dr
         draft_s = 0.0 if is_free else 0.1
         return ScriptedSource(propose, spec.hidden_size, draw.random, is_free=is_free, draft_s=draft_s)
 
+    def tree() -> ScriptedTree:
+        return ScriptedTree(several(texts, case.seed, draw.random()), spec.hidden_size, case.seed)
+
     sources: dict[str, Callable[[], tuple[DraftSource, ...]]] = {
         "alternately": lambda: (scripted(alternately(repetition, oracle(texts), rubbish, lambda _: [])),),
         "n-grams": lambda: (NgramSource(),),
@@ -201,20 +215,45 @@ def sources_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> tuple[Dr
         "n-grams and oracle": lambda: (
             NgramSource(), scripted(oracle(texts, case.seed, error_rate=0.3), is_free=False), scripted(repetition)
         ),
-        "head": lambda: (_head(run.engine.executor, case.seed),),
-        "n-grams and head": lambda: (NgramSource(), _head(run.engine.executor, case.seed)),
+        "head": lambda: (_head(case, run),),
+        "n-grams and head": lambda: (NgramSource(), _head(case, run)),
         "n-grams, head and oracle": lambda: (
-            NgramSource(), _head(run.engine.executor, case.seed),
-            scripted(oracle(texts, case.seed, error_rate=0.3), is_free=False),
+            NgramSource(), _head(case, run), scripted(oracle(texts, case.seed, error_rate=0.3), is_free=False),
         ),
         "draft model": lambda: (_itself(run.engine),),
+        "n-grams and draft model": lambda: (NgramSource(), _itself(run.engine)),
+        "tree": lambda: (tree(),),
+        "tree of duplicates": lambda: (ScriptedTree(lambda history: [history[-1]] * 3, spec.hidden_size, case.seed),),
+        "n-grams and tree": lambda: (NgramSource(), tree()),
+        "tree and oracle": lambda: (tree(), scripted(oracle(texts, case.seed, error_rate=0.3))),
+        "n-grams, tree and head": lambda: (NgramSource(), tree(), _head(case, run)),
     }  # fmt: skip
     return sources[case.drafts]()
 
 
-def _head(executor: Executor, seed: int) -> DraftSource:
-    """The model's MTP layer, or a head that knows nothing."""
-    return random_head_source(executor, seed) if executor.spec.mtp is None else open_draft_head(MTP_HEAD, executor)
+def several(texts: Sequence[Sequence[int]], seed: int, right: float, width: int = 4) -> Propose:
+    """Drafts of which one is right with this chance, at any place, with duplicates among the others."""
+    draw = random.Random(seed)
+
+    def propose(history: Sequence[int]) -> list[int]:
+        known = [text[len(history)] for text in texts if list(text[: len(history)]) == list(history) < list(text)]
+        drafts = [draw.choice([at for at in range(60) if at not in known]) for _ in range(draw.randint(1, width))]
+        drafts += drafts[: draw.randint(0, 1)]
+        if known and draw.random() < right:
+            drafts[draw.randrange(len(drafts))] = known[0]
+        return drafts
+
+    return propose
+
+
+def _head(case: Case, run: Run) -> DraftSource:
+    """The model's MTP layer, the demo model's draft head, or, as for half of its cases, a head that knows nothing."""
+    executor = run.engine.executor
+    if executor.spec.mtp is not None:
+        return open_draft_head(MTP_HEAD, executor)
+    if case.model == "demo" and case.seed % 2:
+        return open_draft_head(DEMO_HEAD, executor)
+    return random_head_source(executor, case.seed)
 
 
 def _itself(engine: Engine) -> DraftSource:

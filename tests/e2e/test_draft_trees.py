@@ -1,6 +1,5 @@
 """Trees of drafts: exact mode says what full mode says, and the KV cache holds what it holds after a plain run."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +13,16 @@ from hetero_ee.decoding.loop import generate
 from hetero_ee.decoding.requests import Continuation, Ending
 from hetero_ee.planning.limits import Limits
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
-from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
+from hetero_ee.speculation.stop_rule import FixedThreshold, StopRule
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_sources import ScriptedTree
 from tests.drafted_generation import generate_exact
 from tests.e2e.test_trained_models import OPENINGS
-from tests.emulation import LAPTOP, emulated, planned
-from tests.exact_cases import SAMPLINGS, Run, check_identity
+from tests.emulation import LAPTOP
+from tests.exact_cases import Run, check_identity, several
 from tests.kv_contents import read_back
-from tests.placements import split_at
 
 N_TOKENS, N_CASES, N_SLOW_CASES = 24, 10, 500
 Several = Callable[[Sequence[int]], Sequence[int]]
@@ -51,21 +47,6 @@ def texts_of(run: Run) -> list[list[int]]:
     return [
         prompt + [token.token_id for token in tokens] for prompt, tokens in zip(run.prompts, run.full(), strict=True)
     ]
-
-
-def several(texts: Sequence[Sequence[int]], seed: int, right: float, width: int = 4) -> Several:
-    """Drafts of which one is right with this chance, at any place, with duplicates among the others."""
-    draw = random.Random(seed)
-
-    def propose(history: Sequence[int]) -> list[int]:
-        known = [text[len(history)] for text in texts if list(text[: len(history)]) == list(history) < list(text)]
-        drafts = [draw.choice([at for at in range(60) if at not in known]) for _ in range(draw.randint(1, width))]
-        drafts += drafts[: draw.randint(0, 1)]
-        if known and draw.random() < right:
-            drafts[draw.randrange(len(drafts))] = known[0]
-        return drafts
-
-    return propose
 
 
 def drafting_with(*sources: DraftSource, rule: StopRule | None = None, width: int = 4, length: int = 16) -> Drafting:
@@ -136,37 +117,3 @@ def test_the_cache_holds_what_a_plain_run_holds(engine: Engine) -> None:
         for mine, theirs in zip(held, plain, strict=True):
             for part, expected in zip(mine, theirs, strict=True):
                 assert torch.equal(part, expected[:, : part.shape[1]])
-
-
-def case_of(seed: int, engine: Engine, executor: Any, demo: Path) -> tuple[Run, Drafting]:
-    draw = random.Random(seed)
-    run = run_of(engine, draw.choice([1, 3]), seed=draw.randrange(2**64), **SAMPLINGS[draw.choice(list(SAMPLINGS))])
-    run = replace(run, params=run.params.changed(max_new_tokens=draw.randint(1, N_TOKENS)))
-    head = open_draft_head(demo / "draft_head", executor)
-    scripted = ScriptedTree(several(texts_of(run), seed, draw.random()), engine.spec.hidden_size, seed)
-    sources = draw.choice([(head,), (NgramSource(), head), (scripted,), (NgramSource(), scripted)])
-    rule = draw.choice([FixedThreshold(0.0), FixedThreshold(0.2), MarginalRule(0.0, lambda m: 1 + 0.02 * m)])
-    return run, drafting_with(*sources, rule=rule, width=draw.randint(2, 8), length=draw.randint(2, 16))
-
-
-def check_cases(engine: Engine, demo: Path, seeds: Sequence[int]) -> None:
-    plan = planned(
-        engine.spec, overrides=split_at(6), context_tokens=engine.context_tokens, kv_type=engine.plan.kv_type
-    )
-    split = emulated(engine.spec, engine.executor.weights, plan)
-    for seed in seeds:
-        executor = split if seed % 2 else engine.executor
-        run, drafting = case_of(seed, engine, executor, demo)
-        check_identity(run.full(), run.exact(drafting, executor))
-        assert executor.cache.n_bytes == 0
-    split.close()
-
-
-def test_exact_with_trees_says_what_full_says(engine: Engine, demo: Path) -> None:
-    check_cases(engine, demo, range(N_CASES))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
-def test_exact_with_trees_says_what_full_says_in_many_cases(engine: Engine, demo: Path, part: int) -> None:
-    check_cases(engine, demo, range(N_CASES, N_SLOW_CASES)[part::10])

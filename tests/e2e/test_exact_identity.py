@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.reference import reference_profile
 from tests.conftest import SHARED_MODELS
 from tests.emulation import LAPTOP, emulated, planned
-from tests.exact_cases import DIMENSIONS, Case, Run, check_identity, drafting_of, drawn_cases
+from tests.exact_cases import DIMENSIONS, MIXED, Case, Run, check_identity, drafting_of, drawn_cases
 from tests.placements import split_at
 
 N_SLOW_CASES, SLOW_TOKENS = 500, 128
@@ -137,3 +138,5 @@ def test_every_value_of_each_dimension_is_drawn_often() -> None:
         counts = Counter(getattr(case, name) for case in drawn_cases(N_SLOW_CASES))
         assert set(counts) == set(values) and min(counts.values()) >= 20
         assert {getattr(case, name) for case in drawn_cases(N_CASES)} == set(values)
+    mixtures = {tuple(getattr(case, name) for name in MIXED) for case in drawn_cases(N_SLOW_CASES)}
+    assert mixtures == set(product(*(DIMENSIONS[name] for name in MIXED)))
