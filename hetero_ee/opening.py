@@ -20,6 +20,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import ACTIVATION_TERMS, CERTIFIED, EARLY_EXIT_MODES, MODEL_OPTIONS, UNQUANTIZED
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.problem import check_experts
+from hetero_ee.planning.reports.reasons import NO_TREES
 from hetero_ee.planning.request import EngineOptions, PlanRequest, check_options
 from hetero_ee.planning.times.threads import fastest_threads
 from hetero_ee.profiling.automatic import automatic_profile
@@ -281,6 +282,8 @@ def _placed(
             knowledge = checks.checked(knowledge, opened.executor, files.tokenizer.encode(OPENING))
             opened.executor.close()
             opened = by_knowledge(knowledge)
+        if NO_TREES in opened.plan.reasons:
+            warn(NO_TREES)
         drafting = open_drafting(knowledge, opened, profile, warn)
         exits = open_exits(knowledge, opened, warn)
     except BaseException:

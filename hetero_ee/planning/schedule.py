@@ -80,7 +80,7 @@ def _best_early(problem: Problem, placements: Sequence[Placement], context_token
     If the model's depths are unknown, the times are those of full mode.
     """
     mode, asked = problem.limits.mode or "", problem.limits.draft_length
-    width = (problem.limits.draft_tree or 1) if mode == "specee" and has_trees(problem.spec) else 1
+    width = (problem.limits.draft_tree or 1) if mode == "specee" and _tree_lengths(problem) else 1
     unknown = replace(full, mode=mode, draft_length=asked or BEST_OF_DRAFTS, tree_width=width)
     lengths = _draft_lengths(problem)
     make_times = _times_maker(problem, placements, context_tokens, max(lengths))

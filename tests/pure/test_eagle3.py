@@ -140,8 +140,8 @@ def test_layers_where_a_config_names_none() -> None:
     [
         ("SafeAILab", {"draft_vocab_size": VOCAB + 1}, "draft_vocab_size is 62"),
         ("SafeAILab", {"draft_vocab_size": "many"}, "draft_vocab_size is 'many'"),
-        ("SafeAILab", {"target_hidden_size": 96}, "for a hidden size of 96, the model has 48"),
-        ("AngelSlim", {"hidden_size": 96, "num_attention_heads": 12}, "a hidden size of 96"),
+        ("SafeAILab", {"target_hidden_size": 96}, "is for hidden size 96 and 61 tokens, this model has 48 and 61"),
+        ("AngelSlim", {"hidden_size": 96, "num_attention_heads": 12}, "is for hidden size 96"),
         ("AngelSlim", {LAYER_IDS: [0, 1, 3]}, "expected an ascending list"),
         ("AngelSlim", {LAYER_IDS: [1, 0]}, "expected an ascending list"),
         ("AngelSlim", {LAYER_IDS: "0,1"}, "expected an ascending list"),
@@ -157,7 +157,7 @@ def test_layers_where_a_config_names_none() -> None:
 def test_configs_that_make_no_sense_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
     folder = save_eagle3(tmp_path, DIALECTS[name], **changes)
     for read in (read_draft_head, draft_head_facts):
-        with pytest.raises(ModelError, match=words) as caught:
+        with pytest.raises(HeteroError, match=words) as caught:
             read(folder, MODEL)
         assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 

@@ -31,6 +31,24 @@ class Speed:
     def words(self) -> str:
         return "full mode" if self.mode == "full" else f"exact mode, drafts by {self.drafts}"
 
+    @property
+    def measures(self) -> list[tuple[str, float | None]]:
+        return [("expected", self.expected_tokens_per_s), ("measured", self.measured_tokens_per_s)]
+
+    def figures(self, against: "Speed | None" = None) -> str:
+        """Return the known tokens per second, each with its change against another speed if one is given."""
+        others = self.measures if against is None else against.measures
+        pairs = zip(self.measures, others, strict=True)
+        return ", ".join(
+            f"{what} {value:.1f}{_change(value, other) if against else ''}"
+            for (what, value), (_, other) in pairs
+            if value is not None
+        )
+
+
+def _change(new: float, old: float | None) -> str:
+    return f" ({new / old - 1:+.0%})" if old else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Gain:
@@ -50,33 +68,27 @@ class Gain:
 
     @property
     def line(self) -> str:
-        before, after = self.before, self.after
-        changes = [
-            f"{what} {old:.1f} -> {new:.1f}" + (f" ({new / old - 1:+.0%})" if old else "")
-            for what, old, new in (
-                ("expected", before.expected_tokens_per_s, after.expected_tokens_per_s),
-                ("measured", before.measured_tokens_per_s, after.measured_tokens_per_s),
-            )
-            if old is not None and new is not None
-        ]
-        is_same = before.words == after.words
-        way = f"still {after.words}" if is_same else f"{before.words} became {after.words}"
-        found = f"Tokens/s before and after: {', '.join(changes)}; {way}."
-        return " ".join([found, *(self.reasons if is_same else ()), *self._forced_words()])
+        from hetero_ee.planning.schedule import WORTH_IT, is_worth_it
 
-    def _forced_words(self) -> list[str]:
-        from hetero_ee.planning.schedule import is_worth_it
-
-        if self.forced is None:
-            return []
-        expected, measured = self.forced.expected_tokens_per_s, self.forced.measured_tokens_per_s
-        expectation = "" if expected is None else f"{expected:.1f} tokens/s expected, "
-        full = self.after.measured_tokens_per_s
-        against = f", {measured / full - 1:+.0%} against full mode" if full else ""
-        found = [f"Forced, exact mode has {expectation}{measured:.1f} measured{against}."]
+        before, after, forced = self.before, self.after, self.forced
+        if before.words != after.words:
+            pairs = zip(before.measures, after.measures, strict=True)
+            changes = [
+                f"{what} {old:.1f} -> {new:.1f}{_change(new, old)}" for (what, old), (_, new) in pairs if old and new
+            ]
+            return f"Tokens/s before and after: {', '.join(changes)}; {before.words} became {after.words}."
+        found = [f"Tokens/s: {after.figures()}; still {after.words}."]
+        if forced is None or forced.expected_tokens_per_s is None:
+            found += self.reasons
+        if forced is None:
+            return " ".join(found)
+        found.append(
+            f"Exact mode: {forced.figures(after)}; it is used if at least {1 / WORTH_IT - 1:.0%} more are expected."
+        )
+        measured, full = forced.measured_tokens_per_s, after.measured_tokens_per_s
         if full and is_worth_it(measured, full):
             found.append("The measurement speaks for it, which a busy machine can distort: compare with --mode exact.")
-        return found
+        return " ".join(found)
 
 
 @dataclass(frozen=True, slots=True)

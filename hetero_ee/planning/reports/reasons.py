@@ -18,6 +18,10 @@ from hetero_ee.planning.times.memory import part_gpu_bytes, stream_buffer_bytes
 from hetero_ee.planning.times.threads import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS
 
 LEAST_SHARE = 0.01  # of a time that is worth mentioning
+NO_TREES = (
+    "The requested draft trees are not used: they need mode exact or specee, a draft head of known acceptance (a draft "
+    "model, n-grams and exits draft chains), and layers without a recurrent state."
+)
 PROMPT_CLIFF = 0.7  # fewer layers on the GPU are suggested if a prompt needs less than this share of its time with them
 
 
@@ -36,6 +40,8 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     yield from _sparse_reasons(best)
     yield from _hot_reasons(best)
     yield from _mode_reasons(best, prediction)
+    if (problem.limits.draft_tree or 1) > 1 == best.schedule.tree_width:
+        yield NO_TREES
 
 
 def _split_reason(best: Candidate) -> str:

@@ -1,7 +1,7 @@
 """Draft heads on disk: a config.json and a model.safetensors with EAGLE's tensor names, checked before use."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import CheckpointError, ModelError, shown
+from hetero_ee.errors import CheckpointError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_config_file, read_spec
 from hetero_ee.hub.model_files import SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
@@ -17,6 +17,7 @@ from hetero_ee.layers.tensors import TensorRole
 from hetero_ee.models.draft_head import EAGLE_1, FC, Dialect, layer_blocks
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.options.engine import NO_HEAD, RUN_OPTIONS
 from hetero_ee.planning.statistics import MAX_ACCEPTANCE_POSITIONS
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, DraftHead
 from hetero_ee.speculation.sources.eagle3 import (
@@ -76,26 +77,21 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
     """Return the facts of the head in `folder`.
 
     Raises:
-        ModelError: if the head belongs to another model, or its config.json is invalid.
+        UsageError: if the head belongs to another model.
+        ModelError: if its config.json is invalid.
         CheckpointError: if its weights can't be read.
     """
     config, where = read_config_file(folder), str(folder)
-    dialect, token_ids = EAGLE_1, draft_token_ids(config, model, folder)
+    is_3, dialect = is_eagle3(config), EAGLE_1
+    spec = read_spec(layer_config(config, where) if is_3 else config)
+    check_head_shape(spec, model, folder)
+    token_ids = draft_token_ids(config, model, folder)
     n_draft_tokens = model.vocab_size if token_ids is None else len(token_ids)
-    if is_eagle3(config):
-        spec = read_spec(layer_config(config, where))
-        check_head_shape(spec, model, folder)
+    if is_3:
         seen_size = Fields(config, where).integer("target_hidden_size", model.hidden_size)
-        if seen_size != model.hidden_size:
-            raise ModelError(
-                f"the draft head {folder} is for a hidden size of {seen_size}, the model has {model.hidden_size}; get "
-                "a head made for this model."
-            )
+        check_head_shape(replace(spec, hidden_size=seen_size), model, folder)
         dialect = eagle3_of(config, model.n_layers, where)
         n_draft_tokens = draft_vocabulary_size(config, n_draft_tokens, where)
-    else:
-        spec = read_spec(config)
-        check_head_shape(spec, model, folder)
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     names = set() if file is None else {plain_name(name) for name in read_header(file)}
     acceptance, has_embedding = _acceptance(config, where), OWN_EMBEDDING in names
@@ -155,16 +151,17 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
 def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
     """Check the shape of the head's layer.
 
-    Raises: ModelError: if the head in `folder` belongs to another model, or heads can't have this kind of layer.
+    Raises:
+        UsageError: if the head in `folder` belongs to another model.
+        ModelError: if heads can't have this kind of layer.
     """
-    for name, found, expected in (
-        ("a vocabulary of", spec.vocab_size, model.vocab_size),
-        ("a hidden size of", spec.hidden_size, model.hidden_size),
-    ):
-        if found != expected:
-            raise ModelError(
-                f"the draft head {folder} has {name} {found}, the model {expected}; get a head made for this model."
-            )
+    if (spec.hidden_size, spec.vocab_size) != (model.hidden_size, model.vocab_size):
+        raise UsageError(
+            f"the draft head {folder} is for hidden size {spec.hidden_size} and {spec.vocab_size} tokens, this model "
+            f"has {model.hidden_size} and {model.vocab_size}; name a head made for this model, or ",
+            RUN_OPTIONS["draft_head"],
+            f" {NO_HEAD}.",
+        )
     if spec.n_layers != 1:
         raise ModelError(f"{folder}: num_hidden_layers is {spec.n_layers}, a draft head has 1.")
     plain = spec.norm == "rms" and spec.norm_affine and spec.gated and spec.rope is not None
