@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_ee.errors import CheckpointError, HeteroError, ModelError
+from hetero_ee.errors import CheckpointError, HeteroError
 from hetero_ee.models import draft_head
 from hetero_ee.planning.placement import Placement
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
