@@ -59,8 +59,8 @@ def test_what_a_head_may_have_beside_them(tmp_path: Path, dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vocab_size": 32000}, ["vocabulary of 32000", f"model {VOCAB}"]),
-        ({"hidden_size": 96}, ["hidden size of 96", f"model {HIDDEN}"]),
+        ({"vocab_size": 32000}, ["32000 tokens", f"has {HIDDEN} and {VOCAB}"]),
+        ({"hidden_size": 96}, ["hidden size 96", f"has {HIDDEN} and {VOCAB}"]),
         ({"num_hidden_layers": 2}, ["num_hidden_layers is 2", "has 1"]),
         ({"mlp_bias": True}, ["not a layer that a draft head can have"]),
         ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, ["Qwen3ForCausalLM"]),
@@ -70,7 +70,7 @@ def test_what_a_head_may_have_beside_them(tmp_path: Path, dtype: torch.dtype) ->
 )
 def test_a_head_of_another_shape_is_refused(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     folder = save_head(tmp_path, **changes)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(HeteroError) as caught:
         read_draft_head(folder, MODEL)
     assert all(word in str(caught.value) for word in words), caught.value
 
