@@ -191,7 +191,7 @@ def own_head(stories260k: Path, tmp_path: Path) -> Iterator[Path]:
 
 def test_a_head_that_was_named_is_read_or_refused_and_the_models_own_left_out(own_head: Path) -> None:
     options: dict[str, Any] = {"profile": PROFILE, "emulate": True, "threads": 1}
-    refusal(ModelError, model=own_head, draft_head=own_head / "draft_head", profile=PROFILE, emulate=True)
+    refusal(UsageError, model=own_head, draft_head=own_head / "draft_head", profile=PROFILE, emulate=True)
     told: list[str] = []
     with Engine.from_pretrained(own_head, progress=lambda text, done, in_all: told.append(text), **options) as engine:
         made = engine.plan
