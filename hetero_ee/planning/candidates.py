@@ -369,6 +369,6 @@ def _with_embedding(problem: Problem, decode: Chain, chunk: int) -> Iterator[Tri
     enters = may_enter and uses_gpu and fits_gpu(problem, on_gpu, chunk)
     if enters:
         yield on_gpu, chunk
-    is_all = enters and all(placement.on_gpu for placement in decode[1:])
+    is_all = enters and all(placement == Placement.GPU for placement in decode[1:])
     if not is_all and pinned != Placement.GPU and fits_gpu(problem, decode, chunk):
         yield decode, chunk

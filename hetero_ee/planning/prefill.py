@@ -13,18 +13,20 @@ def prefill_chains(problem: Problem, decode: Chain, chunk_tokens: int) -> list[C
     """Return the prefill placements worth comparing for these decode placements.
 
     The first one leaves parts where they are. In the others, parts in RAM also use the placement "visit" if that is
-    faster for a chunk: all parts, or only those without a KV cache. Chains that exceed a budget are left out.
+    faster for a chunk: all parts, or only those without a KV cache. Of these there is a version in which some parts
+    stay, so that the CPU computes them while others are copied. Chains that exceed a budget are left out.
     """
     found = [tuple(part.prefill_choices(placement)[0] for part, placement in zip(problem.parts, decode, strict=True))]
     if not any(placement.on_gpu for placement in decode):
         return found
     for with_state in (True, False):
-        tried = _visiting(problem, decode, chunk_tokens, with_state=with_state)
-        terms = memory_terms(problem, decode, tried, chunk_tokens)
-        fits_ram = n_bytes(terms, "cpu") <= problem.ram_budget_bytes
-        if fits_ram and n_bytes(terms, "gpu") <= problem.vram_budget_bytes:
-            found.append(tried)
-    return found
+        visiting = _visiting(problem, decode, chunk_tokens, with_state=with_state)
+        for tried in (visiting, _shared(problem, found[0], visiting, chunk_tokens)):
+            terms = memory_terms(problem, decode, tried, chunk_tokens)
+            fits_ram = n_bytes(terms, "cpu") <= problem.ram_budget_bytes
+            if fits_ram and n_bytes(terms, "gpu") <= problem.vram_budget_bytes:
+                found.append(tried)
+    return list(dict.fromkeys(found))
 
 
 def least_streamed(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> int | None:
@@ -44,6 +46,22 @@ def least_streamed(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens
             break
         n_tokens = n_more
     return n_tokens + 1 if n_tokens > MAX_DECODE_TOKENS else None
+
+
+def _shared(problem: Problem, there: Chain, visiting: Chain, chunk_tokens: int) -> Chain:
+    """Return the chain in which the CPU computes parts for as long as the others, also all experts, are copied.
+
+    The parts that stay `there` are spread evenly, since copies run only a few parts ahead.
+    """
+    costs, parts, shared = problem.costs, problem.parts, list(visiting)
+    places = [i for i, pair in enumerate(zip(there, visiting, strict=True)) if pair[0] != pair[1] or pair[0].is_split]
+    there_s = sum(costs.part_s(parts[place], there[place], chunk_tokens, chunk_tokens) for place in places)
+    copied_s = sum(costs.copy_s(parts[place], Placement.VISIT, chunk_tokens) for place in places)
+    n_there = int(len(places) * copied_s / (there_s + copied_s)) if places else 0
+    stay = {places[(2 * number + 1) * len(places) // (2 * n_there)] for number in range(n_there)}
+    for place in places:
+        shared[place] = there[place] if place in stay else Placement.VISIT
+    return tuple(shared)
 
 
 def _visiting(problem: Problem, decode: Chain, chunk_tokens: int, *, with_state: bool) -> Chain:

@@ -1,5 +1,6 @@
 """Mixtures of experts in any placement: the CPU's very tokens, the same steps on emulated and stand-in GPUs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.sparsity.expert_order import ExpertOrder
@@ -29,7 +31,9 @@ from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
 
 SIZES = {"num_experts": 32, "num_experts_per_tok": 4}
 MORE = {"gemma4-moe": {"top_k_experts": 4}}
+STREAMED = "streamed for prompts"  # of one of two layers, also one whose first experts are on the GPU
 PLACES = {
+    STREAMED: ((r"layers\.0\.moe", "hot-5"), (".*moe", "hot-0"), (".*", "gpu")),
     "no experts on the GPU": ((".*moe", "hot-0"), (".*", "gpu")),
     "layers split differently": ((r"layers\.0\.moe", "hot-5"), (r"layers\.2\.moe", "hot-31"), (".*", "gpu")),
     "all on the GPU": (("layers.*|head", "gpu"),),
@@ -57,6 +61,15 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return made("gpt-oss", tmp_path_factory.mktemp("ordered"))
 
 
+def placed(spec: ModelSpec, places: str) -> Plan:
+    plan = planned(spec, overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    if places != STREAMED:
+        return plan
+    moes = [part for part in plan.parts if part.kind == "moe"]
+    parts = (replace(part, prefill_placement="visit") if part in moes[::2] else part for part in plan.parts)
+    return replace(plan, parts=tuple(parts))
+
+
 def kernels_cpu(spec: ModelSpec, weights: ModelWeights, cache: KvCache) -> HostExecutor:
     return CpuExecutor(spec, weights, cache.max_tokens, 1, cache=cache)
 
@@ -73,7 +86,7 @@ def read(executor: Executor) -> torch.Tensor:
 
 @pytest.mark.parametrize("places", PLACES)
 def test_logits_are_the_cpu_s_bit_by_bit(model: Model, places: str, kernels: Path) -> None:
-    plan = planned(model[0], overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    plan = placed(model[0], places)
     assert torch.equal(read(emulated(*model, plan)), read(on_kernels(model)))
 
 
@@ -86,7 +99,7 @@ def test_experts_in_order_of_popularity_give_the_same_tokens_in_any_placement(
     order = ExpertOrder.of(spec, {name: draw.random(shape) for name, shape in route_shapes(spec).items()})
     assert order is not None
     ordered = order.applied(spec, weights)
-    plan = planned(ordered[0], overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    plan = placed(ordered[0], places)
     found = read(emulated(*ordered, plan))
     assert torch.equal(found, read(on_kernels(ordered)))
     assert torch.equal(found.argmax(1), read(on_kernels(gpt_oss)).argmax(1)), "the order changes tokens"
@@ -94,7 +107,7 @@ def test_experts_in_order_of_popularity_give_the_same_tokens_in_any_placement(
 
 @pytest.mark.parametrize("places", PLACES)
 def test_a_gpu_runs_the_steps_that_are_emulated(model: Model, places: str, kernels: Path) -> None:
-    plan = planned(model[0], overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    plan = placed(model[0], places)
     log, charged, gpu = Log(), Log(), stand_in_gpu(operations=torch_operations())
     found = read(on_stand_in(*model, plan, gpu, wrap=log.machine, make_cpu=kernels_cpu))
     expected = read(on_kernels(model))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hetero_ee.planning.reports.pins import pins
 from hetero_ee.planning.statistics import DraftRates, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.prediction import step_times
+from hetero_ee.planning.times.prompts import Placements, prompt_s
 from hetero_ee.runtime.executors.dummy import dummy_weights
 from hetero_ee.speculation.stop_rule import MarginalRule
 from hetero_ee_profiles.reference import reference_profile
@@ -43,6 +45,7 @@ PLACES = {
     "streamed": Limits(context_tokens=2048, overrides=((r"layers\.[0-4]\.moe", "stream"), (".*moe", "cpu"))),
     "no GPU": Limits(context_tokens=2048, gpu_layers=0),
     "long prompts": Limits(context_tokens=2048, gpu_layers=40, n_cpu_moe=30, chunk_tokens=1024),
+    "shared prompts": Limits(context_tokens=2048, gpu_layers=40, n_cpu_moe=40, chunk_tokens=512),
 }
 
 
@@ -133,6 +136,29 @@ def test_short_prompts_are_computed_where_tokens_are_and_long_ones_streamed() ->
     usual = planned(gpu_layers=40, n_cpu_moe=30, context_tokens=16384, chunk_tokens=512)
     assert made.prediction.prompt_tokens_per_s > 1.5 * usual.prediction.prompt_tokens_per_s
     assert made.prediction.generated_tokens_per_s == usual.prediction.generated_tokens_per_s
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_the_cpu_computes_experts_of_some_layers_while_those_of_others_are_copied(name: str) -> None:
+    """Where both take about as long, as for 512 tokens, that saves more than a quarter of the time."""
+    spec, profile = known_spec(name), reference_profile("rtx-4090-24gb")
+    made = make_plan(spec, profile, Limits(context_tokens=4096, gpu_layers=99, n_cpu_moe=99, chunk_tokens=512))
+    places = [part.prefill_placement for part in made.parts if part.kind == "moe"]
+    assert set(places) == {"hot-0", "visit"}
+    assert max(len(list(group)) for place, group in groupby(places) if place == "hot-0") <= 2, "not spread"
+    costs, parts, decode = Costs(spec, profile, made.threads), model_parts(spec, "fp16"), made.decode_placements
+    chosen = [part.prefill_placement for part in made.parts]
+    copied = [Placement.VISIT if one.is_split else one for one in decode]
+    mixed_s, *others_s = (prompt_s(costs, parts, Placements(e, decode), 512, 512) for e in (chosen, decode, copied))
+    assert mixed_s < 0.75 * min(others_s)
+
+
+def test_buffers_for_prompts_are_weighed_against_experts_in_their_place() -> None:
+    made = make_plan(SPEC, reference_profile(LAPTOP), Limits(context_tokens=8192, mode="full"))
+    small = make_plan(SPEC, reference_profile(LAPTOP), Limits(context_tokens=8192, mode="full", chunk_tokens=128))
+    assert made.prefill_chunk_tokens >= 1024 and "visit" in {part.prefill_placement for part in made.parts}
+    assert made.prediction.prompt_tokens_per_s > 3 * small.prediction.prompt_tokens_per_s
+    assert made.prediction.generated_tokens_per_s > 0.9 * small.prediction.generated_tokens_per_s
 
 
 def test_flags_of_llama_cpp_mean_the_same(cli: Cli) -> None:

@@ -122,14 +122,12 @@ class Costs:
         With the placement "visit", its KV cache is copied too.
 
         Args:
-            beside_cpu: the CPU reads weights of other layers from the same RAM meanwhile. This slows only "stream":
-                while parts "visit", the CPU computes more than it reads.
+            beside_cpu: the CPU reads weights of other layers from the same RAM meanwhile.
         """
         link = self.profile.link
         assert link is not None
         n_bytes = part.weight_bytes + (part.kv_bytes(context_tokens) if placement == Placement.VISIT else 0)
-        is_shared = beside_cpu and placement == Placement.STREAM
-        rate = link.beside_cpu_bytes_per_s if is_shared else link.to_gpu_bytes_per_s
+        rate = link.beside_cpu_bytes_per_s if beside_cpu else link.to_gpu_bytes_per_s
         return link.latency.value + n_bytes / rate.value
 
     def transfer_s(self, m: int) -> float:

@@ -38,10 +38,15 @@ class Flow:
 
 
 class Lanes:
-    """A simulation of CPU, GPU and link that begins at 0 seconds with nothing copied. beside_cpu: see Costs.copy_s.
+    """A simulation of CPU, GPU and link that begins at 0 seconds with nothing copied.
+
+    While parts "visit", the CPU computes more than it reads, unless it computes experts, which few tokens choose.
 
     Copies of streamed weights run ahead as far as there are buffers, also into the next pass if it streams the same
     parts. If it streams others, its copies start with the pass.
+
+    Args:
+        beside_cpu: of parts that are streamed for each token, see Costs.copy_s.
     """
 
     def __init__(self, costs: Costs, *, beside_cpu: bool) -> None:
@@ -49,6 +54,7 @@ class Lanes:
         self._cpu_s = self._gpu_s = self._link_s = 0.0
         self._buffers_s = [0.0] * N_STREAM_BUFFERS  # when each is free, in order of use
         self._order: list[tuple[Part, Placement]] = []  # streamed parts, pass after pass
+        self._visits_beside_cpu = False  # whether "visit" copies share RAM with experts that the CPU reads
         self._context_tokens = 0
         self.spent = PassTime()  # so far; its seconds are the host's clock
 
@@ -62,6 +68,8 @@ class Lanes:
         if order and [part.name for part, _ in order] != [part.name for part, _ in self._order]:
             self._drop_copies()
             self._order = order
+            pairs = zip(parts, placements, strict=True)
+            self._visits_beside_cpu = any(part.has_experts and placement.uses_cpu for part, placement in pairs)
         self._context_tokens = context_tokens
 
     def through(
@@ -97,7 +105,7 @@ class Lanes:
                 continue
             start = max(cpu, gpu, ready)
             if placement.is_streamed:
-                copy_s = costs.copy_s(part, placement, context_tokens, beside_cpu=self._beside_cpu)
+                copy_s = self._copy_s(part, placement, context_tokens)
                 link = max(link, buffers[0]) + copy_s
                 waited_s += max(0.0, link - start)
                 start = max(start, link)
@@ -179,11 +187,14 @@ class Lanes:
         else:
             self.wait(flow)
 
+    def _copy_s(self, part: Part, placement: Placement, context_tokens: int) -> float:
+        beside_cpu = self._visits_beside_cpu if placement == Placement.VISIT else self._beside_cpu
+        return self._costs.copy_s(part, placement, context_tokens, beside_cpu=beside_cpu)
+
     def _drop_copies(self) -> None:
         """Finish copies that ran ahead but aren't needed. Their buffers are free once CPU and GPU are."""
         for (part, placement), free_s in zip(cycle(self._order), self._buffers_s):
-            copy_s = self._costs.copy_s(part, placement, self._context_tokens, beside_cpu=self._beside_cpu)
-            self._link_s = max(self._link_s, free_s) + copy_s
+            self._link_s = max(self._link_s, free_s) + self._copy_s(part, placement, self._context_tokens)
         self._buffers_s = [max(self._cpu_s, self._gpu_s)] * N_STREAM_BUFFERS
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetero_ee.costs.product import FLOAT_BYTES
 from hetero_ee.costs.work import Work
+from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
@@ -137,11 +138,17 @@ def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, time
 
 
 def _copied_beside_cpu(plan: Plan) -> frozenset[str]:
-    """Return the names of parts that are streamed for each token while the CPU reads weights of other layers."""
+    """Return the names of parts that are streamed while the CPU reads weights of other layers.
+
+    For prompts it computes more than it reads, unless these are experts, which few of the tokens choose.
+    """
     layers = [part for part in plan.parts if part.layer is not None]
-    if all(part.decode_placement in (Placement.GPU, Placement.STREAM) for part in layers):
-        return frozenset()
-    return frozenset(part.name for part in layers if part.decode_placement == Placement.STREAM)
+    copied = []
+    if any(part.decode_placement not in (Placement.GPU, Placement.STREAM) for part in layers):
+        copied += [part.name for part in layers if part.decode_placement == Placement.STREAM]
+    if any(part.kind == MoeSpec.name and part.prefill_placement.uses_cpu for part in layers):
+        copied += [part.name for part in layers if part.prefill_placement == Placement.VISIT]
+    return frozenset(copied)
 
 
 def _times(name: str, profile: HardwareProfile, threads: int) -> DeviceTimes:
