@@ -61,7 +61,7 @@ ROUTED = SIZES | {
     "first_k_dense_replace": 1,
 }
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-LATENT = ROUTED | {"kv_lora_rank": 18, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT = ROUTED | {"kv_lora_rank": 48, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 16}
 GPT_OSS = SIZES | {
     "num_key_value_heads": 2,
     "intermediate_size": 32,  # unlike the hidden size, so that a matrix read the wrong way round is seen
@@ -102,7 +102,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN_3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}),
     "gpt-oss": ("GptOss", GPT_OSS),
-    "glm4-flash": ("Glm4MoeLite", LATENT | {"q_lora_rank": 20, "v_head_dim": 10, "rope_interleave": True}),
+    "glm4-flash": ("Glm4MoeLite", LATENT | {"q_lora_rank": 20, "v_head_dim": 32, "rope_interleave": True}),
     "deepseek2": (
         "DeepseekV2",
         LATENT

@@ -76,7 +76,7 @@ def _activate() -> list[Compilation]:
 
 
 def _attention() -> list[Compilation]:
-    """Heads of 128 in groups of 1, 2 and 4 over 4096 positions: a part a program, and whole rows."""
+    """Heads of 128 in groups of 1 to 8 over 4096 positions: a part a program, and whole rows. Latent heads of 576."""
     pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
     pointers |= {"out_ptr": "*fp32", "factor": "fp32", "cap": "fp32", "layer": "i32", "m": "i32"}
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
@@ -89,9 +89,13 @@ def _attention() -> list[Compilation]:
     cases += [("fp16", 8, True, "_sinks", PTX), ("fp16", 4, False, "_tree", PTX)]
     cases += [(kind, 1, whole, "", PLAIN) for kind in types for whole in (False, True)]
     cases += [("fp16", group, False, "", PLAIN) for group in (2, 4)]
+    cases += [("fp16", 20, whole, "_latent", PTX) for whole in (False, True)]
+    cases += [("int8", 20, True, "_latent", PTX), ("fp32", 20, True, "_latent", PLAIN)]
     for kind, group, whole, more, isa in cases:
         signature = pointers | {"codes_ptr": types[kind]}
-        constants = layout | common | attention._sizes(group, 128, isa == PTX)
+        sizes = (576, isa == PTX, 512) if more == "_latent" else (128, isa == PTX)
+        constants = layout | common | attention._sizes(group, *sizes) | {"N_STORED": 2}
+        constants |= {"N_STORED": 1, "N_KV_HEADS": 1, "FEATURES": 12096} if more == "_latent" else {}
         optional: dict[str, Any] = {
             "scales_ptr": kind == "int8",
             "states_ptr": not whole,
@@ -109,14 +113,14 @@ def _attention() -> list[Compilation]:
                 attention.attention_kernel,
                 signature,
                 constants,
-                attention.N_WARPS,
+                attention._n_warps(constants),
                 True,
                 isa,
                 None if kind == "fp32" else isa == PTX,
             )
         )
     arguments = {"sums_ptr": "*fp32", "states_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*fp32"}
-    shape = common | {"N_HEADS": 32, "HEAD_DIM": 128, "DIM_BLOCK": 128, "sinks_ptr": None}
+    shape = common | {"N_HEADS": 32, "VALUE_DIM": 128, "DIM_BLOCK": 128, "sinks_ptr": None}
     records.append(
         Compilation(
             "attention_combine",
@@ -253,7 +257,7 @@ def _short_conv() -> list[Compilation]:
 def _kv_write() -> list[Compilation]:
     """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn."""
     pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
-    layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_PER_SLOT": 64}
+    layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "N_STORED": 2, "PAGES_PER_SLOT": 64}
     records = []
     for kind, code, turns, is_tree in (
         ("fp16", "*fp16", True, False),

@@ -24,8 +24,8 @@ SMALLEST = 1e-30  # a head with only smaller values is stored as zero, as in the
 class _Sequence:
     """Storage of one sequence.
 
-    parts: keys, values (n_layers, n_kv_heads, capacity, head_dim), then for int8 their scales (n_layers, n_kv_heads,
-    capacity).
+    parts: keys, unless shared values (n_layers, n_kv_heads, capacity, head_dim), then for int8 their scales (n_layers,
+    n_kv_heads, capacity).
     """
 
     parts: tuple[Tensor, ...]
@@ -37,8 +37,8 @@ class _Sequence:
 class CpuKvCache(WindowedCache[_Sequence]):
     """KV cache in the CPU's memory, which grows with the sequences. `kind` is "fp32", "fp16" or "int8".
 
-    See LayeredCache for `max_tokens` and `layers`, WindowedCache for `window`. With a window, a sequence's keys and
-    values move to the front of its storage when they reach the end.
+    See LayeredCache for `max_tokens` and `layers`, WindowedCache for `window`, AttentionSpec for `shared_dim`. With a
+    window, a sequence's keys and values move to the front of its storage when they reach the end.
     """
 
     def __init__(
@@ -51,36 +51,37 @@ class CpuKvCache(WindowedCache[_Sequence]):
         *,
         kind: str,
         window: int | None = None,
+        shared_dim: int | None = None,
     ) -> None:
         super().__init__(n_layers, max_tokens, layers)
         if kind not in KINDS:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
         self.n_kv_heads, self.head_dim, self.kind, self.window = n_kv_heads, head_dim, kind, window
+        self.value_dim, self._n_stored = shared_dim or head_dim, 2 if shared_dim is None else 1
 
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (m, n_kv_heads, head_dim) of admitted tokens."""
         index = self.index(layer)
         for row, sequence, slot in batch.entries():
-            found: tuple[Tensor, ...] = keys[row], values[row]
+            found = [part[row] for part in (keys, values)[: self._n_stored]]
             if self.kind == "fp16":
-                found = keys[row].clamp(-LARGEST, LARGEST), values[row].clamp(-LARGEST, LARGEST)
+                found = [part.clamp(-LARGEST, LARGEST) for part in found]
             elif self.kind == "int8":
-                (key_codes, key_scales), (value_codes, value_scales) = map(_int8, found)
-                found = key_codes, value_codes, key_scales, value_scales
+                found = [part for parts in zip(*map(_int8, found), strict=True) for part in parts]
             held = self._sequences[sequence]
             for part, x in zip(held.parts, found, strict=True):
                 part[index, :, slot - held.first] = x
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of positions first..end-1 as fp32 (n_kv_heads, end - first, head_dim).
+        """Return keys and values of positions first..end-1 as fp32 (n_kv_heads, end - first, head_dim or value_dim).
 
         They are valid until the next admit().
         """
-        keys, values, *scales = self.stored(layer, sequence, first, end)
-        keys, values = keys.float(), values.float()
-        if scales:
-            keys, values = keys * scales[0][..., None], values * scales[1][..., None]
-        return keys, values
+        parts = self.stored(layer, sequence, first, end)
+        found = [part.float() for part in parts[: self._n_stored]]
+        if len(parts) > self._n_stored:
+            found = [codes * scales[..., None] for codes, scales in zip(found, parts[self._n_stored :], strict=True)]
+        return found[0], found[-1][..., self.head_dim - self.value_dim :]
 
     def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
         """See LayeredCache. Returns writable views instead of copies."""
@@ -103,11 +104,13 @@ class CpuKvCache(WindowedCache[_Sequence]):
     def view(self, sequence: int, make: Callable[..., Any]) -> Any:
         """Return make(first, *parts), called with the sequence's whole storage, which begins at position `first`.
 
-        The parts are keys, values, and for int8 their scales. The result is reused until the storage changes.
+        The parts are keys, values, which may be the keys, and for int8 their scales. The result is reused until the
+        storage changes.
         """
         held = self._sequences[sequence]
         if held.view is None:
-            held.view = make(held.first, *held.parts)
+            n_times = 2 // self._n_stored
+            held.view = make(held.first, *(part for part in held.parts for _ in range(n_times)))
         return held.view
 
     @property
@@ -183,7 +186,7 @@ class CpuKvCache(WindowedCache[_Sequence]):
         """Return the shape and type of each part of a sequence's storage."""
         line = (self.n_layers, self.n_kv_heads, capacity)
         codes, scales = ((*line, self.head_dim), KINDS[self.kind]), (line, np.float32)
-        return [codes, codes, scales, scales] if self.kind == "int8" else [codes, codes]
+        return [codes] * self._n_stored + ([scales] * self._n_stored if self.kind == "int8" else [])
 
 
 def _int8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Combine several KV caches into one: each layer's state is on the device that computes the layer."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.kv.batch import Batch
@@ -163,7 +163,9 @@ def host_cache(
     """
     parts: list[LayeredCache[Any]] = [
         *(
-            CpuKvCache(len(mine), shape.n_kv_heads, shape.head_dim, max_tokens, mine, kind=kind, window=shape.window)
+            CpuKvCache(
+                len(mine), *shape[:2], max_tokens, mine, kind=kind, window=shape.window, shared_dim=shape.shared_dim
+            )
             for shape, mine in kv_layers(spec, layers).items()
         ),
         *(RecurrentCache(state, max_tokens, mine) for state, mine in recurrent_layers(spec, layers).items()),
@@ -215,7 +217,7 @@ def gpu_cache(
     """
     parts: list[GpuKvCache | GpuRecurrentCache] = [
         GpuKvCache(
-            (len(mine), shape.n_kv_heads, shape.head_dim),
+            (len(mine), *shape[:2], 2 if shape.shared_dim is None else 1),
             max_tokens,
             device,
             pool_tokens=kept_tokens(max_tokens, shape.window, pass_tokens, n_sequences),
@@ -241,6 +243,11 @@ class KvShape(NamedTuple):
     n_kv_heads: int
     head_dim: int
     window: int | None
+    shared_dim: int | None = None  # see AttentionSpec.shared_dim
+
+    @classmethod
+    def of(cls, state: KvState) -> Self:
+        return cls(state.n_kv_heads, state.head_dim, state.window, state.shared_dim)
 
 
 def kv_layers(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[KvShape, list[int]]:
@@ -250,7 +257,7 @@ def kv_layers(spec: ModelSpec, layers: Sequence[int] | None = None) -> dict[KvSh
         if (layers is None or layer in layers) and not isinstance(state, RecurrentState):
             shape = KvShape(0, 0, None)
             if isinstance(state, KvState) and state.source is None:
-                shape = KvShape(state.n_kv_heads, state.head_dim, state.window)
+                shape = KvShape.of(state)
             shapes.setdefault(shape, []).append(layer)
     return shapes
 

@@ -35,7 +35,7 @@ class GpuKvCache(WindowedCache[_Sequence]):
     page or give it two owners.
 
     Args:
-        shape: (n_layers, n_kv_heads, head_dim).
+        shape: (n_layers, n_kv_heads, head_dim), then 1 if values are features of the keys.
         max_tokens, layers: see LayeredCache.
         pool_tokens: capacity for all sequences together; None for max_tokens.
         window: see WindowedCache. Pages before it become free. If the sequences need more pages, the tensors are
@@ -46,7 +46,7 @@ class GpuKvCache(WindowedCache[_Sequence]):
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         max_tokens: int,
         device: Any,
         *,
@@ -114,10 +114,8 @@ class GpuKvCache(WindowedCache[_Sequence]):
 
     def _parts(self, layer: int) -> list[Tensor]:
         """Return keys, values, and int8's scales, in CpuKvCache's order: (n_pages, 64, n_kv_heads[, head_dim])."""
-        index, scales = self.index(layer), self.pages.scales
-        codes = self.pages.codes[:, index].transpose(2, 3)
-        parts = [codes[:, 0], codes[:, 1]]
-        return parts if scales is None else [*parts, *scales[:, index].transpose(2, 3).unbind(1)]
+        index, every = self.index(layer), (self.pages.codes, self.pages.scales)
+        return [part for all_layers in every if all_layers is not None for part in _by_position(all_layers, index)]
 
     def _pages_and_lines(self, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return the page of each position from `first` to `end` - 1, and its index within that page."""
@@ -168,8 +166,7 @@ class GpuKvCache(WindowedCache[_Sequence]):
     def release(self) -> None:
         """Close every sequence and free the pool. The cache can't hold tokens afterwards."""
         self._sequences.clear()
-        shape = self.n_layers, self.pages.n_kv_heads, self.pages.head_dim
-        self.pages = new_pages(shape, self.kind, 0, (0, 0), self.pages.codes.device)
+        self.pages = new_pages(self.pages.shape, self.kind, 0, (0, 0), self.pages.codes.device)
 
     def _empty(self) -> _Sequence:
         slot = next(iter(self._free_slots()), None)
@@ -206,9 +203,8 @@ class GpuKvCache(WindowedCache[_Sequence]):
         )
         if larger <= n_pages:
             return
-        shape = self.n_layers, present.n_kv_heads, present.head_dim
         with driver_errors("the keys and values of more sequences", lambda: 0):
-            found = new_pages(shape, self.kind, larger, (0, 0), self.device)
+            found = new_pages(present.shape, self.kind, larger, (0, 0), self.device)
             for new, old in ((found.codes, present.codes), (found.scales, present.scales)):
                 if old is not None:
                     new[:n_pages].copy_(old)
@@ -242,18 +238,21 @@ class VisitingCache(GpuKvCache):
     Keys and values are uploaded and copied back in the CPU's format. The host waits for every copy.
 
     Args:
-        shape: number and size of the key heads, and the sliding window.
+        shape: a KvShape.
         pass_tokens: see kept_tokens().
     """
 
     def __init__(
-        self, shape: tuple[int, int, int | None], max_tokens: int, kind: str, device: Any, pass_tokens: int = 0
+        self,
+        shape: tuple[int, int, int | None, int | None],
+        max_tokens: int,
+        kind: str,
+        device: Any,
+        pass_tokens: int = 0,
     ) -> None:
-        n_heads, head_dim, window = shape
-        pool_tokens = kept_tokens(max_tokens, window, pass_tokens)
-        super().__init__(
-            (1, n_heads, head_dim), max_tokens, device, pool_tokens=pool_tokens, n_slots=1, kind=kind, window=window
-        )
+        *heads, window, shared_dim = shape
+        pages, pool_tokens = (1, *heads, 2 if shared_dim is None else 1), kept_tokens(max_tokens, window, pass_tokens)
+        super().__init__(pages, max_tokens, device, pool_tokens=pool_tokens, n_slots=1, kind=kind, window=window)
 
     def index(self, layer: int) -> int:
         """Return 0, since the cache has one layer."""
@@ -273,6 +272,10 @@ class VisitingCache(GpuKvCache):
     def take_back(self, owner: CpuKvCache, layer: int, sequence: int, first: int, end: int) -> None:
         """Copy positions first..end-1, written since the upload, to the layer in `owner`."""
         owner.store(layer, sequence, first, self.stored(layer, VISITOR, first, end))
+
+
+def _by_position(part: Tensor, index: int) -> tuple[Tensor, ...]:
+    return part[:, index].transpose(2, 3).unbind(1)
 
 
 def _n_pages(n_tokens: int) -> int:

@@ -38,8 +38,23 @@ class AttentionSpec(MixerSpec):
     has_sinks: bool = False  # a trained score per head takes part in the softmax and has no value
 
     @property
+    def shared_dim(self) -> int | None:
+        """Number of features at the end of a cached key that are also its value; None if values are cached, too."""
+        return None
+
+    @property
+    def attended_dim(self) -> int:
+        """Number of features that attention computes per head."""
+        return self.shared_dim or self.head_dim
+
+    @property
     def query_size(self) -> int:
         return self.n_heads * self.head_dim
+
+    @property
+    def first_value(self) -> int:
+        """First feature of the values that follow queries and keys."""
+        return self.query_size + (self.kv_size if self.shared_dim is None else 0)
 
     @property
     def kv_size(self) -> int:
@@ -75,7 +90,7 @@ class AttentionSpec(MixerSpec):
 
     @property
     def state(self) -> KvState:
-        return KvState(self.n_heads, self.n_kv_heads, self.head_dim, self.window, self.kv_layer)
+        return KvState(self.n_heads, self.n_kv_heads, self.head_dim, self.window, self.kv_layer, self.shared_dim)
 
     @property
     def buffers(self) -> dict[str, int]:

@@ -241,6 +241,13 @@ class Ops(Protocol):
         """Return x W^T + bias: (m, K) -> (m, N)."""
         ...
 
+    def linear_by_head(self, x: Array, matrix: Matrix, n_heads: int, into: str) -> Array:
+        """Multiply each head's features by that head's rows of a matrix: (m, n_heads K) -> (m, n_heads N).
+
+        The heads' rows (N, K), N a multiple of 16, follow each other in the matrix, as those of experts do.
+        """
+        ...
+
     def concatenate(self, parts: list[Array]) -> Array:
         """Concatenate each row's features."""
         ...

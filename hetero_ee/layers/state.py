@@ -67,6 +67,7 @@ class KvState(State):
     head_dim: int
     window: int | None  # positions that a token sees, its own included; None for all
     source: int | None = None
+    shared_dim: int | None = None  # see AttentionSpec.shared_dim
 
     def n_bytes(self, n_tokens: int, kv_type: str, n_sequences: int = 1) -> int:
         n_kept = 0 if self.source is not None else kept_tokens(n_tokens, self.window, n_sequences=n_sequences)
@@ -82,11 +83,12 @@ class KvState(State):
 
     def token_bytes(self, kv_type: str) -> int:
         """Return the bytes of one token's keys and values, whichever layer keeps them."""
-        return 2 * self.n_kv_heads * (self.head_dim * KV_BYTES[kv_type] + KV_SCALE_BYTES[kv_type])
+        n_stored = 2 if self.shared_dim is None else 1
+        return n_stored * self.n_kv_heads * (self.head_dim * KV_BYTES[kv_type] + KV_SCALE_BYTES[kv_type])
 
     @property
     def part_values(self) -> int:
-        return self.n_heads * (self.head_dim + 2)
+        return self.n_heads * ((self.shared_dim or self.head_dim) + 2)
 
     def positions_read(self, m: int, context_tokens: int) -> int:
         """Return how many distinct positions the last m tokens of a sequence of context_tokens read."""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.layers.attention import AttentionSpec
+from hetero_ee.layers.latent_attention import KEY_UP, LatentAttentionSpec
 from hetero_ee.layers.moe import MoeSpec
 from hetero_ee.layers.per_layer import PerLayerSpec
 from hetero_ee.layers.rope import halves_of_pairs
@@ -74,6 +75,7 @@ class Part:
     picked: tuple[int, Sequence[int]] | None = None  # of each group of this many rows, those to read, in order
     n_experts: int = 0  # experts that the tensor's first dimension counts; 0 for tensors of one expert and others
     is_transposed: bool = False  # an expert's matrix is stored (in, out)
+    n_turned: int = 0  # number of equal parts of the picked rows that are transposed; 0 for none
     expert: int | None = None  # index of the expert, if it is a tensor of one
 
     @property
@@ -131,6 +133,9 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collectio
     if picks:
         n_rows = tensor.shape[0] // sum(len(rows) for _, rows in picks) * picks[0][0]
         parts = [Part(modules[0], (n_rows, *tensor.shape[1:]), picked=each) for each in picks]
+    if isinstance(mixer, LatentAttentionSpec) and short.endswith(KEY_UP):
+        stored = mixer.n_heads * picks[0][0], mixer.kv_rank
+        parts = [replace(parts[0], shape=stored, n_turned=mixer.n_heads)]
     if isinstance(mixer, PerLayerSpec) and pattern.endswith(".context"):  # all layers' are one tensor
         table = mixer.table
         mine = range(int(layer) * table.size, (int(layer) + 1) * table.size)

@@ -139,7 +139,7 @@ def _rope_tables(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpe
 
 def _attention_workspace(spec: ModelSpec, n_parts: int, n_rows: int, device: Any) -> Tensor:
     """Allocate a workspace that is large enough for each layer's attention."""
-    sizes = (workspace_size(n_rows * each.n_heads * n_parts, each.head_dim) for each in spec.attentions)
+    sizes = (workspace_size(n_rows * each.n_heads * n_parts, each.attended_dim) for each in spec.attentions)
     return torch.empty(max(sizes, default=0), device=device)
 
 

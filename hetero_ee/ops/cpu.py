@@ -218,6 +218,13 @@ class CpuOps(Ops):
             product += matrix.bias
         return product
 
+    def linear_by_head(self, x: Any, matrix: CpuMatrix, n_heads: int, into: str) -> Any:
+        m, n_rows = len(x), matrix.n_rows // n_heads
+        pairs = Pairs(np.arange(n_heads), m * np.arange(n_heads + 1), np.arange(m * n_heads), np.zeros((0, 0)))
+        by_head = x.reshape(m, n_heads, -1).swapaxes(0, 1).reshape(m * n_heads, -1)
+        product = self._of_experts(np.ascontiguousarray(by_head), matrix, n_rows, pairs, gather=False)
+        return product.reshape(n_heads, m, n_rows).swapaxes(0, 1).reshape(m, -1)
+
     def concatenate(self, parts: list[Any]) -> Any:
         return np.hstack(parts)
 
@@ -239,15 +246,17 @@ class CpuOps(Ops):
             n_rotating = spec.n_heads + (spec.n_kv_heads if is_own else 0)
             heads.rope.rotate(qkv, rows.positions, 0, n_rotating, spec.head_dim)
         if is_own:
-            starts = spec.query_size, spec.query_size + spec.kv_size
-            heads.write.write(qkv, rows.places(heads.cache), heads.place, *starts)
+            heads.write.write(qkv, rows.places(heads.cache), heads.place, spec.query_size, spec.first_value)
         if spec.query_growth is not None:
             qkv[:, : spec.query_size] *= query_factors(spec.query_growth, rows.positions)[:, None]
         return qkv
 
     def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:
-        table, window = rows.places(heads.cache), heads.spec.window
-        return heads.attention.attend(queries, table, heads.place, window, sinks=heads.sinks)
+        spec, table = heads.spec, rows.places(heads.cache)
+        attended = heads.attention.attend(queries, table, heads.place, spec.window, sinks=heads.sinks)
+        if spec.shared_dim is None:
+            return attended
+        return attended.reshape(len(queries), spec.n_heads, -1)[:, :, -spec.shared_dim :].reshape(len(queries), -1)
 
     def gate(self, x: Any, gates: Any) -> Any:
         return gate(x, gates)

@@ -185,6 +185,13 @@ class GpuOps(Ops):
             self.kernels.add(out, matrix.bias)
         return out
 
+    def linear_by_head(self, x: Tensor, matrix: GpuMatrix, n_heads: int, into: str) -> Tensor:
+        m, n_rows, tiles = len(x), matrix.n_rows // n_heads, _expert_tiles(matrix)
+        heads = torch.arange(2 * n_heads, dtype=torch.float32, device=self.device).expand(m, -1)
+        out = self.arena.rows(into, m * n_heads, n_rows)
+        self.kernels.expert_matmul(x.reshape(m * n_heads, -1), tiles, pairs_of(heads, 0, n_heads, tiles), out)
+        return out.view(m, n_heads * n_rows)
+
     def concatenate(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts, 1)
 
@@ -209,17 +216,19 @@ class GpuOps(Ops):
         for scale, first, n_heads in heads.norms:
             kernels.rms_norm_heads(qkv, scale, spec.norm_eps, first, n_heads)
         place = heads.cache.pages, rows.slots, rows.positions, heads.place
-        starts = (spec.query_size, spec.query_size + spec.kv_size) if spec.kv_layer is None else (spec.query_size, None)
+        starts = spec.query_size, spec.first_value if spec.kv_layer is None else None
         kernels.kv_write(qkv, *place, *starts, rotary_table=heads.angles, paths=rows.paths)
         if heads.factors is not None:
             qkv[:, : spec.query_size] *= heads.factors.index_select(0, rows.positions)
         return qkv
 
     def attend(self, queries: Tensor, heads: GpuHeads, rows: GpuRows) -> Tensor:
-        spec, out = heads.spec, self.arena.rows(ATTENDED, len(queries), heads.spec.query_size)
+        spec, m = heads.spec, len(queries)
+        out = self.arena.rows(ATTENDED, m, spec.n_heads * spec.attended_dim)
         place = heads.cache.pages, rows.slots, rows.positions, heads.place, spec.window
         scores: dict[str, Any] = {"scale": spec.scale, "cap": spec.cap, "sinks": heads.sinks, "paths": rows.paths}
-        self.kernels.attention(queries, *place, out, workspace=self.arena.workspace, **scores)
+        scores |= {"shared_dim": spec.shared_dim, "workspace": self.arena.workspace}
+        self.kernels.attention(queries, *place, out, **scores)
         return out
 
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -345,7 +354,8 @@ class GpuOps(Ops):
 def _expert_tiles(matrix: GpuMatrix) -> TileMatrix:
     if not isinstance(matrix.matrix, TileMatrix):
         raise UsageError(
-            "experts need Triton on the GPU, which can't be imported; install triton, or plan with -ngl 0."
+            "experts and latent attention need Triton on the GPU, which can't be imported; install triton, or plan "
+            "with -ngl 0."
         )
     return matrix.matrix
 

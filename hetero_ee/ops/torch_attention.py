@@ -1,4 +1,4 @@
-"""Attention in plain torch, fp32: (m, heads, head_dim) -> (m, heads, head_dim). Query heads share key heads equally."""
+"""Attention in plain torch, fp32: (m, heads, key size) -> (m, heads, value size). Query heads share key heads."""
 
 import math
 
@@ -48,7 +48,7 @@ def attend_by_sequence(
     """Compute attention like `attend_by_row`, for all tokens of a sequence together."""
     if batch.paths:
         return attend_by_row(queries, cache, layer, batch, window, scale, cap, sinks)
-    outputs = torch.empty_like(queries)
+    outputs = queries.new_empty(*queries.shape[:2], cache.value_dim)
     positions = torch.tensor(batch.positions)
     for sequence in sorted(set(batch.sequences)):
         mine = torch.tensor([row for row, owner, _ in batch.entries() if owner == sequence])
@@ -66,7 +66,7 @@ def attend_by_sequence(
 
 
 def _seen(cache: CpuKvCache, layer: int, batch: Batch, row: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return keys and values (kv_heads, n, head_dim) of the positions that a token sees, in their order."""
+    """Return keys and values (kv_heads, n, features) of the positions that a token sees, in their order."""
     position, sequence = batch.positions[row], batch.sequences[row]
     first = 0 if window is None else max(0, position + 1 - window)
     if not batch.paths or not batch.paths[row]:
@@ -85,7 +85,7 @@ def _attended(
     cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend within one sequence, to keys and values (kv_heads, n, head_dim) where seen (m, n); None sees all."""
+    """Attend within one sequence, to keys and values (kv_heads, n, features) where seen (m, n); None sees all."""
     m, n_heads, head_dim = queries.shape
     grouped = queries.transpose(0, 1).reshape(keys.shape[0], -1, head_dim)  # a key head's queries, head by head
     scores = torch.bmm(grouped, keys.transpose(1, 2)) * (1 / math.sqrt(head_dim) if scale is None else scale)
@@ -94,6 +94,5 @@ def _attended(
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(n_heads, 1, 1).expand(-1, m, -1)], -1)
     weights = torch.softmax(scores, -1)[..., : keys.shape[1]]
-    return (
-        torch.bmm(weights.reshape(keys.shape[0], -1, keys.shape[1]), values).view(n_heads, m, head_dim).transpose(0, 1)
-    )
+    attended = torch.bmm(weights.reshape(keys.shape[0], -1, keys.shape[1]), values)
+    return attended.view(n_heads, m, values.shape[2]).transpose(0, 1)

@@ -183,7 +183,7 @@ class TorchOps(Ops):
             qkv[:, first : first + n_heads * len(scale)] = self.norm(normed, "rms", scale, None, spec.norm_eps).flatten(
                 1
             )
-        n_own = 2 if spec.kv_layer is None else 0
+        n_own = 0 if spec.kv_layer is not None else 2 if spec.shared_dim is None else 1
         size = spec.query_size + n_own * spec.kv_size
         queries, *keys_and_values = (
             part.reshape(len(qkv), -1, spec.head_dim)
@@ -194,8 +194,9 @@ class TorchOps(Ops):
             return part if rope is None else self.rope(part, rows.batch.positions, rope, heads.cache.max_tokens)
 
         if keys_and_values:
-            keys, values = keys_and_values
-            heads.cache.write(heads.layer, rows.batch, rotated(keys), values)
+            keys, *values = keys_and_values
+            keys = rotated(keys)
+            heads.cache.write(heads.layer, rows.batch, keys, *(values or [keys]))
         queries = rotated(queries)
         if spec.query_growth is not None:
             queries = queries * torch.tensor(query_factors(spec.query_growth, rows.batch.positions))[:, None, None]
@@ -240,6 +241,11 @@ class TorchOps(Ops):
             mine = is_here[:, place]
             sums[mine] = sums[mine] + outputs[mine, place] * weights[mine, place, None]
         return sums
+
+    @torch.inference_mode()
+    def linear_by_head(self, x: Tensor, matrix: TorchMatrix, n_heads: int, into: str) -> Tensor:
+        n_rows, by_head = matrix.weight.shape[0] // n_heads, x.reshape(len(x), n_heads, -1)
+        return torch.cat([self.of_expert(by_head[:, head], matrix, head, n_rows) for head in range(n_heads)], 1)
 
     def of_expert(self, x: Tensor, matrix: TorchMatrix, expert: int, n_rows: int) -> Tensor:
         """Multiply x by one expert's rows of a matrix of all experts."""

@@ -110,7 +110,7 @@ class Checkpoint:
         parts, order = list[RowBlocks](), self._neuron_order(name)
         for part in self._parts[name]:
             saved = self._saved.get(part.hf_name)
-            found = saved.blocks(in_8_bits=kind == "int8") if saved else None
+            found = saved.blocks(in_8_bits=kind == "int8") if saved and not part.n_turned else None
             if found is None:
                 return None
             rows = engine_order(part) if order is None else _in_each(order, part.shape[0])
@@ -146,6 +146,8 @@ class Checkpoint:
             tensor = tensor.transpose(-1, -2) if part.is_transposed and tensor.dim() == 3 else tensor
         tensor, rows = tensor.reshape(part.stored_shape), engine_order(part)
         tensor = tensor if rows is None else tensor[rows]
+        if part.n_turned:
+            tensor = tensor.view(part.n_turned, -1, tensor.shape[1]).transpose(1, 2).flatten(0, 1)
         return tensor.float() + part.added if part.added else tensor
 
     def _kind(self, part: Part) -> torch.dtype:

@@ -3,7 +3,8 @@
 Every function returns (best, total, sums): the greatest score of each query, the sum of its weights exp(score - best),
 and the sums of weight x value.
 
-Common arguments: query, fp32 (queries, features), scaled; first and position, int32 (queries,), which positions each
+Common arguments: query, fp32 (queries, features), scaled; rest, the first features of queries whose keys are longer
+than values, which are then the keys' last features, or None; first and position, int32 (queries,), which positions each
 one sees; low and high, the positions to read; codes_ptr and scales_ptr, the head's keys in page 0; pages, the
 sequence's row of the page table; path_ptr, the only row's path in a draft tree (see pages.py), else None; PAGE_VECTORS
 and VALUES, vectors from a page to the next and from keys to values.
@@ -73,32 +74,40 @@ def vector_on_path(
 
 @triton.jit
 def part_of_products(
-    query: tl.tensor, first: tl.tensor, position: tl.tensor, low: tl.tensor, high: tl.tensor, all_from: tl.tensor,
-    all_until: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, pages: tl.tensor, path_ptr: tl.tensor,
-    cap: tl.tensor, PAGE_VECTORS: tl.constexpr, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STEP: tl.constexpr, IS_CAPPED: tl.constexpr, PAGE: tl.constexpr,
+    query: tl.tensor, rest: tl.tensor, first: tl.tensor, position: tl.tensor, low: tl.tensor, high: tl.tensor,
+    all_from: tl.tensor, all_until: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, pages: tl.tensor,
+    path_ptr: tl.tensor, cap: tl.tensor, PAGE_VECTORS: tl.constexpr, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, STEP: tl.constexpr, IS_CAPPED: tl.constexpr, PAGE: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Use matrix products of fp16, whose rows are the queries. All rows see positions all_from .. all_until."""
     N: tl.constexpr = query.shape[0]
-    place, feature = tl.arange(0, STEP), tl.arange(0, query.shape[1])
-    code = place[:, None] * HEAD_DIM + feature[None, :]
+    REST: tl.constexpr = HEAD_DIM - VALUE_DIM
+    place, feature = tl.arange(0, STEP), tl.arange(0, query.shape[1])[None, :]
     size = tl.maximum(tl.max(tl.abs(query), 1), SMALLEST)
+    if REST > 0:
+        size = tl.maximum(size, tl.max(tl.abs(rest), 1))
+        rest, other = rest / size[:, None] * RANGE, tl.arange(0, rest.shape[1])[None, :]
     query, size = query / size[:, None] * RANGE, size / RANGE
     best, total = tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.float32)
     sums = tl.zeros((N, query.shape[1]), tl.float32)
     for step in range(low // STEP, (high + STEP - 1) // STEP):
         at = step * STEP + place
         is_read = (at >= low) & (at < high)
-        mask = is_read[:, None] & (feature[None, :] < HEAD_DIM)
+        mask = is_read[:, None] & (feature < VALUE_DIM)
         if path_ptr is None:
             vector, line = tl.load(pages + step * STEP // PAGE).to(tl.int64) * PAGE_VECTORS + step * STEP % PAGE, place
-            codes, code_at = codes_ptr + vector * HEAD_DIM, code
+            codes, key_at = codes_ptr + vector * HEAD_DIM, place[:, None] * HEAD_DIM
         else:
             vector, line = vector_on_path(path_ptr, pages, at, is_read, PAGE_VECTORS, PAGE), place * 0
-            codes, code_at = codes_ptr, vector[:, None] * HEAD_DIM + feature[None, :]
-        key = tl.load(codes + code_at, mask=mask, other=0.0).to(tl.float16)
-        score = add_product(tl.zeros((N, STEP), tl.float32), query, tl.trans(key)) * size[:, None]
-        value = tl.load(codes + VALUES * HEAD_DIM + code_at, mask=mask, other=0.0).to(tl.float16)
+            codes, key_at = codes_ptr, vector[:, None] * HEAD_DIM
+        key = tl.load(codes + key_at + (REST + feature), mask=mask, other=0.0).to(tl.float16)
+        score = add_product(tl.zeros((N, STEP), tl.float32), query, tl.trans(key))
+        if REST > 0:
+            more = tl.load(codes + key_at + other, mask=is_read[:, None] & (other < REST), other=0.0).to(tl.float16)
+            score = add_product(score, rest, tl.trans(more))
+        score, value = score * size[:, None], key
+        if VALUES > 0:
+            value = tl.load(codes + VALUES * HEAD_DIM + key_at + feature, mask=mask, other=0.0).to(tl.float16)
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
         if scales_ptr is not None:
             score *= tl.load(scales_ptr + vector + line, mask=is_read, other=0.0)[None, :]
@@ -129,13 +138,14 @@ def part_of_products(
 
 @triton.jit
 def part_of_lanes(
-    query: tl.tensor, first: tl.tensor, position: tl.tensor, low: tl.tensor, high: tl.tensor,
+    query: tl.tensor, rest: tl.tensor, first: tl.tensor, position: tl.tensor, low: tl.tensor, high: tl.tensor,
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, pages: tl.tensor, path_ptr: tl.tensor, cap: tl.tensor,
-    PAGE_VECTORS: tl.constexpr, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr, STEP: tl.constexpr,
-    IS_CAPPED: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_VECTORS: tl.constexpr, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    STEP: tl.constexpr, IS_CAPPED: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Use products of fp32. Each lane has its own best, total and sums until the end of the part."""
     N: tl.constexpr = query.shape[0]
+    REST: tl.constexpr = HEAD_DIM - VALUE_DIM
     lane, features = tl.arange(0, LANES), tl.arange(0, query.shape[1])[None, None, :]
     best, total = tl.full((N, LANES), float("-inf"), tl.float32), tl.zeros((N, LANES), tl.float32)
     sums = tl.zeros((N, LANES, query.shape[1]), tl.float32)
@@ -151,14 +161,20 @@ def part_of_lanes(
             if path_ptr is not None:
                 vector, line = vector_on_path(path_ptr, pages, at, is_seen, PAGE_VECTORS, PAGE), line * 0
                 codes = codes_ptr + vector[None, :, None] * HEAD_DIM
-            code = line[None, :, None] * HEAD_DIM + features
-            loaded = is_seen[None, :, None] & (features < HEAD_DIM)
-            key = tl.load(codes + code, mask=loaded, other=0.0).to(tl.float32)
-            value = tl.load(codes + VALUES * HEAD_DIM + code, mask=loaded, other=0.0)
+            key_at = line[None, :, None] * HEAD_DIM
+            loaded = is_seen[None, :, None] & (features < VALUE_DIM)
+            key = tl.load(codes + key_at + (REST + features), mask=loaded, other=0.0).to(tl.float32)
+            value = key
+            if VALUES > 0:
+                value = tl.load(codes + VALUES * HEAD_DIM + key_at + features, mask=loaded, other=0.0)
             seen, value_scale = is_seen[None, :], 0.0
             if ROWS > 1:
                 seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
             score = tl.sum(dot_fours(query[:, None, :], key), 2)
+            if REST > 0:
+                other = tl.arange(0, rest.shape[1])[None, None, :]
+                more = tl.load(codes + key_at + other, mask=is_seen[None, :, None] & (other < REST), other=0.0)
+                score += tl.sum(dot_fours(rest[:, None, :], more.to(tl.float32)), 2)
             if scales_ptr is not None:
                 score *= tl.load(scales_ptr + vector + line, mask=is_seen, other=0.0)[None, :]
                 value_scale = tl.load(scales_ptr + VALUES + vector + line, mask=is_seen, other=0.0)[None, :]

@@ -66,6 +66,7 @@ def kv_write_kernel(
     FEATURES: tl.constexpr,
     FIRST_KEY: tl.constexpr,
     FIRST_VALUE: tl.constexpr,
+    N_STORED: tl.constexpr,
     PAGES_PER_SLOT: tl.constexpr,
     PATH_NUMBERS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -78,7 +79,7 @@ def kv_write_kernel(
 
     Args:
         x_ptr: fp32 (m, FEATURES): query heads from feature 0, key heads from FIRST_KEY, value heads from FIRST_VALUE.
-        codes_ptr, scales_ptr, table_ptr: the fields of Pages, of N_LAYERS, PAGES_PER_SLOT and PAGE positions per page.
+        codes_ptr, scales_ptr, table_ptr: the fields of Pages, of N_LAYERS, N_STORED, PAGES_PER_SLOT and PAGE positions.
         slots_ptr, positions_ptr: int32 (m,), each row's slot in the table and its position.
         paths_ptr: int32 (m, PATH_NUMBERS), see pages.py, or None.
         rotary_ptr: rope_table(...), or None for no rotation.
@@ -112,7 +113,7 @@ def kv_write_kernel(
     if paths_ptr is not None:
         line = line_on_path(paths_ptr + row * PATH_NUMBERS, position, position >= 0)
     page = tl.load(table_ptr + tl.load(slots_ptr + row) * PAGES_PER_SLOT + line // PAGE).to(tl.int64)
-    vector = (((page * N_LAYERS + layer) * 2 + part) * N_KV_HEADS + kv_head) * PAGE + line % PAGE
+    vector = (((page * N_LAYERS + layer) * N_STORED + part) * N_KV_HEADS + kv_head) * PAGE + line % PAGE
     inverse = 1.0
     if scales_ptr is not None:
         peak = tl.maximum(tl.max(tl.abs(low), 0), tl.maximum(tl.max(tl.abs(high), 0), tl.max(tl.abs(rest), 0)))
@@ -144,7 +145,8 @@ def kv_write(
     Args:
         x: fp32 (m, features). With a rotary table, the heads before first_key are queries, which are rotated in place.
         slots, positions: int32 (m,). The page table must have pages for these positions.
-        first_value: first feature of the values; None if x has only queries, which are rotated, and nothing is written.
+        first_value: first feature of the values, any feature if they are features of the keys; None if x has only
+            queries, which are rotated, and nothing is written.
         rotary_table: rope_table(...), fp32 (positions, 2, pairs), or None.
         paths: int32 (m, 1 + n) of rows in a draft tree, see pages.py; None if all rows are in chains.
 
@@ -172,10 +174,11 @@ def kv_write(
         "FEATURES": x.shape[1],
         "FIRST_KEY": first_key,
         "FIRST_VALUE": first_value,
+        "N_STORED": pages.n_stored,
         "PAGES_PER_SLOT": pages.pages_per_slot,
         "PATH_NUMBERS": 0 if paths is None else paths.shape[1],
     }
-    grid = (x.shape[0], n_heads + 2 * n_written)
+    grid = (x.shape[0], n_heads + pages.n_stored * n_written)
     place = (pages.codes, pages.scales, pages.table, slots, positions, paths)
     kv_write_kernel[grid](x, *place, rotary_table, layer, **sizes, num_warps=N_WARPS, **UNFUSED)
 

@@ -1,7 +1,8 @@
 """The paged KV cache on the GPU: keys and values of many sequences in one pool of 64-position pages, found by a table.
 
-codes (n_pages, n_layers, 2, n_kv_heads, 64, head_dim): keys, then values, fp32, fp16 or int8. int8 has fp32 scales
-(n_pages, n_layers, 2, n_kv_heads, 64). table (n_slots, pages_per_slot) int32: line p of the sequence in slot s is in
+codes (n_pages, n_layers, n_stored, n_kv_heads, 64, head_dim): keys, then values, fp32, fp16 or int8. n_stored is 2, or
+1 if values are features of the keys. int8 has fp32 scales (n_pages, n_layers, n_stored, n_kv_heads, 64).
+table (n_slots, pages_per_slot) int32: line p of the sequence in slot s is in
 page table[s, p // 64] at p % 64, and a position's line is its own number. Only a row of a draft tree has a path, int32
 (1 + n,): its branch, then the lines of the positions from the branch on, up to its own. Kernels read slots, positions,
 paths and the table from device memory, so a recorded CUDA graph stays valid while contexts grow.
@@ -29,8 +30,9 @@ class Pages:
     table: Any
 
     def __post_init__(self) -> None:
-        n_pages, n_layers, _, n_kv_heads, _, head_dim = self.codes.shape
-        check("codes", self.codes, (n_pages, n_layers, 2, n_kv_heads, PAGE_TOKENS, head_dim), *KINDS.values())
+        n_pages, n_layers, n_stored, n_kv_heads, _, head_dim = self.codes.shape
+        shape = n_pages, n_layers, 1 if n_stored == 1 else 2, n_kv_heads, PAGE_TOKENS, head_dim
+        check("codes", self.codes, shape, *KINDS.values())
         check("table", self.table, (self.table.shape[0], self.table.shape[-1]), torch.int32)
         if (self.codes.dtype == torch.int8) != (self.scales is not None):
             raise ValueError(f"KV pages of {self.codes.dtype} are inconsistent: int8 needs scales, no other has them.")
@@ -38,8 +40,17 @@ class Pages:
             check("scales", self.scales, tuple(self.codes.shape[:5]))
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the same pages for new_pages()."""
+        return self.n_layers, self.n_kv_heads, self.head_dim, self.n_stored
+
+    @property
     def n_layers(self) -> int:
         return int(self.codes.shape[1])
+
+    @property
+    def n_stored(self) -> int:
+        return int(self.codes.shape[2])
 
     @property
     def n_kv_heads(self) -> int:
@@ -59,10 +70,15 @@ class Pages:
         return -(-self.pages_per_slot * PAGE_TOKENS // PART_TOKENS)
 
 
-def new_pages(shape: tuple[int, int, int], kind: str, n_pages: int, table_shape: tuple[int, int], device: Any) -> Pages:
-    """Allocate a pool of pages. shape: (n_layers, n_kv_heads, head_dim); table_shape: (n_slots, pages_per_slot)."""
-    n_layers, n_kv_heads, head_dim = shape
-    codes_shape = (n_pages, n_layers, 2, n_kv_heads, PAGE_TOKENS, head_dim)
+def new_pages(shape: tuple[int, ...], kind: str, n_pages: int, table_shape: tuple[int, int], device: Any) -> Pages:
+    """Allocate a pool of pages.
+
+    Args:
+        shape: (n_layers, n_kv_heads, head_dim), then n_stored unless it is 2.
+        table_shape: (n_slots, pages_per_slot).
+    """
+    n_layers, n_kv_heads, head_dim, n_stored = (*shape, 2)[:4]
+    codes_shape = (n_pages, n_layers, n_stored, n_kv_heads, PAGE_TOKENS, head_dim)
     codes = torch.zeros(codes_shape, dtype=KINDS[kind], device=device)
     scales = torch.zeros(codes_shape[:5], device=device) if kind == "int8" else None
     return Pages(codes, scales, torch.zeros(table_shape, dtype=torch.int32, device=device))

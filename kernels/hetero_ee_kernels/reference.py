@@ -219,6 +219,7 @@ def attention(
     cap: float = 0.0,
     sinks: Any = None,
     paths: Any = None,
+    shared_dim: int | None = None,
 ) -> Any:
     """Compute attention row by row, each with its whole softmax. The workspace is not used."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
@@ -227,7 +228,9 @@ def attention(
         low = 0 if window is None else max(0, position + 1 - window)
         lines = None if paths is None else _lines(position, paths[row])[low:]
         keys, values = read(pages, slot, layer, low, position + 1, lines)
-        grouped = queries[row, first : first + out.shape[1]].reshape(n_kv_heads, -1, head_dim)
+        values = values if shared_dim is None else values[..., -shared_dim:]
+        n_features = out.shape[1] // values.shape[2] * head_dim
+        grouped = queries[row, first : first + n_features].reshape(n_kv_heads, -1, head_dim)
         scores = torch.bmm(grouped, keys.transpose(1, 2)) * scale
         scores = cap * torch.tanh(scores / cap) if cap else scores
         if sinks is not None:
@@ -256,8 +259,8 @@ def read(pages: Pages, slot: int, layer: int, first: int, end: int, lines: Any =
     codes = pages.codes[page, layer, :, :, positions % PAGE_TOKENS].float()  # (positions, 2, heads, features)
     if pages.scales is not None:
         codes = codes * pages.scales[page, layer, :, :, positions % PAGE_TOKENS][..., None]
-    keys, values = codes.permute(1, 2, 0, 3).unbind(0)
-    return keys.contiguous(), values.contiguous()
+    stored = codes.permute(1, 2, 0, 3)
+    return stored[0].contiguous(), stored[-1].contiguous()
 
 
 def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: Any = None) -> Any:

@@ -18,7 +18,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 _ATTENTION, _MLP = "model.layers.{n}.self_attn.", "model.layers.{n}.mlp."
-MAX_FEATURES = 512  # of each part of a head
+MAX_FEATURES, MAX_HEADS = 512, 128  # features of each part of a head, and heads that share a key
 ADDED = 1e-20  # to the sum of a token's weights
 MOE_NAMES = experts.TENSOR_NAMES | {
     "layers.{n}.moe.choice": (_MLP + "gate.e_score_correction_bias",),
@@ -33,7 +33,8 @@ LATENT_NAMES = {
     "layers.{n}.attention.key": (_ATTENTION + "kv_a_proj_with_mqa",),
     "layers.{n}.attention.kv_down": (_ATTENTION + "kv_a_proj_with_mqa",),
     "layers.{n}.attention.kv_norm": (_ATTENTION + "kv_a_layernorm",),
-    "layers.{n}.attention.kv_up": (_ATTENTION + "kv_b_proj",),
+    "layers.{n}.attention.key_up": (_ATTENTION + "kv_b_proj",),
+    "layers.{n}.attention.value_up": (_ATTENTION + "kv_b_proj",),
 }
 TENSOR_NAMES = llama.TENSOR_NAMES | MOE_NAMES | LATENT_NAMES
 
@@ -79,17 +80,22 @@ def _read_latent(fields: Fields, architecture: str) -> ModelSpec:
     n_turning = fields.integer("qk_rope_head_dim", 64, largest=MAX_FEATURES)
     plain = fields.with_values(head_dim=n_turning, num_key_value_heads=fields.get("num_attention_heads"))
     spec = llama.read_spec(plain, architecture, interleaved=fields.flag("rope_interleave", True))
-    head_dim = fields.integer("qk_nope_head_dim", 128, largest=MAX_FEATURES) + n_turning
+    n_plain = fields.integer("qk_nope_head_dim", 128, largest=MAX_FEATURES)
+    kv_rank = fields.integer("kv_lora_rank", 512, largest=MAX_FEATURES)
     value_dim = fields.integer("v_head_dim", 128)
-    if value_dim > head_dim:
-        raise fields.fail(f"v_head_dim is {value_dim}, and values longer than keys ({head_dim}) are not supported.")
+    if kv_rank % experts.TILE_ROWS or value_dim % experts.TILE_ROWS:
+        raise fields.fail(
+            f"kv_lora_rank is {kv_rank} and v_head_dim {value_dim}, expected multiples of {experts.TILE_ROWS}."
+        )
+    if spec.n_heads > MAX_HEADS:
+        raise fields.fail(f"num_attention_heads is {spec.n_heads}, and latent attention has at most {MAX_HEADS} heads.")
     attention = LatentAttentionSpec(
         n_heads=spec.n_heads,
-        n_kv_heads=spec.n_heads,
-        head_dim=head_dim,
+        n_kv_heads=1,
+        head_dim=n_turning + kv_rank,
         window=None,
         rope=spec.rope,
-        scale=head_dim**-0.5 * read_score_factor(fields),
+        scale=(n_plain + n_turning) ** -0.5 * read_score_factor(fields),
         cap=0.0,
         qkv_bias=False,
         output_bias=False,
@@ -97,11 +103,12 @@ def _read_latent(fields: Fields, architecture: str) -> ModelSpec:
         qk_norm_whole=False,
         norm_eps=LATENT_EPS,
         query_rank=None if fields.is_null("q_lora_rank") else fields.integer("q_lora_rank", 1536),
-        kv_rank=fields.integer("kv_lora_rank", 512),
+        kv_rank=kv_rank,
+        plain_dim=n_plain,
         value_dim=value_dim,
     )
     own = (LayerSpec(attention, spec.layer(0).ffn),) * spec.n_layers
-    return replace(spec, head_dim=head_dim, own_layers=own)
+    return replace(spec, n_kv_heads=1, head_dim=kv_rank, own_layers=own)  # about the sizes of a cached key
 
 
 LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever rms_norm_eps is

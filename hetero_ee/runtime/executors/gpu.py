@@ -121,7 +121,7 @@ class GpuExecutor(BlockExecutor):
         layer, state = block.layer, block.state
         if not self._visiting or layer is None or not isinstance(state, KvState) or state.source is not None:
             raise ValueError(f"{block.name} has no keys and values that could visit here.")
-        visiting = self._visiting[KvShape(state.n_kv_heads, state.head_dim, state.window)]
+        visiting = self._visiting[KvShape.of(state)]
         segment = self._borrowed_segment(block, weights, visiting)
         held = cast(CpuKvCache, owner.cache.part(layer))
         out = torch.empty(hidden.shape, device=self._device)

@@ -385,3 +385,25 @@ def test_an_infinite_value_spoils_no_other_sequence() -> None:
     found = two.attend(two.pages())
     assert_same_bits(found[:2], good[:2])
     assert not found[2:].isfinite().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [3, FEW_ROWS + 1])
+def test_values_may_be_the_last_features_of_keys(kind: str, m: int) -> None:
+    """Keys and queries like those of latent attention: their first features are only multiplied."""
+    n_heads, head_dim, shared_dim, n_tokens = 5, 22, 18, 70
+    pages = new_pages((N_LAYERS, 1, head_dim, 1), kind, 2, (1, 2), DEVICE)
+    pages.table[0] = int32(1, 0)
+    kv_write(random(0, n_tokens, head_dim), pages, int32(*[0] * n_tokens), int32(*range(n_tokens)), LAYER, 0, 0)
+    queries, out = random(1, m, n_heads * head_dim, scale=3.0), torch.empty(m, n_heads * shared_dim, device=DEVICE)
+    slots, positions = int32(*[0] * m), int32(*range(n_tokens - m, n_tokens))
+    place = pages, slots, positions, LAYER, None
+    attention(queries, *place, out, shared_dim=shared_dim)
+    expected = reference.attention(queries, *place, torch.empty_like(out), shared_dim=shared_dim)
+    torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()) * 2)
+    keys, _ = reference.read(pages, 0, LAYER, 0, n_tokens)
+    scores = torch.einsum("hd,pd->hp", queries[-1].view(n_heads, head_dim), keys[0]) * head_dim**-0.5
+    by_hand = (torch.softmax(scores, -1) @ keys[0, :, -shared_dim:]).flatten()
+    torch.testing.assert_close(expected[-1], by_hand, rtol=1e-5, atol=1e-5)
+    alone = attention(queries[:1], pages, slots[:1], positions[:1], LAYER, None, out[:1].clone(), shared_dim=shared_dim)
+    assert_same_bits(alone, out[:1])
