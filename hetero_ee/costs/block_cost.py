@@ -70,7 +70,6 @@ class BlockCost:
         m: int,
         context_tokens: int = 0,
         shares: NeuronShares = ALL_NEURONS,
-        disk_bytes: int = 0,
     ) -> Work:
         """Return the work of m tokens, the last ones of a sequence of context_tokens. See Work for the other fields.
 
@@ -82,7 +81,6 @@ class BlockCost:
             self.products,
             self.state,
             self.overhead,
-            disk_bytes,
             units=self.units,
             shares=self.units.shares if isinstance(self.units, ExpertRows) else shares,
             context_tokens=context_tokens,

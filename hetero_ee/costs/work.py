@@ -83,8 +83,15 @@ class Work:
             return times.pass_overhead_s(spec.hidden_size, spec.ffn_size, self.m)
         return 0.0
 
-    def split(self, n_hot: int, hot_curve: Sequence[float] = ()) -> "SplitWork":
-        """Divide the units: the first n_hot and the others. `hot_curve` is ModelSpec's, empty if unknown."""
+    def from_disk(self) -> "Work":
+        """Return the same work with all that it reads on the disk."""
+        return replace(self, disk_bytes=self.read_bytes)
+
+    def split(self, n_hot: int, hot_curve: Sequence[float] = (), *, reads_disk: bool = False) -> "SplitWork":
+        """Divide the units: the first n_hot and the others, which are on the disk if reads_disk.
+
+        `hot_curve` is ModelSpec's, empty if unknown.
+        """
         units = self.units
         assert units is not None, "has no units that two devices could share"
         size, activations = units.n_units, hot_activations(hot_curve, n_hot / units.n_units)
@@ -97,7 +104,8 @@ class Work:
 
         first = replace(self, products=units.first_products(self.products), units=None)
         hot = group(n_hot, activations, Overhead.NONE, is_first=True)
-        return SplitWork(first, hot, group(size - n_hot, 1 - activations, self.overhead, is_first=False))
+        cold = group(size - n_hot, 1 - activations, self.overhead, is_first=False)
+        return SplitWork(first, hot, cold.from_disk() if reads_disk else cold)
 
 
 class SplitWork(NamedTuple):

@@ -20,6 +20,7 @@ from hetero_ee.ops.neurons import NeuronCounts
 from hetero_ee.ops.torch_delta import TorchConv
 from hetero_ee.ops.torch_ops import query_factors
 from hetero_ee.weights.rows import RowWeight
+from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate, gate
 from hetero_ee_cpu_ops.attention.attention import NO_SINKS, Attention
@@ -36,6 +37,7 @@ from hetero_ee_cpu_ops.neurons.masked_linear import MaskedLinear
 from hetero_ee_cpu_ops.neurons.rows import RowMatrix
 from hetero_ee_cpu_ops.neurons.sparse_ffn import SparseFfn
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
+from hetero_ee_cpu_ops.read_ahead import read_ahead
 from hetero_ee_cpu_ops.route import RouterRule, gate_rows, route
 
 
@@ -96,10 +98,14 @@ class CpuDelta:
 
 
 class CpuOps(Ops):
-    """The CPU's operations, which share `pool`. Hidden states are fp32 (m, features), contiguous."""
+    """The CPU's operations, which share `pool`. Hidden states are fp32 (m, features), contiguous.
 
-    def __init__(self, pool: ThreadPool) -> None:
-        self.pool = pool
+    Args:
+        reads_ahead: requests experts from the disk once they are chosen, for weights that don't fit in RAM.
+    """
+
+    def __init__(self, pool: ThreadPool, *, reads_ahead: bool = False) -> None:
+        self.pool, self._reads_ahead = pool, reads_ahead
         self._matmul = Matmul(pool)
         self._grouped_matmul = GroupedMatmul(pool, self._matmul)
         self._sparse_ffn, self._masked_linear = SparseFfn(pool), MaskedLinear(pool)
@@ -271,6 +277,8 @@ class CpuOps(Ops):
 
     def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> ExpertOutputs:
         pairs = pairs_of(routes, experts.start, experts.n)
+        if self._reads_ahead:
+            _read_experts_ahead(pairs, experts)
         inner = self._of_experts(x, experts.first, experts.n_first_rows, pairs, gather=True)
         active = self.activate(inner, experts.activation)
         return ExpertOutputs(self._of_experts(active, experts.down, experts.n_down_rows, pairs, gather=False), pairs)
@@ -379,3 +387,12 @@ def _spread(active: Any, neurons: Neurons) -> Any:
     whole = np.zeros((len(active), neurons.down.n_rows), np.float32)
     whole[:, neurons.chosen] = active
     return whole
+
+
+def _read_experts_ahead(pairs: Pairs, experts: Experts) -> None:
+    """Request the matrices of all chosen experts at once, so that the disk has many reads to order."""
+    for matrix, n_rows in ((experts.first, experts.n_first_rows), (experts.down, experts.n_down_rows)):
+        for rows in (matrix.weight.tiles.numpy(), matrix.weight.scales.numpy()):
+            for expert in pairs.experts:
+                first = (matrix.first_row + int(expert) * n_rows) // TILE_ROWS
+                read_ahead(rows, first, first + n_rows // TILE_ROWS)

@@ -16,9 +16,9 @@ from hetero_ee.planning.times.memory import (
     MAX_SNAPSHOTS,
     SNAPSHOTS,
     MemoryTerm,
-    cold_bytes,
     part_gpu_bytes,
     pinned_buffer_bytes,
+    ram_weight_bytes,
     rounded,
     stream_buffer_bytes,
 )
@@ -27,8 +27,8 @@ from hetero_ee.planning.times.memory import (
 def memory_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
     """Return the memory that a plan uses, term by term: on the CPU, on disk and on the GPU."""
     terms = _ram_terms(problem, decode, prefill, chunk_tokens)
-    on_disk = sum(part.weight_bytes for part in _placed(problem, decode, Placement.DISK))
-    if on_disk:
+    pairs = zip(problem.parts, decode, strict=True)
+    if on_disk := sum(ram_weight_bytes(part, each.in_ram) for part, each in pairs if each.reads_disk):
         terms.append(MemoryTerm("disk", "weights", on_disk))
     if table_bytes := problem.sizes.table_bytes:  # a token reads one row, so the disk is fast enough for the others
         in_ram = n_bytes(terms, "cpu") + table_bytes <= problem.ram_budget_bytes
@@ -110,17 +110,10 @@ def n_bytes(terms: Sequence[MemoryTerm], device: str) -> int:
     return sum(term.n_bytes for term in terms if term.device == device)
 
 
-def _placed(problem: Problem, decode: Chain, placement: Placement) -> list[Part]:
-    return [part for part, where in zip(problem.parts, decode, strict=True) if where == placement]
-
-
 def _ram_terms(problem: Problem, decode: Chain, prefill: Chain, chunk_tokens: int) -> list[MemoryTerm]:
     weight_bytes = kv_bytes = 0
     for part, placement, of_prompts in zip(problem.parts, decode, prefill, strict=True):
-        if placement == Placement.CPU or part.needs_buffers(placement) or of_prompts.is_streamed:
-            weight_bytes += part.weight_bytes
-        elif placement.is_split:
-            weight_bytes += cold_bytes(part, placement)
+        weight_bytes += part.weight_bytes if of_prompts.is_streamed else ram_weight_bytes(part, placement)
         if not placement.on_gpu:
             kv_bytes += problem.kv_bytes(part) + _pass_bytes(problem, part, chunk_tokens)
     pinned = max(pinned_buffer_bytes(problem.parts, each) for each in {decode, prefill})

@@ -344,12 +344,17 @@ def _too_little_ram(problem: Problem, needed_bytes: int) -> UsageError:
 
 
 def _with_disk(problem: Problem, decode: Chain, chunk: int) -> Chain:
-    """Move as few CPU parts to the disk as the RAM budget requires, the last parts first."""
-    movable = [index for index in range(len(decode) - 1, 0, -1) if decode[index] == Placement.CPU]
+    """Move as few CPU parts to the disk as the RAM budget requires: experts, of which a token reads few, before others.
+
+    The last parts are the first to go.
+    """
+    parts, places = problem.parts, range(len(decode) - 1, 0, -1)
+    able = [i for i in places if decode[i] == Placement.CPU or (decode[i].is_split and parts[i].has_experts)]
+    movable = sorted(able, key=lambda place: not parts[place].has_experts)
 
     def moved(n_parts: int) -> Chain:
         on_disk = set(movable[:n_parts])
-        return tuple(Placement.DISK if index in on_disk else each for index, each in enumerate(decode))
+        return tuple(each.from_disk if place in on_disk else each for place, each in enumerate(decode))
 
     def fits(n_parts: int) -> bool:
         return fits_ram(problem, moved(n_parts), chunk)

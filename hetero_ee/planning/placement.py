@@ -4,7 +4,7 @@ from typing import ClassVar, Self
 
 from hetero_ee.weights.sections import MAX_SECTIONS
 
-HOT = "hot-"
+HOT, COLD = "hot-", "disk-"
 
 
 class Placement(str):
@@ -18,6 +18,7 @@ class Placement(str):
     - "hot-N": the GPU has the first N sections of a sparse FFN's neurons or N/32 of a mixture's experts, those used
       most often, and the CPU has the others. Both compute at once. "hot-0" leaves the GPU a mixture's router and shared
       expert. Source: PowerInfer (arXiv 2312.12456), with sections in place of single neurons.
+    - "disk-N": like "hot-N" of experts, but the CPU reads its experts from a mapped file at each use.
 
     Raises:
         ValueError: for any other text.
@@ -32,13 +33,28 @@ class Placement(str):
 
     def __new__(cls, text: str) -> Self:
         if text not in TEXTS:
-            raise ValueError(f"placement is {text[:40]!r}, expected gpu, cpu, stream, disk, visit or hot-N")
+            raise ValueError(f"placement is {text[:40]!r}, expected gpu, cpu, stream, disk, visit, hot-N or disk-N")
         return super().__new__(cls, text)
 
     @classmethod
     def hot(cls, n_sections: int) -> Self:
         """Return the "hot-N" placement with n_sections on the GPU."""
         return cls(f"{HOT}{n_sections}")
+
+    @property
+    def in_ram(self) -> "Placement":
+        """The placement with weights in RAM in place of those read from the disk."""
+        return Placement.CPU if self == "disk" else Placement(self.replace(COLD, HOT))
+
+    @property
+    def from_disk(self) -> "Placement":
+        """The placement with weights read from the disk in place of those in RAM."""
+        return Placement.DISK if self == "cpu" else Placement(self.replace(HOT, COLD))
+
+    @property
+    def reads_disk(self) -> bool:
+        """Whether the CPU reads weights of the part from the disk."""
+        return self[0] == "d"
 
     @property
     def on_gpu(self) -> bool:
@@ -57,13 +73,13 @@ class Placement(str):
 
     @property
     def is_split(self) -> bool:
-        """Whether this is a "hot-N" placement, in which both devices compute neurons or experts."""
-        return self[0] == "h"
+        """Whether this is a "hot-N" or "disk-N" placement, in which both devices compute neurons or experts."""
+        return "-" in self
 
     @property
     def n_sections(self) -> int:
-        """Number of sections on the GPU; 0 for placements that are not "hot-N"."""
-        return int(self.removeprefix(HOT)) if self.is_split else 0
+        """Number of sections on the GPU; 0 for placements that are not split."""
+        return int(self.rpartition("-")[2]) if self.is_split else 0
 
     @property
     def prefill_choices(self) -> "tuple[Placement, ...]":
@@ -71,10 +87,10 @@ class Placement(str):
 
         A sparse FFN that is split always visits, see Part.prefill_choices.
         """
-        return (self, Placement.VISIT) if self == "cpu" or self.is_split else (self,)
+        return (self, Placement.VISIT) if self == "cpu" or self[0] == "h" else (self,)
 
 
 WHOLE = ("gpu", "cpu", "stream", "visit", "disk")
-TEXTS = frozenset((*WHOLE, *(f"{HOT}{n}" for n in range(MAX_SECTIONS))))
+TEXTS = frozenset((*WHOLE, *(f"{split}{n}" for split in (HOT, COLD) for n in range(MAX_SECTIONS))))
 SPLITS = tuple(Placement.hot(n) for n in range(MAX_SECTIONS))
 Placement.GPU, Placement.CPU, Placement.STREAM, Placement.VISIT, Placement.DISK = map(Placement, WHOLE)

@@ -200,6 +200,11 @@ class Plan:
         return sum(term.n_bytes for term in self.memory if term.device == device)
 
     @property
+    def disk_weight_bytes(self) -> int:
+        """Weights that RAM has no room for, which are read from the disk at each use."""
+        return sum(term.n_bytes for term in self.memory if (term.device, term.name) == ("disk", "weights"))
+
+    @property
     def snapshot_bytes(self) -> int:
         """RAM for snapshots, see KvCache.mark."""
         return sum(term.n_bytes for term in self.memory if term.name == SNAPSHOTS)

@@ -54,7 +54,8 @@ def _shared(problem: Problem, there: Chain, visiting: Chain, chunk_tokens: int) 
     The parts that stay `there` are spread evenly, since copies run only a few parts ahead.
     """
     costs, parts, shared = problem.costs, problem.parts, list(visiting)
-    places = [i for i, pair in enumerate(zip(there, visiting, strict=True)) if pair[0] != pair[1] or pair[0].is_split]
+    pairs = enumerate(zip(there, visiting, strict=True))
+    places = [i for i, (each, other) in pairs if each != other or (each.is_split and not each.reads_disk)]
     there_s = sum(costs.part_s(parts[place], there[place], chunk_tokens, chunk_tokens) for place in places)
     copied_s = sum(costs.copy_s(parts[place], Placement.VISIT, chunk_tokens) for place in places)
     n_there = int(len(places) * copied_s / (there_s + copied_s)) if places else 0

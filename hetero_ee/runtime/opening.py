@@ -28,6 +28,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.units import GIB
 
 if TYPE_CHECKING:
     from hetero_ee.runtime.devices.cuda_machine import Gpu
@@ -61,17 +62,21 @@ def open_on_cpu(
     *,
     cache: KvCache | None = None,
     draft_length: int = 1,
+    reads_ahead: bool = False,
 ) -> HostExecutor:
     """Open an executor on the CPU: the CPU kernels if the weights are quantized, else the reference.
 
     The first start compiles the kernels for passes of up to draft_length tokens.
+
+    Args:
+        reads_ahead: see CpuOps.
     """
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
     from hetero_ee.runtime.executors.cpu import CpuExecutor  # kernels read the cache folder at import
 
-    executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
+    executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache, reads_ahead=reads_ahead)
     if len(executor.cache.held_layers) == spec.n_layers:
         if kernels.is_filled():
             executor.prepare()
@@ -113,6 +118,11 @@ def open_planned(
             warn(f"{len(fixed)} parts of layers, such as {fixed[0]}, stay on the CPU: no GPU kernel computes them")
         plan = make_plan(spec, profile, limits, request.statistics)
     check_fits(plan, spec)
+    if on_disk_bytes := plan.disk_weight_bytes:
+        warn(
+            f"{on_disk_bytes / GIB:.2f} GiB of weights don't fit in RAM and are read from the disk: "
+            f"{plan.prediction.generated_tokens_per_s:.2g} tokens/s are expected"
+        )
     opening = _Opening(spec, weights, plan, Replans.of(spec, request, limits, plan), clock, warn)
     if request.emulates and profile is not None:
         return opening.emulated(profile, threads)
@@ -198,8 +208,16 @@ class _Opening:
     def _host(self, made: Plan, threads: int, progress: Progress | None, layers: tuple[int, ...]) -> HostExecutor:
         """Open the CPU's executor with a KV cache of these layers."""
         cache = host_cache(self.spec, made.context_tokens, made.kv_type, layers, made.snapshot_bytes)
-        n_tokens, drafted = made.context_tokens, made.draft_length
-        return open_on_cpu(self.spec, self.weights, n_tokens, threads, progress, cache=cache, draft_length=drafted)
+        return open_on_cpu(
+            self.spec,
+            self.weights,
+            made.context_tokens,
+            threads,
+            progress,
+            cache=cache,
+            draft_length=made.draft_length,
+            reads_ahead=made.disk_weight_bytes > 0,
+        )
 
     def _opened(
         self,

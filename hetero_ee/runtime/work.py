@@ -31,14 +31,13 @@ class BlockWorks:
         m, context_tokens = len(batch), max(batch.positions) + 1
         shares = NeuronShares.of(self._spec, is_prompt=batch.is_prompt)
         costs = [(block.name, self._costs[block.name]) for block in blocks]
-        return [
-            cost.work(name, m, context_tokens, shares, cost.weight_bytes if from_disk else 0) for name, cost in costs
-        ]
+        works = [cost.work(name, m, context_tokens, shares) for name, cost in costs]
+        return [work.from_disk() for work in works] if from_disk else works
 
-    def split(self, block: Block, batch: Batch, n_hot: int) -> tuple[Work, Work, Work]:
-        """Return three works of a split block: the GPU's first step, its n_hot first units, and the CPU's units."""
+    def split(self, block: Block, batch: Batch, place: Placement) -> tuple[Work, Work, Work]:
+        """Return three works of a split block: the GPU's first step, its first units, and the CPU's units."""
         (work,) = self.through([block], batch)
-        return work.split(n_hot, self._spec.hot_curve)
+        return work.split(n_hot(block, place), self._spec.hot_curve, reads_disk=place.reads_disk)
 
     def head(self, block: Block, end: DraftEnd | None = None) -> HeadCost:
         """Return the cost of the head `block`, including the exit map, vocabulary and judge of a DraftEnd."""

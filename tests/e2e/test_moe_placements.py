@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -13,9 +14,13 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.kv.batch import Batch
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.request import PlanRequest
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
+from hetero_ee.runtime.opening import open_planned
 from hetero_ee.sparsity.expert_order import ExpertOrder
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
@@ -23,7 +28,7 @@ from hetero_ee.weights.store.conversion import convert
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee_profiles.reference import reference_profile
 from tests.bad_models import leftovers
-from tests.emulation import emulated, planned, prompt_of
+from tests.emulation import LAPTOP, emulated, planned, prompt_of
 from tests.executor_support import Model, on_kernels
 from tests.families import random_model, save_checkpoint
 from tests.logged_machine import Log
@@ -32,7 +37,9 @@ from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
 SIZES = {"num_experts": 32, "num_experts_per_tok": 4}
 MORE = {"gemma4-moe": {"top_k_experts": 4}}
 STREAMED = "streamed for prompts"  # of one of two layers, also one whose first experts are on the GPU
+ON_DISK = "experts on the disk"
 PLACES = {
+    ON_DISK: ((r"layers\.0\.moe", "hot-5"), (".*moe", "hot-0"), (".*", "gpu")),
     STREAMED: ((r"layers\.0\.moe", "hot-5"), (".*moe", "hot-0"), (".*", "gpu")),
     "no experts on the GPU": ((".*moe", "hot-0"), (".*", "gpu")),
     "layers split differently": ((r"layers\.0\.moe", "hot-5"), (r"layers\.2\.moe", "hot-31"), (".*", "gpu")),
@@ -63,6 +70,10 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def placed(spec: ModelSpec, places: str) -> Plan:
     plan = planned(spec, overrides=PLACES[places], context_tokens=64, kv_type="fp32")
+    if places == ON_DISK:
+        places_of = ((part, part.decode_placement.from_disk) for part in plan.parts if part.kind == "moe")
+        moved = {part: replace(part, decode_placement=place, prefill_placement=place) for part, place in places_of}
+        return replace(plan, parts=tuple(moved.get(part, part) for part in plan.parts))
     if places != STREAMED:
         return plan
     moes = [part for part in plan.parts if part.kind == "moe"]
@@ -124,3 +135,30 @@ def test_experts_that_a_model_lacks_are_refused_before_it_is_converted(
     with pytest.raises(UsageError, match="this model has none"):
         Engine.from_pretrained(folder, cpu_moe=True, profile=reference_profile("rtx-3060-12gb"))
     assert leftovers(tmp_path / "cache") == []
+
+
+def test_a_model_larger_than_ram_runs_from_the_disk_and_says_so(
+    gpt_oss: Model, kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("hetero_ee.ops.cpu.read_ahead", lambda rows, first, end: asked.append((first, end)))
+    spec, weights = gpt_oss
+    warnings: list[str] = []
+    profile = reference_profile(LAPTOP)
+
+    def opened(**limits: int) -> torch.Tensor:
+        every = Limits(context_tokens=64, kv_type="fp32", gpu_layers=0, mode="full", **limits)  # type: ignore[arg-type]
+        request = PlanRequest(limits=every, profile=profile)
+        found = open_planned(spec, weights, request, 1, perf_counter, warnings.append)
+        return read(found.executor)
+
+    whole = opened()
+    assert not asked and not warnings
+    budget = make_plan(spec, profile, Limits(context_tokens=64, kv_type="fp32", gpu_layers=0)).n_bytes("cpu")
+    assert torch.equal(opened(ram_budget_bytes=budget - weights.n_bytes // 2), whole)
+    [said] = warnings
+    assert "read from the disk" in said and "tokens/s are expected" in said
+    rows = {
+        weights.matrices[f"layers.{n}.moe.{short}"].tiles.shape[0] for n in range(2) for short in ("gate_up", "down")
+    }
+    assert asked and all(0 <= first < end <= max(rows) for first, end in asked)

@@ -45,6 +45,8 @@ PLACES = {
     "streamed": Limits(context_tokens=2048, overrides=((r"layers\.[0-4]\.moe", "stream"), (".*moe", "cpu"))),
     "no GPU": Limits(context_tokens=2048, gpu_layers=0),
     "long prompts": Limits(context_tokens=2048, gpu_layers=40, n_cpu_moe=30, chunk_tokens=1024),
+    "experts on the disk": Limits(context_tokens=2048, gpu_layers=40, n_cpu_moe=40, ram_budget_bytes=8 * GIB),
+    "layers on the disk": Limits(context_tokens=2048, gpu_layers=0, ram_budget_bytes=8 * GIB),
     "shared prompts": Limits(context_tokens=2048, gpu_layers=40, n_cpu_moe=40, chunk_tokens=512),
 }
 
@@ -159,6 +161,25 @@ def test_buffers_for_prompts_are_weighed_against_experts_in_their_place() -> Non
     assert made.prefill_chunk_tokens >= 1024 and "visit" in {part.prefill_placement for part in made.parts}
     assert made.prediction.prompt_tokens_per_s > 3 * small.prediction.prompt_tokens_per_s
     assert made.prediction.generated_tokens_per_s > 0.9 * small.prediction.generated_tokens_per_s
+
+
+def test_experts_that_exceed_ram_are_read_from_the_disk_one_by_one() -> None:
+    """All else stays where it was, and a token reads only the experts that it uses."""
+    every = {"gpu_layers": 40, "n_cpu_moe": 40}
+    whole, made = planned(**every), planned(**every, ram_budget_bytes=8 * GIB)
+    n_on_disk = [part.decode_placement for part in made.parts].count("disk-0")
+    assert 0 < n_on_disk < 40 and [place.in_ram for place in made.decode_placements] == list(whole.decode_placements)
+    assert made.n_bytes("cpu") <= 8 * GIB
+    pinned = [[pin for pin in pins(each, Limits()) if pin[0] != "--ram-budget"] for each in (made, whole)]
+    assert pinned[0] == pinned[1], "the planner moves experts to the disk again"
+    units, rate = MOE.cost.units, PROFILE.disk_read_bytes_per_s.value
+    assert isinstance(units, ExpertRows)
+    read_s = n_on_disk * units.n_bytes * units.n_active / units.n_units / rate
+    token_s, whole_s = (1 / each.prediction.generated_tokens_per_s for each in (made, whole))
+    assert token_s == pytest.approx(read_s + whole_s * (40 - n_on_disk) / 40, rel=0.1)
+    assert made.disk_weight_bytes == pytest.approx(n_on_disk * units.n_bytes, rel=0.01)
+    [said] = [reason for reason in made.reasons if "exceed the RAM budget" in reason]
+    assert f"{n_on_disk} parts" in said and f"in {read_s:.2g} s" in said
 
 
 def test_flags_of_llama_cpp_mean_the_same(cli: Cli) -> None:

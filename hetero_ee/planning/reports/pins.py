@@ -109,8 +109,8 @@ def _digits(first: int, last: int) -> str:
 
 
 def _target(part: PlacedPart) -> Placement:
-    """Return the placement to pin. It is the CPU for parts on the disk, since the planner moves them there itself."""
-    return Placement.CPU if part.decode_placement == Placement.DISK else part.decode_placement
+    """Return the placement to pin: that in RAM for parts on the disk, since the planner moves them there itself."""
+    return part.decode_placement.in_ram
 
 
 def _most_common(placements: Sequence[Placement]) -> Placement:

@@ -14,6 +14,7 @@ from hetero_ee.planning.plan import EXIT, SEQUENCE, Prediction
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.reports.explanation import sized
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
+from hetero_ee.planning.times.costs import part_work, split_work
 from hetero_ee.planning.times.memory import part_gpu_bytes, stream_buffer_bytes
 from hetero_ee.planning.times.threads import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS
 
@@ -31,9 +32,7 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     measured, asked = problem.costs.cpu.threads, problem.limits.threads
     if asked and asked != measured:
         yield f"Times are those of {measured} threads: the profile has none for {asked}."
-    n_on_disk = best.decode.count("disk")
-    if n_on_disk:
-        yield f"{n_on_disk} parts exceed the RAM budget and are read from the disk at every token."
+    yield from _disk_reasons(best)
     yield f"{_split_reason(best)} {_largest_term(prediction)}"
     yield from _transfer_reasons(best, prediction)
     yield from _prompt_reasons(best)
@@ -42,6 +41,25 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     yield from _mode_reasons(best, prediction)
     if (problem.limits.draft_tree or 1) > 1 == best.schedule.tree_width:
         yield NO_TREES
+
+
+def _disk_reasons(best: Candidate) -> Iterator[str]:
+    """Yield a sentence on weights that don't fit in RAM, with the bytes that a token reads from the disk."""
+    problem, rate = best.problem, best.problem.costs.profile.disk_read_bytes_per_s
+    pairs = [pair for pair in zip(problem.parts, best.decode, strict=True) if pair[1].reads_disk]
+    if not pairs:
+        return
+    read_bytes = sum(
+        (
+            split_work(problem.spec, *pair, 1).cold if pair[1].is_split else part_work(problem.spec, pair[0], 1)
+        ).read_bytes
+        for pair in pairs
+    )
+    how = "measured" if rate.count else "assumed"
+    yield (
+        f"{len(pairs)} parts exceed the RAM budget: a token reads {sized(read_bytes)} of them from the disk, "
+        f"in {read_bytes / rate.value:.2g} s at {rate.value / 1e9:.2g} GB/s ({how})."
+    )
 
 
 def _split_reason(best: Candidate) -> str:

@@ -33,9 +33,9 @@ def part_work(spec: ModelSpec, part: Part, m: int, context_tokens: int = 0) -> W
 
 
 def split_work(spec: ModelSpec, part: Part, placement: Placement, m: int) -> SplitWork:
-    """Return the work of m tokens in a part with a "hot-N" placement."""
+    """Return the work of m tokens in a part with a split placement."""
     work = part.cost.work(part.name, m, shares=NeuronShares.of(spec, is_prompt=False))
-    return work.split(part.n_hot(placement), spec.hot_curve)
+    return work.split(part.n_hot(placement), spec.hot_curve, reads_disk=placement.reads_disk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ class Costs:
             first_s, hot_s, cold_s = self.split_s(part, placement, m)
             return first_s + max(hot_s, cold_s)
         work = part_work(self.spec, part, m, context_tokens)
-        work = replace(work, disk_bytes=part.weight_bytes) if placement == Placement.DISK else work
-        return self._work_s(work, self._device(placement))
+        return self._work_s(work.from_disk() if placement.reads_disk else work, self._device(placement))
 
     def split_s(self, part: Part, placement: Placement, m: int) -> tuple[float, float, float]:
         """Return the seconds of m tokens in a part with a "hot-N" placement, cached as in `part_s`.
@@ -89,8 +88,7 @@ class Costs:
     def _split_s(self, part: Part, placement: Placement, m: int) -> tuple[float, float, float]:
         gpu, cpu, work = self._device(placement), self.cpu, split_work(self.spec, part, placement, m)
         transfers_s = self._transfer_s(m, work.input_values) + self.transfer_s(m)
-        cold_s = transfers_s + work.cold.overhead_s(cpu, self.spec) + work.cold.products_s(cpu)
-        return self._work_s(work.first, gpu), self._work_s(work.hot, gpu), cold_s
+        return self._work_s(work.first, gpu), self._work_s(work.hot, gpu), transfers_s + self._work_s(work.cold, cpu)
 
     def sparse_gain(self, part: Part, placement: Placement) -> tuple[float, float]:
         """Compare one token's time in a sparse FFN with the same FFN stored in tiles.

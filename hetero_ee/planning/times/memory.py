@@ -59,6 +59,13 @@ def cold_bytes(part: Part, placement: Placement) -> int:
     return sum(product.n_bytes for product in products) + (units.group(n_cold).n_bytes if n_cold else 0)
 
 
+def ram_weight_bytes(part: Part, placement: Placement) -> int:
+    """Return the bytes of the part's weights that stay in RAM."""
+    if placement == Placement.CPU or part.needs_buffers(placement):
+        return part.weight_bytes
+    return cold_bytes(part, placement) if placement.is_split and not placement.reads_disk else 0
+
+
 @dataclass(frozen=True, slots=True)
 class WorkingSizes:
     """Sizes of the buffers that a model's layers work with."""

@@ -206,7 +206,8 @@ def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[Placeme
         if placement.is_split and gpu is not None:
             cold = split_work(costs.spec, part, placement, 1).cold
             there_s = (n_bytes - cold.read_bytes) / gpu.read_bytes_per_s.value
-            seconds += max(there_s, cold.read_bytes / cpu.read_bytes_per_s.value)
+            rate = profile.disk_read_bytes_per_s if placement.reads_disk else cpu.read_bytes_per_s
+            seconds += max(there_s, cold.read_bytes / rate.value)
         elif placement == "gpu" and gpu is not None:
             seconds += n_bytes / gpu.read_bytes_per_s.value
         elif placement == "stream":

@@ -27,6 +27,7 @@ class CpuExecutor(OpsExecutor):
     Args:
         threads: a thread pool, or the number of threads to start; close() ends them.
         cache: see HostExecutor.
+        reads_ahead: see CpuOps.
     """
 
     _ops: CpuOps
@@ -39,9 +40,10 @@ class CpuExecutor(OpsExecutor):
         threads: int | ThreadPool,
         *,
         cache: KvCache | None = None,
+        reads_ahead: bool = False,
     ) -> None:
         self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
-        super().__init__(spec, weights, max_tokens, CpuOps(self._pool), cache)
+        super().__init__(spec, weights, max_tokens, CpuOps(self._pool, reads_ahead=reads_ahead), cache)
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING, n_tokens: Iterable[int] = (1,)) -> None:
         """Compile the kernels that the first token needs, or load them from the disk.

@@ -264,7 +264,7 @@ class PlannedExecutor(Executor):
         """
         (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
         n_first, to_gpu = n_hot(block, segment.place), self.machine.copier.to_gpu
-        first, hot, cold = self._works.split(block, batch, n_first)
+        first, hot, cold = self._works.split(block, batch, segment.place)
         here, there = (executor.split(block, n_first) for executor in self._executors)
         x, begun = gpu.run([first], lambda: to_gpu(there.begin(flow.hidden, batch)), flow.ready)
         sums, added = gpu.run([hot], lambda: there.first_sums(x, batch))
@@ -283,7 +283,7 @@ class PlannedExecutor(Executor):
         return flow
 
     def _segment_works(self, batch: Batch, segment: Segment) -> list[Work]:
-        return self._works.through(segment.blocks, batch, from_disk=segment.place == "disk")
+        return self._works.through(segment.blocks, batch, from_disk=segment.place.reads_disk)
 
     def _ran(
         self, device: Device, works: Sequence[Work], compute: Callable[[], T], ready: Sequence[Event]
