@@ -28,6 +28,9 @@ from hetero_ee.weights.store.library import make_quantized, open_cached, require
 from hetero_ee.weights.store.manifest import ALIGNMENT_BYTES
 
 CALIBRATED_TOKENS, DEALT_TOKENS = 8192, 2048
+# Of given texts for smaller models, which read them in minutes: 5 to 10 % less KL divergence than with
+# CALIBRATED_TOKENS (SmolLM2-135M, 2026-11-28).
+SMALL_MODEL_TOKENS, SMALL_MODEL_WEIGHTS = 32768, 5 * 10**8
 FEW = 0.25  # of the tokens asked for: with fewer, matrices follow the text's own words more than the language
 REPETITIVE = 0.5  # share of distinct runs of tokens; novels and TinyStories have 0.9 or more
 METHOD_VERSION = 1  # increases when the bytes of calibrated stores change
@@ -109,7 +112,11 @@ def _windows(
     if rounding.texts is None:
         store, _ = open_cached(folder, spec, plain, cache, **how)
         return own_windows(store, n_tokens, how["threads"], how["progress"])
-    windows = text_windows(Tokenizer.load(folder, spec.vocab_size), rounding.texts, n_tokens)
+    n_used = n_tokens
+    if rounding.calibrates and rounding.n_tokens is None:
+        n_weights = sum(tensor.n_elements for tensor in all_tensors(decoder_blocks(spec)))
+        n_used = SMALL_MODEL_TOKENS if n_weights < SMALL_MODEL_WEIGHTS else n_tokens
+    windows = text_windows(Tokenizer.load(folder, spec.vocab_size), rounding.texts, n_used)
     warn = warner(how["progress"])
     if (n_found := sum(map(len, windows))) < FEW * n_tokens:
         warn(f"The text has only {n_found:,} tokens, so other texts may get worse; {n_tokens:,} or more are better.")

@@ -1,5 +1,6 @@
 """`hetero-ee convert --bits` and `--size`: bits go where rounding costs most, within the budget, and the store runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,17 @@ from hetero_ee import Engine
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
-from hetero_ee.quality.bits import ERRORS, dealt_layouts, layout_bytes, rounding_costs
+from hetero_ee.models.blocks import in_layout
+from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.planner import plan
+from hetero_ee.quality.bits import ERRORS, bits_for_gpu, dealt_layouts, layout_bytes, rounding_costs
 from hetero_ee.quality.stores import Rounding, make_rounded_store
 from hetero_ee.quality.streamed import StreamedModel, opened
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.store.manifest import Manifest, read_manifest
 from hetero_ee.weights.store.reader import open_store
+from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli, complaint
 from tests.families import FAMILIES, random_model, save_checkpoint
 
@@ -91,6 +97,25 @@ def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path
     assert manifest.weights_bytes <= 750_000 and manifest.quantizer.endswith("-calibrated")
     assert layer_bits(manifest) > 6.5
     assert open_store(target, read_spec(tiny)).n_bytes <= 750_000
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-13b"])
+def test_the_planner_holds_the_model_whole_on_the_gpu_at_the_bits_chosen_for_it(name: str) -> None:
+    spec, profile = known_spec(name), reference_profile("rtx-4060-laptop-8gb")
+    bits, reason = bits_for_gpu(spec, profile)
+    assert "4,096 tokens" in reason
+    for layout, its_bits in (("int4", 4.5), ("int5", 5.5), ("int6", 7.0), ("int8", 8.5)):
+        made = plan(in_layout(spec, layout), profile, Limits(context_tokens=4096))
+        is_whole = all(part.decode_placement == "gpu" for part in made.parts[1:])
+        assert is_whole == (bits is not None and its_bits <= bits)
+
+
+def test_without_a_gpu_the_smallest_size_is_chosen(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = replace(reference_profile("rtx-4060-laptop-8gb"), gpu=None, link=None)
+    monkeypatch.setattr("hetero_ee_cli.commands.profile.profile_for", lambda *args: profile)
+    ended = cli("convert", tiny, "--size", "auto", "-t", 1)
+    assert ended.code == 0 and "the smallest size: without a GPU" in ended.err
+    assert read_manifest(Path(ended.out.strip())).quantizer == "codebook"
 
 
 def test_what_cannot_be_dealt_is_refused(cli: Cli, tiny: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.options.engine import AUTO
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.terminal.output import print_path, printable, say, table
@@ -45,7 +46,11 @@ def convert(
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option(metavar="GIB", help="The same as a size of all weights, such as 6GiB or 700MiB.")
+        str | None,
+        typer.Option(
+            metavar="GIB",
+            help="The same as a size of all weights, such as 6GiB or 700MiB, or auto: the largest that fits the GPU.",
+        ),
     ] = None,
     text: Annotated[
         list[Path] | None,
@@ -61,6 +66,9 @@ def convert(
     if text and not is_rounded:
         raise UsageError("--text is for --calibrate, --bits or --size; add one, or leave --text out.")
     rounding = None
+    if size == AUTO:
+        size, bits = None, _bits_for_this_machine(engine, model)
+        is_rounded = calibrate or bits is not None
     if is_rounded:
         with ending_at_once():
             from hetero_ee.quality.stores import Rounding
@@ -74,6 +82,19 @@ def convert(
 def pull(engine: ModelOptions, model: ModelArgument = None) -> None:
     """Download a model and convert it to 4-bit weights, for later. Nothing is run; prints where it is kept."""
     _print_made(_converted(engine, model, None, keeps_stores=True))
+
+
+def _bits_for_this_machine(engine: ModelOptions, model: str | None) -> float | None:
+    """Return the bits per weight that the planner chooses for this machine, None for the fewest, and say why."""
+    with ending_at_once():
+        from hetero_ee.quality.bits import bits_for_gpu
+        from hetero_ee_cli.commands.profile import profile_for
+
+    with stage_progress() as progress:
+        spec, _, folder = engine.model_spec(model, None, progress, configuration_only=True)
+        bits, reason = bits_for_gpu(spec, profile_for(spec, folder, progress))
+    say(f"--size auto chose {reason}")
+    return bits
 
 
 def _bytes_of(size: str) -> int:

@@ -38,9 +38,9 @@ SPARE_BYTES = 2**20  # free disk space required for the manifest and folder entr
 SPACE_RESERVE = 1.05  # free disk space required, relative to the known sizes
 FOUR_BITS = (
     "Most of the weights are rounded to 4 bits, which changes what the model writes (SmolLM2-135M: KL divergence 0.15 "
-    "to 0.22 nats; less than half of that after hetero-ee convert --calibrate); files that are quantized already, such "
-    "as GGUF, keep their own codes"
+    "to 0.22 nats; less than half of that after hetero-ee convert --calibrate)"
 )
+OWN_CODES_KEPT = "; files that are quantized already, such as GGUF, keep their own codes"  # without a quantizer
 NOTICED_WEIGHTS = 10**8  # smaller models are toys and get no FOUR_BITS notice; the demo loses 0.004 nats
 # Rounds a matrix as a quantizer does, for the inputs that it receives from a text. Called in the order of the blocks.
 Fit = Callable[[TensorSpec, Tensor, str, Workers], TileWeight]
@@ -115,7 +115,7 @@ def _write(
         writer.allocate(n_bytes)
         n_there, report = len(writer.entries), ImportReport(checkpoint.title)
         if fit is None and _is_mostly_rounded(checkpoint, tensors, quantization):
-            warner(progress)(FOUR_BITS)
+            warner(progress)(FOUR_BITS + (OWN_CODES_KEPT if checkpoint.title is None else ""))
         read = _read_ahead(checkpoint, quantization, tensors[n_there:], workers)
         for index, tensor in enumerate(tensors):
             if index >= n_there:
