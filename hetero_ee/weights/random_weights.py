@@ -1,5 +1,6 @@
 """Make random weights in any model's shapes, to time the model without its real weights."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,9 +57,9 @@ def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
     codebook = {"int4": CODEBOOK, ZEROS: LINEAR_CODEBOOK}.get(layout)
     n_rows, n_columns = tensor.shape
     grid = tile_grid(n_rows, n_columns)
-    tiles = _filled(torch.empty(*grid, TILE_BYTES[layout], dtype=torch.uint8), block)
+    tiles = _random_bytes(block, *grid, TILE_BYTES[layout])
     scale = 1 / (ROOT_MEAN_SQUARES[layout] * n_columns**0.5)
-    scales = torch.full((*grid, SCALES_A_TILE[layout]), scale * 2**14, dtype=torch.float16)
+    scales = torch.from_numpy(np.full((*grid, SCALES_A_TILE[layout]), scale * 2**14, np.float16))
     if layout in (ZEROS, ZEROS_5):
         scales[..., TILE_ROWS:] = -0.5  # zero points: the mean of the codes
     return TileWeight(
@@ -75,13 +76,15 @@ def _random_rows(tensor: TensorSpec, block: Tensor) -> RowWeight:
     """Fill rows with random codes. Down is summed over its rows, so its scale depends on their number."""
     n_rows, n_columns = tensor.shape
     codes_bytes, scales_bytes = row_sizes(1, n_columns)
-    codes = _filled(torch.empty(n_rows, codes_bytes, dtype=torch.uint8), block)
+    codes = _random_bytes(block, n_rows, codes_bytes)
     scale = 1 / (ROOT_MEAN_SQUARES["int4"] * (n_rows if tensor.name.endswith("down") else n_columns) ** 0.5)
     scales = torch.full((n_rows, scales_bytes // 2), scale * 2**14, dtype=torch.float16)
     return RowWeight(codes, scales, -14, CODEBOOK, n_columns)
 
 
-def _filled(empty: Tensor, block: Tensor) -> Tensor:
-    for piece in torch.split(empty.view(-1), BLOCK_BYTES):
+def _random_bytes(block: Tensor, *shape: int) -> Tensor:
+    """Return the repeated block in NumPy's memory: huge pages, as a mapped store has, which torch does not ask for."""
+    filled = torch.from_numpy(np.empty(shape, np.uint8))
+    for piece in torch.split(filled.view(-1), BLOCK_BYTES):
         piece.copy_(block[: len(piece)])
-    return empty
+    return filled

@@ -10,7 +10,7 @@ import pytest
 from numba import cfunc, types
 
 from hetero_ee_cpu_ops.jit.atomics import add
-from hetero_ee_cpu_ops.jit.thread_pool import SPINS, ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import SPINS, ThreadPool, chunk_of
 from hetero_ee_cpu_ops.simd.bytes import word
 
 
@@ -40,6 +40,14 @@ def test_every_chunk_runs_once(count: Any, threads: int) -> None:
             pool.run(count.address, arguments_for(counts), n_chunks)
     pool.close()
     assert list(counts[[0, 1, 2, 6, 7, 999]]) == [80, 60, 40, 40, 20, 20]
+
+
+@pytest.mark.parametrize("n_streams", [1, 2, 3, 5])
+def test_alternating_claims_give_each_thread_neighbouring_chunks(n_streams: int) -> None:
+    for n_chunks in range(1, 20):
+        order = [chunk_of.py_func(claim, n_chunks, n_streams) for claim in range(n_chunks)]
+        streams = [order[first::n_streams] for first in range(n_streams)]
+        assert [chunk for stream in streams for chunk in stream] == list(range(n_chunks))
 
 
 def test_sleeping_workers_do_not_hold_up_a_caller(count: Any) -> None:

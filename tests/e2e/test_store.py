@@ -32,6 +32,7 @@ from hetero_ee.weights.store.manifest import Entry, Manifest, aligned, read_mani
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.writer import StoreWriter
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
+from hetero_ee_profiles.host.memory import MemoryInfo
 from tests.families import random_model, save_checkpoint
 from tests.store_support import FAST, contents, made_store, one_layer_model
 
@@ -69,6 +70,21 @@ def test_progress_counts_every_byte_once(model_folder: Path, tmp_path: Path) -> 
     ends = [entry.regions[-1].end for entry in read_manifest(store).entries]
     assert calls == [(CONVERTING, n_done, total) for n_done in ends]
     assert calls[-1][1] == total
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux's huge pages")
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_store_that_fits_in_free_ram_asks_for_huge_pages(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    store = convert(model_folder, spec := read_spec(model_folder), tmp_path / "store", FAST)
+    n_bytes = (store / "weights.bin").stat().st_size
+    found = MemoryInfo(2**40, n_bytes + fits, 0, None, None)
+    monkeypatch.setattr("hetero_ee.weights.store.reader.memory_info", lambda host: found)
+    weights = open_store(store, spec)
+    about = Path("/proc/self/smaps").read_text().split(str(store / "weights.bin"))[1]
+    flags = next(line for line in about.splitlines() if line.startswith("VmFlags:")).split()
+    assert weights.matrices and ("hg" in flags) == fits
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "phi3", "opt"])

@@ -5,7 +5,7 @@ descheduled delays nothing but a chunk it holds. (A barrier that waits for every
 busy.) Workers spin for a moment after their last chunk, since a decoder's operations follow each other within
 microseconds. Then they sleep until woken; the caller never waits for them to wake.
 
-The ticket is one 64-bit word, epoch | number of chunks | next chunk: a claim succeeds only for the operation it was
+The ticket is one 64-bit word, epoch | number of chunks | next claim: a claim succeeds only for the operation it was
 read from, and the operation's arguments stay untouched until all of its claimed chunks are done.
 """
 
@@ -22,19 +22,30 @@ COUNT_BITS = 20
 MAX_CHUNKS = 2**COUNT_BITS - 1
 MASK = MAX_CHUNKS
 # Byte offsets in the shared array; each word that workers write has a cache line (64 bytes) of its own.
-TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192
+TICKET, DONE, FUNCTION, ARGUMENTS, N_STREAMS, STOP = 0, 64, 128, 136, 144, 192
 SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model's gap between two shared operations
 JOIN_S = 0.05  # time after which close() wakes a worker again that still sleeps
+
+
+@inner
+def chunk_of(claim: int, n_chunks: int, n_streams: int) -> int:
+    """Return the chunk that a claim runs, so that n_streams threads with alternating claims each get neighbours.
+
+    A thread then has already prefetched the beginning of its next chunk.
+    """
+    stream, n_each, rest = claim % n_streams, n_chunks // n_streams, n_chunks % n_streams
+    return stream * n_each + min(stream, rest) + claim // n_streams
 
 
 @inner
 def _claim_and_run(shared: int) -> bool:
     """Run the next chunk if one is left; return whether it did."""
     ticket = load_acquire(shared + TICKET)
-    index = ticket & MASK
-    if index >= (ticket >> COUNT_BITS) & MASK or not replace(shared + TICKET, ticket, ticket + 1):
+    index, n_chunks = ticket & MASK, (ticket >> COUNT_BITS) & MASK
+    if index >= n_chunks or not replace(shared + TICKET, ticket, ticket + 1):
         return False
-    call_chunk(load_acquire(shared + FUNCTION), load_acquire(shared + ARGUMENTS), index)
+    chunk = chunk_of(index, n_chunks, load_acquire(shared + N_STREAMS))
+    call_chunk(load_acquire(shared + FUNCTION), load_acquire(shared + ARGUMENTS), chunk)
     add(shared + DONE, 1)
     return True
 
@@ -77,6 +88,7 @@ class ThreadPool:
         self.n_threads = n_threads
         self._memory = np.zeros(64, np.int64)
         self._shared = (self._memory.ctypes.data + 63) & ~63  # aligned to a cache line
+        self._memory[(self._shared - self._memory.ctypes.data + N_STREAMS) // 8] = n_threads
         # Reentrant, since Ctrl-C between enter() and the caller's try leaves the lock taken for good.
         self._lock = threading.RLock()
         self._wake = threading.Semaphore(0)
