@@ -24,6 +24,7 @@ from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.pending import PendingToken, advance, batch_of, captured_states, stacked
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.policy import ExitPolicy
+from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.statistics import ExitCounts
 from hetero_ee.speculation.stop_rule import StopRule
 
@@ -39,6 +40,7 @@ class EarlyExits:
     warn: Callable[[str], None] | None = None  # called when the audit is breached
     tree_width: int = 1  # of mode specee: most drafts after the same token; 1 judges single tokens
     rule: StopRule | None = None  # which drafts a tree gets
+    switch: SpeculationSwitch | None = None  # turns trees off while they are slower; None to grow them always
 
     def close(self, sequence: int) -> None:
         if self.candidates is not None:
@@ -139,7 +141,7 @@ class EarlyExitMode(Mode):
             self._pending[request.kv_sequence] = [*self._pending_of(request), PendingToken.last_of(request)]
         depth = 0
         for exit_layer in sorted({layer for layers in layers_of.values() for layer in layers}):
-            asked = [request for request in going if exit_layer in layers_of[request.kv_sequence]]
+            asked = [each for each in going if exit_layer in layers_of[each.kv_sequence] and self._judge.may_exit(each)]
             if asked:
                 depth = exit_layer
                 self._advance(going, exit_layer)

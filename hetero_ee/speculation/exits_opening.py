@@ -32,6 +32,7 @@ from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.sources.draft_model import DraftModelSource
 from hetero_ee.speculation.sources.draft_model_opening import DraftModelOpener
 from hetero_ee.speculation.sources.source import DraftSource
+from hetero_ee.speculation.speed_switch import SpeculationSwitch
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
     width = 1 if candidates is None or not has_trees(opened.executor.spec) else min(plan.tree_width, N_CANDIDATES)
     profile = None if opened.request is None else opened.request.profile
     rule = sequence_rule(opened, profile) if width > 1 else None
-    return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn, width, rule)
+    switch = None if opened.is_emulated else SpeculationSwitch()
+    return EarlyExits(policy, plan.draft_length - 1, candidates, audit, warn, width, rule, switch)
 
 
 def open_candidates(

@@ -41,14 +41,20 @@ class TreeExitMode(EarlyExitMode):
     def __init__(self, executor: Executor, exits: EarlyExits, counts: ExitCounts, clock: Callable[[], float]) -> None:
         super().__init__(executor, exits, counts, clock)
         assert exits.rule is not None and isinstance(exits.policy, SpecEE), "trees are for mode specee"
-        self._heads = exits.policy.heads
+        self._heads, self._rule = exits.policy.heads, exits.rule
         self._grower = TreeGrower(executor, exits.rule, self._sampler, exits.tree_width, N_CANDIDATES)
 
     def advance(self, requests: Sequence[Request]) -> list[Take]:
-        grown = self._grown(requests[0]) if len(requests) == 1 else None
-        if grown is None:
+        """See Mode. The switch, which times both ways, decides whether a single sequence gets trees."""
+        switch, start_s = self._exits.switch, self._clock()
+        if len(requests) > 1:
             return super().advance(requests)
-        return [partial(list, self._through(grown))]
+        grown = self._grown(requests[0]) if switch is None or switch.drafts else None
+        tokens = None if grown is None else self._through(grown)
+        takes = super().advance(requests) if tokens is None else [partial(list, tokens)]
+        if switch is not None:
+            switch.ended(self._clock() - start_s, 1 if tokens is None else len(tokens))
+        return takes
 
     def _grown(self, request: Request) -> DraftStep | None:
         """Draft a tree for the request and return it as a step, or None if nothing drafts a tree for it."""
@@ -63,22 +69,34 @@ class TreeExitMode(EarlyExitMode):
         return grown if grown.origins else None
 
     def _through(self, tree: DraftStep) -> list[GeneratedToken]:
-        """Run a tree through the layers until a path exits, and return the tokens that this emits."""
+        """Run a tree through the layers until a path exits, and return the tokens that this emits.
+
+        Once the whole head has refused a path, no deeper layer judges.
+        """
+        n_drafted, tokens = len(tree.tokens), None
         for exit_layer in self._judge.active_layers(tree.request):
             self._run(tree, exit_layer)
             tokens = self._judged_paths(tree, exit_layer, self._heads[exit_layer])
-            if tokens:
-                return tokens
-        return self._verified(tree)
+            if tokens is not None:
+                break
+        tokens = tokens or self._verified(tree)
+        self._rule.settle(n_drafted, len(tokens), n_drafted)
+        return tokens
+
+    def _learn(self, tree: DraftStep, index: int, token_id: int) -> None:
+        """Let the stop rule learn which of the tokens judged after tokens[index] was right."""
+        for judged_id, confidence in tree.judged.get(index, ()):
+            self._rule.audit(confidence, judged_id == token_id)
 
     def _run(self, tree: DraftStep, to_layer: int) -> None:
         advance(self._executor, [*self._pending_of(tree.request), *tree.tokens], to_layer)
 
-    def _judged_paths(self, tree: DraftStep, exit_layer: int, head: ExitHead) -> list[GeneratedToken]:
-        """Judge the tree's paths and prune it. Return the tokens of a path that exits, which may be none."""
+    def _judged_paths(self, tree: DraftStep, exit_layer: int, head: ExitHead) -> list[GeneratedToken] | None:
+        """Judge the tree's paths and prune it. Return the tokens of a path that exits, none if the whole head refuses
+        it, or None if no path exits."""
         paths = tree.paths()
         if head.later is None or not tree.origins:
-            return []
+            return None
         nodes = sorted({index for path in paths for index in path[:-1]})
         ids = [[token_id for token_id, _ in tree.judged[index]] for index in nodes]
         places = [
@@ -94,12 +112,12 @@ class TreeExitMode(EarlyExitMode):
         self._counts.n_judged[exit_layer] += len(paths)
         confidences = np.nan_to_num(found, nan=0.0)
         best = int(confidences.argmax())
-        if confidences[best] >= head.later_threshold and (tokens := self._exited(tree, paths[best], exit_layer, head)):
-            return tokens
+        if confidences[best] >= head.later_threshold:
+            return self._exited(tree, paths[best], exit_layer, head)
         limit = GIVEN_UP * confidences[best]
         kept = {index for path, each in zip(paths, confidences, strict=True) if each >= limit for index in path}
         self._prune(tree, sorted(kept))
-        return []
+        return None
 
     def _prune(self, tree: DraftStep, kept: Sequence[int]) -> None:
         """Keep these tokens of the tree, in the cache too."""
@@ -129,6 +147,8 @@ class TreeExitMode(EarlyExitMode):
                 token = taken(request, drafted.token_id, self._clock())
                 tokens.append(replace(token, origin=TokenOrigin(EXIT, exit_layer, len(tokens), len(tree.origins))))
         if tokens:
+            for index, drafted in zip(nodes[: len(tokens)], chosen, strict=False):
+                self._learn(tree, index, drafted.token_id)
             self._end(tree, path[: len(tokens)], exit_layer)
         return tokens
 
@@ -144,6 +164,7 @@ class TreeExitMode(EarlyExitMode):
                 break
             path.append(child)
             tokens.append(step(request, logits[child], self._clock()))
+            self._learn(tree, child, tokens[-1].token_id)
             child = tree.child(child, tokens[-1].token_id)
         self._end(tree, path, n_layers)
         passed = self._pending.pop(request.kv_sequence)

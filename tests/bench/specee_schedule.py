@@ -62,6 +62,9 @@ class Timed:
     def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
         return self._known.logits(exit_layer, hidden)
 
+    def may_exit(self, request: Request) -> bool:
+        return self._known.may_exit(request)
+
     def given_out(self, request: Request, depth: int, hidden: Tensor) -> None:
         start_s = time.process_time()
         self._known.given_out(request, depth, hidden)

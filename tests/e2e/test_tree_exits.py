@@ -20,10 +20,12 @@ from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.statistics import ExitCounts, ExitStatistics
-from hetero_ee.speculation.stop_rule import FixedThreshold
+from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule
 from hetero_ee.speculation.tree_exits import TreeExitMode
 from hetero_ee_profiles.reference import reference_profile
+from tests.drafted_generation import generate_early
 from tests.emulation import LAPTOP
 from tests.kv_contents import read_back
 
@@ -50,9 +52,11 @@ def exits_with(engine: Engine, threshold: float | None) -> EarlyExits:
     return EarlyExits(policy, MAX_PENDING, candidates, tree_width=4, rule=FixedThreshold(0.0))
 
 
-def run(engine: Engine, threshold: float | None, sequence: int, **sampling: Any) -> tuple[list[int], ExitStatistics]:
+def run(
+    engine: Engine, threshold: float | None, sequence: int, changes: dict[str, Any] | None = None, **sampling: Any
+) -> tuple[list[int], ExitStatistics]:
     counts, executor = ExitCounts(), engine.executor
-    exits = exits_with(engine, threshold)
+    exits = replace(exits_with(engine, threshold), **(changes or {}))
     params = SamplingParams(N_NEW, **sampling)
     common = params, Ending(engine._eos_token_ids, 512), engine._tokenizer.decode, lambda: 0.0
     prompt = Continuation(sequence, engine._prompt_ids(PROMPT))
@@ -121,6 +125,38 @@ def test_each_path_is_judged_once(engine: Engine, monkeypatch: pytest.MonkeyPatc
     engine.executor.cache.close(sequence)
     assert sum(found.judged) == sum(n_paths for _, n_paths in seen) > 0
     assert max(n_paths for _, n_paths in seen) > 1
+
+
+@pytest.mark.parametrize("threshold", [NEVER, ALWAYS])
+def test_trees_teach_the_stop_rule(engine: Engine, threshold: float) -> None:
+    rule, sequence = MarginalRule(0.0, lambda m: 1 + 0.1 * m), engine.executor.cache.open_new()
+    before = rule.mean_chance, rule.seconds_per_token
+    run(engine, threshold, sequence, {"rule": rule})
+    engine.executor.cache.close(sequence)
+    assert rule.mean_chance != before[0] and rule.seconds_per_token != before[1]
+
+
+def test_a_switch_turns_trees_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_exits, "path_confidences", lambda *arguments: pytest.fail("a tree was judged"))
+    switch, sequence = SpeculationSwitch(drafts=False, _left=N_NEW), engine.executor.cache.open_new()
+    run(engine, NEVER, sequence, {"switch": switch})
+    engine.executor.cache.close(sequence)
+    assert not switch.drafts
+
+
+def test_a_token_that_the_whole_head_refuses_is_judged_no_more(engine: Engine) -> None:
+    sequence = engine.executor.cache.open_new()
+    exits = exits_with(engine, None)
+    exits.policy.heads = {at: replace(each, later_threshold=ALWAYS) for at, each in exits.policy.heads.items()}  # type: ignore[attr-defined]
+    counts, params = ExitCounts(), SamplingParams(N_NEW)
+    prompt = Continuation(sequence, engine._prompt_ids(PROMPT))
+    ending = Ending(engine._eos_token_ids, 512)
+    list(generate_early(engine.executor, prompt, params, ending, engine._tokenizer.decode, lambda: 0.0, exits, counts))
+    found = counts.statistics(engine.spec.n_layers)
+    judged = sum(found.judged[at] for at, head in exits.policy.heads.items() if head.later is not None)  # type: ignore[attr-defined]
+    assert 0 < found.n_exited < judged <= found.n_tokens
+    exits.close(sequence)
+    engine.executor.cache.close(sequence)
 
 
 def test_the_engine_uses_trees_on_request(engine: Engine) -> None:

@@ -25,11 +25,12 @@ from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.prediction import predicted_step, predicted_text_s
-from hetero_ee.planning.times.steps import StepTimes, exit_steps
+from hetero_ee.planning.times.steps import JUDGEMENT_S, StepTimes, exit_steps
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.replans import Replans
 from hetero_ee.speculation.pending import PendingToken, advance
+from hetero_ee_profiles.hardware import MEASURED
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP, dummy
@@ -141,6 +142,13 @@ def test_what_candidates_and_a_draft_head_cost() -> None:
     least = early_step(times, drafted, 4, draft_s=1.0).seconds_per_token
     first_s = 0.5 * times.exit_head_s(8, is_partial=True) + (1 - second) * times.exit_head_s(8)
     assert least == pytest.approx(few + 1 - times.exit_head_s(8) + first_s)
+
+
+def test_on_a_measured_machine_judgements_cost_more_than_their_products() -> None:
+    judging, plain = of_shares({8: 0.5}, is_partial=True, is_drafted=True, judged=(0.5,)), times_of(GPU_HALF)
+    measured = StepTimes(Costs(SPEC, replace(PROFILE, kind=MEASURED)), model_parts(SPEC, "fp16"), GPU_HALF, CONTEXT, 16)
+    found, expected = (early_step(times, judging, 4).seconds_per_token for times in (measured, plain))
+    assert found == pytest.approx(expected + 0.5 * JUDGEMENT_S)
 
 
 # What is planned.

@@ -59,7 +59,8 @@ def early_step(times: StepTimes, known: DepthStatistics, most: int, draft_s: flo
     seconds = chances[0] * times.before_s(exit_layers[0]) + (draft_s if known.is_drafted else 0.0)
     for number, (exit_layer, end) in enumerate(zip(exit_layers, (*exit_layers[1:], None), strict=True)):
         looks = known.looks(number)  # only candidates' logits judge, if the mode has candidates
-        seconds += chances[number] * (known.judging(number) * times.exit_head_s(exit_layer, is_partial=looks))
+        judge_s = times.exit_head_s(exit_layer, is_partial=looks) + (times.judgement_s if looks else 0.0)
+        seconds += chances[number] * known.judging(number) * judge_s
         exited = chances[number] - chances[number + 1]
         if looks:
             seconds += exited * times.exit_head_s(exit_layer)

@@ -20,6 +20,11 @@ from hetero_ee.planning.statistics import DraftRates, ExitRates
 from hetero_ee.planning.times.costs import Costs, reads_on_cpu
 from hetero_ee.planning.times.lanes import Flow, Lanes
 from hetero_ee.planning.times.overlap import overlap
+from hetero_ee_profiles.hardware import MEASURED
+
+# Python, passes that end at the exit layer, and lm_heads that refuse candidates. Measured: SmolLM2 with its draft head,
+# one quiet thread of an AMD EPYC (Zen 4), 2026-11-28: 9.1 ms per token in mode specee, 5.3 predicted, 6 judgements.
+JUDGEMENT_S = 0.6e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,11 @@ class StepTimes:
         return tree_step(
             m, width, drafts.acceptance_at, drafts.others, level_s, lambda m: self.verify_s(0, m) + after_s
         )
+
+    @property
+    def judgement_s(self) -> float:
+        """Seconds of a judgement of a few candidates that its products don't explain; 0 on an emulated machine."""
+        return JUDGEMENT_S if self._costs.profile.kind == MEASURED else 0.0
 
     def layers_s(self, exit_layer: int) -> float:
         """Return the seconds of one token through the layers before the exit layer."""

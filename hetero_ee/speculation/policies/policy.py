@@ -49,6 +49,10 @@ class ExitJudge(ABC, Generic[P]):
         """Return the layers that judge the sequence's next tokens, in ascending order, without preparing for one."""
         return sorted(self._policy.ends)
 
+    def may_exit(self, request: Request) -> bool:
+        """Return whether the layers that are left can still let the sequence's last token exit."""
+        return True
+
     @abstractmethod
     def judge(self, exit_layer: int, hidden: Tensor, requests: Sequence[Request]) -> list[int | None]:
         """Judge the last tokens of these sequences from their states (m, hidden) after exit_layer layers.

@@ -26,12 +26,13 @@ from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.policies.policy import ExitJudge
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Candidates:
     """Candidates for one token's successor, kept while the token passes the layers."""
 
     token_ids: Tensor  # int64 (k,)
     softmax: Floats  # (k,), where the token was judged last; each judgement changes it
+    are_refused: bool = False  # the whole head has chosen another token
 
     @classmethod
     def new(cls, token_ids: Tensor) -> "_Candidates":
@@ -100,13 +101,18 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
         """See ExitJudge. Tokens without candidates get them at this layer."""
         has_candidates = [request.index in self._candidates for request in requests]
         new = [row for row, known in enumerate(has_candidates) if not known]
-        known = [row for row, known in enumerate(has_candidates) if known]
+        known = [row for row, is_known in enumerate(has_candidates) if is_known]
         found: dict[int, int] = {}  # by row
         if new:
             found |= self._judge_new(exit_layer, hidden[new], {row: requests[row] for row in new})
         if known:
             found |= self._judge_known(exit_layer, hidden[known], {row: requests[row] for row in known})
         return [found.get(row) for row in range(len(requests))]
+
+    def may_exit(self, request: Request) -> bool:
+        """See ExitJudge. Once the whole head has refused a token's candidates, no deeper layer judges them."""
+        known = self._candidates.get(request.index)
+        return known is None or not known.are_refused
 
     def given_out(self, request: Request, depth: int, hidden: Tensor) -> None:
         super().given_out(request, depth, hidden)
@@ -150,8 +156,10 @@ class _SpecEEJudge(ExitJudge[SpecEE]):
         if not sure:
             return {}
         chosen = self.drafted(exit_layer, hidden[sure], [requests[rows[place]] for place in sure])
-        return {
-            rows[place]: each.token_id
-            for place, each in zip(sure, chosen, strict=True)
-            if each.token_id in known[place].token_ids
-        }
+        found = {}
+        for place, each in zip(sure, chosen, strict=True):
+            if each.token_id in known[place].token_ids:
+                found[rows[place]] = each.token_id
+            else:
+                known[place].are_refused = True
+        return found
