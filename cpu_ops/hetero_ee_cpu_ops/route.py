@@ -92,6 +92,8 @@ def _choose(arguments: int, scores: int, chosen: int) -> None:
         key = read_float(scores + 4 * expert)
         if bias:
             key += read_float(bias + 4 * expert)
+        if key != key:  # NaN comes last
+            key = np.float32(-np.inf)
         place = min(expert, n)
         if place == n:
             place -= 1

@@ -36,6 +36,7 @@ def choose(
     """Choose experts by logits (m, n_experts), which include the bias. vectors: the choice bias and factors."""
     (choice_bias, factors), scores = vectors, torch.sigmoid(logits) if kind == "sigmoid" else logits
     keys = scores if choice_bias is None else scores + choice_bias
+    keys = torch.where(keys.isnan(), -torch.inf, keys)
     chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, :n_active]
     chosen = chosen.sort(dim=-1, descending=True).values
     if kind == "softmax_of_chosen":

@@ -1,9 +1,10 @@
 """The router of a mixture of experts, fp32, with the bits of the CPU's router (route.py there).
 
 Each logit is summed in 16 lanes (feature i in lane i mod 16, one fused multiply-add each), then over lanes i and i + 8,
-i + 4, i + 2, i + 1. The experts with the largest scores are chosen, the lower one of two with equal scores. Sums of
-weights are added in the order of experts, 16 lanes at a time. So a token's choice and weights depend on its row alone,
-and on neither the batch nor the device. exp: Cody and Waite's reduction and Taylor's series, as on the CPU.
+i + 4, i + 2, i + 1. The experts with the largest scores are chosen, the lower one of two with equal scores, and those
+whose score is NaN last. Sums of weights are added in the order of experts, 16 lanes at a time. So a token's choice and
+weights depend on its row alone, and on neither the batch nor the device. exp: Cody and Waite's reduction and Taylor's
+series, as on the CPU.
 """
 
 from typing import Any
@@ -128,6 +129,7 @@ def choose_kernel(
     keys = scores
     if choice_bias_ptr is not None:
         keys += tl.load(choice_bias_ptr + expert, mask=inside, other=0.0)
+    keys = tl.where(keys == keys, keys, float("-inf"))  # NaN equals nothing, so it could not be chosen
     is_chosen = expert < 0
     for _ in range(N_ACTIVE):
         is_left = inside & (is_chosen == 0)

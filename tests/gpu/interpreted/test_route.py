@@ -67,6 +67,26 @@ def test_bits_are_the_cpus(name: str, m: int) -> None:
     torch.testing.assert_close(reference, out.tensor)
 
 
+@pytest.mark.parametrize("name", ["all", "sigmoid"])
+@pytest.mark.sample(1)
+def test_scores_that_are_nan_are_chosen_last(name: str) -> None:
+    """Of a token whose scores all are, the first experts: no index lies outside of the factors."""
+    case = CASES[name]
+    x, weights, vectors = drawn(case, 2)
+    x[0], weights[1:4] = np.nan, np.nan
+    vectors.append(np.ones(case.shape[0], np.float32))
+    how, pool = HOW | {"renormalizes": case.renormalizes}, ThreadPool(1)
+    try:
+        expected = cpu_route(x, RouterRule(weights, tuple(vectors), case.n_active, case.kind, **how), pool)
+    finally:
+        pool.close()
+    given = *on_device(x, weights), tuple(on_device(*vectors)), case.n_active, case.kind
+    found = route(*given, **how).cpu()[:, : case.n_active]
+    assert torch.equal(found, torch.from_numpy(expected)[:, : case.n_active])
+    assert torch.equal(found, experts_reference.route(*given, **how).cpu()[:, : case.n_active])
+    assert found[0].tolist() == [*reversed(range(case.n_active))] and not {1.0, 2.0, 3.0} & {*found[1].tolist()}
+
+
 def test_factors_multiply_the_weights() -> None:
     case = CASES["all"]
     x, weights, _ = on_device(*drawn(case, 2)[:2], None)

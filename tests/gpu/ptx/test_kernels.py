@@ -31,6 +31,7 @@ QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("matmul", "products_equal_float64", "linear", (70, 1100, 3)),
     ("experts", "a_decode_pass", "codebook", True),
     ("route", "bits_are_the_cpus", "all", 2),
+    ("route", "scores_that_are_nan_are_chosen_last", "all"),
     ("embed", "rows_are_the_matrix_s", "codebook", 1056),
     ("rope", "turns_and_touches_nothing_else", 64, 32),
     ("attention", "accurate_for_every_shape", (1, 8, 64), None),
