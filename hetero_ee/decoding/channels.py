@@ -4,6 +4,7 @@ A reply is "<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|
 special tokens, which have no text.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from hetero_ee.text.tokenizer import Tokenizer
 
 CHANNEL, MESSAGE, START, ANALYSIS = "<|channel|>", "<|message|>", "<|start|>", "analysis"
 THINK, THINK_END = "<think>", "</think>"
+THOUGHTS = re.compile(rf"{THINK}.*?(?:{THINK_END}\n|\Z)", re.DOTALL)
 
 
 def channel_ids(tokenizer: Tokenizer) -> dict[int, str]:
@@ -41,6 +43,5 @@ def with_thoughts(tokens: Iterable[GeneratedToken], markers: dict[int, str]) -> 
 
 
 def answer(text: str) -> str:
-    """Return the part of a reply's text that follows its thoughts."""
-    before, end, rest = text.partition(f"{THINK_END}\n")
-    return rest if end else "" if before.startswith(THINK) else text
+    """Return a reply's text without its thoughts."""
+    return THOUGHTS.sub("", text)

@@ -9,6 +9,7 @@ from hetero_ee.decoding.result import GeneratedToken
 
 MARKERS = {1: CHANNEL, 2: MESSAGE, 3: START}
 IDS = {marker: token_id for token_id, marker in MARKERS.items()}
+AGAIN = (START, CHANNEL, "analysis", MESSAGE, "Oh.", START, CHANNEL, "final", MESSAGE, "No.")
 
 
 class Marked:
@@ -33,6 +34,11 @@ def tokens_of(*texts: str) -> list[GeneratedToken]:
             (CHANNEL, "analysis", MESSAGE, "Hm", ".", START, "assistant", CHANNEL, "final", MESSAGE, "Yes", "."),
             "<think>Hm.</think>\nYes.",
             "Yes.",
+        ),
+        (
+            (CHANNEL, "analysis", MESSAGE, "Hm.", START, CHANNEL, "commentary", MESSAGE, "First.", *AGAIN),
+            "<think>Hm.</think>\nFirst.<think>Oh.</think>\nNo.",
+            "First.No.",
         ),
         ((CHANNEL, "analy", "sis", MESSAGE, "Cut", " off"), "<think>Cut off", ""),
         ((CHANNEL, "final", MESSAGE, "Yes."), "Yes.", "Yes."),
