@@ -35,6 +35,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, kernels: Path) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
     found = importlib.import_module("bench_vs_llamacpp")
     monkeypatch.setattr(found, "PAUSE_S", 0.0)
+    monkeypatch.setattr(found, "STEPS_A_TURN", 1)
     return found
 
 
@@ -57,12 +58,12 @@ def model_file(llamacpp: Any, tmp_path: Path) -> Path:
 
 
 def test_rows_of_every_context_step_and_number_of_threads(bench: Any) -> None:
-    models = {name: bench.OurModel(SPEC, bench.random_weights(SPEC, "int4"), 900, kind) for name, kind in KINDS.items()}
-    rows = list(bench.measured(models, [16, 700], [1, 2], 1, 300))
+    models = {name: bench.OurModel(SPEC, bench.random_weights(SPEC, "int4"), 450, kind) for name, kind in KINDS.items()}
+    rows = list(bench.measured(models, [16, 300], [1, 2], 1, 200))
     for model in models.values():
-        assert model._cache.length(0) == 700
+        assert model._cache.length(0) == 300
         model.close()
-    places = [(0, ["prefill300"]), (16, list(bench.STEPS)), (700, list(bench.STEPS))]
+    places = [(0, ["prefill200"]), (16, list(bench.STEPS)), (300, list(bench.STEPS))]
     expected = [(context, n, step) for context, steps in places for n in (2, 1) for step in steps]
     assert [(row["context"], row["threads"], row["step"]) for row in rows] == expected
     for row in rows:

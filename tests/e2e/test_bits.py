@@ -73,7 +73,7 @@ def test_costs_add_up_to_the_divergence_of_each_group(family: str, tmp_path: Pat
 
 def test_the_command_keeps_to_the_bits(cli: Cli, stories260k: Path, tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
-    text.write_text(STORY * 40)
+    text.write_text(STORY * 15)
     ended = cli("convert", stories260k, "--bits", 5.2, "--text", text, "-o", tmp_path / "store", "-t", 1)
     assert ended.code == 0, ended.err
     manifest = read_manifest(tmp_path / "store")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.options.sampling import SamplingParams
@@ -39,6 +38,8 @@ def ours(params: SamplingParams, position: int) -> int:
 
 def p_value(outcomes: Any, expected: np.ndarray) -> float:
     """Of counted outcomes, numbers below len(expected), under these probabilities; 0 where an impossible one came."""
+    from scipy.stats import chisquare  # nearly a second, which only the process that runs these tests pays
+
     counts = np.bincount(outcomes, minlength=len(expected)).astype(float)
     if counts[expected == 0].any():
         return 0.0
