@@ -60,7 +60,7 @@ ROUTED = SIZES | {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 LATENT = ROUTED | {"kv_lora_rank": 48, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 16}
 GPT_OSS = SIZES | {
     "num_key_value_heads": 2,
@@ -106,12 +106,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2": (
         "DeepseekV2",
         LATENT
-        | {"q_lora_rank": None, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
+        | GROUPS
+        | {"q_lora_rank": None, "routed_scaling_factor": 1.5, "topk_method": "group_limited_greedy"}
+        | {"n_shared_experts": 2},
     ),
     "deepseek3": (
         "DeepseekV3",
         LATENT
-        | ONE_GROUP
+        | GROUPS
         | {
             "q_lora_rank": 20,
             "rope_interleave": False,

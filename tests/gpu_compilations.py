@@ -385,8 +385,9 @@ def _route() -> list[Compilation]:
             for name, (n_tokens, n_experts, n_warps) in (("few", route.FEW), ("many", route.MANY))
         ),
         *(
-            Compilation(f"route_{kind}", route.choose_kernel, choice, biases | sizes | {"KIND": kind}, 1)
+            Compilation(f"route_{kind}", route.choose_kernel, choice, biases | sizes | groups | {"KIND": kind}, 1)
             for kind in route.KINDS
+            for groups in [{"N_GROUPS": 8, "N_CHOSEN": 4 if kind == "sigmoid" else 8, "N_BEST": 2}]
         ),
     ]
 

@@ -36,16 +36,19 @@ from hetero_ee_cpu_ops.simd.floats import (
 from hetero_ee_cpu_ops.simd.tuples import add_products, store_sums
 
 F32 = np.float32(0)  # type of a loaded value
+MINUS_INFINITY, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min  # keys of no expert; of one whose score is NaN
 KINDS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2}
 MAX_ACTIVE, CHOSEN_BYTES = 64, 512
-FRAME_BYTES = CHOSEN_BYTES + 256  # a token's chosen experts, int64, and then their keys, fp32
+# A token's frame: its chosen experts, int64, their keys, fp32, and sums and marks of groups, fp32.
+SUMS, MARKS, MAX_GROUPS = CHOSEN_BYTES + 256, CHOSEN_BYTES + 512, 64
+FRAME_BYTES = CHOSEN_BYTES + 768
 TILE = 16  # tokens and experts whose logits a thread computes at a time: 128 KB of weights, 2,048 wide
 CHOSEN_TOKENS = 8  # tokens for which a thread chooses experts at a time
 FOUR, EIGHT, SIXTEEN = (0,) * 4, (0,) * 8, (0,) * 16
 (
     X, WEIGHTS, BIAS, CHOICE_BIAS, FACTORS, LOGITS, OUT, WIDTH, N_TOKENS, N_EXPERTS, N_ACTIVE, KIND, RENORMALIZES,
-    SCALE, ADDED, N_ARGUMENTS,
-) = range(16)  # fmt: skip
+    N_GROUPS, N_CHOSEN_GROUPS, N_BEST, SCALE, ADDED, N_ARGUMENTS,
+) = range(19)  # fmt: skip
 
 divide = operation(2, lambda a, b: a / b, "divide", "a / b.")
 
@@ -85,15 +88,46 @@ def _logit_chunk(arguments: int, index: int) -> None:
 
 
 @inner
+def _key(arguments: int, scores: int, expert: int) -> Any:
+    """Return an expert's score for the choice, LOWEST for NaN and -inf: above those of groups that are not chosen."""
+    key, bias = read_float(scores + 4 * expert), word(arguments, CHOICE_BIAS)
+    if bias:
+        key += read_float(bias + 4 * expert)
+    return max(LOWEST, key)  # in this order: no comparison with NaN is true
+
+
+@inner
+def _mark_groups(arguments: int, scores: int, frame: int, size: int) -> None:
+    """Write 1 for the groups with the largest sums of their best keys to the frame, and 0 for others."""
+    n_groups = word(arguments, N_GROUPS)
+    for group in range(n_groups):
+        best, second = MINUS_INFINITY, MINUS_INFINITY
+        for expert in range(group * size, group * size + size):
+            key = _key(arguments, scores, expert)
+            second = max(second, min(best, key))
+            best = max(best, key)
+        write_float(np.float32(best + second) if word(arguments, N_BEST) == 2 else best, frame + SUMS + 4 * group)
+    for group in range(n_groups):
+        own, n_before = read_float(frame + SUMS + 4 * group), 0
+        for other in range(n_groups):
+            found = read_float(frame + SUMS + 4 * other)
+            if found > own or (found == own and other < group):
+                n_before += 1
+        write_float(np.float32(n_before < word(arguments, N_CHOSEN_GROUPS)), frame + MARKS + 4 * group)
+
+
+@inner
 def _choose(arguments: int, scores: int, chosen: int) -> None:
     """Write the indices of a token's chosen experts to the frame `chosen`, from the highest to the lowest."""
-    n, bias, keys = word(arguments, N_ACTIVE), word(arguments, CHOICE_BIAS), chosen + CHOSEN_BYTES
-    for expert in range(word(arguments, N_EXPERTS)):
-        key = read_float(scores + 4 * expert)
-        if bias:
-            key += read_float(bias + 4 * expert)
-        if key != key:  # NaN comes last
-            key = np.float32(-np.inf)
+    n, keys = word(arguments, N_ACTIVE), chosen + CHOSEN_BYTES
+    is_limited, n_experts = word(arguments, N_CHOSEN_GROUPS) < word(arguments, N_GROUPS), word(arguments, N_EXPERTS)
+    size = n_experts // word(arguments, N_GROUPS)
+    if is_limited:
+        _mark_groups(arguments, scores, chosen, size)
+    for expert in range(n_experts):
+        key = _key(arguments, scores, expert)
+        if is_limited and read_float(chosen + MARKS + 4 * (expert // size)) == 0:
+            key = MINUS_INFINITY
         place = min(expert, n)
         if place == n:
             place -= 1
@@ -200,6 +234,7 @@ class RouterRule:
         kind: a key of KINDS.
         renormalizes: whether a token's weights are divided by their sum plus `added`.
         scale: of the weights.
+        groups: number of groups, of those with a token's experts, and of the best keys whose sum chooses these, 1 or 2.
 
     Raises:
         ValueError: if a number is impossible.
@@ -215,9 +250,10 @@ class RouterRule:
         renormalizes: bool,
         scale: float,
         added: float,
+        groups: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
         self.n_experts, self.width = weights.shape
-        if self.width % 16 or not 0 < n_active <= min(self.n_experts, MAX_ACTIVE):
+        if self.width % 16 or not 0 < n_active <= min(self.n_experts, MAX_ACTIVE) or groups[0] > MAX_GROUPS:
             raise ValueError(f"{n_active} of {weights.shape} experts do not fit.")
         self.n_active, self._kept = n_active, (weights, vectors)
         self.arguments = np.zeros(N_ARGUMENTS, np.int64)
@@ -225,6 +261,7 @@ class RouterRule:
         self.arguments[[WEIGHTS, BIAS, CHOICE_BIAS, FACTORS]] = addresses
         self.arguments[[WIDTH, N_EXPERTS, N_ACTIVE]] = self.width, self.n_experts, n_active
         self.arguments[[KIND, RENORMALIZES]] = KINDS[kind], renormalizes
+        self.arguments[[N_GROUPS, N_CHOSEN_GROUPS, N_BEST]] = groups
         self.arguments[SCALE:].view(np.float32)[::2] = scale, added
 
 

@@ -48,11 +48,13 @@ class RouterSpec:
     added: float = 0.0
     scale: float = 1.0  # of the weights
     has_factors: bool = False  # multiplies each expert's weight by a factor of its own
+    groups: tuple[int, int, int] = (1, 1, 1)  # (n, chosen, best): a token's experts are in `chosen` of n equal groups,
+    # those whose `best` (1 or 2) highest scores for the choice have the largest sums
 
     @property
     def weighting(self) -> dict[str, Any]:
-        """How a token's weights follow from its scores, as keyword arguments of the devices' routers."""
-        return {"renormalizes": self.renormalizes, "scale": self.scale, "added": self.added}
+        """How a token's choice and weights follow from its scores, as keyword arguments of the devices' routers."""
+        return {"renormalizes": self.renormalizes, "scale": self.scale, "added": self.added, "groups": self.groups}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,11 +32,20 @@ def choose(
     renormalizes: bool,
     scale: float,
     added: float,
+    groups: tuple[int, int, int] = (1, 1, 1),
 ) -> Any:
     """Choose experts by logits (m, n_experts), which include the bias. vectors: the choice bias and factors."""
     (choice_bias, factors), scores = vectors, torch.sigmoid(logits) if kind == "sigmoid" else logits
     keys = scores if choice_bias is None else scores + choice_bias
-    keys = torch.where(keys.isnan(), -torch.inf, keys)
+    lowest = torch.finfo(torch.float32).min  # above the keys of groups that are not chosen
+    keys = keys.nan_to_num(lowest, torch.inf, lowest)
+    n_groups, n_chosen, n_best = groups
+    if n_chosen < n_groups:
+        by_group = keys.view(len(keys), n_groups, -1)
+        order = by_group.topk(n_best).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+        left_out = torch.zeros(len(keys), n_groups, dtype=torch.bool, device=keys.device)
+        left_out.scatter_(1, order[:, n_chosen:], True)
+        keys = by_group.masked_fill(left_out[..., None], -torch.inf).flatten(1)
     chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, :n_active]
     chosen = chosen.sort(dim=-1, descending=True).values
     if kind == "softmax_of_chosen":

@@ -17,6 +17,7 @@ from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS
 
 KINDS = ("softmax", "sigmoid", "softmax_of_chosen")
 LANES = tl.constexpr(16)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of an fp32 number: a key above those of groups that are not chosen
 FEW = (1, 8, 1)  # tokens and experts per program, and warps: a decode pass reads all weights at once
 MANY = (16, 16, 4)  # a prompt's programs share what they read
 MANY_TOKENS = 17  # as many or more are many
@@ -101,6 +102,28 @@ def weight_sum(weights: tl.tensor) -> Any:
     return lane_sum(total)
 
 
+@triton.jit
+def in_best_groups(
+    keys: tl.tensor, expert: tl.tensor, inside: tl.tensor, size: tl.tensor, N_GROUPS: tl.constexpr,
+    N_CHOSEN: tl.constexpr, N_BEST: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return which experts are in the N_CHOSEN groups with the largest sums of their N_BEST largest keys."""
+    group, sums = expert // size, keys
+    for number in range(N_GROUPS):
+        is_in = inside & (group == number)
+        best = tl.max(tl.where(is_in, keys, float("-inf")), 0)
+        if N_BEST == 2:
+            first = tl.min(tl.where(is_in & (keys == best), expert, expert.shape[0]), 0)
+            best += tl.max(tl.where(is_in & (expert != first), keys, float("-inf")), 0)
+        sums = tl.where(is_in, best, sums)
+    is_in_one = expert < 0
+    for _ in range(N_CHOSEN):
+        is_left = inside & (is_in_one == 0)
+        best = tl.max(tl.where(is_left, sums, float("-inf")), 0)
+        is_in_one = is_in_one | (group == tl.min(tl.where(is_left & (sums == best), group, expert.shape[0]), 0))
+    return is_in_one
+
+
 @triton.jit(do_not_specialize=["n_experts"])
 def choose_kernel(
     logits_ptr: tl.tensor,
@@ -116,6 +139,9 @@ def choose_kernel(
     K: tl.constexpr,
     KIND: tl.constexpr,
     RENORMALIZES: tl.constexpr,
+    N_GROUPS: tl.constexpr,
+    N_CHOSEN: tl.constexpr,
+    N_BEST: tl.constexpr,
 ) -> None:
     """Choose a token's experts and compute their weights. E, K: n_experts and N_ACTIVE as powers of two from 16 on."""
     token = tl.program_id(0).to(tl.int64)
@@ -129,10 +155,13 @@ def choose_kernel(
     keys = scores
     if choice_bias_ptr is not None:
         keys += tl.load(choice_bias_ptr + expert, mask=inside, other=0.0)
-    keys = tl.where(keys == keys, keys, float("-inf"))  # NaN equals nothing, so it could not be chosen
+    keys = tl.maximum(keys, LOWEST)  # of NaN, too, which equals nothing, so that it could not be chosen
+    is_open = inside
+    if N_CHOSEN < N_GROUPS:
+        is_open = inside & in_best_groups(keys, expert, inside, n_experts // N_GROUPS, N_GROUPS, N_CHOSEN, N_BEST)
     is_chosen = expert < 0
     for _ in range(N_ACTIVE):
-        is_left = inside & (is_chosen == 0)
+        is_left = is_open & (is_chosen == 0)
         best = tl.max(tl.where(is_left, keys, float("-inf")), 0)
         is_chosen = is_chosen | (expert == tl.min(tl.where(is_left & (keys == best), expert, E), 0))
     total = tl.full((1,), 1.0, tl.float32)
@@ -206,6 +235,7 @@ def route(
     renormalizes: bool,
     scale: float,
     added: float,
+    groups: tuple[int, int, int] = (1, 1, 1),
 ) -> Any:
     """Choose experts for each row of x.
 
@@ -220,6 +250,7 @@ def route(
             then their weights.
         renormalizes: whether a token's weights are divided by their sum plus `added`.
         scale: of the weights.
+        groups: number of groups, of those with a token's experts, and of the best keys whose sum chooses these, 1 or 2.
 
     Raises:
         ValueError: if an operand does not fit.
@@ -233,5 +264,6 @@ def route(
     if len(x):
         parameters = *vectors, out, scale, added, n_experts, n_active
         how: dict[str, Any] = {"KIND": kind, "RENORMALIZES": renormalizes, "num_warps": 1}
+        how |= dict(zip(("N_GROUPS", "N_CHOSEN", "N_BEST"), groups, strict=True))
         choose_kernel[(len(x),)](logits, *parameters, **sizes, **how, **UNFUSED)
     return out

@@ -19,6 +19,7 @@ from hetero_ee.models.spec import ModelSpec
 
 _ATTENTION, _MLP = "model.layers.{n}.self_attn.", "model.layers.{n}.mlp."
 MAX_FEATURES, MAX_HEADS = 512, 128  # features of each part of a head, and heads that share a key
+MAX_GROUPS = 64  # of experts
 ADDED = 1e-20  # to the sum of a token's weights
 MOE_NAMES = experts.TENSOR_NAMES | {
     "layers.{n}.moe.choice": (_MLP + "gate.e_score_correction_bias",),
@@ -57,9 +58,12 @@ class DeepSeek:
 def read_moe(fields: Fields, spec: ModelSpec, **router: Any) -> MoeSpec:
     """Read a layer's routed and shared experts. `router` has further fields of RouterSpec."""
     fields = fields.with_values(num_experts=fields.get("n_routed_experts"))
-    n_groups, n_chosen = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    n_groups, n_chosen = fields.integer("n_group", 1, largest=MAX_GROUPS), fields.integer("topk_group", 1)
     if n_groups > n_chosen and fields.text("topk_method", "") != "greedy":
-        raise fields.fail(f"topk_group is {n_chosen} of {n_groups}, and a choice of some groups is not supported.")
+        group_size, rest = divmod(fields.integer("num_experts"), n_groups)
+        if rest or group_size < 2 or n_chosen * group_size < fields.integer("num_experts_per_tok"):
+            raise fields.fail(f"topk_group is {n_chosen} of {n_groups}, which does not fit the numbers of experts.")
+        router["groups"] = n_groups, n_chosen, 2 if router["scores"] == SIGMOID else 1
     size, scale = fields.integer("moe_intermediate_size"), fields.number("routed_scaling_factor", 1.0)
     router["renormalizes"] = router["scores"] == SIGMOID and fields.flag("norm_topk_prob", True)
     moe = experts.read_experts(fields, spec, experts.read_router(fields, scale=scale, **router), size)
@@ -112,7 +116,7 @@ def _read_latent(fields: Fields, architecture: str) -> ModelSpec:
 
 
 LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever rms_norm_eps is
-V2 = DeepSeek(values(n_shared_experts=2), values(scores=SOFTMAX))
+V2 = DeepSeek(values(n_shared_experts=2, topk_method="greedy"), values(scores=SOFTMAX))
 _V3_ROUTER = values(scores=SIGMOID, has_choice_bias=True, added=ADDED)
 V3 = DeepSeek(values(routed_scaling_factor=2.5, n_group=8, topk_group=4, first_k_dense_replace=3), _V3_ROUTER)
 GLM_4_7_FLASH = DeepSeek(

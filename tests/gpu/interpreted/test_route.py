@@ -23,6 +23,7 @@ class Case(NamedTuple):
     n_active: int
     renormalizes: bool
     vectors: tuple[bool, bool]
+    groups: tuple[int, int, int] = (1, 1, 1)
 
 
 CASES = {
@@ -31,6 +32,8 @@ CASES = {
     "chosen": Case("softmax_of_chosen", (32, 48), 4, False, (True, False)),
     "many chosen": Case("softmax_of_chosen", (20, 16), 18, False, (False, False)),
     "sigmoid": Case("sigmoid", (20, 32), 6, True, (False, True)),
+    "best two of groups": Case("sigmoid", (40, 32), 4, True, (False, True), (8, 3, 2)),
+    "best of groups": Case("softmax", (20, 32), 4, False, (False, False), (5, 2, 1)),
 }
 HOW: dict[str, Any] = {"scale": 2.5, "added": 1e-20}
 
@@ -53,7 +56,7 @@ def on_device(*arrays: Any) -> list[Any]:
 def test_bits_are_the_cpus(name: str, m: int) -> None:
     case = CASES[name]
     x, weights, vectors = drawn(case, m)
-    how = HOW | {"renormalizes": case.renormalizes}
+    how = HOW | {"renormalizes": case.renormalizes, "groups": case.groups}
     pool, out = ThreadPool(1), Guarded((m, 2 * case.n_active))
     try:
         expected = cpu_route(x, RouterRule(weights, (*vectors, None), case.n_active, case.kind, **how), pool)
@@ -67,7 +70,7 @@ def test_bits_are_the_cpus(name: str, m: int) -> None:
     torch.testing.assert_close(reference, out.tensor)
 
 
-@pytest.mark.parametrize("name", ["all", "sigmoid"])
+@pytest.mark.parametrize("name", ["all", "sigmoid", "best two of groups"])
 @pytest.mark.sample(1)
 def test_scores_that_are_nan_are_chosen_last(name: str) -> None:
     """Of a token whose scores all are, the first experts: no index lies outside of the factors."""
@@ -75,7 +78,7 @@ def test_scores_that_are_nan_are_chosen_last(name: str) -> None:
     x, weights, vectors = drawn(case, 2)
     x[0], weights[1:4] = np.nan, np.nan
     vectors.append(np.ones(case.shape[0], np.float32))
-    how, pool = HOW | {"renormalizes": case.renormalizes}, ThreadPool(1)
+    how, pool = HOW | {"renormalizes": case.renormalizes, "groups": case.groups}, ThreadPool(1)
     try:
         expected = cpu_route(x, RouterRule(weights, tuple(vectors), case.n_active, case.kind, **how), pool)
     finally:
@@ -85,6 +88,22 @@ def test_scores_that_are_nan_are_chosen_last(name: str) -> None:
     assert torch.equal(found, torch.from_numpy(expected)[:, : case.n_active])
     assert torch.equal(found, experts_reference.route(*given, **how).cpu()[:, : case.n_active])
     assert found[0].tolist() == [*reversed(range(case.n_active))] and not {1.0, 2.0, 3.0} & {*found[1].tolist()}
+
+
+@pytest.mark.sample(1)
+def test_experts_whose_scores_are_minus_infinite_come_before_those_of_other_groups() -> None:
+    case, pool = Case("sigmoid", (20, 32), 6, True, (False, False), (5, 2, 2)), ThreadPool(1)
+    x, weights, _ = drawn(case, 2)
+    choice_bias = np.full(20, -np.inf, np.float32)
+    choice_bias[[4, 14, 15, 18, 19]] = 1, 2, 2, 2, 2
+    how = HOW | {"renormalizes": True, "groups": case.groups}
+    try:
+        expected = cpu_route(x, RouterRule(weights, (None, choice_bias, None), 6, "sigmoid", **how), pool)
+    finally:
+        pool.close()
+    given = *on_device(x, weights), (None, *on_device(choice_bias), None), 6, "sigmoid"
+    for found in (torch.from_numpy(expected), route(*given, **how), experts_reference.route(*given, **how)):
+        assert found[:, :6].tolist() == [[19, 18, 15, 14, 13, 12]] * 2
 
 
 def test_factors_multiply_the_weights() -> None:
