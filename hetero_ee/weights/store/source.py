@@ -37,8 +37,11 @@ class Source:
         """Return the store's key, a hash of the configuration, the quantization and the recorded files."""
         config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
         identity = [FORMAT_VERSION, quantization.version, config, files, quantization.identity]
-        if any(word in json.dumps(config) for word in (MTP_FIELD, NEXT)):  # stores of earlier versions lack that layer
+        text = json.dumps(config)
+        if any(word in text for word in (MTP_FIELD, NEXT)):  # stores of earlier versions lack that layer
             identity.append("MTP")
+        if "kv_lora_rank" in text:  # stores of earlier versions hold one matrix instead of key_up and value_up
+            identity.append("latent")
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
