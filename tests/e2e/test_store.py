@@ -7,7 +7,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hetero_ee.errors import StoreError
-from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.config_file import read_config_file, read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from hetero_ee.weights.quantizers import Workers
 from hetero_ee.weights.store import source
 from hetero_ee.weights.store.conversion import CONVERTING, cached_store, convert, planned_bytes
 from hetero_ee.weights.store.filesystem import FileSystem
-from hetero_ee.weights.store.manifest import Entry, Manifest, aligned, read_manifest
+from hetero_ee.weights.store.manifest import FORMAT_VERSION, Entry, Manifest, aligned, read_manifest
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.writer import StoreWriter
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
@@ -205,6 +205,16 @@ def test_the_cache_tells_models_and_quantizers_apart(model_folder: Path, tmp_pat
     weights = copy / "model.safetensors"
     os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1))
     assert cached_store(copy, FAST, tmp_path / "cache") != first
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek2"])
+def test_a_store_with_the_former_matrices_of_latent_attention_is_not_found(family: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(random_model(family), tmp_path)
+    found = source.Source.of(folder)
+    files = [asdict(file) for file in found.files]
+    identity = [FORMAT_VERSION, FAST.version, read_config_file(folder), files, FAST.identity]
+    former = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    assert (found.key(FAST) == former) == (family == "llama")
 
 
 def rewritten(file: Path, change: Callable[[bytearray], None]) -> None:
