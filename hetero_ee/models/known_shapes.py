@@ -5,6 +5,7 @@ of parameters, against which a test checks the shapes.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ def known_shapes() -> dict[str, dict[str, Any]]:
     """Return the fields of every well-known model's configuration, by the model's name."""
     found: dict[str, dict[str, Any]] = json.loads(SHAPES_FILE.read_text(encoding="utf-8"))
     return found
+
+
+def similar_names(name: str) -> list[str]:
+    """Return the well-known models whose names begin like `name`, written as in other programs, such as gpt-oss:20b.
+
+    If none do, all of them.
+    """
+    beginning, shapes = _squeezed(name), known_shapes()
+    return [known for known in shapes if _squeezed(known).startswith(beginning)] or list(shapes)
+
+
+def _squeezed(name: str) -> str:
+    return re.sub("[-_: ]", "", name.lower())
 
 
 def known_spec(name: str) -> ModelSpec:

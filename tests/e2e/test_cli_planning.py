@@ -261,6 +261,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "hardware": (["plan", "--hardware", "abacus"], "is not a shipped profile; `hetero-ee profile --list` lists"),
     "hardware file": (["plan", "--hardware", "./missing.json"], "can't be used"),
     "random weights": (["plan", "--random-weights", "gpt-9"], "choose one of tinyllama"),
+    "a name of ollama's": (["plan", "gpt-oss:20b"], "Without a download, plan knows gpt-oss-20b."),
     "both models": (["plan", "a/b", "--random-weights", "llama-2-7b"], "exclude each other"),
     "budget": (["plan", *PAPER, "--vram-budget", "-1"], "expected GiB from 0"),
     "infinite budget": (["plan", *PAPER, "--vram-budget", "inf"], "expected GiB from 0"),

@@ -4,7 +4,7 @@ import pytest
 
 from hetero_ee import UsageError
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
-from hetero_ee.models.known_shapes import PARAMETERS, known_shapes, known_spec
+from hetero_ee.models.known_shapes import PARAMETERS, known_shapes, known_spec, similar_names
 
 
 @pytest.mark.parametrize("name", known_shapes())
@@ -38,3 +38,17 @@ def test_an_unknown_name_lists_them() -> None:
         known_spec("gpt-9")
     assert "'gpt-9' is not a model with known shapes" in str(refused.value)
     assert all(name in str(refused.value) for name in known_shapes())
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("gpt-oss:20b", ["gpt-oss-20b"]),
+        ("GPT-OSS", ["gpt-oss-20b", "gpt-oss-120b"]),
+        ("llama3.2", ["llama-3.2-1b", "llama-3.2-3b"]),
+        ("Qwen3.6-35B-A3B", ["qwen3.6-35b-a3b"]),
+        ("unheard-of", list(known_shapes())),
+    ],
+)
+def test_names_of_other_programs_find_similar_ones(name: str, names: list[str]) -> None:
+    assert similar_names(name) == names

@@ -9,9 +9,9 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
-from hetero_ee.errors import HeteroError
+from hetero_ee.errors import HeteroError, ModelError, UsageError
 from hetero_ee.hub.model_id import local_folder
-from hetero_ee.models.known_shapes import known_shapes
+from hetero_ee.models.known_shapes import known_shapes, similar_names
 from hetero_ee.options.engine import CERTIFIED, RISK, UNQUANTIZED
 from hetero_ee.serving.settings import N_EXPRESS, SERVER_OPTIONS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
@@ -143,7 +143,11 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import usable_threads
 
-    spec, _, folder = engine.model_spec(subject.model, subject.wanted.random_weights, progress, configuration_only=True)
+    weights = subject.wanted.random_weights
+    try:
+        spec, _, folder = engine.model_spec(subject.model, weights, progress, configuration_only=True)
+    except (ModelError, UsageError) as error:
+        raise _with_names(error, subject.name) if weights is None else error from error
     if subject.quantizer is not None and folder is not None and not is_store(folder):
         spec = in_layout(spec, subject.quantizer)  # whatever codes the model's files have
     threads = (limits.threads,) if limits.threads else ()
@@ -160,6 +164,13 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
         spec, statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
     made = make_plan(spec, profile, limits, statistics)
     return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
+
+
+def _with_names(error: HeteroError, model: str | None) -> HeteroError:
+    """Return an error about a model that was not found with the names that plan knows, unless it is a path or an id."""
+    if model is None or "/" in model or Path(model).exists():
+        return error
+    return type(error)(f"{error} Without a download, plan knows {', '.join(similar_names(model))}.")
 
 
 def _own_statistics(
