@@ -147,7 +147,7 @@ class TreeExitMode(EarlyExitMode):
                 token = taken(request, drafted.token_id, self._clock())
                 tokens.append(replace(token, origin=TokenOrigin(EXIT, exit_layer, len(tokens), len(tree.origins))))
         if tokens:
-            for index, drafted in zip(nodes[: len(tokens)], chosen, strict=False):
+            for index, drafted in zip(nodes[: len(agreed) + 1], chosen, strict=False):  # also the first that disagrees
                 self._learn(tree, index, drafted.token_id)
             self._end(tree, path[: len(tokens)], exit_layer)
         return tokens

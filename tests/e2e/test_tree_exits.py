@@ -136,6 +136,27 @@ def test_trees_teach_the_stop_rule(engine: Engine, threshold: float) -> None:
     assert rule.mean_chance != before[0] and rule.seconds_per_token != before[1]
 
 
+def test_an_exit_also_teaches_the_first_token_that_disagrees(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the rule would learn only from drafts that were right."""
+    learned, exits, exited = list[int | None](), list[tuple[int, list[int | None]]](), TreeExitMode._exited
+
+    def noted(mode: TreeExitMode, tree: Any, index: int, token_id: int) -> None:
+        learned.append(tree.child(index, token_id))
+
+    def noting(*arguments: Any) -> Any:
+        n_before, tokens = len(learned), exited(*arguments)
+        exits.append((len(tokens), learned[n_before:]))
+        return tokens
+
+    monkeypatch.setattr(TreeExitMode, "_learn", noted)
+    monkeypatch.setattr(TreeExitMode, "_exited", noting)
+    sequence = engine.executor.cache.open_new()
+    run(engine, ALWAYS, sequence)
+    engine.executor.cache.close(sequence)
+    disagreed = [n_tokens for n_tokens, children in exits if None in children]
+    assert disagreed and all(len(children) in (0, n_tokens, n_tokens + 1) for n_tokens, children in exits)
+
+
 def test_a_switch_turns_trees_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_exits, "path_confidences", lambda *arguments: pytest.fail("a tree was judged"))
     switch, sequence = SpeculationSwitch(drafts=False, _left=N_NEW), engine.executor.cache.open_new()

@@ -10,6 +10,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.reports.pins import pins
+from hetero_ee.planning.reports.reasons import NO_TREES
 from hetero_ee.planning.statistics import DraftRates, Statistics
 from hetero_ee.planning.times.prediction import predicted_step
 from hetero_ee.planning.times.steps import tree_step
@@ -39,8 +40,10 @@ def test_streamed_layers_get_a_tree_and_the_cpu_a_chain() -> None:
 
 def test_a_source_without_trees_and_a_request_for_chains_get_chains() -> None:
     assert planned(STREAMED, replace(HEAD, others=())).tree_width == 1
-    assert planned(STREAMED, replace(HEAD, others=()), draft_tree=4, mode="exact").tree_width == 1
+    refused = planned(STREAMED, replace(HEAD, others=()), draft_tree=4, mode="exact")
+    assert refused.tree_width == 1 and NO_TREES in refused.reasons
     assert planned(STREAMED, draft_tree=1).tree_width == 1
+    assert NO_TREES not in planned(STREAMED, draft_tree=4).reasons + planned(STREAMED, draft_tree=1).reasons
 
 
 def test_a_tree_is_predicted_by_its_own_plan() -> None:
