@@ -121,7 +121,7 @@ def open_planned(
     if on_disk_bytes := plan.disk_weight_bytes:
         warn(
             f"{on_disk_bytes / GIB:.2f} GiB of weights don't fit in RAM and are read from the disk: "
-            f"{plan.prediction.generated_tokens_per_s:.2g} tokens/s are expected"
+            f"{plan.prediction.generated_tokens_per_s:.3g} tokens/s are expected"
         )
     opening = _Opening(spec, weights, plan, Replans.of(spec, request, limits, plan), clock, warn)
     if request.emulates and profile is not None:

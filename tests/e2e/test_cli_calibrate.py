@@ -279,6 +279,8 @@ def test_a_gain_of_2_percent_is_called_2_percent(ratio: float, percent: str) -> 
     line = Gain(before, after, None, ("Drafts come from elsewhere.",)).line
     speeds = f"Tokens/s before and after: measured 50.0 -> {50 * ratio:.1f} ({percent})"
     assert line == f"{speeds}; full mode became exact mode, drafts by n-grams."
+    line = Gain(replace(before, mode="exact", drafts="exits"), replace(after, drafts="exits"), None, ()).line
+    assert line == f"{speeds}; still exact mode, drafts by exits."
 
 
 @pytest.mark.sample(0)

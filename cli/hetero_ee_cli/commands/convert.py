@@ -101,7 +101,9 @@ def _bytes_of(size: str) -> int:
     """Return a size in bytes. It is in GiB unless a unit follows."""
     found = SIZE.fullmatch(size.strip())
     if found is None:
-        raise UsageError(f"--size is {shown(size)}, expected a number of GiB, or one with a unit, such as 700MiB.")
+        raise UsageError(
+            f"--size is {shown(size)}, expected a number of GiB, one with a unit, such as 700MiB, or {AUTO}."
+        )
     return int(float(found[1]) * UNITS[found[2] or "GiB"])
 
 

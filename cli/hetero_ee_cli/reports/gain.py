@@ -71,12 +71,13 @@ class Gain:
         from hetero_ee.planning.schedule import WORTH_IT, is_worth_it
 
         before, after, forced = self.before, self.after, self.forced
-        if before.words != after.words:
+        if before != after:
             pairs = zip(before.measures, after.measures, strict=True)
             changes = [
                 f"{what} {old:.1f} -> {new:.1f}{_change(new, old)}" for (what, old), (_, new) in pairs if old and new
             ]
-            return f"Tokens/s before and after: {', '.join(changes)}; {before.words} became {after.words}."
+            way = f"still {after.words}" if before.words == after.words else f"{before.words} became {after.words}"
+            return f"Tokens/s before and after: {', '.join(changes)}; {way}."
         found = [f"Tokens/s: {after.figures()}; still {after.words}."]
         if forced is None or forced.expected_tokens_per_s is None:
             found += self.reasons

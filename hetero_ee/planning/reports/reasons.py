@@ -58,7 +58,7 @@ def _disk_reasons(best: Candidate) -> Iterator[str]:
     how = "measured" if rate.count else "assumed"
     yield (
         f"{len(pairs)} parts exceed the RAM budget: a token reads {sized(read_bytes)} of them from the disk, "
-        f"in {read_bytes / rate.value:.2g} s at {rate.value / 1e9:.2g} GB/s ({how})."
+        f"in {read_bytes / rate.value:.3g} s at {rate.value / 1e9:.2g} GB/s ({how})."
     )
 
 

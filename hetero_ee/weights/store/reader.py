@@ -159,8 +159,8 @@ def _check_finite(folder: Path, weights: ModelWeights) -> None:
 def _mapped(file: Path) -> Tensor:
     """Map the file read-only and return its bytes (uint8). Also makes a later SIGBUS end the process with a message.
 
-    Asks for huge pages, which are read from the disk and from memory at a higher rate; but if the file exceeds the free
-    RAM, a page that comes back from the disk would cost 2 MB.
+    A file that fits in the free RAM asks for huge pages, which are read from disk and memory at a higher rate. A larger
+    one does not: each page that comes back from the disk would then cost 2 MB.
     A private writable mapping would make Linux reserve memory for the whole file, so stores larger than RAM, the main
     use case, could not be opened.
     """
