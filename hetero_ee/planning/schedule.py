@@ -121,7 +121,10 @@ def _best_exact(problem: Problem, placements: Sequence[Placement], context_token
         return None
     make_times = _times_maker(problem, placements, context_tokens, most_drafted(problem))
     rough = make_times(copies_ahead=False)
-    choices = [*_exit_schedules(problem, rough), *_sequence_schedules(problem, rough)]
+    choices = _sequence_schedules(problem, rough)
+    are_asked_trees = bool(problem.limits.draft_tree) and any(each.tree_width > 1 for each in choices)
+    if not are_asked_trees:
+        choices += _exit_schedules(problem, rough)
     best = min(choices, key=TOKEN_S, default=None)
     if best is None or best.exit_layer is None or not rough.has_streams:
         return best

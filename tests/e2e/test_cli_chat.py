@@ -261,7 +261,9 @@ def test_replies_are_compared_with_the_plan(int4_chat: Cli, monkeypatch: pytest.
 
 def test_each_turn_has_a_seed_of_its_own_unless_one_is_given(chat: Cli) -> None:
     def seeds(*arguments: object) -> list[str]:
-        return re.findall(r"seed (\d+)", chat("Hi\nAnd you?\n/regen\n", "--temp", 1, *arguments).err)
+        ended = chat("Hi\nAnd you?\n/regen\n", "--temp", 1, *arguments)
+        assert ended.code == 0, ended.err
+        return re.findall(r"seed (\d+)", ended.err)
 
     assert len(set(seeds())) == 3
     assert seeds("-s", 7) == ["7", "7", "8"]

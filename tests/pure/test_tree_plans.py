@@ -11,7 +11,7 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.reports.pins import pins
 from hetero_ee.planning.reports.reasons import NO_TREES
-from hetero_ee.planning.statistics import DraftRates, Statistics
+from hetero_ee.planning.statistics import DraftRates, ExitRates, ExitStatistics, Statistics
 from hetero_ee.planning.times.prediction import predicted_step
 from hetero_ee.planning.times.steps import tree_step
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
@@ -44,6 +44,15 @@ def test_a_source_without_trees_and_a_request_for_chains_get_chains() -> None:
     assert refused.tree_width == 1 and NO_TREES in refused.reasons
     assert planned(STREAMED, draft_tree=1).tree_width == 1
     assert NO_TREES not in planned(STREAMED, draft_tree=4).reasons + planned(STREAMED, draft_tree=1).reasons
+
+
+def test_trees_that_are_asked_for_are_used_even_if_exits_draft_sooner() -> None:
+    rates = dict.fromkeys(range(1, SPEC.n_layers), ExitRates(0.95, 0.99, 0.9))
+    known = Statistics(exits=ExitStatistics("a test", SPEC.n_layers, rates), drafts=HEAD)
+    limits = Limits(overrides=ON_CPU, context_tokens=1024, mode="exact")
+    assert plan(SPEC, PROFILE, limits, known).drafts == "exit"
+    asked = plan(SPEC, PROFILE, replace(limits, draft_tree=4), known)
+    assert asked.tree_width == 4 and NO_TREES not in asked.reasons
 
 
 def test_a_tree_is_predicted_by_its_own_plan() -> None:
