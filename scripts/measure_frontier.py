@@ -1,10 +1,11 @@
-"""Measure KL divergence per byte: this engine's 4 to 8 bits, plain and calibrated, and llama.cpp's types.
+"""Measure KL divergence per byte: this engine's 4 to 8 bits, plain and calibrated, GPTQ, AWQ, and llama.cpp's types.
 
     PYTHONPATH=. python scripts/measure_frontier.py --model MODEL --text HELD_OUT ... --calibrate TEXT ... [--json]
 
 MODEL is a GGUF file or a folder; its dequantized weights count as the model. All weights are compared in fp32, and each
 held-out text gives a column. llama.cpp quantizes with an importance matrix: the mean squares of each matrix's inputs on
-the same calibration texts.
+the same calibration texts. GPTQ and AWQ are our implementations of the papers' methods, for these texts; like their
+checkpoints, they keep the vocabulary in fp16.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from published_quantizers import awq, gptq, n_bits
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder
@@ -41,6 +43,7 @@ from hetero_ee.weights.weight import TileWeight
 
 BITS = (4.5, 4.8, 5.0, 5.5, 5.8, 6.5, 8.5)
 UNIFORM = {"int5": 5.5, "int6": 7.0}  # for comparison with dealt bits
+PUBLISHED = {"GPTQ": gptq, "AWQ": awq}
 TYPES = ("Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 # Names in GGUF files of the tensors that multiply the inputs of one matrix of a Llama.
 GGUF_NAMES = {
@@ -63,9 +66,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """All of the layers' matrices in every layout, by (is calibrated, layout), and the mean squares of their inputs."""
+    """All of the layers' matrices in every layout, by (is calibrated, layout), and the mean squares of their inputs.
+
+    `published` has the values by GPTQ and AWQ.
+    """
 
     tiles: dict[tuple[bool, str], dict[str, TileWeight]]
+    published: dict[str, dict[str, Tensor]]
     squares: dict[str, Tensor]
     costs: dict[TensorSpec, float]
 
@@ -84,7 +91,8 @@ def main() -> None:
         n_weights = sum(tensor.n_elements for tensor in all_tensors(decoder_blocks(spec)))
         model = passed(folder, read, held_out, workers)
         rounded = in_every_layout(folder, windows, workers)
-        candidates = [*ours(folder, rounded), *llama_cpp(arguments, rounded.squares, Path(temporary))]
+        of_llama_cpp = llama_cpp(arguments, rounded.squares, Path(temporary))
+        candidates = [*ours(folder, rounded), *others(folder, rounded.published), *of_llama_cpp]
         for name, n_bytes, its_read in candidates:
             other = passed(folder, its_read, held_out, workers)
             sums = window_sums(model, other, [window for each in held_out for window in each])
@@ -128,7 +136,7 @@ def in_every_layout(folder: Path, windows: Sequence[Ids], workers: Workers) -> R
     spec, read = opened(folder)
     fit = CalibratedMatrices(StreamedModel(spec, read, windows, workers), workers)
     tiles: dict[tuple[bool, str], dict[str, TileWeight]] = {(way, name): {} for way in (False, True) for name in ERRORS}
-    squares = dict[str, Tensor]()
+    squares, published = dict[str, Tensor](), {name: dict[str, Tensor]() for name in PUBLISHED}
     for tensor in all_tensors(decoder_blocks(spec.in_plain_int4)):
         if tensor.role is TensorRole.MATRIX:
             values, moments = read(tensor).float(), fit.moments(tensor)
@@ -137,11 +145,13 @@ def in_every_layout(folder: Path, windows: Sequence[Ids], workers: Workers) -> R
                 plain = quantize(values, "codebook" if name == "int4" else name, workers)
                 tiles[False, name][tensor.name] = plain
                 tiles[True, name][tensor.name] = quantize_for_inputs(values, moments, name, workers)
+            for name, method in PUBLISHED.items():
+                published[name][tensor.name] = method(values, torch.block_diag(*moments))
             say(tensor.name)
     model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
     costs = rounding_costs(model, "codebook", workers)
     say(json.dumps({tensor.name: cost for tensor, cost in costs.items()}))
-    return Rounded(tiles, squares, costs)
+    return Rounded(tiles, published, squares, costs)
 
 
 def ours(folder: Path, rounded: Rounded) -> Iterator[tuple[str, int, Read]]:
@@ -158,6 +168,19 @@ def ours(folder: Path, rounded: Rounded) -> Iterator[tuple[str, int, Read]]:
             matrices = {each: rounded.tiles[is_calibrated, layout][each] for each, layout in chosen.items()} | eight_bit
             n_bytes = n_others + sum(matrix.n_bytes for matrix in matrices.values())
             yield f"{name}{', calibrated' * is_calibrated}", n_bytes, reader(matrices, read)
+
+
+def others(folder: Path, published: dict[str, dict[str, Tensor]]) -> Iterator[tuple[str, int, Read]]:
+    """Yield the same of published methods, whose bytes have all other tensors in fp16."""
+    spec, read = opened(folder)
+    for name, matrices in published.items():
+        n_others = sum(each.n_elements for each in all_tensors(decoder_blocks(spec)) if each.name not in matrices)
+        bits = sum(n_bits(each, has_zeros=name == "AWQ") for each in matrices.values())
+        yield f"{name}, groups of 128 or 64, fp16 vocabulary", bits // 8 + 2 * n_others, dense_reader(matrices, read)
+
+
+def dense_reader(matrices: dict[str, Tensor], read: Read) -> Read:
+    return lambda tensor: matrices[tensor.name] if tensor.name in matrices else read(tensor)
 
 
 def reader(matrices: dict[str, TileWeight], read: Read) -> Read:
