@@ -204,7 +204,7 @@ def replay_rows(model: Subject, size: Size) -> Iterator[ReplayRow]:
     for machine in laptops(spec.n_layers):
         options = {name: value for name, value in machine.options.items() if name not in ("profile", "emulate")}
         limits = replace(Limits.of(options), context_tokens=512, kv_type="fp16")
-        if drafts is not None and "override" not in options:
+        if drafts is not None:
             chains = replace(limits, draft_tree=1)
             replay = Replay(spec, BIG_SHAPE, profile, chains, size.n_prompts, size.n_new_tokens)
             row = replay.row("draft head", Statistics(None, drafts), "exact")
