@@ -61,7 +61,7 @@ class DraftStep:
         self.parents = parents
 
     def child(self, index: int, token_id: int) -> int | None:
-        """Return the index of the draft after tokens[index] that has this token id, None if there is none."""
+        """Return the index of the draft that follows tokens[index] and has this token id, None if no draft does."""
         drafts = enumerate(zip(self.parents, self.tokens[1:], strict=True), 1)
         return next((at for at, (parent, each) in drafts if parent == index and each.token_id == token_id), None)
 
