@@ -52,8 +52,7 @@ def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
             **{name: float(share) for name, share in shares.items()},
         )
         partial = _predictor(exit_layer + 1, seed) if exit_layer > 1 else None
-        gate = _predictor(exit_layer + 2, seed) if exit_layer > 1 else None
-        fits = (exit_map, _predictor(exit_layer, seed), 0.6, partial, 0.7 if partial else NO_EXIT, gate)
+        fits = (exit_map, _predictor(exit_layer, seed), 0.6, partial, 0.7 if partial else NO_EXIT)
         exit_layers.append(ExitLayerCalibration(exit_layer, *fits, metrics=metrics))
     histogram = tuple(range(1, spec.n_layers + 1))
     depths = DepthMetrics(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
@@ -122,7 +121,6 @@ def _plain(calibration: Calibration) -> object:
             each.threshold,
             network(each.partial_predictor),
             each.partial_threshold,
-            network(each.gate),
             each.metrics,
         )
         for each in calibration.exit_layers

@@ -30,11 +30,11 @@ from hetero_ee.speculation.early_exit import EarlyExitMode, EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit, OnPolicy, levels_of
 from hetero_ee.speculation.pending import PendingToken, advance
+from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.specee import SpecEE
-from hetero_ee.speculation.policies.thresholds import Certified
 from hetero_ee.speculation.statistics import ExitCounts, ExitStatistics
 from hetero_ee.weights.store.record import Arrays
 

@@ -219,7 +219,7 @@ def _arrays(calibration: Calibration) -> Arrays:
         prefix = f"exit_layers.{each.exit_layer}"
         for name, part in ({} if each.exit_map is None else each.exit_map.parts).items():
             arrays[f"{prefix}.map.{name}"] = part.numpy().astype(np.float16)
-        for kind in ("predictor", "partial_predictor", "gate"):
+        for kind in ("predictor", "partial_predictor"):
             predictor: ExitPredictor | None = getattr(each, kind)
             parts = {} if predictor is None else predictor.parts
             arrays |= {f"{prefix}.{kind}.{name}": part for name, part in parts.items()}
@@ -240,6 +240,7 @@ def _most_bytes(spec: ModelSpec) -> int:
 
 def _exit_layer(header: ExitLayerRecord, hidden_size: int, arrays: RecordArrays) -> ExitLayerCalibration:
     prefix, partial_threshold = f"exit_layers.{header.exit_layer}", header.partial_threshold
+    arrays.drop(f"{prefix}.gate.")  # of an earlier version
     return ExitLayerCalibration(
         header.exit_layer,
         _exit_map(header, f"{prefix}.map", hidden_size, arrays),
@@ -247,7 +248,6 @@ def _exit_layer(header: ExitLayerRecord, hidden_size: int, arrays: RecordArrays)
         header.threshold,
         None if partial_threshold is None else _predictor(f"{prefix}.partial_predictor", arrays),
         NO_EXIT if partial_threshold is None else partial_threshold,
-        None if arrays.shape(f"{prefix}.gate.second") is None else _predictor(f"{prefix}.gate", arrays),
         metrics=header.metrics,
     )
 

@@ -1,4 +1,4 @@
-"""Fits a calibration to the drafts of its chunks: predictors, thresholds, schedule and gates.
+"""Fits a calibration to the drafts of its chunks: predictors, thresholds and schedule.
 
 Metrics of early exits are measured on held-out text: for each exit layer by itself, and for exits at the first open
 gate. A depth is the number of layers that ran: b for a token that exits at exit layer b, n_layers for one that never
@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_gates, fit_predictor
+from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_predictor
 from hetero_ee.calibration.schedule import ReadBytes, fit_schedule
 from hetero_ee.calibration.stages import CHOOSE, HELD_OUT, TRAIN, is_in
 from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, T, joined
@@ -62,7 +61,6 @@ def fit_calibration(
     train, choose = joined(of_part(chunks, TRAIN)), joined(of_part(chunks, CHOOSE))
     fits = _exit_layers(train, choose, maps, partial(judging, precision=precision, training=training))
     schedule = fit_schedule(fits, joined(partial_logits), ReadBytes.of(executor.blocks, executor.weights))
-    gates = fit_gates(train.features, train.is_right, schedule.exit_layers, training)
     held_out = of_part(chunks, HELD_OUT)
     metrics, depths = all_metrics(
         fits,
@@ -71,7 +69,7 @@ def fit_calibration(
         [opened(fits, each.features) for each in held_out],
     )
     exit_layers = tuple(
-        ExitLayerCalibration(**_fields(each) | {"gate": gates.get(each.exit_layer)}, metrics=own)
+        ExitLayerCalibration(**{field.name: getattr(each, field.name) for field in fields(each)}, metrics=own)
         for each, own in zip(fits, metrics, strict=True)
     )
     return Calibration(spec.n_layers, spec.hidden_size, text, exit_layers, schedule.exit_layers, depths)
@@ -113,10 +111,6 @@ def _exit_layers(
         if threshold != NO_EXIT:
             fits[index] = replace(fits[index], partial_predictor=predictor, partial_threshold=threshold)
     return fits
-
-
-def _fields(fitted: FittedExitLayer) -> dict[str, Any]:
-    return {field.name: getattr(fitted, field.name) for field in fields(fitted)}
 
 
 def of_part(chunks: Sequence[T], part: tuple[int, ...]) -> list[T]:

@@ -1,21 +1,13 @@
-"""Fits exit predictors and the joint gate.
+"""Fits exit predictors.
 
 A predictor maps a token's features to the probability that the exit layer's token is the full model's. Tokens whose
 features are not finite are left out. All others have the same weight, so that the output is a probability. If all
 labels are equal, the predictor always returns (n_right + 1/2) / (n + 1), since a sample can't prove probability 0 or 1.
 All randomness comes from a seed, so that the same tokens give the same numbers.
-
-The joint gate consists of a logistic gate on a token's features at each of some exit layers, all fitted with one loss.
-A token exits at layer l with probability P_l = g_l (1 - g_1) ... (1 - g_{l-1}), and runs every layer otherwise. The
-loss is the expected cost: 1 for a wrong token, plus PRICE for all layers or their share of it. The gradient at gate l
-is S_l g_l (1 - g_l) (c_l - V_{l+1}): S_l is the probability that the token arrives, c_l the cost of exiting at l, and
-V_{l+1} the expected cost of continuing through the later gates. Source: JEI-DNN (arXiv 2310.09163, section 3). Its
-gates see four measures of uncertainty, and its heads are trained with them. In this project the heads are fitted first,
-and the gates use the features of features.py, so that every device can run them like other predictors.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +25,6 @@ BATCH_TOKENS = 256
 LEARNING_RATE = 5e-3  # falls to 0 along a cosine
 FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8  # Adam's, as published (arXiv 1412.6980)
 WEIGHT_DECAY = 1e-2  # decoupled (arXiv 1711.05101), of weights only
-PRICE = 0.3  # cost of running all layers, where a wrong token costs 1
-CLOSED = -2.0  # initial bias of a gate: most tokens pass every gate, so that each learns
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,35 +100,20 @@ def _trained(features: Floats, labels: Floats, training: PredictorTraining) -> l
         random.standard_normal(h, np.float32) * np.float32(math.sqrt(1 / h)),
         np.array([math.log(rate / (1 - rate))], np.float32),
     ]
-    _descend(
-        parameters,
-        lambda chosen: _gradients(parameters, features[chosen], labels[chosen]),
-        len(features),
-        random,
-        training.steps(len(features)),
-    )
-    return parameters
-
-
-def _descend(
-    parameters: Sequence[Floats],
-    gradients: Callable[[NDArray[np.int64]], Sequence[Floats]],
-    n_tokens: int,
-    random: np.random.Generator,
-    n_steps: int,
-) -> None:
-    """Take n_steps of AdamW in place, each on randomly drawn tokens. Biases, at odd indices, don't decay."""
     moments = [(np.zeros_like(part), np.zeros_like(part)) for part in parameters]
+    n_steps = training.steps(len(features))
     for step in range(n_steps):
-        found = gradients(random.integers(0, n_tokens, BATCH_TOKENS))
+        chosen = random.integers(0, len(features), BATCH_TOKENS)
+        found = _gradients(parameters, features[chosen], labels[chosen])
         step_size = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / n_steps))
         corrected = step_size * math.sqrt(1 - SECOND_DECAY ** (step + 1)) / (1 - FIRST_DECAY ** (step + 1))
         for index, (part, (first, second), gradient) in enumerate(zip(parameters, moments, found, strict=True)):
             first += (1 - FIRST_DECAY) * (gradient - first)
             second += (1 - SECOND_DECAY) * (gradient * gradient - second)
-            if index % 2 == 0:
+            if index % 2 == 0:  # biases, at odd indices, don't decay
                 part *= 1 - step_size * WEIGHT_DECAY
             part -= corrected * first / (np.sqrt(second) + EPSILON)
+    return parameters
 
 
 def _gradients(parameters: Sequence[Floats], features: Floats, labels: Floats) -> list[Floats]:
@@ -149,81 +124,3 @@ def _gradients(parameters: Sequence[Floats], features: Floats, labels: Floats) -
     inner_error = np.outer(error, second)
     inner_error[inner <= 0] = 0
     return [inner_error.T @ features, inner_error.sum(0), inner.T @ error, error.sum(keepdims=True)]
-
-
-def fit_gates(
-    features: Floats, is_right: Labels, exit_layers: Sequence[int], training: PredictorTraining, price: float = PRICE
-) -> dict[int, ExitPredictor]:
-    """Fit a gate for each of these exit layers, with two hidden units: z = relu(z) - relu(-z).
-
-    Args:
-        features: (n_layers - 1, m, n_features), by exit layer from 1 on.
-        is_right: (n_layers - 1, m).
-        exit_layers: Exit layers that get a gate.
-        training: Settings, of which only the number of steps and the seed are used.
-        price: Cost of running all layers, where a wrong token costs 1.
-
-    Raises: UsageError: if no token has finite features.
-    """
-    if not exit_layers:
-        return {}
-    places = [exit_layer - 1 for exit_layer in exit_layers]
-    features, is_right, n_layers = features[places], is_right[places], len(features) + 1
-    finite = np.isfinite(features).all(2).all(0)
-    if not finite.any():
-        raise UsageError(f"none of {features.shape[1]} calibration tokens has finite features; calibrate on more text.")
-    values = features[:, finite].astype(np.float64)
-    mean, deviation = values.mean(1, keepdims=True), values.std(1, keepdims=True)
-    scale = np.where(deviation > 1e-6 * np.abs(mean) + 1e-12, deviation, 1.0)
-    costs = ~is_right[:, finite] + price / n_layers * np.array(exit_layers)[:, None]
-    found, bias = _trained_gates(
-        ((values - mean) / scale).astype(np.float32), costs.astype(np.float32), price, training
-    )
-    slope = found / scale[:, 0]  # gates read unscaled features
-    bias = bias - (slope * mean[:, 0]).sum(1)
-    return {exit_layer: _as_predictor(*each) for exit_layer, *each in zip(exit_layers, slope, bias, strict=True)}
-
-
-def gradients(gates: Floats, costs: Floats, price: float) -> Floats:
-    """Return the gradient of the expected cost with respect to each gate's z.
-
-    Args:
-        gates: (n, m), exit probabilities g.
-        costs: (n, m), costs c of exiting at each gate.
-        price: Cost of running all layers.
-    """
-    comes_by = np.cumprod(np.concatenate([np.ones_like(gates[:1]), 1 - gates[:-1]]), axis=0)
-    found, later = np.empty_like(gates), np.full_like(gates[0], price)
-    for place in reversed(range(len(gates))):
-        gate = gates[place]
-        found[place] = comes_by[place] * gate * (1 - gate) * (costs[place] - later)
-        later = gate * costs[place] + (1 - gate) * later
-    return found
-
-
-def _trained_gates(features: Floats, costs: Floats, price: float, training: PredictorTraining) -> Sequence[Floats]:
-    """Train gates on standardised features (n, m, n_features) and costs (n, m).
-
-    Returns: Slopes (n, n_features) and biases (n,).
-    """
-    random = np.random.default_rng(training.seed)
-    n, m, n_features = features.shape
-    parameters = [np.zeros((n, n_features), np.float32), np.full(n, CLOSED, np.float32)]
-
-    def gradients_of(chosen: NDArray[np.int64]) -> list[Floats]:
-        some = features[:, chosen]
-        gates: Floats = 0.5 * (
-            1 + np.tanh(0.5 * ((some @ parameters[0][:, :, None])[:, :, 0] + parameters[1][:, None]))
-        )
-        error = gradients(gates, costs[:, chosen], price) / np.float32(BATCH_TOKENS)
-        return [np.einsum("nm,nmf->nf", error, some), error.sum(1)]
-
-    _descend(parameters, gradients_of, m, random, training.steps(m))
-    return parameters
-
-
-def _as_predictor(slope: NDArray[np.float64], bias: float) -> ExitPredictor:
-    sign = np.array([1, -1], np.float32)
-    return ExitPredictor(
-        np.outer(sign, slope).astype(np.float32), sign * np.float32(bias), sign, np.zeros(1, np.float32)
-    )

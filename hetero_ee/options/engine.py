@@ -17,7 +17,7 @@ KV_TYPES = ("fp32", "fp16", "int8")
 ACTIVATION_TERMS = {"int8": 1, "int16": 2}  # int8 terms of each activation
 CERTIFIED = "certified"
 # Modes in which a token may leave before the last layer, unverified, each named by its policy. Never chosen by default.
-EARLY_EXIT_MODES = ("specee", CERTIFIED, "calm", "skipdecode", "q-exit", "patience", "joint-gate")
+EARLY_EXIT_MODES = ("specee", CERTIFIED, "calm", "skipdecode")
 MODES = ("full", "exact", *EARLY_EXIT_MODES)
 NO_HEAD, MTP_HEAD, MTP_WORDS = "none", "mtp", ("mtp", "draft-mtp")  # words for a draft head, one llama.cpp's
 RISK = 0.05  # of mode certified
@@ -173,8 +173,8 @@ class PlanKeywords(TypedDict, total=False):
         str | None,
         Option(
             "full: one token per pass; exact: speculative decoding by early exit (self-speculative), a draft head, a "
-            "draft model or n-grams, with the text of full mode; specee, certified, calm, skipdecode, q-exit, "
-            "patience, joint-gate: tokens are emitted at early exits, and texts differ.",
+            "draft model or n-grams, with the text of full mode; specee, certified, calm, skipdecode: tokens are "
+            "emitted at early exits, and texts differ.",
             ("--mode",),
             default_text="full or exact, whichever should be faster",
             choices=MODES,

@@ -19,14 +19,12 @@ from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
 from hetero_ee.speculation.exits.features import N_CANDIDATES
 from hetero_ee.speculation.opening import DraftKnowledge, sequence_rule
 from hetero_ee.speculation.policies.calm import CalmPolicy
+from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import exit_end
-from hetero_ee.speculation.policies.patience import PatiencePolicy
 from hetero_ee.speculation.policies.policy import ExitPolicy
-from hetero_ee.speculation.policies.q_exit import QExitPolicy
 from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
 from hetero_ee.speculation.policies.specee import SpecEE
-from hetero_ee.speculation.policies.thresholds import Certified, joint_gate
 from hetero_ee.speculation.sources.beside import Running
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.sources.draft_model import DraftModelSource
@@ -164,7 +162,4 @@ POLICIES: Mapping[str, Callable[[PolicyRequest], ExitPolicy]] = {
     "certified": _certified,
     "calm": lambda request: CalmPolicy(request.ends(request.schedule)),
     "skipdecode": _skipdecode,
-    "q-exit": lambda request: QExitPolicy(request.ends(request.schedule)),
-    "patience": lambda request: PatiencePolicy(request.ends(request.schedule)),
-    "joint-gate": lambda request: joint_gate(request.calibration, request.ends(request.schedule)),
 }

@@ -55,12 +55,12 @@ def test_exact_and_early_exit_modes_side_by_side(
     cli: Cli, converted_demo: None, text: Path, tmp_path: Path, matplotlib: None
 ) -> None:
     picture, common = tmp_path / "modes.svg", ["--hardware", LAPTOP, "-ngl", 6, "--text", text, *SHORT]
-    ended = cli("eval", *common, "--modes", "exact,specee,patience", "--plot", picture, "--json")
+    ended = cli("eval", *common, "--modes", "exact,specee,calm", "--plot", picture, "--json")
     assert ended.code == 0, ended.err
     document = json.loads(ended.out)
     assert document["emulated"] == LAPTOP
     modes = {each["name"]: each for each in document["modes"]}
-    assert list(modes) == ["full", "exact", "specee", "patience"]
+    assert list(modes) == ["full", "exact", "specee", "calm"]
     exact, specee = modes["exact"], modes["specee"]
     assert exact["identity"]["value"] == 1.0 and exact["kl_nats"]["value"] == 0.0
     assert exact["perplexity"] == modes["full"]["perplexity"] and exact["cpu_passes_per_token"]["value"] < 1

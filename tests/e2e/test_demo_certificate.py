@@ -9,7 +9,7 @@ from hetero_ee import Engine
 from hetero_ee.calibration.certify import N_PROMPTS, PARAMS, RISKS, TOKENS_A_PROMPT, CertificateRun, by_group, followed
 from hetero_ee.kv.batch import Batch
 from hetero_ee.speculation.exits.certificate import DELTA, Certificate, levels_of
-from hetero_ee.speculation.policies.thresholds import Certified
+from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE
 from tests.certificates import part_of
 from tests.e2e.test_demo_calibration import place

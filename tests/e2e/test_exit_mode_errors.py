@@ -83,7 +83,7 @@ def test_a_certificate_of_another_model_is_one_error(cli: Cli, own_folder: Path,
 def test_a_damaged_certificate_is_one_error_and_of_one_mode(cli: Cli, own_folder: Path) -> None:
     (own_folder / CERTIFICATE_FILE).write_bytes(b"nothing")
     assert "is damaged" in complaint(cli(*SIMULATED, "--mode", CERTIFIED), 1)
-    assert cli(*SIMULATED, "--mode", "patience").code == 0
+    assert cli(*SIMULATED, "--mode", "calm").code == 0
 
 
 BAD: dict[str, tuple[list[Any], str]] = {
@@ -123,7 +123,7 @@ def test_predictors_that_say_nothing_let_nothing_exit(
     """NaN confidences: every mode that asks a predictor is full mode."""
     for name in ("of_row", "of_candidates"):
         monkeypatch.setattr(ExitConfidence, name, lambda *_: math.nan)
-    text, modes = tmp_path / "stories.txt", ["specee", CERTIFIED, "q-exit", "joint-gate"]
+    text, modes = tmp_path / "stories.txt", ["specee", CERTIFIED]
     text.write_text(STORIES)
     options = ["--hardware", LAPTOP, "-ngl", 6, "--text", text, *SHORT, "--modes", ",".join(modes), "--json"]
     _, *others = json.loads(cli("eval", *options).out)["modes"]

@@ -80,7 +80,6 @@ class FittedExitLayer:
     threshold: float
     partial_predictor: ExitPredictor | None = None  # None if there are too few tokens
     partial_threshold: float = NO_EXIT
-    gate: ExitPredictor | None = None  # of the joint gate; None at exit layers outside the schedule
 
     def opens(self, features: NDArray[np.float32], *, is_partial: bool) -> NDArray[np.bool_]:
         """Return a mask (m,) of the tokens that may exit, from features (m, 12). If is_partial, the partial predictor

@@ -56,11 +56,6 @@ class ExitConfidence:
         self._compiled = _kernel(predictor) if compiled else None
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether the CPU kernel computes the confidence."""
-        return self._compiled is not None
-
-    @property
     def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         parts = self._predictor.parts.values()
         first, first_bias, second, second_bias = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
